@@ -1,0 +1,161 @@
+"""PEFT adapters that carry the swap of the base they were trained on.
+
+An adapter's folder holds no base model, so beside each `adapter_config.json` lies a sidecar, `posswap.json`, with the
+base's SwapRecord. Without it an adapter that was trained on a swapped base would load on the unswapped one, silently.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.checkpoints.adapters_positions import (
+    is_swapped,
+    lies_on_disk,
+    position_modules,
+    refuse_lost_positions,
+    swapped_base,
+)
+from hf_posswap.errors import MissingDependencyError
+from hf_posswap.files import write_json
+
+SIDECAR = "posswap.json"
+SIDECAR_VERSION = 1
+ADAPTER_CONFIG = "adapter_config.json"
+_HINT = "{base} (positions swapped to {scheme}; load this adapter with hf_posswap.load)"
+
+
+def add_adapter(model: Any, config: Any, adapter_name: str = "default") -> Any:
+    """Return a PEFT model around the swapped `model` whose adapter trains the positions too, and carries the swap.
+
+    It is `peft.get_peft_model` with `position_modules(model)` added to the config's `modules_to_save`, and with
+    `carry_swap`. `config` itself is not changed.
+
+    Args:
+        model: a swapped transformers model.
+        config: a PEFT config, for example a LoraConfig.
+        adapter_name: for PEFT.
+
+    Raises:
+        NotPatchedError: the model carries no swap: use PEFT alone.
+        MissingDependencyError: peft is not installed.
+
+    Example:
+        >>> from peft import LoraConfig
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> _ = patch_model(model, "kerple")
+        >>> config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+        >>> sorted(add_adapter(model, config).peft_config["default"].modules_to_save)
+        ['posswap']
+    """
+    peft = import_peft()
+    config = copy.deepcopy(config)
+    wanted = position_modules(model)
+    if wanted:
+        config.modules_to_save = sorted({*(config.modules_to_save or ()), *wanted})
+    with without_peft_warning():
+        return carry_swap(peft.get_peft_model(model, config, adapter_name=adapter_name))
+
+
+def carry_swap(model: Any) -> Any:
+    """Make the own `save_pretrained` (and `push_to_hub`) of a PEFT model write the sidecar, and return the model.
+
+    Only this instance changes. `add_adapter` and `load` do it; call it where PEFT itself wrapped a swapped model. A
+    model that is no PEFT model, or whose base carries no swap, is left alone.
+    """
+    if getattr(model, "peft_config", None) is not None and hasattr(model, "get_base_model") and is_swapped(model):
+        model.save_pretrained = _SavesSwap(model)
+    return model
+
+
+class _SavesSwap:
+    """Stands in for the `save_pretrained` of one PEFT model; copies and pickles with it."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __call__(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> Any:
+        refuse_lost_positions(self.owner)
+        out = type(self.owner).save_pretrained(self.owner, save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            write_sidecars(self.owner, Path(save_directory))
+        return out
+
+
+def save_with_swap(model: Any, folder: Path) -> None:
+    """Call the `save_pretrained` of `model`, and see to it that an adapter carries the swap of its base.
+
+    Raises:
+        CheckpointError: position parameters that were trained would be lost.
+    """
+    refuse_lost_positions(model)
+    model.save_pretrained(folder)
+    write_sidecars(model, folder)
+
+
+def write_sidecars(model: Any, folder: Path) -> None:
+    """Write the sidecar beside each adapter config in `folder`, if the base of `model` carries a swap.
+
+    Where the base was swapped after it had been loaded, the adapter config no longer names it: whatever loads the
+    adapter without hf_posswap would put it on the unswapped base. What stands there instead says what to do, and is no
+    valid name, so that loading ends with it in the error.
+    """
+    if not is_swapped(model):
+        return
+    base = swapped_base(model)
+    on_disk = lies_on_disk(base)
+    for path in [folder / ADAPTER_CONFIG, *folder.glob(f"*/{ADAPTER_CONFIG}")]:
+        if not path.is_file():
+            continue
+        config = json.loads(path.read_text(encoding="utf-8"))
+        name = base.name_or_path or None
+        held = {"version": SIDECAR_VERSION, "base": name, "base_is_swapped": on_disk, "record": base.config.posswap}
+        if not on_disk:
+            shown = _HINT.format(base=name or type(base).__name__, scheme=base.config.posswap["scheme"]["name"])
+            config["base_model_name_or_path"] = shown
+            write_json(path, config)
+        write_json(path.parent / SIDECAR, held)
+    _correct_card(folder / "README.md", base.name_or_path)
+
+
+def _correct_card(path: Path, base: str) -> None:
+    """Tag PEFT's model card, and take a local path out of it: the Hub takes `base_model` for a repository."""
+    from huggingface_hub import ModelCard
+
+    if not path.is_file():
+        return
+    card = ModelCard.load(path)
+    card.data.tags = sorted({*(card.data.tags or ()), "hf_posswap"})
+    for tag in [tag for tag in card.data.tags if tag.startswith("base_model:") and Path(base).exists()]:
+        card.data.tags.remove(tag)
+    if base and Path(base).exists():
+        card.data.base_model = None
+    card.save(path)
+
+
+def import_peft() -> Any:
+    """Return the module peft.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingDependencyError("peft", "train") from error
+    return peft
+
+
+@contextmanager
+def without_peft_warning() -> Iterator[None]:
+    """Inside the block, what PEFT asks of transformers by a deprecated name is not reported to the user."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        yield

@@ -1,0 +1,208 @@
+"""Loading adapters: base, swap and adapter together, and never on a base with another mechanism."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from hf_posswap.checkpoints.adapters import (
+    ADAPTER_CONFIG,
+    SIDECAR,
+    SIDECAR_VERSION,
+    carry_swap,
+    import_peft,
+    without_peft_warning,
+)
+from hf_posswap.errors import CheckpointError, PosswapError, RecordError
+from hf_posswap.patching.apply import patch_model
+from hf_posswap.patching.plan import unwrap
+from hf_posswap.patching.record import SwapRecord
+
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """What an adapter's folder says of its base.
+
+    Attributes:
+        base: folder or Hub id of the base, or None where nothing names it.
+        revision: of the base.
+        base_is_swapped: whether the base's checkpoint carries the swap itself.
+        record: of the base's swap; None where there is no sidecar.
+    """
+
+    base: str | None
+    revision: str | None
+    base_is_swapped: bool
+    record: SwapRecord | None
+
+
+def adapter_source(source: str | Path, **hub: Any) -> AdapterSource | None:
+    """Return what the adapter at `source` says of its base; None where `source` is no adapter.
+
+    Args:
+        source: a folder or a Hub id.
+        hub: cache_dir, local_files_only, revision, subfolder, token, ... for a Hub id.
+
+    Raises:
+        CheckpointError: a file of the adapter cannot be read.
+        RecordError: the sidecar is none, or of an unknown version.
+    """
+    config = _read(source, ADAPTER_CONFIG, hub, certain=False)
+    if config is None:
+        return None
+    held = _read(source, SIDECAR, hub, certain=True)
+    named = config.get("base_model_name_or_path")
+    if held is None:
+        return AdapterSource(named, config.get("revision"), False, None)
+    fields = {"version": int, "base": str | None, "base_is_swapped": bool, "record": dict}
+    good = set(held) == set(fields) and all(isinstance(held[name], kind) for name, kind in fields.items())
+    if not good or held["version"] != SIDECAR_VERSION:
+        raise RecordError(
+            f"{SIDECAR} of {str(source)!r} must hold {', '.join(fields)}, of version {SIDECAR_VERSION}: update "
+            "hf_posswap, or check the file."
+        )
+    base = named if held["base_is_swapped"] else held["base"]
+    return AdapterSource(base, config.get("revision"), held["base_is_swapped"], SwapRecord.from_dict(held["record"]))
+
+
+def load_adapter(
+    model: Any, source: str | Path, *, trainable: bool = False, trust_unrecorded: bool = False, **hub: Any
+) -> Any:
+    """Return a PEFT model: `model` with the adapter at `source`, if it has the mechanism that it was trained on.
+
+    Args:
+        model: a transformers model, swapped as the adapter's base was.
+        source: a folder or a Hub id.
+        trainable: go on training the adapter.
+        trust_unrecorded: take an adapter without a sidecar as one that was trained with the swap of `model`.
+        hub: cache_dir, local_files_only, revision, subfolder, token, ... for a Hub id.
+
+    Raises:
+        CheckpointError: no readable adapter is there, or its weights do not fit.
+        RecordError: it was trained on another mechanism: both are named.
+        MissingDependencyError: peft is not installed.
+    """
+    found = adapter_source(source, **hub)
+    if found is None:
+        raise CheckpointError(f"{str(source)!r} holds no adapter ({ADAPTER_CONFIG}).")
+    _refuse_other(unwrap(model), found, str(source), trust_unrecorded)
+    return _with_adapter(model, source, trainable, hub)
+
+
+def load_with_base(source: str | Path, found: AdapterSource, load: Any, **kwargs: Any) -> Any:
+    """Return a PEFT model: the adapter at `source` on its base, swapped as it was.
+
+    Args:
+        source: a folder or a Hub id.
+        found: what `adapter_source` says of it.
+        load: `hf_posswap.load`.
+        kwargs: for `load` of the base; those for the Hub are for the adapter as well, and `revision` for it alone.
+
+    Raises:
+        CheckpointError: nothing names the base, or it cannot be loaded, or the adapter does not fit.
+        RecordError: the base carries another mechanism.
+    """
+    if not found.base:
+        raise CheckpointError(
+            f"the adapter {str(source)!r} does not say where its base is: load the base, swap it, and call "
+            "hf_posswap.load_adapter(model, adapter)."
+        )
+    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    passed = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+    if found.revision:
+        passed["revision"] = found.revision
+    try:
+        model = load(found.base, **passed)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the base of the adapter {str(source)!r}, {found.base!r}, cannot be loaded: {error}"
+        ) from error
+    if found.record is not None and not found.base_is_swapped and getattr(model, "_posswap", None) is None:
+        record = found.record
+        patch_model(model, record.make_scheme(), max_length=record.max_length, site=record.site)
+    _refuse_other(unwrap(model), found, str(source), trust_unrecorded=False)
+    adapted = _with_adapter(model, source, False, hub)
+    for config in adapted.peft_config.values():
+        config.base_model_name_or_path = found.base  # on disk it may be a hint in its place
+    return adapted
+
+
+def _with_adapter(model: Any, source: str | Path, trainable: bool, hub: dict[str, Any]) -> Any:
+    peft = import_peft()
+    try:
+        with without_peft_warning():
+            adapted = peft.PeftModel.from_pretrained(model, str(source), is_trainable=trainable, **hub)
+    except PosswapError:
+        raise
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"the adapter {str(source)!r} cannot be loaded: {error}") from error
+    return carry_swap(adapted)
+
+
+def _refuse_other(model: Any, found: AdapterSource, source: str, trust_unrecorded: bool) -> None:
+    """Refuse an adapter whose base had another mechanism than `model` has."""
+    has = None if getattr(model, "_posswap", None) is None else SwapRecord.from_dict(model.config.posswap)
+    if found.record is None:
+        if has is not None and not trust_unrecorded:
+            raise RecordError(
+                f"the adapter {source!r} has no {SIDECAR}: it was trained on an unswapped model, or saved by PEFT "
+                f"alone, and this {type(model).__name__} carries {has.make_scheme()}. If it was trained with that, "
+                "pass trust_unrecorded=True to hf_posswap.load_adapter."
+            )
+        return
+    wanted = found.record
+    if has is not None and _same(has, wanted):
+        return
+    raise RecordError(
+        f"the adapter {source!r} was trained on a {wanted.base_type} swapped to {wanted.make_scheme()} for "
+        f"{wanted.max_length} tokens, and this {type(model).__name__} "
+        + ("is not swapped" if has is None else f"carries {has.make_scheme()} for {has.max_length} tokens")
+        + f". Load it by hf_posswap.load({source!r}), or swap the base in the same way."
+    )
+
+
+def _same(one: SwapRecord, other: SwapRecord) -> bool:
+    """Return whether two records say the same mechanism; a table's length is part of it."""
+    equal = one.scheme == other.scheme and one.base_type == other.base_type
+    return equal and (one.make_scheme().kind != "table" or one.max_length == other.max_length)
+
+
+def _read(source: str | Path, name: str, hub: dict[str, Any], *, certain: bool) -> dict[str, Any] | None:
+    """Return the JSON object in the file `name` of a folder or Hub id; None where there is no such file.
+
+    Args:
+        source: a folder or a Hub id.
+        name: of the file.
+        hub: arguments for the Hub.
+        certain: raise where the Hub does not tell whether there is such a file; otherwise that counts as none.
+    """
+    from transformers.utils import cached_file
+
+    try:
+        path = cached_file(
+            str(source),
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=certain,
+            _raise_exceptions_for_connection_errors=certain,
+            **hub,
+        )
+    except OSError as error:
+        if not certain:
+            return None
+        raise CheckpointError(f"cannot tell whether {str(source)!r} has a {name}: {error}") from error
+    if path is None:
+        return None
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {name} of {str(source)!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name} of {str(source)!r} must hold an object, got {type(value).__name__}.")
+    return value

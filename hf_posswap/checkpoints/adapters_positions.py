@@ -1,0 +1,117 @@
+"""What an adapter must know of its base's positions: whether there is a swap, what it learns, what would be lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posswap.errors import CheckpointError, NotPatchedError
+from hf_posswap.patching.actions import AddMechanism, ReplaceTable, RestoreWeight
+from hf_posswap.patching.plan import unwrap
+
+
+def is_swapped(model: Any) -> bool:
+    """Return whether `model`, or the base inside a PEFT model, carries a swap."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(inner, "_posswap", None) is not None
+
+
+def swapped_base(model: Any) -> Any:
+    """Return the swapped transformers model: `model`, or the base inside a PEFT model.
+
+    Raises:
+        NotPatchedError: it carries no swap.
+    """
+    base = unwrap(model)
+    if getattr(base, "_posswap", None) is None:
+        raise NotPatchedError(f"{type(base).__name__} carries no swap: there are no positions to train or to record.")
+    return base
+
+
+def lies_on_disk(base: Any) -> bool:
+    """Return whether the checkpoint that a swapped model was loaded from carries the swap itself."""
+    if not base._posswap.undo:
+        return True
+    path = Path(base.name_or_path or "/nowhere") / "config.json"  # a blend keeps its undo when it is loaded
+    return path.is_file() and "posswap" in json.loads(path.read_text(encoding="utf-8"))
+
+
+def position_modules(model: Any) -> list[str]:
+    """Return the names for PEFT's `modules_to_save` of the position modules that training changes; [] where none does.
+
+    PEFT freezes the base, and what a scheme learns with it (the numbers of FIRE, Kerple or T5's bias, the rows of a
+    learned table). Named in `modules_to_save` they are trained in full and saved with the adapter.
+
+    Args:
+        model: a swapped model.
+
+    Raises:
+        NotPatchedError: it carries no swap.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> _ = patch_model(model, "kerple")
+        >>> position_modules(model)
+        ['posswap']
+    """
+    return sorted({path.rpartition(".")[2] for path, _ in _learned(swapped_base(model))})
+
+
+def refuse_lost_positions(model: Any) -> None:
+    """Refuse to save an adapter without the position parameters that were, or are being, trained.
+
+    Raises:
+        CheckpointError: names them, and what to do.
+    """
+    if getattr(model, "peft_config", None) is None or not is_swapped(model):
+        return
+    base = swapped_base(model)
+    lost = [path for path, module in _learned(base) if not _saved_by_peft(module) and _is_trained(base, path, module)]
+    if lost:
+        raise CheckpointError(
+            f"{', '.join(lost)}: trained position parameters that are not part of the adapter would be lost. Wrap the "
+            f"model with modules_to_save={position_modules(base)} (hf_posswap.add_adapter does), or save the swapped "
+            "base first, and put the adapter on what hf_posswap.load returns."
+        )
+
+
+def _learned(base: Any) -> list[tuple[str, nn.Module]]:
+    """Return the modules of a swapped model that hold what its scheme learns: path and module."""
+    found = []
+    for edit in base._posswap.plan.edits:
+        action = edit.action
+        learns = isinstance(action, AddMechanism) or (isinstance(action, ReplaceTable) and action.scheme.trainable)
+        if learns:
+            module = base.get_submodule(action.path)
+            found += [(action.path, module)] if any(True for _ in module.parameters()) else []
+    return found
+
+
+def _saved_by_peft(module: nn.Module) -> bool:
+    return hasattr(module, "modules_to_save")
+
+
+def _is_trained(base: Any, path: str, module: nn.Module) -> bool:
+    """Return whether `module` holds, or may come to hold, something else than the swap alone put there."""
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return True
+    if lies_on_disk(base):  # as it was loaded
+        return False
+    patch = base._posswap
+    action = next(edit.action for edit in patch.plan.edits if getattr(edit.action, "path", None) == path)
+    if isinstance(action, AddMechanism):
+        fresh = dict(patch.plan.scheme.mechanism(patch.plan.sites.geometry).named_parameters())
+        return any(
+            not torch.equal(p.detach().cpu(), fresh[n].detach().to(p.dtype)) for n, p in module.named_parameters()
+        )
+    assert isinstance(action, ReplaceTable)
+    old = next(step.weight for step in patch.undo if isinstance(step, RestoreWeight) and step.path == path)
+    held: Any = module.weight
+    expected = action.scheme.table(old.detach()[action.offset :], action.rows, action.geometry)
+    return not torch.equal(held.detach()[action.offset :].cpu(), expected.to(held.dtype))

@@ -1,0 +1,217 @@
+"""The model card of a checkpoint: what it was made from, what was swapped, and how to load it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_posswap.checkpoints.card_results import Results, evaluation, table
+from hf_posswap.checkpoints.hub import checked_repo_id
+from hf_posswap.errors import CheckpointError, PluginWarning
+from hf_posswap.patching.bundle import package_version
+from hf_posswap.patching.describe import on_meta
+
+if TYPE_CHECKING:
+    from hf_posswap.patching.plan import SwapPlan
+
+_TAG = "hf_posswap"
+_TASKS = {
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+}
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card says that the checkpoint itself does not.
+
+    Attributes:
+        repo_id: where the checkpoint goes.
+        base: Hub id, or folder, of the model before the swap; None: unknown.
+        license: None: taken over from the base's card.
+        recipe: how the model was trained.
+        results: of an evaluation.
+        pictures: folder of the repository where the pictures of the results lie.
+    """
+
+    repo_id: str
+    base: str | None = None
+    license: str | None = None
+    recipe: dict[str, Any] | None = None
+    results: Results = Results()
+    pictures: str = "pictures"
+
+
+def write_card(folder: str | Path, facts: CardFacts, *, token: str | None = None, online: bool = True) -> str:
+    """Return the model card of the checkpoint in `folder` as Markdown with metadata.
+
+    Args:
+        folder: with a config.json, swapped or not; no weights are read.
+        facts: that the folder does not tell.
+        token: of the Hub, to read the base model's card.
+        online: whether the base model's card may be fetched from the Hub.
+
+    Raises:
+        CheckpointError: no readable config, or results of other models.
+        RecordError: the swap cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import GPT2Config
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     GPT2Config(n_layer=1, n_head=2, n_embd=8, architectures=["GPT2LMHeadModel"]).save_pretrained(folder)
+        ...     print(write_card(folder, CardFacts("me/mine", base="gpt2", license="mit"), online=False)[:60])
+        ---
+        base_model: gpt2
+        library_name: transformers
+        license: mit
+    """
+    skeleton = on_meta(str(folder))
+    patch = getattr(skeleton, "_posswap", None)
+    plan = None if patch is None else patch.plan
+    base, license = origin = _base_and_license(facts, token, online)
+    architecture = type(skeleton).__name__
+    task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
+    numbers, metrics = evaluation(facts.results, None if plan is None else plan.scheme.name, task or "other")
+    data = _metadata(facts, task, plan, origin, metrics)
+    sections = [
+        f"# {facts.repo_id.rpartition('/')[2]}",
+        _opening(plan, base),
+        *([] if plan is None else [f"## What was swapped\n\n{_swap(plan)}"]),
+        f"## How to load\n\n{_loading(plan, facts.repo_id, architecture)}",
+        *([f"## Evaluation\n\n{numbers}"] if numbers else []),
+        *(f"![{picture.stem}]({facts.pictures}/{picture.name})" for picture in facts.results.pictures),
+        *([f"## Recipe\n\n{_json(facts.recipe)}"] if facts.recipe else []),
+        f"## Limits\n\n{_limits(plan, license)}",
+        f"## Versions\n\n{_versions()}",
+    ]
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def _metadata(
+    facts: CardFacts, task: str | None, plan: SwapPlan | None, origin: tuple[str | None, str | None], metrics: list[Any]
+) -> Any:
+    from huggingface_hub import ModelCardData
+
+    base, license = origin
+    longer = plan is not None and plan.max_length > plan.sites.geometry.original_length
+    return ModelCardData(
+        base_model=base,
+        base_model_relation=None if base is None else "finetune",
+        library_name="transformers",
+        license=license,
+        pipeline_tag=task,
+        tags=[_TAG, *(["long-context"] if longer else []), *([] if plan is None else [plan.scheme.name])],
+        model_name=facts.repo_id.rpartition("/")[2] if metrics else None,
+        eval_results=metrics or None,
+    )
+
+
+def _base_and_license(facts: CardFacts, token: str | None, online: bool) -> tuple[str | None, str | None]:
+    """Return the base model's Hub id and the licence, as far as they are given or the base's card tells them."""
+    local = facts.base is not None and Path(facts.base).is_dir()
+    if facts.base is None or not (local or _is_repo_id(facts.base)):
+        return None, facts.license
+    found: dict[str, Any] = {}
+    if local or (online and facts.license is None):
+        found = _card_of(facts.base, token, local)
+    named = found.get("base_model")
+    base = (named[0] if isinstance(named, list) and named else named) if local else facts.base
+    return (base if isinstance(base, str) else None), facts.license or found.get("license")
+
+
+def _is_repo_id(name: str) -> bool:
+    try:
+        return checked_repo_id(name) == name
+    except CheckpointError:
+        return False
+
+
+def _card_of(base: str, token: str | None, local: bool) -> dict[str, Any]:
+    """Return the metadata of the card of `base`, a folder or a Hub id; empty, with a warning, where there is none."""
+    from huggingface_hub import ModelCard
+
+    if local and not (Path(base) / "README.md").is_file():
+        return {}
+    try:
+        card = ModelCard.load(Path(base) / "README.md" if local else base, token=token, ignore_metadata_errors=True)
+    except Exception as error:  # a card that cannot be had must not stop a push: what it lacks is said
+        warnings.warn(
+            f"the card of the base model {base} cannot be read, so its licence is not taken over: "
+            f"{type(error).__name__}: {error}. Give license=... to state it.",
+            PluginWarning,
+            stacklevel=5,
+        )
+        return {}
+    data: dict[str, Any] = card.data.to_dict()
+    return data
+
+
+def _opening(plan: SwapPlan | None, base: str | None) -> str:
+    name = "A model" if base is None else f"[{base}](https://huggingface.co/{base})"
+    if plan is None:
+        return f"{name}, with its own position mechanism."
+    return (
+        f"{name} with its position mechanism swapped to **{plan.scheme.name}** by hf_posswap, for up to "
+        f"{plan.max_length} tokens."
+    )
+
+
+def _swap(plan: SwapPlan) -> str:
+    from hf_posswap.patching.show import EDIT_HEADER, edit_rows, fact_rows
+
+    edits = table(list(EDIT_HEADER), [[str(cell) for cell in row] for row in edit_rows(plan)])
+    facts = table(["", ""], [[name, text] for name, text in fact_rows(plan)])
+    record = json.dumps(plan.record.to_dict(), indent=2)
+    return f"`{plan.scheme}`\n\n{edits}\n\n{facts}\n\nThe record, `config.posswap`:\n\n```json\n{record}\n```"
+
+
+def _loading(plan: SwapPlan | None, repo_id: str, architecture: str) -> str:
+    native = f'from transformers import {architecture}\n\nmodel = {architecture}.from_pretrained("{repo_id}")'
+    plugin = f'import hf_posswap  # pip install hf-posswap\n\nmodel = hf_posswap.load("{repo_id}")'
+    auto = "AutoModelForMaskedLM" if architecture.endswith("MaskedLM") else "AutoModelForCausalLM"
+    remote = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("{repo_id}", trust_remote_code=True)'
+    if plan is None or plan.route == "native":
+        return f"With transformers alone:\n\n{_python(native)}\n\nor with hf_posswap, strictly:\n\n{_python(plugin)}"
+    return (
+        f"With hf_posswap:\n\n{_python(plugin)}\n\nAfter `import hf_posswap` the Auto classes of transformers load it "
+        "too. Without the package, by the code in this repository, which is the package's own (read it first):\n\n"
+        f"{_python(remote)}\n\nPlain transformers refuses this checkpoint, and so do serving stacks that do not run "
+        "its code."
+    )
+
+
+def _python(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+def _json(value: dict[str, Any]) -> str:
+    return f"```json\n{json.dumps(value, indent=2, default=str)}\n```"
+
+
+def _limits(plan: SwapPlan | None, license: str | None) -> str:
+    lines = [] if license else ["The licence of the base model applies; it is not stated here because it is not known."]
+    if plan is not None:
+        lines.append(f"Made for {plan.max_length} tokens. Adaptation: {plan.adaptation}.")
+        if not plan.cached_equals_full:
+            lines.append("Decoding with a cache may differ from one full forward at long lengths.")
+        if not plan.scheme.traits.unbounded:
+            lines.append("Beyond that length it stops with an error.")
+        lines += [note for note in plan.notes]
+    lines.append("A longer reach does not show that far context is used: measure it on your task.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _versions() -> str:
+    import torch
+    import transformers
+
+    versions = {"hf_posswap": package_version(), "transformers": transformers.__version__, "torch": torch.__version__}
+    return table(["package", "version"], [[name, version] for name, version in versions.items()])

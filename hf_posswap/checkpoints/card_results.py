@@ -1,0 +1,146 @@
+"""The evaluation of a model card: read from a results file, as a table for people and as metadata for the Hub."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_posswap.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
+RESULTS = "results.json"
+EVALUATION = "hf_posswap evaluation"
+"""What results.json of `evaluate` and `compare` says of itself."""
+_OTHERS = ("base", "control")  # of a quickstart: shown beside the model
+
+
+@dataclass(frozen=True)
+class Results:
+    """What an evaluation found.
+
+    Attributes:
+        values: {metric: number}, or the results.json of a quickstart.
+        pictures: files that show it.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    pictures: tuple[Path, ...] = ()
+
+
+def read_results(source: dict[str, Any] | str | Path | None) -> Results:
+    """Return the results in `source`: a dict, a JSON file, or a folder with a results.json and pictures.
+
+    What `compare` and `evaluate` write becomes what a quickstart writes: perplexities by length, by scheme.
+
+    Raises:
+        CheckpointError: there is none, or it holds neither numbers nor what a quickstart writes.
+    """
+    if source is None:
+        return Results()
+    if isinstance(source, dict):
+        values, pictures = source, []
+    else:
+        path = Path(source)
+        values = _read(path / RESULTS if path.is_dir() else path)
+        pictures = sorted(path.glob("*.png")) if path.is_dir() else []
+    if isinstance(values, dict) and values.get("kind") == EVALUATION:
+        values = _by_scheme(values)
+    if not isinstance(values, dict) or not (_is_quickstart(values) or all(map(_is_number, values.values()))):
+        raise CheckpointError(
+            "results must be {metric: finite number}, or what posswap quickstart, eval or compare write to "
+            "results.json (the folder or the dict)."
+        )
+    return Results(values, tuple(pictures))
+
+
+def _by_scheme(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the perplexities of an evaluation under the names of the schemes, the model they are held against as base.
+
+    Raises:
+        CheckpointError: it holds no perplexities.
+    """
+    models: dict[str, Any] = {}
+    for label, model in found["models"].items():
+        plan = model.get("plan")
+        name = plan["scheme"]["name"] if plan else _OTHERS[0] if label == found["base"] else label
+        cannot = [{"length": int(length), "cannot_run": why} for length, why in model["cannot_run"].items()]
+        rows = sorted([*model.get("ppl_prefix", []), *cannot], key=lambda row: row["length"])
+        if rows:
+            models.setdefault(name, {"lengths": rows})
+    if not models:
+        raise CheckpointError("the results hold no perplexities (metric ppl_prefix), which a model card shows.")
+    return {"models": models, "lengths": found["lengths"], "data": {"text": Path(found["data"]["source"]).name}}
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot read the results in {path}: {error}; give a JSON file, or a folder with a {RESULTS}."
+        ) from error
+
+
+def _is_quickstart(values: dict[str, Any]) -> bool:
+    return isinstance(values.get("models"), dict) and isinstance(values.get("lengths"), list)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def evaluation(results: Results, scheme: str | None, task: str) -> tuple[str, list[EvalResult]]:
+    """Return the evaluation of the model with `scheme` (None: no swap), as Markdown and as metadata for `task`.
+
+    Raises:
+        CheckpointError: a quickstart's results hold no model with that scheme.
+    """
+    if not results.values:
+        return "", []
+    if not _is_quickstart(results.values):
+        rows = [[name, f"{value:.6g}"] for name, value in results.values.items()]
+        return table(["metric", "value"], rows), [_entry(name, v, "custom", task) for name, v in results.values.items()]
+    models, name = results.values["models"], scheme or _OTHERS[0]
+    if name not in models:
+        raise CheckpointError(
+            f"the results hold no model called {name!r}, only {', '.join(models)}: give the results of this model."
+        )
+    shown = [name, *(other for other in _OTHERS if other in models and other != name)]
+    head = ["perplexity at", *(str(length) for length in results.values["lengths"])]
+    text = table(head, [[other, *map(_score, models[other]["lengths"])] for other in shown])
+    data = results.values.get("data", {}).get("text", "text")
+    note = f"Text: {data}. In brackets: 95 % interval over documents."
+    scores = [row for row in models[name]["lengths"] if "cannot_run" not in row]
+    found = [_entry(f"perplexity at {row['length']} tokens", row["perplexity"], data, task) for row in scores]
+    return f"{text}\n\n{note}", found
+
+
+def _score(row: dict[str, Any]) -> str:
+    if "cannot_run" in row:
+        return "cannot run"
+    return f"{row['perplexity']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+
+
+def _entry(name: str, value: float, dataset: str, task: str) -> EvalResult:
+    from huggingface_hub import EvalResult
+
+    kind = "perplexity" if name.startswith("perplexity") else name.split("@")[0].split(" ")[0]
+    return EvalResult(
+        task_type=task,
+        dataset_type="custom",
+        dataset_name=dataset,
+        metric_type=kind,
+        metric_name=name,
+        metric_value=float(value),
+    )
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

@@ -1,0 +1,113 @@
+"""`doctor`: all checks, in order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.checkpoints.doctor_checks.findings import Diagnosis, Finding, worst_first
+from hf_posswap.checkpoints.doctor_checks.model_traps import (
+    Layout,
+    lay_out,
+    length_findings,
+    readable,
+    setting_findings,
+    weight_findings,
+)
+from hf_posswap.checkpoints.doctor_checks.reading import Chart, read_chart
+from hf_posswap.checkpoints.doctor_checks.record_traps import adapter_findings, record_findings
+from hf_posswap.checkpoints.doctor_checks.rope_traps import rope_findings
+
+
+def doctor(source: str | Path, **hub: Any) -> Diagnosis:
+    """Return the known position traps of a checkpoint, made by hf_posswap or by anyone. No weights are loaded.
+
+    It reads config.json as it stands, the names and shapes in the headers of safetensors files, the tokenizer's
+    settings, and an adapter's sidecar; and it lays out the model of the config on the meta device.
+
+    Args:
+        source: a folder or a Hub id. Of a Hub id, the small files are downloaded, and the first bytes of the weights
+            are read.
+        hub: revision, token, cache_dir, local_files_only for a Hub id.
+
+    Raises:
+        CheckpointError: nothing readable is there.
+
+    Example:
+        >>> import json, tempfile
+        >>> from transformers import LlamaConfig
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11).to_dict()
+        ...     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+        ...     _ = (Path(folder) / "config.json").write_text(json.dumps(config | {"rope_parameters": yarn}))
+        ...     doctor(folder).findings[0].what[:51]
+        'yarn without original_max_position_embeddings: tran'
+    """
+    chart = read_chart(source, **hub)
+    findings = list(adapter_findings(chart))
+    checked = ["adapter_config.json"] if chart.adapter is not None else []
+    positions = "an adapter"
+    if chart.config is not None:
+        positions, found, looked = _of_model(chart, hub)
+        findings += found
+        checked += looked
+    return Diagnosis(str(source), positions, worst_first(findings), tuple(checked))
+
+
+def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], list[str]]:
+    """Return the mechanism in words, the findings, and what was looked at."""
+    assert chart.config is not None
+    checked = ["config.json"]
+    findings = [finding for where, config in _configs(chart.config) for finding in rope_findings(config, where)]
+    with _quiet():
+        findings += record_findings(chart.config)
+        layout = (
+            None if any("posswap" in f.where and f.severity == "error" for f in findings) else lay_out(chart, **hub)
+        )
+    if isinstance(layout, Finding):
+        findings.append(layout)
+    if isinstance(layout, Layout):
+        findings += [*setting_findings(layout, chart), *length_findings(layout, chart)]
+        if chart.shapes is not None:
+            checked.append(f"the shapes of {len(chart.shapes)} weights")
+            findings += weight_findings(layout, chart.shapes)
+    if chart.tokenizer is not None:
+        checked.append("tokenizer_config.json")
+    unread = readable(chart)
+    return _positions(chart, layout), [*findings, *([unread] if unread else [])], checked
+
+
+def _configs(config: dict[str, Any], where: str = "config.json") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Give `config` and the configs of parts inside it (text_config, ...), each with its place."""
+    yield where, config
+    for name, part in config.items():
+        if isinstance(part, dict) and "model_type" in part:
+            yield f"{where}: {name}", part
+
+
+def _positions(chart: Chart, layout: Any) -> str:
+    """Return the mechanism of a checkpoint in words."""
+    from hf_posswap.patching.describe import describe_positions
+
+    if not isinstance(layout, Layout) or layout.sites is None:
+        kind = (chart.config or {}).get("model_type", "unknown")
+        return f"model type {kind}, whose positions no family of hf_posswap describes"
+    report = describe_positions(layout.model)
+    record = (chart.config or {}).get("posswap")
+    swapped = report.swapped or (record["scheme"]["name"] if isinstance(record, dict) else None)
+    return f"{report.model}, {report.native}" + (f", swapped to {swapped}" if swapped else "")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside the block transformers does not log what the findings say better."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

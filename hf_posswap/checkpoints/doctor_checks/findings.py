@@ -1,0 +1,69 @@
+"""What the doctor says: findings, and the diagnosis that they make up."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Severity = Literal["error", "warning", "note"]
+_ORDER: tuple[Severity, ...] = ("error", "warning", "note")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One trap.
+
+    Attributes:
+        severity: "error": it does not load, or computes something else than it was trained with; "warning": it may,
+            in some program or beyond some length; "note": worth knowing, nothing to mend.
+        where: the file and the place in it.
+        what: is wrong.
+        do: what to do about it.
+    """
+
+    severity: Severity
+    where: str
+    what: str
+    do: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that was found. `print(diagnosis)` shows it.
+
+    Attributes:
+        source: the folder or Hub id.
+        positions: the position mechanism that it has, in words.
+        findings: the worst first.
+        checked: what was looked at.
+    """
+
+    source: str
+    positions: str
+    findings: tuple[Finding, ...]
+    checked: tuple[str, ...]
+
+    @property
+    def clean(self) -> bool:
+        """Whether there is neither an error nor a warning."""
+        return all(finding.severity == "note" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the diagnosis as JSON."""
+        return {
+            "source": self.source,
+            "clean": self.clean,
+            "positions": self.positions,
+            "checked": list(self.checked),
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.source}: {self.positions}", f"checked: {', '.join(self.checked)}"]
+        lines += [f"{f.severity}: {f.where}: {f.what} {f.do}" for f in self.findings]
+        return "\n".join(lines if self.findings else [*lines, "nothing found"])
+
+
+def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
+    """Return `findings` by severity, otherwise in their order."""
+    return tuple(sorted(findings, key=lambda finding: _ORDER.index(finding.severity)))

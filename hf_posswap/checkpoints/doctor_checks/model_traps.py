@@ -1,0 +1,181 @@
+"""Traps that show when the model of a config is laid out, without numbers, beside the headers of its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posswap.checkpoints.auto import plugin_model_class
+from hf_posswap.checkpoints.doctor_checks.findings import Finding
+from hf_posswap.checkpoints.doctor_checks.reading import Chart, Shapes
+from hf_posswap.errors import UnsupportedModelError
+from hf_posswap.families.base import Sites, inv_freq_names, locate
+from hf_posswap.patching.config_class import native_config_class
+from hf_posswap.patching.describe import model_class_of, read_config
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The model that a config names, on the meta device.
+
+    Attributes:
+        model: with its swap, if the config carries one that only hf_posswap runs.
+        sites: where its positions live; None where no family describes it.
+    """
+
+    model: Any
+    sites: Sites | None
+
+
+def lay_out(chart: Chart, **hub: Any) -> Layout | Finding:
+    """Return the model of `chart` without numbers, or the finding that there can be none."""
+    try:
+        config = read_config(chart.source, **hub)
+        config_class: Any = type(config)
+        named = model_class_of(config)
+        if native_config_class(config) is not config_class:
+            named = plugin_model_class(named, config_class)
+        with torch.device("meta"):
+            model = named(copy.deepcopy(config))
+    except Exception as error:  # a class of transformers may raise anything at a config it cannot take
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        what = f"no model can be built from it: {said[0]}"
+        do = "Mend the config, or use the version of transformers (and of hf_posswap) that it was made with."
+        return Finding("error", "config.json", what, do)
+    return Layout(model, _sites(model))
+
+
+def _sites(model: Any) -> Sites | None:
+    patch = getattr(model, "_posswap", None)
+    if patch is not None:
+        return patch.plan.sites
+    try:
+        return locate(model)
+    except (UnsupportedModelError, AttributeError, KeyError, TypeError):  # a model of another kind than a family knows
+        return None
+
+
+def weight_findings(layout: Layout, shapes: Shapes) -> Iterator[Finding]:
+    """Give where the position weights are not those of the model: missing, of another shape, or left over.
+
+    Other weights are none of its business: many are renamed, tied or quantised on the way to the disk.
+    """
+    model = layout.model
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    held = shapes if any(name in expected for name in shapes) else _with_other_prefix(shapes, expected, model)
+    table = "" if layout.sites is None or layout.sites.table is None else f"{layout.sites.table}.weight"
+    ours = [name for name in expected if name == table or _about_positions(name)]
+    missing = [name for name in ours if name not in held]
+    other = [
+        f"{n} {list(held[n])} instead of {list(expected[n])}" for n in ours if held.get(n, expected[n]) != expected[n]
+    ]
+    left = [name for name in held if name not in expected and _about_positions(name)]
+    angles = [name for name in left if name.endswith("inv_freq")]
+    dropped = [name for name in left if name not in angles and not name.endswith("position_ids")]
+    if missing:
+        what = f"the model needs {_some(missing)}, and they are not there: transformers makes them random."
+        yield Finding("error", "weights", what, "Check config.json: it names another mechanism than the weights have.")
+    if other:
+        what = f"{_some(other)}: transformers refuses them, or makes them random where mismatches are ignored."
+        yield Finding("error", "weights", what, "Make config and weights agree, by the length above all.")
+    if dropped:
+        what = f"{_some(dropped)}: position weights that this model has no place for are dropped."
+        yield Finding("error", "weights", what, "Check config.json: it names another mechanism than the weights have.")
+    if angles:
+        what = f"{_some(angles)}: angles saved with the weights are not read; those of the config hold."
+        yield Finding("note", "weights", what, "Check that the config says the same angles.")
+
+
+def _about_positions(name: str) -> bool:
+    return any(word in name for word in ("wpe.", "position", "relative_attention", "posswap.", "inv_freq"))
+
+
+def _with_other_prefix(shapes: Shapes, expected: Shapes, model: Any) -> Shapes:
+    """Return `shapes` under the names of the model: a base model's may lack its prefix, or have one too many."""
+    prefix = f"{model.base_model_prefix}."
+    longer = {f"{prefix}{name}": shape for name, shape in shapes.items()}
+    shorter = {name.removeprefix(prefix): shape for name, shape in shapes.items()}
+    return max((longer, shorter), key=lambda named: len(named.keys() & expected.keys()))
+
+
+def setting_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
+    """Give settings of the config that the model does not heed."""
+    config = chart.config or {}
+    rotary = [module for module in layout.model.modules() if inv_freq_names(module)]
+    settings = [name for name in ("rope_parameters", "rope_scaling", "rope_theta") if config.get(name)]
+    if settings and not rotary and not hasattr(layout.model, "_posswap") and "rope_parameters" not in _own(layout):
+        what = f"{', '.join(settings)}: {type(layout.model).__name__} has no rotary module, so this has no effect."
+        yield Finding("error", "config.json", what, "Remove it, or swap the mechanism with hf_posswap.")
+    partial = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    sites = layout.sites
+    if isinstance(partial, float) and sites is not None and sites.geometry.rotary_dim and 0 < partial < 1:
+        wanted, has = int(sites.geometry.head_dim * partial), sites.geometry.rotary_dim
+        kind = (config.get("rope_parameters") or {}).get("rope_type", "default")
+        if wanted != has and kind == "default":
+            what = f"partial_rotary_factor {partial:g} means {wanted} dimensions a head, and this class rotates {has}."
+            yield Finding("error", "config.json", what, "Use rope type 'proportional', or a class that heeds it.")
+
+
+def _own(layout: Layout) -> Any:
+    return type(layout.model.config).__dict__
+
+
+def length_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
+    """Give what reaches beyond the end of a position table."""
+    has_table = layout.sites is not None and layout.sites.table is not None
+    rows = _table_rows(layout, chart) if has_table else None
+    most = (chart.tokenizer or {}).get("model_max_length")
+    if not isinstance(most, (int, float)) or most > 1e15:  # transformers' way to say that there is none
+        return
+    if rows is not None and most > rows:
+        what = f"model_max_length is {most:g}, and the position table ends at {rows}: longer texts are an error."
+        yield Finding("warning", "tokenizer_config.json", what, f"Set it to {rows}, or extend the table.")
+    reach = _reach(layout, chart)
+    if reach is not None and most < reach:
+        what = f"model_max_length is {most:g}, and the model is meant for {reach}: truncation cuts texts short."
+        yield Finding("warning", "tokenizer_config.json", what, f"Set it to {reach}.")
+
+
+def _table_rows(layout: Layout, chart: Chart) -> int | None:
+    """Return the positions of the table, from the weights' header where there is one; None where it was removed."""
+    sites = layout.sites
+    assert sites is not None
+    assert sites.table is not None
+    shape: Any = (chart.shapes or {}).get(f"{sites.table}.weight")
+    if shape is None:
+        module: nn.Module = layout.model.get_submodule(sites.table)
+        shape = getattr(module, "weight", torch.empty(0, device="meta")).shape
+    return shape[0] - sites.table_offset if len(shape) == 2 else None
+
+
+def _reach(layout: Layout, chart: Chart) -> int | None:
+    config = chart.config or {}
+    record = config.get("posswap")
+    if isinstance(record, dict) and isinstance(record.get("max_length"), int):
+        return int(record["max_length"])
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    most = config.get("max_position_embeddings")
+    scaled = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("yarn", "longrope", "llama3")
+    return most if scaled and isinstance(most, int) else None
+
+
+def readable(chart: Chart) -> Finding | None:
+    """Return the finding that weights could not be looked at, or None."""
+    if chart.shapes is not None:
+        return None
+    here = Path(chart.source).is_dir() and any(Path(chart.source).glob("*.bin"))
+    what = "they are not safetensors, so only their config was checked." if here else "none could be looked at."
+    return Finding("note", "weights", what, "Save them as safetensors.")
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,135 @@
+"""Reading a checkpoint's small files and the headers of its weights: names and shapes, never the numbers."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import CheckpointError
+
+Shapes = dict[str, tuple[int, ...]]
+_MOST_HEADER = 100_000_000  # bytes: the bound of safetensors itself
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What lies in a checkpoint.
+
+    Attributes:
+        source: the folder or Hub id.
+        config: config.json, as it stands there; None where there is none.
+        adapter: adapter_config.json, or None.
+        sidecar: posswap.json, or None.
+        tokenizer: tokenizer_config.json, or None.
+        shapes: of the weights, by name; None where there are none that can be read.
+    """
+
+    source: str
+    config: dict[str, Any] | None
+    adapter: dict[str, Any] | None
+    sidecar: dict[str, Any] | None
+    tokenizer: dict[str, Any] | None
+    shapes: Shapes | None
+
+
+def read_chart(source: str | Path, **hub: Any) -> Chart:
+    """Return what lies in the checkpoint at `source`, a folder or a Hub id; no weight is read.
+
+    Args:
+        source: the folder or Hub id.
+        hub: revision, token, cache_dir, local_files_only for a Hub id.
+
+    Raises:
+        CheckpointError: neither a config.json nor an adapter_config.json is there, or a file cannot be read.
+    """
+    names = ("config.json", "adapter_config.json", "posswap.json", "tokenizer_config.json")
+    config, adapter, sidecar, tokenizer = (_json_of(source, name, hub) for name in names)
+    if config is None and adapter is None:
+        raise CheckpointError(f"{str(source)!r} holds neither a config.json nor an adapter_config.json.")
+    shapes = None if config is None else _shapes_of(source, hub)
+    return Chart(str(source), config, adapter, sidecar, tokenizer, shapes)
+
+
+def header_shapes(path: Path) -> Shapes:
+    """Return names and shapes of the tensors in a safetensors file, from its header alone.
+
+    Raises:
+        CheckpointError: it has no such header.
+    """
+    try:
+        with path.open("rb") as file:
+            size = struct.unpack("<Q", file.read(8))[0]
+            if size > min(_MOST_HEADER, path.stat().st_size - 8):
+                raise ValueError(f"a header of {size} bytes")
+            header = json.loads(file.read(size))
+        found = {name: tuple(map(int, entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
+        raise CheckpointError(f"{path} has no readable safetensors header: {error}. Copy or make it again.") from error
+    return found
+
+
+def _json_of(source: str | Path, name: str, hub: dict[str, Any]) -> dict[str, Any] | None:
+    path = _path_of(source, name, hub)
+    if path is None:
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {name} of {str(source)!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name} of {str(source)!r} must hold an object, got {type(value).__name__}.")
+    return value
+
+
+def _path_of(source: str | Path, name: str, hub: dict[str, Any]) -> Path | None:
+    """Return where the file `name` is, downloaded if need be; None where there is no such file."""
+    from transformers.utils import cached_file
+
+    folder = Path(source)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    try:
+        found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **hub)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {name} of {str(source)!r}: {error}") from error
+    return None if found is None else Path(found)
+
+
+def _shapes_of(source: str | Path, hub: dict[str, Any]) -> Shapes | None:
+    if not Path(source).is_dir():
+        return _shapes_on_hub(str(source), hub)
+    index = _json_of(source, _INDEX, hub)
+    names = [_WEIGHTS] if index is None else sorted(set(_files_in(index, str(source))))
+    paths = [Path(source) / name for name in names]
+    if index is None and not paths[0].is_file():
+        return None
+    shapes: Shapes = {}
+    for path in paths:
+        shapes |= header_shapes(path)
+    return shapes
+
+
+def _files_in(index: dict[str, Any], source: str) -> list[str]:
+    """Return the files that an index names: beside it, nowhere else."""
+    mapping = index.get("weight_map")
+    names = list(mapping.values()) if isinstance(mapping, dict) else None
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise CheckpointError(f"{_INDEX} of {source!r} must map each weight to a file beside it.")
+    return names
+
+
+def _shapes_on_hub(source: str, hub: dict[str, Any]) -> Shapes | None:
+    """Return the shapes of weights on the Hub, from the first bytes of each file; None where that does not work."""
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
+
+    known = {name: hub[name] for name in ("revision", "token") if name in hub}
+    try:
+        files = get_safetensors_metadata(source, **known).files_metadata.values()
+    except (HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError, OSError, ValueError):
+        return None
+    return {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}

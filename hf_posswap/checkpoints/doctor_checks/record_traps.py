@@ -1,0 +1,107 @@
+"""Traps in the record of a swap: what it says against what the config and the weights say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hf_posswap.checkpoints.adapters import SIDECAR
+from hf_posswap.checkpoints.doctor_checks.findings import Finding
+from hf_posswap.checkpoints.doctor_checks.reading import Chart
+from hf_posswap.errors import PosswapError, RecordError
+from hf_posswap.patching.actions import EditConfig
+from hf_posswap.patching.config_class import POSSWAP_MODEL_TYPE
+from hf_posswap.patching.describe import model_class_of
+from hf_posswap.patching.plan import plan_swap
+from hf_posswap.patching.record import SwapRecord
+
+_WHERE = "config.json: posswap"
+
+
+def record_findings(config: dict[str, Any]) -> Iterator[Finding]:
+    """Give the traps in the record of a config.json; none where there is no record and none is due."""
+    kind = config.get("model_type")
+    if "posswap" not in config:
+        if kind == POSSWAP_MODEL_TYPE:
+            what = "model_type is posswap, and the record of the swap is gone."
+            yield Finding("error", "config.json", what, "Take config.json from the original checkpoint.")
+        return
+    try:
+        record = SwapRecord.from_dict(config["posswap"])
+    except RecordError as error:
+        yield Finding("error", _WHERE, str(error), "Take config.json from the original checkpoint.")
+        return
+    due = POSSWAP_MODEL_TYPE if record.route == "plugin" else record.base_type
+    if kind != due:
+        what = f"model_type is {kind!r}, and a {record.route} swap of {record.base_type} has {due!r}: "
+        what += "the mechanism would be lost in silence." if record.route == "plugin" else "it would not load."
+        yield Finding("error", "config.json", what, f"Write model_type: {due}.")
+        return
+    yield from _against_config(record, config)
+
+
+def _against_config(record: SwapRecord, config: dict[str, Any]) -> Iterator[Finding]:
+    """Give the config values that are not what carrying out the recorded swap would write."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if record.base_type not in CONFIG_MAPPING:
+        what = f"base_type {record.base_type!r} is no model type of this transformers."
+        yield Finding("error", _WHERE, what, "Use the transformers that the checkpoint was made with.")
+        return
+    try:
+        native: Any = CONFIG_MAPPING[record.base_type].from_dict(
+            {k: v for k, v in config.items() if k not in ("posswap", "auto_map")}
+            | {"model_type": record.base_type}
+            | record.original
+        )
+        with torch.device("meta"):
+            skeleton = model_class_of(native)(native)
+        plan = plan_swap(skeleton, record.make_scheme(), max_length=record.max_length, site=record.site)
+    except (PosswapError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"the recorded swap cannot be carried out on {record.base_type}: {error}"
+        yield Finding("error", _WHERE, what, "Use the versions that the checkpoint was made with.")
+        return
+    if plan.route != record.route:
+        what = f"it records a {record.route} swap, and here it would be {plan.route}."
+        yield Finding("error", _WHERE, what, "Use the transformers that the checkpoint was made with.")
+    for edit in plan.edits:
+        if isinstance(edit.action, EditConfig):
+            yield from _differing(edit.action.name, edit.action.value, config)
+
+
+def _differing(name: str, expected: Any, config: dict[str, Any]) -> Iterator[Finding]:
+    """Give the finding that the config value `name` is not the `expected` one; it may stand under an older name."""
+    older = {"max_position_embeddings": "n_positions"}
+    held = config.get(name, config.get(older.get(name, name)))
+    if isinstance(expected, dict) and isinstance(held, dict):
+        wrong = sorted(key for key in expected if held.get(key) != expected[key])
+        said = ", ".join(f"{key} is {held.get(key)!r} instead of {expected[key]!r}" for key in wrong)
+    else:
+        wrong = [name] if held != expected else []
+        said = f"it is {held!r} instead of {expected!r}"
+    if wrong:
+        what = f"not what the recorded swap writes: {said}."
+        yield Finding("error", f"config.json: {name}", what, "Mend it, or patch the base model again.")
+
+
+def adapter_findings(chart: Chart) -> Iterator[Finding]:
+    """Give the traps of a PEFT adapter: its sidecar, and what it names as its base."""
+    if chart.adapter is None:
+        return
+    base = chart.adapter.get("base_model_name_or_path")
+    if chart.sidecar is None:
+        what = f"without a sidecar ({SIDECAR}) an adapter says nothing of its base's positions."
+        yield Finding("note", "adapter_config.json", what, "Where the base was swapped, save it with hf_posswap.save.")
+    else:
+        try:
+            SwapRecord.from_dict(chart.sidecar.get("record"))
+        except RecordError as error:
+            yield Finding("error", SIDECAR, str(error), "Take it from the original adapter.")
+    if not base:
+        what = "base_model_name_or_path is empty: nothing says what the adapter belongs to."
+        yield Finding("warning", "adapter_config.json", what, "Write the base's Hub id there.")
+    elif isinstance(base, str) and base.startswith(("/", ".", "~")) and chart.sidecar is None:
+        what = f"the base is a local folder, {base}: elsewhere it will not be found."
+        yield Finding("warning", "adapter_config.json", what, "Write the base's Hub id there.")

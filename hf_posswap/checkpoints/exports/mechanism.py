@@ -1,0 +1,94 @@
+"""The position mechanism of a checkpoint as its config states it, for programs that read nothing else."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hf_posswap.errors import UnsupportedModelError
+from hf_posswap.patching.config_class import native_config_class
+from hf_posswap.patching.record import SwapRecord
+
+Kind = Literal["plugin", "table", "rope"]
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What the config of a checkpoint states of its positions.
+
+    Attributes:
+        kind: "plugin": only hf_posswap computes it; "table": rows of a table, ordinary weights; "rope": rope
+            parameters.
+        model_type: of the stock class; for "plugin" that of the base.
+        rope: the rope parameters, standardised; {} where there are none.
+        length: positions that the model is meant for, in tokens.
+        original: positions before any scaling, in tokens; None where nothing tells.
+        scheme: name of the scheme that hf_posswap put in, or None.
+    """
+
+    kind: Kind
+    model_type: str
+    rope: dict[str, Any]
+    length: int
+    original: int | None
+    scheme: str | None
+
+    @property
+    def rope_type(self) -> str:
+        return str(self.rope.get("rope_type", "default"))
+
+    @property
+    def factor(self) -> float:
+        return float(self.rope.get("factor") or 1.0)
+
+    @property
+    def usual_attention(self) -> float:
+        """YaRN's own factor on cos and sin, 0.1 ln s + 1."""
+        return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+    @property
+    def attention(self) -> float:
+        """The factor on cos and sin that transformers uses with YaRN or LongRoPE."""
+        given = self.rope.get("attention_factor")
+        if given is not None:
+            return float(given)
+        if self.rope_type == "longrope":
+            original = self.rope["original_max_position_embeddings"]
+            grown = self.rope.get("factor") or self.length / original
+            return math.sqrt(1 + math.log(grown) / math.log(original)) if grown > 1 else 1.0
+        first, second = float(self.rope.get("mscale") or 0), float(self.rope.get("mscale_all_dim") or 0)
+        if first and second:
+            return (0.1 * first * math.log(self.factor) + 1) / (0.1 * second * math.log(self.factor) + 1)
+        return self.usual_attention
+
+    @property
+    def fixed_list(self) -> bool:
+        """Whether LongRoPE's two lists are one: angles spelled out, at every length."""
+        return bool(self.rope.get("short_factor")) and self.rope.get("short_factor") == self.rope.get("long_factor")
+
+
+def stated(config: Any) -> Stated:
+    """Return what `config`, of a checkpoint, states.
+
+    Raises:
+        UnsupportedModelError: it has rope parameters for each layer type, or neither rope parameters nor a length.
+        RecordError: its record cannot be read.
+    """
+    values = getattr(config, "posswap", None)
+    record = None if values is None else SwapRecord.from_dict(values)
+    length = getattr(config, "max_position_embeddings", None)
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    if length is None or any(isinstance(value, dict) for value in rope.values()):
+        raise UnsupportedModelError(
+            f"{type(config).__name__} has rope parameters for each layer type, or no max_position_embeddings: what "
+            "other programs make of those is not known here."
+        )
+    original = rope.get("original_max_position_embeddings")
+    if record is not None and original is None:
+        original = record.original.get("max_position_embeddings")
+    plugin = native_config_class(config) is not type(config)
+    kind: Kind = "plugin" if plugin else "rope" if rope else "table"
+    name = None if record is None else str(record.scheme["name"])
+    model_type = config.model_type if record is None else record.base_type
+    return Stated(kind, model_type, {} if plugin else rope, length, original, name)

@@ -1,0 +1,103 @@
+"""Speaking to the Hub: what of a folder goes there, what there is stale, and errors that say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+
+from hf_posswap.errors import CheckpointError, PosswapError
+
+LEFT_OUT = (
+    ".*", "*/.*", "__pycache__/*", "*/__pycache__/*", "checkpoint-*/*", "optimizer.*", "scheduler.*", "scaler.*",
+    "rng_state*", "trainer_state.json", "training_args.bin",
+)  # fmt: skip
+"""Patterns of files that no reader of a model needs: hidden ones, and the state of a trainer."""
+
+_TRANSPORTS = ("httpx", "httpx2", "httpcore", "hf_xet")
+_OURS = ("model*.safetensors", "model*.safetensors.index.json", "modeling_posswap.py", "posswap_*.py")
+
+
+def files_to_push(folder: Path) -> dict[str, Path]:
+    """Return the files of `folder` that a push uploads, by their path in the repository."""
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in found.items() if not _matches(name, LEFT_OUT)}
+
+
+def stale_files(there: Iterable[str], coming: Iterable[str]) -> list[str]:
+    """Return the files of an earlier push that would contradict the one that comes: its shards, its bundled code.
+
+    Example:
+        >>> stale_files(["model-00001-of-00002.safetensors", "mine.txt"], ["model.safetensors"])
+        ['model-00001-of-00002.safetensors']
+    """
+    return sorted(name for name in set(there) - set(coming) if "/" not in name and _matches(name, _OURS))
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def checked_repo_id(repo_id: str) -> str:
+    """Return `repo_id` where it is one.
+
+    Raises:
+        CheckpointError: it is not `name` or `owner/name`.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise CheckpointError(f"{repo_id!r} is no repository on the Hub; give owner/name. {error}") from error
+    return repo_id
+
+
+@contextmanager
+def hub_errors(repo_id: str) -> Iterator[None]:
+    """Turn whatever the Hub's client raises inside the block into one CheckpointError that says what to do."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        yield
+    except PosswapError:
+        raise
+    except OfflineModeIsEnabled as error:
+        raise CheckpointError(
+            f"cannot push to {repo_id}: HF_HUB_OFFLINE is set. Unset it, or use dry_run to see what would go."
+        ) from error
+    except HfHubHTTPError as error:
+        raise CheckpointError(f"cannot push to {repo_id}: {_said(error)} {_advice(error)}") from error
+    except Exception as error:
+        if not _is_about_the_wire(error):
+            raise
+        raise CheckpointError(
+            f"cannot push to {repo_id}: {_said(error)} Nothing was committed: check the connection and push again."
+        ) from error
+
+
+def _said(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{lines[0] if lines else type(error).__name__}".rstrip(".") + "."
+
+
+def _advice(error: Exception) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):
+        return "Nothing was committed: log in with `hf auth login`, or pass a token that may write there."
+    if status == 404:
+        return "Nothing was committed: check the name and the revision, and that the token may see the repository."
+    if status is not None and status >= 500:
+        return "The Hub had a failure of its own and committed nothing: push again."
+    return "Nothing was committed: correct that and push again."
+
+
+def _is_about_the_wire(error: BaseException | None) -> bool:
+    """Return whether `error`, or what caused it, comes from the client's transport: httpx, its successor, or xet."""
+    if error is None:
+        return False
+    home = type(error).__module__.partition(".")[0]
+    xet = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in ("xet", "cas", "reqwest"))
+    return isinstance(error, OSError) or home in _TRANSPORTS or xet or _is_about_the_wire(error.__cause__)

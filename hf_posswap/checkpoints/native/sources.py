@@ -1,0 +1,162 @@
+"""Taking the weights of GPT-2, OPT, BERT and RoBERTa apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_posswap.checkpoints.native.parts import Affine, Layer, Parts, Weights, affine, refuse, rows, scaled
+
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def parts_of(model: Any) -> Parts:
+    """Return the weights of a swapped `model` by role.
+
+    Raises:
+        UnsupportedSwapError: its class or its settings have parts that no stock rotary class has.
+    """
+    take = SOURCES.get(model.config.model_type)
+    if take is None:
+        raise TypeError(f"no source for model type {model.config.model_type!r}")
+    if getattr(model.config, "add_cross_attention", False):
+        refuse("it has cross-attention")
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    base = model.base_model_prefix + "." if hasattr(model, model.base_model_prefix) else ""
+    return take(model, state, base)
+
+
+def _shape(config: Any, **more: Any) -> dict[str, Any]:
+    shared = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings", *_TOKENS)
+    return {name: getattr(config, name) for name in shared} | {"dtype": config.dtype} | more
+
+
+def _decoder_head(model: Any, state: Weights, base: str) -> dict[str, Affine]:
+    if not base:
+        return {}
+    if not type(model).__name__.endswith(("LMHeadModel", "ForCausalLM")):
+        refuse(f"its head ({type(model).__name__}) is neither a language model's nor absent")
+    return {"decoder": {"weight": state["lm_head.weight"]}}
+
+
+def _gpt2(model: Any, state: Weights, base: str) -> Parts:
+    config = model.config
+    width = config.hidden_size
+    layers = []
+    for i, block in enumerate(model.base_model.h):
+        joined = affine(state, f"{base}h.{i}.attn.c_attn", transposed=True)  # [3 E, E]
+        extra = block.attn.scaling * block.attn.head_dim**0.5  # stock rotary classes scale by 1/sqrt(D) alone
+        layers.append(
+            Layer(
+                query=scaled(rows(joined, 0, width), extra),
+                key=rows(joined, width, width),
+                value=rows(joined, 2 * width, width),
+                out=affine(state, f"{base}h.{i}.attn.c_proj", transposed=True),
+                attention_norm=affine(state, f"{base}h.{i}.ln_1"),
+                up=affine(state, f"{base}h.{i}.mlp.c_fc", transposed=True),
+                down=affine(state, f"{base}h.{i}.mlp.c_proj", transposed=True),
+                mlp_norm=affine(state, f"{base}h.{i}.ln_2"),
+            )
+        )
+    shape = _shape(
+        config,
+        intermediate_size=config.n_inner or 4 * width,
+        hidden_act=config.activation_function,
+        layer_norm_eps=config.layer_norm_epsilon,
+        hidden_dropout=config.resid_pdrop,
+        attention_dropout=config.attn_pdrop,
+        initializer_range=config.initializer_range,
+    )
+    head = _decoder_head(model, state, base)
+    words = {"weight": state[f"{base}wte.weight"]}
+    return Parts(words, None, None, tuple(layers), affine(state, f"{base}ln_f"), None, head, shape)
+
+
+def _opt(model: Any, state: Weights, base: str) -> Parts:
+    config = model.config
+    if not config.do_layer_norm_before:
+        refuse("it normalises after each sublayer and not its embeddings (OPT-350m): no stock rotary class does so")
+    if config.word_embed_proj_dim != config.hidden_size:
+        refuse(f"its word embeddings are {config.word_embed_proj_dim} wide and projected to {config.hidden_size}")
+    if config._remove_final_layer_norm or not config.layer_norm_elementwise_affine:
+        refuse("it lacks the final norm, or the weights of its norms")
+    where = f"{base}decoder"
+    layers = tuple(
+        Layer(
+            query=affine(state, f"{where}.layers.{i}.self_attn.q_proj"),
+            key=affine(state, f"{where}.layers.{i}.self_attn.k_proj"),
+            value=affine(state, f"{where}.layers.{i}.self_attn.v_proj"),
+            out=affine(state, f"{where}.layers.{i}.self_attn.out_proj"),
+            attention_norm=affine(state, f"{where}.layers.{i}.self_attn_layer_norm"),
+            up=affine(state, f"{where}.layers.{i}.fc1"),
+            down=affine(state, f"{where}.layers.{i}.fc2"),
+            mlp_norm=affine(state, f"{where}.layers.{i}.final_layer_norm"),
+        )
+        for i in range(config.num_hidden_layers)
+    )
+    shape = _shape(
+        config,
+        intermediate_size=config.ffn_dim,
+        hidden_act=config.activation_function,
+        layer_norm_eps=1e-5,  # nn.LayerNorm's own: OPT has no setting
+        hidden_dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        initializer_range=config.init_std,
+    )
+    words, norm = {"weight": state[f"{where}.embed_tokens.weight"]}, affine(state, f"{where}.final_layer_norm")
+    return Parts(words, None, None, layers, norm, None, _decoder_head(model, state, base), shape)
+
+
+def _bert(model: Any, state: Weights, base: str) -> Parts:
+    config = model.config
+    layers = tuple(
+        Layer(
+            query=affine(state, f"{base}encoder.layer.{i}.attention.self.query"),
+            key=affine(state, f"{base}encoder.layer.{i}.attention.self.key"),
+            value=affine(state, f"{base}encoder.layer.{i}.attention.self.value"),
+            out=affine(state, f"{base}encoder.layer.{i}.attention.output.dense"),
+            attention_norm=affine(state, f"{base}encoder.layer.{i}.attention.output.LayerNorm"),
+            up=affine(state, f"{base}encoder.layer.{i}.intermediate.dense"),
+            down=affine(state, f"{base}encoder.layer.{i}.output.dense"),
+            mlp_norm=affine(state, f"{base}encoder.layer.{i}.output.LayerNorm"),
+        )
+        for i in range(config.num_hidden_layers)
+    )
+    shape = _shape(
+        config,
+        intermediate_size=config.intermediate_size,
+        hidden_act=config.hidden_act,
+        layer_norm_eps=config.layer_norm_eps,
+        hidden_dropout_prob=config.hidden_dropout_prob,
+        attention_probs_dropout_prob=config.attention_probs_dropout_prob,
+        initializer_range=config.initializer_range,
+    )
+    pooler = affine(state, f"{base}pooler.dense") if f"{base}pooler.dense.weight" in state else None
+    embedding = {n: {"weight": state[f"{base}embeddings.{n}_embeddings.weight"]} for n in ("word", "token_type")}
+    norm = affine(state, f"{base}embeddings.LayerNorm")
+    head = _encoder_head(model, state, base)
+    return Parts(embedding["word"], embedding["token_type"], norm, layers, None, pooler, head, shape)
+
+
+def _encoder_head(model: Any, state: Weights, base: str) -> dict[str, Affine]:
+    """Return the head as dense, norm and decoder: BERT and RoBERTa have the same one under two sets of names."""
+    if not base:
+        return {}
+    roles = {"dense": "dense", "norm": "layer_norm", "decoder": "decoder"}
+    where, activation = "lm_head", "gelu"  # RoBERTa's head knows no other
+    if "cls.predictions.decoder.weight" in state:
+        roles = {"dense": "transform.dense", "norm": "transform.LayerNorm", "decoder": "decoder"}
+        where, activation = "cls.predictions", model.config.hidden_act
+    if f"{where}.decoder.weight" not in state or "cls.seq_relationship.weight" in state:
+        refuse(f"its head ({type(model).__name__}) is neither a language model's nor absent")
+    if activation != "gelu":
+        refuse(f"its head uses {activation!r}, and those of the stock rotary encoders gelu")
+    return {role: affine(state, f"{where}.{name}") for role, name in roles.items()}
+
+
+SOURCES: dict[str, Callable[[Any, Weights, str], Parts]] = {
+    "gpt2": _gpt2,
+    "opt": _opt,
+    "bert": _bert,
+    "roberta": _bert,
+}

@@ -1,0 +1,174 @@
+"""Pushing a checkpoint to the Hub: all of it in one commit, or nothing."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_posswap.checkpoints.card import CardFacts, write_card
+from hf_posswap.checkpoints.card_results import read_results
+from hf_posswap.checkpoints.hub import checked_repo_id, files_to_push, hub_errors, stale_files
+from hf_posswap.checkpoints.save import save
+from hf_posswap.errors import CheckpointError
+from hf_posswap.patching.show import human_bytes
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+    from transformers import PreTrainedModel
+
+CARD = "README.md"
+PICTURES = "pictures"
+"""Folder of the repository where the pictures of the card lie."""
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """What a push uploaded, or would. `print(report)` shows it.
+
+    Attributes:
+        repo_id: on the Hub.
+        revision: branch.
+        files: path in the repository to size in bytes.
+        deleted: files of an earlier push that the commit takes away; unknown, so empty, in a dry run.
+        commit: id of the commit; None in a dry run.
+        url: of the commit; None in a dry run.
+    """
+
+    repo_id: str
+    revision: str
+    files: dict[str, int]
+    deleted: tuple[str, ...] = ()
+    commit: str | None = None
+    url: str | None = None
+
+    def __str__(self) -> str:
+        width = max(map(len, self.files), default=0)
+        lines = [f"{name:<{width}}  {human_bytes(size)}" for name, size in self.files.items()]
+        lines += [f"{name:<{width}}  deleted" for name in self.deleted]
+        total = f"{len(self.files)} files, {human_bytes(sum(self.files.values()))}"
+        done = (
+            f"pushed to {self.url}" if self.url else f"would go to {self.repo_id} at {self.revision}; nothing was sent"
+        )
+        return "\n".join([*lines, f"{total}: {done}"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON."""
+        return {**self.__dict__, "deleted": list(self.deleted)}
+
+
+def push(
+    source: PreTrainedModel | str | Path,
+    repo_id: str,
+    *,
+    tokenizer: Any = None,
+    private: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    message: str | None = None,
+    dry_run: bool = False,
+    card: bool = True,
+    base_model: str | None = None,
+    license: str | None = None,
+    recipe: dict[str, Any] | None = None,
+    results: dict[str, Any] | str | Path | None = None,
+) -> PushReport:
+    """Push a model or a saved checkpoint to the Hub in one commit, with a model card, and return what went there.
+
+    A push that fails commits nothing and can be repeated. Shards and bundled code of an earlier push that the new one
+    no longer has are deleted in the same commit; other files in the repository stay.
+
+    Args:
+        source: a model, or a folder that `save` or `save_pretrained` wrote. Of a folder, hidden files and a trainer's
+            state stay behind.
+        repo_id: "owner/name"; made where it is missing.
+        tokenizer: pushed beside a model; a folder holds its own.
+        private: whether a new repository is private, and an existing public one refused; False: the default of its
+            owner, which is public unless an organisation says otherwise.
+        revision: branch to commit to, made from main where it is missing; None: main.
+        token: of the Hub; None: the one of `hf auth login` or HF_TOKEN.
+        message: of the commit.
+        dry_run: send nothing, only return what would go.
+        card: write the model card, README.md. False, or a README.md in the folder: it is left as it is.
+        base_model: Hub id of the model before the swap; None: the one that a model was loaded from.
+        license: of the card; None: taken over from the base model's card.
+        recipe: how the model was trained, for the card.
+        results: of an evaluation, for the card: {metric: number}, or what a quickstart writes: its folder, with the
+            pictures, or the dict.
+
+    Raises:
+        CheckpointError: the source is no checkpoint, or the Hub cannot be reached or refuses: why, and what to do.
+        RecordError: its swap cannot be read.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> _ = patch_model(model, "rope", max_length=64)
+        >>> sorted(push(model, "me/gpt2-rope", dry_run=True).files)[:3]
+        ['README.md', 'config.json', 'generation_config.json']
+    """
+    checked_repo_id(repo_id)
+    found = read_results(results)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = _folder_of(source, tokenizer, Path(scratch) / "model")
+        files = files_to_push(folder)
+        if card and CARD not in files:
+            named = base_model or getattr(getattr(source, "config", None), "_name_or_path", None) or None
+            facts = CardFacts(repo_id, named, license, recipe, found, PICTURES)
+            path = Path(scratch) / CARD
+            path.write_text(write_card(folder, facts, token=token, online=not dry_run), encoding="utf-8")
+            pictures = {f"{PICTURES}/{picture.name}": picture for picture in found.pictures}
+            files = {CARD: path, **files, **pictures}
+        report = PushReport(repo_id, revision or "main", {name: path.stat().st_size for name, path in files.items()})
+        if dry_run:
+            return report
+        with hub_errors(repo_id):
+            return _commit(report, files, private=private, token=token, message=message)
+
+
+def _folder_of(source: Any, tokenizer: Any, scratch: Path) -> Path:
+    """Return the folder to push: `source`, or one in `scratch` that the model `source` is saved to."""
+    if not isinstance(source, str | Path):
+        return save(source, scratch, tokenizer=tokenizer)
+    folder = Path(source)
+    named = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if not named or not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{folder} is no checkpoint that can be pushed: it needs a config.json and safetensors. Give a folder that "
+            "hf_posswap.save or save_pretrained wrote, or a model."
+        )
+    if tokenizer is not None:
+        raise CheckpointError("a folder is pushed as it is: save the tokenizer into it, or push the model itself.")
+    return folder
+
+
+def _commit(report: PushReport, files: dict[str, Path], private: bool, token: str | None, message: str | None) -> Any:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api = HfApi(token=token, library_name="hf_posswap")
+    _ready(api, report, private)
+    stale = stale_files(api.list_repo_files(report.repo_id, revision=report.revision), files)
+    done = api.create_commit(
+        report.repo_id,
+        [
+            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()),
+            *(CommitOperationDelete(path_in_repo=name) for name in stale),
+        ],
+        commit_message=message or "Push by hf_posswap",
+        revision=report.revision,
+    )
+    return PushReport(report.repo_id, report.revision, report.files, tuple(stale), done.oid, done.commit_url)
+
+
+def _ready(api: HfApi, report: PushReport, private: bool) -> None:
+    """Make the repository and the branch where they are missing."""
+    api.create_repo(report.repo_id, private=private or None, exist_ok=True)  # None: the default of the owner
+    if private and api.model_info(report.repo_id).private is False:
+        raise CheckpointError(
+            f"{report.repo_id} is there already and public, and private was asked for: nothing was sent. Make it "
+            "private on the Hub, or push to another name."
+        )
+    if report.revision != "main":
+        api.create_branch(report.repo_id, branch=report.revision, exist_ok=True)

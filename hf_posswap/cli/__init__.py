@@ -1,0 +1,5 @@
+"""The command `posswap`. Importing it loads neither torch nor transformers: each command loads what it needs."""
+
+from hf_posswap.cli.app import app, main
+
+__all__ = ["app", "main"]

@@ -1,0 +1,93 @@
+"""The Typer application: its commands, and how it starts."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Annotated
+
+import typer
+
+from hf_posswap.cli import (
+    comparing,
+    doctor,
+    evaluating,
+    export,
+    key_spans,
+    listing,
+    lm_eval,
+    push,
+    reporting,
+    searching,
+    starting,
+    swapping,
+    to_native,
+)
+from hf_posswap.cli.outcome import DEBUG, MEANING, PosswapGroup
+
+_EPILOG = "\n\n".join(
+    [
+        "Exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in MEANING.items()) + ".",
+        f"An error is one line on stderr; {DEBUG}=1 in the environment shows where it happened.",
+    ]
+)
+
+app = typer.Typer(
+    name="posswap",
+    cls=PosswapGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from hf_posswap import __version__
+
+        typer.echo(f"posswap {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def posswap(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Swap the position mechanism of a pretrained transformers model, and prove what the swap did.
+
+    Begin with: posswap explain MODEL
+    """
+
+
+app.command()(listing.schemes)
+app.command()(listing.families)
+app.command()(swapping.explain)
+app.command()(swapping.patch)
+app.command()(to_native.to_native)
+app.command()(doctor.doctor)
+app.command()(export.export)
+app.command()(push.push)
+app.command()(searching.search)
+app.command("eval")(evaluating.evaluate)
+app.command()(comparing.compare)
+app.command()(key_spans.key_spans)
+app.command()(reporting.report)
+app.command("lm-eval")(lm_eval.lm_eval)
+app.command()(starting.quickstart)
+
+
+def main() -> None:
+    """Run `posswap` on the process's arguments and leave with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a C locale has no theta: no reason to die
+    warnings.showwarning = _show_warning
+    app(prog_name="posswap")
+
+
+def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
+    typer.echo(f"warning: {' '.join(str(message).split())}", err=True)

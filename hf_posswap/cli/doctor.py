@@ -1,0 +1,47 @@
+"""`posswap doctor`: the position traps of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from hf_posswap.cli.arguments import Json, Model, source_of
+from hf_posswap.cli.outcome import Code
+from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
+
+if TYPE_CHECKING:
+    from hf_posswap.checkpoints.doctor_checks import Diagnosis
+
+
+def doctor(model: Model, json: Json = False) -> None:
+    """Find the known position traps of a checkpoint, whoever made it.
+
+    Reads the config, the names and shapes of the weights, and the tokenizer's settings; no weights are loaded, and
+    nothing is written. Each finding says where it is, what is wrong and what to do. The exit code is 0 where it is
+    clean or has notes alone, and 1 where there are errors or warnings.
+
+    Example: posswap doctor my-long-llama
+    """
+    source = source_of(model)
+    with quiet_library():
+        from hf_posswap.checkpoints.doctor_checks import doctor as diagnose
+
+        diagnosis = diagnose(source)
+    if json:
+        show_json(diagnosis.to_dict())
+    else:
+        _show(diagnosis)
+    if not diagnosis.clean:
+        raise typer.Exit(Code.OTHER)
+
+
+def _show(diagnosis: Diagnosis) -> None:
+    checked = ", ".join(diagnosis.checked)
+    show_pairs([("checkpoint", diagnosis.source), ("positions", diagnosis.positions), ("checked", checked)])
+    show_text("")
+    if not diagnosis.findings:
+        show_text("Nothing found.")
+        return
+    rows = [(finding.severity, finding.where, f"{finding.what} {finding.do}") for finding in diagnosis.findings]
+    show_table(["severity", "where", "what, and what to do"], rows)

@@ -1,0 +1,209 @@
+"""`posswap eval`: what one model does at every length, and what a swap does to it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_posswap.cli.arguments import Json, Model, Settings, make_scheme, source_of
+from hf_posswap.cli.output import quiet_library, show_json, show_text
+from hf_posswap.errors import OptionError
+
+if TYPE_CHECKING:
+    from hf_posswap.comparison import EvalSettings, Evaluation
+    from hf_posswap.progress import Reporter
+
+Lengths = Annotated[
+    str | None,
+    typer.Option(metavar="N,N", help="Lengths in tokens; without it 1, 2, 4 and 8 windows.", show_default=False),
+]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        "--max-length",
+        metavar="N",
+        help="Tokens that a scheme which is put in is meant for; without it the longest length that is measured.",
+        show_default=False,
+    ),
+]
+Metrics = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,NAME",
+        help="ppl_prefix, nll_pos, ctx_gain, short_reg, passkey, offset_probe (these by default), ppl_compat, "
+        "ruler_lite, longppl, cost; for encoders mlm_pos, retrieval (these by default), pseudo_ppl.",
+        show_default=False,
+    ),
+]
+Text = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--text",
+        metavar="PATH_OR_ID",
+        help="Text files, folders of them, .jsonl or .parquet, or a data set on the Hub as org/name or org/name:split, "
+        "as often as needed; without it this Python's own text.",
+        show_default=False,
+    ),
+]
+Column = Annotated[str, typer.Option(metavar="NAME", help="Of .jsonl and .parquet: where the text is.")]
+Documents = Annotated[int, typer.Option(metavar="N", help="Most documents to measure on.")]
+Trials = Annotated[int, typer.Option(metavar="N", help="Passkeys for each length and depth.")]
+Margin = Annotated[float, typer.Option(metavar="NATS", help="What the short-context verdict allows a token.")]
+KeySpans = Annotated[Path | None, typer.Option(metavar="FILE", help="Key tokens for longppl, from posswap key-spans.")]
+Tokenizer = Annotated[
+    str | None, typer.Option(metavar="ID_OR_PATH", help="Without it that of the model.", show_default=False)
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, ...")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="float32, bfloat16, ...; without it float32 on a CPU.", show_default=False),
+]
+Seed = Annotated[int, typer.Option(help="Of needles, bootstraps and permutations.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        "-o",
+        metavar="DIR",
+        help="For results.json, tables, pictures, and finished units: the same command goes on from there.",
+        show_default=False,
+    ),
+]
+Pictures = Annotated[bool, typer.Option(help="Draw pictures into DIR; they need the extra 'plot'.")]
+
+
+def evaluate(
+    model: Model,
+    scheme: Annotated[
+        str | None,
+        typer.Argument(metavar="SCHEME", help="Put this one in first, without training.", show_default=False),
+    ] = None,
+    settings: Settings = None,
+    max_length: MaxLength = None,
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="ID_OR_PATH", help="Hold MODEL against this one.", show_default=False),
+    ] = None,
+    lengths: Lengths = None,
+    metrics: Metrics = None,
+    text: Text = None,
+    column: Column = "text",
+    documents: Documents = 48,
+    trials: Trials = 10,
+    margin: Margin = 0.02,
+    key_spans: KeySpans = None,
+    tokenizer: Tokenizer = None,
+    device: Device = "auto",
+    dtype: Dtype = None,
+    seed: Seed = 0,
+    out: Out = None,
+    pictures: Pictures = True,
+    json: Json = False,
+) -> None:
+    """Measure what a model does at every length: perplexity, use of context, needles, and what a swap cost.
+
+    With SCHEME the model is measured as it is and with the scheme put in, on the same tokens. Every number comes with
+    its uncertainty, and there is no verdict where there is too little text. Ctrl-C keeps what is finished in DIR; the
+    same command goes on from there.
+
+    Example: posswap eval gpt2-rope --base gpt2 --text books/ -o results
+    """
+    if scheme is None and (settings or max_length is not None):
+        raise OptionError("--set and --max-length say how to put in a scheme: name one after MODEL.")
+    source, held = source_of(model), None if base is None else source_of(base)
+    chosen = None if scheme is None else make_scheme(scheme, settings)
+    with quiet_library():
+        from hf_posswap.comparison import Candidate, compare
+
+        how = eval_settings(lengths, metrics, documents, trials, margin, key_spans, seed)
+        first = [Candidate(held or source, name="base")] if held or chosen else []
+        found = compare(
+            [*first, Candidate(source, chosen, max_length=max_length)],
+            documents=text,
+            tokenizer=tokenizer,
+            out=out,
+            settings=how,
+            column=column,
+            pictures=pictures,
+            reporter=progress(),
+            **placing(device, dtype),
+        )
+    show_evaluation(found, json)
+
+
+def eval_settings(
+    lengths: str | None,
+    metrics: str | None,
+    documents: int,
+    trials: int,
+    margin: float,
+    key_spans: Path | None,
+    seed: int,
+) -> EvalSettings:
+    """Return what the shared options say.
+
+    Raises:
+        OptionError, UnknownNameError: a value is impossible.
+    """
+    from hf_posswap.comparison import EvalSettings
+
+    return EvalSettings(
+        lengths=_whole_numbers(lengths),
+        metrics=None if metrics is None else tuple(name.strip() for name in metrics.split(",")),
+        documents=documents,
+        trials=trials,
+        margin=margin,
+        key_spans=key_spans,
+        seed=seed,
+    )
+
+
+def _whole_numbers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise OptionError(f"--lengths are whole numbers with commas, such as 512,1024; got {text!r}.") from None
+
+
+def placing(device: str, dtype: str | None) -> dict[str, Any]:
+    """Return where models go and in which precision, as `compare` takes them.
+
+    Raises:
+        OptionError: no such device or precision.
+    """
+    import torch
+
+    from hf_posswap.quickstart.settings import resolve_device
+
+    precision = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not isinstance(precision, torch.dtype):
+        raise OptionError(f"--dtype {dtype}: expected a precision of torch, such as float32 or bfloat16.")
+    return {"device": resolve_device(device), "dtype": precision}
+
+
+def progress() -> Reporter:
+    """Return what shows progress on stderr, where it is in nobody's way."""
+    from rich.console import Console
+
+    from hf_posswap.progress import Reporter
+
+    return Reporter(Console(file=sys.stderr, markup=False, emoji=False, highlight=False))
+
+
+def show_evaluation(found: Evaluation, json: bool) -> None:
+    """Print the results: all of them as JSON, or the main ones as Markdown; one process of a launch speaks for all."""
+    from hf_posswap.comparison import is_main_process
+
+    if not is_main_process():
+        return
+    if json:
+        show_json(found.results)
+        return
+    typer.echo(str(found).rstrip())
+    if found.folder is not None:
+        show_text("", f"All of it is in {found.folder}.")

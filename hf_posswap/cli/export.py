@@ -1,0 +1,62 @@
+"""`posswap export`: a checkpoint for a serving program."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_posswap.cli.arguments import Json, Model, source_of
+from hf_posswap.cli.outcome import Code
+from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
+
+
+class Target(StrEnum):
+    """The programs that `hf_posswap.checkpoints.exports` knows."""
+
+    transformers = "transformers"
+    vllm = "vllm"
+    sglang = "sglang"
+    llamacpp = "llamacpp"
+    tgi = "tgi"
+
+
+def export(
+    model: Model,
+    target: Annotated[Target, typer.Option("--target", help="The program.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", help="Write the checkpoint for it to DIR.", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say what a serving program makes of a checkpoint's positions, and write it as the program wants it.
+
+    exact: what transformers computes; approximate: near it, or equal up to some length; impossible: the program
+    refuses, or computes something else (exit code 3). The programs are not run: the verdict comes from their sources
+    and documentation.
+
+    Example: posswap export my-long-llama --target sglang -o my-long-llama-sglang
+    """
+    source = source_of(model)
+    with quiet_library():
+        from hf_posswap.checkpoints.exports import export as run
+
+        found = run(source, target.value, None if out is None else out.expanduser())
+    if json:
+        show_json(found.to_dict())
+    else:
+        show_pairs([("target", found.target), ("verdict", found.verdict), ("why", found.why)])
+        if found.changes:
+            rows = [(name, str(before), str(after)) for name, (before, after) in found.changes.items()]
+            show_text("")
+            show_table(["config.json", "now", "for it"], rows)
+        if found.gguf:
+            show_text("")
+            show_pairs([(name, str(value)) for name, value in found.gguf.items()])
+        if found.folder is not None:
+            show_text("", f"Saved to {found.folder}.")
+    if found.verdict == "impossible":
+        raise typer.Exit(Code.UNSUPPORTED)

@@ -1,0 +1,89 @@
+"""`posswap key-spans`: the tokens that need far context, for the metric longppl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_posswap.cli.arguments import Model, source_of
+from hf_posswap.cli.evaluating import Column, Device, Documents, Dtype, Text, Tokenizer, placing
+from hf_posswap.cli.output import quiet_library
+from hf_posswap.errors import DataError, PositionRangeError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hf_posswap.comparison.candidates import Subject
+
+
+def key_spans(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The JSON file to write.")],
+    length: Annotated[int, typer.Option(metavar="N", help="Tokens of each document: the longest that is measured.")],
+    text: Text = None,
+    column: Column = "text",
+    documents: Documents = 48,
+    short: Annotated[int, typer.Option(metavar="N", help="Tokens of the short context.")] = 4096,
+    stride: Annotated[int, typer.Option(metavar="N", help="Tokens that each short window scores.")] = 1024,
+    gain: Annotated[float, typer.Option(metavar="NATS", help="By which the whole text must help.")] = 2.0,
+    limit: Annotated[float, typer.Option(metavar="NATS", help="That the loss with the whole text stays under.")] = 2.0,
+    tokenizer: Tokenizer = None,
+    device: Device = "auto",
+    dtype: Dtype = None,
+) -> None:
+    """Find the tokens that MODEL predicts much better from the whole text than from a short part of it, and well.
+
+    MODEL should use long context well; the models that are measured on these tokens must have its tokenizer, and take
+    the same texts, documents and longest length.
+
+    Example: posswap key-spans llama --length 32768 --text books/ -o spans.json, and then
+    posswap compare llama +yarn --metrics longppl --key-spans spans.json --lengths 32768 --text books/
+    """
+    source = source_of(model)
+    with quiet_library():
+        from hf_posswap.comparison.documents import check_paths
+        from hf_posswap.evaluation.longppl import find_key_spans
+        from hf_posswap.files import writable_folder
+
+        check_paths(text)
+        writable_folder(out.expanduser().absolute().parent)
+        subject, tokens = _prepare(source, text, column, documents, length, tokenizer, placing(device, dtype))
+        how = {"short": short, "stride": stride, "gain": gain, "limit": limit}
+        spans = find_key_spans(subject.scorer, subject.name, list(tokens), **how)  # type: ignore[arg-type]
+        count = sum(stop - start for document in spans.spans for start, stop in document)
+        if count == 0:
+            raise DataError(
+                f"{subject.name} predicts no token that much better from {length} tokens than from {short}: take "
+                "longer documents, a better model, or a smaller --gain."
+            )
+        spans.save(out.expanduser())
+    typer.echo(f"{count} key tokens in {len(spans.spans)} documents of {length} tokens: {out}")
+
+
+def _prepare(
+    source: str,
+    text: list[Path] | None,
+    column: str,
+    documents: int,
+    length: int,
+    tokenizer: str | None,
+    place: dict[str, Any],
+) -> tuple[Subject, np.ndarray]:
+    """Return the evaluator and the documents, int32 [N, length], which it can read."""
+    from hf_posswap.comparison.candidates import Candidate, Opening, make_subject
+    from hf_posswap.comparison.documents import read_documents
+    from hf_posswap.comparison.tokenizers import tokenizer_for
+    from hf_posswap.evaluation.memory import check_memory
+    from hf_posswap.tokens import check_token_ids
+
+    candidate = Candidate(source)
+    words = tokenizer_for([candidate], tokenizer)
+    tokens = read_documents(text, words, length=length, limit=documents, column=column).tokens
+    subject = make_subject(candidate.label, Opening({}, **place).model(candidate, length), length)
+    if subject.reach.limit is not None and subject.reach.limit < length:
+        raise PositionRangeError(f"{subject.name} ends at {subject.reach.limit} tokens: --length {length} is too long.")
+    check_token_ids(subject.model, tokens)
+    check_memory(subject.model, length, prefill=subject.identity["prefill"])
+    return subject, tokens

@@ -1,0 +1,132 @@
+"""`posswap schemes` and `posswap families`: what there is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+
+from hf_posswap.cli.arguments import Json
+from hf_posswap.cli.fields import attribute_docs, describe_fields, description, format_value
+from hf_posswap.cli.output import show_json, show_pairs, show_table, show_text
+
+
+def schemes(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="Show this scheme whole: formula and fields.", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the position schemes, or show one of them whole.
+
+    The list says what each scheme promises with its defaults. One scheme, by name, shows its formula, its source, and
+    each field with its default and meaning: what posswap patch takes after --set.
+
+    Example: posswap schemes yarn
+    """
+    from hf_posswap.schemes import SCHEMES
+
+    if name is not None:
+        scheme = _scheme(name, SCHEMES.get(name))
+        return show_json(scheme) if json else _show_scheme(scheme)
+    listed = [_scheme(known, cls) for known, cls in SCHEMES.items()]
+    return show_json(listed) if json else _show_schemes(listed)
+
+
+def _scheme(name: str, cls: Any) -> dict[str, Any]:
+    """Return all that is to be said about a scheme, as JSON."""
+    fields = describe_fields(cls)
+    open_fields = any(field["required"] for field in fields)  # what it promises may depend on them
+    return {
+        "name": name,
+        "kind": cls.kind,
+        "summary": cls.summary,
+        "source": cls.source,
+        "description": description(cls),
+        "traits": None if open_fields else dataclasses.asdict(cls().traits),
+        "letters": "?" if open_fields else cls().traits.letters(),
+        "fields": fields,
+    }
+
+
+def _show_schemes(listed: list[dict[str, Any]]) -> None:
+    traits = _trait_docs()
+    rows = [[scheme[part] for part in ("name", "kind", "letters", "summary")] for scheme in listed]
+    show_table(["name", "kind", "traits", "what it is"], rows)
+    show_text("")
+    show_pairs((f"{trait[0].upper()} {_shown(trait)}", meaning) for trait, meaning in traits.items())
+    show_text("", "posswap schemes NAME shows one of them whole.")
+
+
+def _shown(trait: str) -> str:
+    return trait.replace("_", "-")
+
+
+def _show_scheme(scheme: dict[str, Any]) -> None:
+    traits = _trait_docs()
+    held = [_shown(trait) for trait in traits if scheme["traits"] and scheme["traits"][trait]]
+    show_pairs(
+        [
+            (scheme["name"], scheme["summary"]),
+            ("kind", scheme["kind"]),
+            ("traits", ", ".join(held) if scheme["traits"] else "depend on its fields"),
+            ("source", scheme["source"]),
+        ]
+    )
+    show_text("", *(" ".join(part.split()) for part in scheme["description"].split("\n\n")), "")
+    if not scheme["fields"]:
+        return show_text("It has no fields.")
+    rows = [
+        (
+            field["name"],
+            field["type"],
+            "(required)" if field["required"] else format_value(field["default"]),
+            field["meaning"],
+        )
+        for field in scheme["fields"]
+    ]
+    return show_table(["field", "type", "default", "meaning"], rows)
+
+
+def _trait_docs() -> dict[str, str]:
+    from hf_posswap.schemes import Traits
+
+    documented = attribute_docs(Traits)
+    return {field.name: documented[field.name] for field in dataclasses.fields(Traits)}
+
+
+def families(json: Json = False) -> None:
+    """List the model families: the kinds of model whose positions can be swapped.
+
+    A family says where positions live in its models. A model that none describes is refused; posswap explain MODEL
+    tells which family a model belongs to.
+
+    Example: posswap families
+    """
+    from hf_posswap.families import FAMILIES
+
+    listed: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "summary": family.summary,
+            "mechanism": "rotary" if family.rotary else "table" if family.table else "none",
+            "model_types": list(family.model_types),
+            "by_rule": family.matches is not None,
+        }
+        for name, family in FAMILIES.items()
+    ]
+    if json:
+        return show_json(listed)
+    rows = [
+        [
+            family["name"],
+            family["mechanism"],
+            ", ".join([*family["model_types"], *(["by rule"] if family["by_rule"] else [])]),
+            family["summary"],
+        ]
+        for family in listed
+    ]
+    show_table(["name", "mechanism", "model types", "what it is"], rows)
+    return show_text("", "by rule: every model whose config the family's rule accepts, whatever its type.")

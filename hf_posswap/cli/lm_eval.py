@@ -1,0 +1,118 @@
+"""`posswap lm-eval`: EleutherAI's harness on a model, as it is or with a scheme put in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_posswap.cli.arguments import Json, MaxLength, Model, Settings, make_scheme, source_of
+from hf_posswap.cli.evaluating import Device, Tokenizer, placing
+from hf_posswap.cli.output import quiet_library, show_json, show_table, show_text
+from hf_posswap.errors import OptionError
+
+
+def lm_eval(
+    model: Model,
+    tasks: Annotated[
+        str,
+        typer.Option(metavar="NAME,NAME", help="Tasks of the harness, or .yaml files of tasks.", show_default=False),
+    ],
+    scheme: Annotated[
+        str | None,
+        typer.Argument(metavar="SCHEME", help="A scheme to put in first, without training.", show_default=False),
+    ] = None,
+    settings: Settings = None,
+    max_length: MaxLength = None,
+    longest_input: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="In tokens, what is longer is cut; without it what the swap is meant for, or the model's own length.",
+            show_default=False,
+        ),
+    ] = None,
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Examples before each question; without it the task's.", show_default=False),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Questions at a time.")] = 1,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Questions of each task; without it all.", show_default=False)
+    ] = None,
+    tokenizer: Tokenizer = None,
+    device: Device = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="float32, bfloat16, ...; without it the checkpoint's.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="For all that the harness says, as JSON.", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Run tasks of EleutherAI's evaluation harness on a model.
+
+    A swap that the checkpoint carries is used, and inputs may be as long as it was made for. Needs the extra lm-eval;
+    tasks of the harness fetch their data from the Hub.
+
+    Example: posswap lm-eval my-long-llama --tasks hellaswag --limit 100
+    """
+    if scheme is None and (settings or max_length is not None):
+        raise OptionError("--set and --max-length say how to put in a scheme: name one after MODEL.")
+    source = source_of(model)
+    chosen = None if scheme is None else make_scheme(scheme, settings)
+    where = placing(device, dtype)
+    with quiet_library():
+        from hf_posswap.files import write_text
+        from hf_posswap.harness import run_tasks
+
+        found = run_tasks(
+            source,
+            [task.strip() for task in tasks.split(",") if task.strip()],
+            chosen,
+            max_length=max_length,
+            longest_input=longest_input,
+            tokenizer=tokenizer,
+            num_fewshot=num_fewshot,
+            batch_size=batch_size,
+            limit=limit,
+            device=where["device"],
+            dtype=where["dtype"] or "auto",
+        )
+        if out is not None:
+            write_text(out.expanduser(), _as_json(found))
+    if json:
+        show_json(_plain(found))
+        return
+    show_table(["task", "metric", "value", "standard error"], _rows(found["results"]))
+    show_text("", f"Inputs of at most {found['longest_input']:,} tokens.")
+
+
+def _rows(results: dict[str, Any]) -> list[list[str]]:
+    """Return a row for each number of each task, of the harness's keys "metric,filter"."""
+    rows = []
+    for task, scores in results.items():
+        for key, value in scores.items():
+            metric, comma, kept = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            error = scores.get(f"{metric}_stderr,{kept}")
+            shown = f"{error:.4g}" if isinstance(error, float) else "–"
+            name = metric if kept == "none" else f"{metric}, {kept}"
+            rows.append([task, name, f"{value:.4g}" if isinstance(value, float) else str(value), shown])
+    return rows
+
+
+def _as_json(found: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps(found, indent=2, default=str, allow_nan=False) + "\n"
+
+
+def _plain(found: dict[str, Any]) -> Any:
+    import json
+
+    return json.loads(_as_json(found))

@@ -1,0 +1,105 @@
+"""How a command ends: its exit code, and one line on stderr where something was wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import traceback
+from enum import IntEnum
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from hf_posswap import errors
+
+DEBUG = "POSSWAP_DEBUG"
+
+
+class Code(IntEnum):
+    """Exit codes of `posswap`."""
+
+    OK = 0
+    OTHER = 1
+    USAGE = 2
+    UNSUPPORTED = 3
+    FILES = 4
+    INTERRUPTED = 130
+
+
+MEANING = {
+    Code.OK: "done",
+    Code.USAGE: "the command line is wrong: an option, a name, a value",
+    Code.UNSUPPORTED: "this swap, this model, or this length of it, is not supported",
+    Code.FILES: "a model, a checkpoint or data cannot be read or written",
+    Code.OTHER: "anything else",
+    Code.INTERRUPTED: "interrupted by Ctrl-C",
+}
+
+_CODES: tuple[tuple[Code, tuple[type[Exception], ...]], ...] = (
+    (Code.USAGE, (errors.UnknownNameError, errors.OptionError, errors.SchemeError)),
+    (
+        Code.UNSUPPORTED,
+        (
+            errors.UnsupportedSwapError,
+            errors.UnsupportedModelError,
+            errors.AlreadyPatchedError,
+            errors.NotPatchedError,
+            errors.PositionRangeError,
+            errors.NotEnoughMemoryError,
+        ),
+    ),
+    (Code.FILES, (errors.CheckpointError, errors.RecordError, errors.DataError, OSError)),
+)
+
+
+def code_of(error: Exception) -> Code:
+    """Return the exit code that `error` means.
+
+    Example:
+        >>> code_of(errors.CheckpointError("no such folder"))
+        <Code.FILES: 4>
+    """
+    return next((code for code, kinds in _CODES if isinstance(error, kinds)), Code.OTHER)
+
+
+def line_of(error: Exception) -> str:
+    """Return what is said about `error`, in one line.
+
+    Example:
+        >>> line_of(errors.SchemeError("yarn: give factor\\nor max_length."))
+        'yarn: give factor or max_length.'
+    """
+    text = " ".join(str(error).split())
+    if isinstance(error, errors.PosswapError):
+        return text
+    if isinstance(error, OSError):
+        return " ".join(filter(None, [error.strerror or text or type(error).__name__, _quoted(error.filename)]))
+    return f"unexpected {type(error).__name__}: {text or 'no message'}. {DEBUG}=1 shows where it happened."
+
+
+def _quoted(name: Any) -> str:
+    return "" if name is None else repr(str(name))
+
+
+class PosswapGroup(TyperGroup):
+    """A group of commands in which an error is one line on stderr and an exit code, never a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (errors.PosswapError, OSError) as error:
+            if getattr(error, "errno", None) == errno.EPIPE:  # a reader such as `head` has gone: typer ends quietly
+                raise
+            raise _end(error) from None
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] in ("typer", "click"):  # usage errors, and typer's own exits
+                raise
+            raise _end(error) from None
+
+
+def _end(error: Exception) -> typer.Exit:
+    if os.environ.get(DEBUG, "0") not in ("", "0"):
+        traceback.print_exception(error)
+    typer.echo(f"error: {line_of(error)}", err=True)
+    return typer.Exit(code_of(error))

@@ -1,0 +1,109 @@
+"""What commands print: JSON for programs, tables and text for people. Only these functions write to stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """Inside the block, whatever the library or transformers print goes to stderr, and only warnings of theirs do.
+
+    Progress bars are shown where stderr is a terminal. TRANSFORMERS_VERBOSITY, where it is set, is obeyed.
+    """
+    from transformers.utils import logging
+
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_warning()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def show_json(value: Any) -> None:
+    """Print `value` as JSON: the only thing that a command with --json prints on stdout."""
+    typer.echo(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False))
+
+
+def show_text(*lines: str) -> None:
+    """Print `lines`, wrapped to the terminal's width, 80 columns where there is none."""
+    out = console()
+    for line in lines:
+        out.print(line)
+
+
+def show_pairs(rows: Iterable[tuple[str, str]]) -> None:
+    """Print names and what they stand for, in two columns."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    console().print(grid)
+
+
+def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; a cell that does not fit its column goes on in the next line, whole."""
+    from rich import box
+    from rich.table import Table
+
+    cells = [header, *rows]
+    out = console()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, _GAP - 1, 0, 0), show_edge=False)
+    for name, width in zip(header, column_widths(cells, out.width), strict=True):
+        table.add_column(name, overflow="fold", width=width)
+    for row in cells[1:]:
+        table.add_row(*row)
+    out.print(table)
+
+
+_GAP = 2  # a column of padding and one of rich's box
+_LONG_WORD = 24
+
+
+def column_widths(rows: Sequence[Sequence[str]], available: int) -> list[int]:
+    """Return a width for each column, so that the table fits and words stay whole as far as that goes.
+
+    rich shrinks columns through the middle of words, and crops them where it is told a least width.
+
+    Args:
+        rows: of cells, the header among them.
+        available: columns of the terminal, the gaps between columns among them.
+
+    Example:
+        >>> column_widths([["name", "what it is"], ["alibi", "a penalty on distance"]], available=20)
+        [5, 13]
+    """
+    columns = list(zip(*rows, strict=True))
+    room = max(available - _GAP * (len(columns) - 1), len(columns))
+    widths = [min(_LONG_WORD, max(len(word) for cell in column for word in [*cell.split(), " "])) for column in columns]
+    wanted = [max(map(len, column)) for column in columns]
+    while sum(widths) > room:
+        widths[widths.index(max(widths))] -= 1
+    missing = [want - width for want, width in zip(wanted, widths, strict=True)]
+    for _ in range(room - sum(widths)):
+        widest = missing.index(max(missing))
+        if missing[widest] > 0:
+            widths[widest] += 1
+            missing[widest] -= 1
+    return widths
+
+
+def console() -> Console:
+    """Return a console on today's stdout that takes text as it is: brackets and colons are no markup."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, markup=False, emoji=False, highlight=False)

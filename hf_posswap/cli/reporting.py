@@ -1,0 +1,50 @@
+"""`posswap report`: the HTML page of an evaluation, made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_posswap.cli.output import show_text
+
+
+def report(
+    results: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RESULTS",
+            help="The folder that posswap eval or compare wrote, or its results.json.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="The page; without it report.html in the folder.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Make the HTML page of an evaluation again, from its results.json.
+
+    posswap eval and compare write it by themselves; this is for results that were moved or changed. The page needs no
+    network: send the one file to whoever should see it.
+
+    Example: posswap report results
+    """
+    from hf_posswap.errors import CheckpointError, OptionError
+    from hf_posswap.files import read_json
+    from hf_posswap.report import PAGE, write_html
+
+    source = results.expanduser()
+    source = source / "results.json" if source.is_dir() else source
+    if not source.is_file():
+        raise CheckpointError(
+            f"{source} does not exist; give the folder that posswap eval or compare wrote with --out."
+        )
+    page = source.with_name(PAGE) if out is None else out.expanduser()
+    if page.is_dir() or page == source:
+        raise OptionError(f"--out {page}: expected a file for the page, such as {PAGE}.")
+    write_html(read_json(source), page)
+    show_text(f"The page is {page}.")

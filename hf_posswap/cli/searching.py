@@ -1,0 +1,122 @@
+"""`posswap search`: LongRoPE's divisors for one model, on texts of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_posswap.cli.arguments import Json, Model, source_of
+from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
+from hf_posswap.cli.target import load_tokenizer
+from hf_posswap.errors import CheckpointError, DataError
+from hf_posswap.files import writable_folder, write_json
+
+if TYPE_CHECKING:
+    from hf_posswap import LongRopeSearch
+
+
+def search(
+    model: Model,
+    texts: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TEXT...",
+            help="Text files, each of at least --factor times the model's length.",
+            show_default=False,
+        ),
+    ],
+    factor: Annotated[
+        float, typer.Option("--factor", metavar="S", help="Target length over original length.", show_default=False)
+    ],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="FILE.json", help="Where to write the scheme.", show_default=False),
+    ],
+    population: Annotated[int, typer.Option(metavar="N", help="Candidates of the first population.")] = 64,
+    iterations: Annotated[int, typer.Option(metavar="N", help="After the first population.")] = 40,
+    native: Annotated[
+        bool, typer.Option("--native", help="Search only what stock transformers can run: no n-hat.")
+    ] = False,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Kept up to date; the same command goes on from it where it stopped.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, ...")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE.json.")] = False,
+    json: Json = False,
+) -> None:
+    """Search LongRoPE's divisors for a model: an evolution from PI, NTK and YaRN, by perplexity on your texts.
+
+    The best scheme is written to FILE.json, which posswap patch and posswap explain take in place of a scheme's name.
+    It is never worse on these texts than linear, ntk and yarn are. The defaults read every text 1344 times.
+
+    Example: posswap search my-llama book1.txt book2.txt --factor 4 --state search.json -o longrope.json
+    """
+    source = source_of(model)
+    target = _checked_file(out, overwrite)
+    contents = [_text(path) for path in texts]
+    with quiet_library():
+        import hf_posswap
+        from hf_posswap.quickstart.settings import resolve_device
+
+        chosen = resolve_device(device)
+        words = load_tokenizer(source)
+        if words is None:
+            raise CheckpointError(f"{model} holds no tokenizer to read texts with; save one beside the model.")
+        loaded: Any = hf_posswap.load(source, dtype="auto")
+        found = hf_posswap.search_longrope(
+            loaded.to(chosen),
+            contents,
+            factor,
+            tokenizer=words,
+            population=population,
+            iterations=iterations,
+            original_positions=[0] if native else None,
+            state=state,
+            seed=seed,
+        )
+        write_json(target, found.scheme.to_dict())
+    if json:
+        show_json({**found.to_dict(), "saved": str(target)})
+        return
+    _show(found)
+    show_text("", f"Saved to {target}. Put it in with: posswap patch {model} {out} -o DIR")
+
+
+def _show(found: LongRopeSearch) -> None:
+    seeds = ", ".join(f"{name} {perplexity:.4g}" for name, perplexity in found.seeds.items())
+    show_pairs(
+        [
+            ("perplexity", f"{found.perplexity:.4g} on {found.documents} texts of {found.length} tokens"),
+            ("began with", seeds),
+            ("evaluations", f"{found.evaluations[-1]} in {len(found.log) - 1} iterations"),
+            ("n-hat", str(found.scheme.original_positions)),
+            ("divisors", ", ".join(f"{divisor:.4g}" for divisor in found.scheme.filled("long_factor"))),
+            ("attention", f"cos and sin times {found.scheme.filled('attention_factor'):.4g}"),
+        ]
+    )
+
+
+def _checked_file(out: Path, overwrite: bool) -> Path:
+    """Return `out` as an absolute path, after all that could stop the writing later has been checked."""
+    path = out.expanduser().resolve()
+    if path.suffix != ".json":
+        raise CheckpointError(f"--out {out} must end in .json, by which posswap patch knows a scheme's file.")
+    if path.exists() and not (overwrite and path.is_file()):
+        raise CheckpointError(f"--out {out} exists; give another file, or --overwrite to replace it.")
+    writable_folder(path.parent)
+    return path
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is no readable text in UTF-8: {error}") from error

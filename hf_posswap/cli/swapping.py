@@ -1,0 +1,151 @@
+"""`posswap explain` and `posswap patch`: what a swap would do, and doing it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_posswap.cli.arguments import (
+    Json,
+    MaxLength,
+    Model,
+    SchemeName,
+    Settings,
+    Site,
+    SiteOption,
+    make_scheme,
+    source_of,
+)
+from hf_posswap.cli.outcome import Code
+from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
+from hf_posswap.cli.target import checked_target, load_tokenizer
+from hf_posswap.errors import OptionError, UnsupportedSwapError
+
+if TYPE_CHECKING:
+    from hf_posswap import SwapPlan
+    from hf_posswap.patching.describe import Explanation
+
+
+def explain(
+    model: Model,
+    scheme: Annotated[
+        str | None,
+        typer.Argument(metavar="SCHEME", help="Plan the swap to this one: see posswap schemes.", show_default=False),
+    ] = None,
+    settings: Settings = None,
+    max_length: MaxLength = None,
+    site: SiteOption = Site.auto,
+    json: Json = False,
+) -> None:
+    """Explain which position mechanism a model has, and what a swap would do.
+
+    Reads the config alone: no weights are needed, and nothing is written. Without SCHEME it says what each scheme
+    would be in this model: native (stock transformers loads the result), plugin (hf_posswap is needed to load it), or
+    why not. With SCHEME it shows the plan, or the reason against it (exit code 3).
+
+    Example: posswap explain meta-llama/Llama-3.2-1B yarn --set factor=4
+    """
+    if scheme is None and (settings or max_length is not None or site is not Site.auto):
+        raise OptionError("--set, --max-length and --site say how to put in a scheme: name one after MODEL.")
+    source = source_of(model)
+    chosen = None if scheme is None else make_scheme(scheme, settings)
+    with quiet_library():
+        import hf_posswap
+
+        options = {} if chosen is None else {"site": site.value}
+        found = hf_posswap.explain(source, chosen, max_length=max_length, **options)
+    if json:
+        show_json(found.to_dict())
+    else:
+        _show_explanation(found)
+    if found.refusal is not None:
+        raise typer.Exit(Code.UNSUPPORTED)
+
+
+def _show_explanation(found: Explanation) -> None:
+    show_pairs(found.report.rows())
+    if found.schemes:
+        show_text("")
+        show_table(["scheme", "in this model"], found.schemes.items())
+    if found.plan is not None:
+        show_text("")
+        show_plan(found.plan)
+    if found.refusal is not None:
+        show_text("", f"refused: {found.refusal}")
+
+
+def show_plan(plan: SwapPlan) -> None:
+    """Print `plan`: its edits, and what follows from them."""
+    from hf_posswap.patching.show import EDIT_HEADER, edit_rows, fact_rows
+
+    show_text(f"{plan.model}: {plan.scheme}", "")
+    show_table(EDIT_HEADER, edit_rows(plan))
+    show_text("")
+    show_pairs(fact_rows(plan))
+
+
+def patch(
+    model: Model,
+    scheme: SchemeName,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="DIR", help="The folder to save the swapped model to.", show_default=False),
+    ],
+    settings: Settings = None,
+    max_length: MaxLength = None,
+    site: SiteOption = Site.auto,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it holds a checkpoint.")] = False,
+    tokenizer: Annotated[bool, typer.Option(help="Save the model's tokenizer with it.")] = True,
+    json: Json = False,
+) -> None:
+    """Swap the position mechanism of a model and save the result.
+
+    Loads the model in the precision of its checkpoint, swaps, proves on a small input that the mechanism changed as
+    planned, and writes model and tokenizer to DIR, whole or not at all. What comes out is printed: the plan, and what
+    was proved. The weights are not trained: the plan says what adaptation the swapped model will need.
+
+    Example: posswap patch gpt2 rope --max-length 4096 -o gpt2-rope
+    """
+    source = source_of(model)
+    chosen = make_scheme(scheme, settings)
+    folder = checked_target(out, source, overwrite)
+    with quiet_library():
+        import hf_posswap
+
+        _refuse_early(source, chosen, max_length, site)
+        words = load_tokenizer(source) if tokenizer else None
+        loaded = hf_posswap.load(source, dtype="auto")
+        original = hf_posswap.describe_positions(loaded).limit
+        plan = hf_posswap.patch_model(loaded, chosen, max_length=max_length, site=site.value)
+        proved = hf_posswap.verify_swap(loaded).checks
+        if words is not None and words.model_max_length == original:
+            words.model_max_length = plan.max_length  # or it would cut every text at the old length
+        hf_posswap.save(loaded, folder, tokenizer=words, overwrite=overwrite)
+    saved = {"folder": str(folder), "tokenizer": words is not None}
+    if json:
+        show_json({"plan": plan.to_dict(), "verification": proved, "saved": saved})
+        return
+    show_plan(plan)
+    show_text("")
+    show_pairs([(f"ok: {name}", what) for name, what in proved.items()])
+    show_text("", f"Saved to {folder}, {'with' if words is not None else 'without'} a tokenizer.", _how_to_load(plan))
+
+
+def _refuse_early(source: str, scheme: Any, max_length: int | None, site: Site) -> None:
+    """Raise what the swap would raise, before weights are downloaded or read."""
+    import hf_posswap
+
+    found = hf_posswap.explain(source, scheme, max_length=max_length, site=site.value)
+    if found.refusal is not None:
+        raise UnsupportedSwapError(found.refusal)
+
+
+def _how_to_load(plan: SwapPlan) -> str:
+    if plan.route == "native":
+        return "Load it with transformers as any other checkpoint, or with hf_posswap.load."
+    return (
+        "Load it with hf_posswap.load, with transformers after import hf_posswap, or without the package by "
+        "trust_remote_code=True."
+    )

@@ -1,0 +1,51 @@
+"""What `posswap patch` reads beside the model, and where it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import CheckpointError
+from hf_posswap.files import writable_folder
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "merges.txt", "*.model", "tekken.json")
+
+
+def checked_target(out: Path, source: str, overwrite: bool) -> Path:
+    """Return `out` as an absolute path, after all that could stop the saving later has been checked.
+
+    Raises:
+        CheckpointError: it is a file, holds something (with `overwrite`: something that is no checkpoint), holds or
+            is the source, or its parent cannot be written.
+    """
+    folder = out.expanduser().resolve()
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"--out {out} is a file; give a folder that is new or empty.")
+    if Path(source).exists() and Path(source).resolve().is_relative_to(folder):
+        raise CheckpointError(f"--out {out} is or holds the model itself; give another folder.")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not overwrite:
+            raise CheckpointError(f"--out {out} is not empty; give another folder, or --overwrite to replace it.")
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"--out {out} holds no config.json: --overwrite replaces nothing but checkpoints.")
+    writable_folder(folder.parent)
+    return folder
+
+
+def load_tokenizer(source: str) -> Any:
+    """Return the tokenizer of a folder or Hub id; None for a folder without one.
+
+    Raises:
+        CheckpointError: there is one, and it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(source)
+    if folder.is_dir() and not any(found for name in _TOKENIZER_FILES for found in folder.glob(name)):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # a tokenizer's own code may raise anything
+        raise CheckpointError(
+            f"the tokenizer of {source!r} cannot be read; --no-tokenizer saves the model alone: {error}"
+        ) from error

@@ -1,0 +1,57 @@
+"""`posswap to-native`: a swapped checkpoint as one of a stock class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_posswap.cli.arguments import Json, Model, source_of
+from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
+from hf_posswap.cli.target import checked_target, load_tokenizer
+
+
+def to_native(
+    model: Model,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="DIR", help="The folder to save the stock model to.", show_default=False),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            metavar="NAME",
+            help="same, gpt_neox, jina_embeddings_v3, roformer, mpnet or smollm3; without it the first that is exact.",
+            show_default=False,
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it holds a checkpoint.")] = False,
+    tokenizer: Annotated[bool, typer.Option(help="Save the model's tokenizer with it.")] = True,
+    json: Json = False,
+) -> None:
+    """Convert a swapped checkpoint to a stock class of transformers that computes exactly the same.
+
+    A GPT-2 with RoPE becomes a GPT-NeoX, a BERT with RoPE a JinaEmbeddingsV3: the result needs no hf_posswap and no
+    custom code. The outputs of both models are compared before anything is written. Where no stock class is exact, it
+    says why (exit code 3).
+
+    Example: posswap to-native gpt2-rope -o gpt2-rope-neox
+    """
+    source = source_of(model)
+    folder = checked_target(out, source, overwrite)
+    with quiet_library():
+        import hf_posswap
+        from hf_posswap.checkpoints.native import convert
+
+        words = load_tokenizer(source) if tokenizer else None
+        made = convert(hf_posswap.load(source, dtype="auto"), target)
+        hf_posswap.save(made.model, folder, tokenizer=words, overwrite=overwrite)
+    name = type(made.model).__name__
+    if json:
+        proof = {"lengths": list(made.proof.lengths), "difference": made.proof.difference, "spread": made.proof.spread}
+        show_json({"class": name, "target": made.target, "proof": proof, "saved": {"folder": str(folder)}})
+        return
+    show_pairs([("class", name), ("conversion", made.target), ("ok: equal", str(made.proof))])
+    show_text("", f"Saved to {folder}. Load it with transformers as any other checkpoint.")

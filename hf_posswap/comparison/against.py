@@ -1,0 +1,46 @@
+"""Each model against the base: the same tokens, the same needles."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from hf_posswap.comparison.work import Work, document_losses
+from hf_posswap.evaluation.paired import holm, mcnemar_p, paired_change
+
+
+def against_base(base: Work, other: Work) -> dict[str, Any]:
+    """Return how `other` differs from `base` at every length that both run: losses with Holm's correction, and needles.
+
+    Args:
+        base: measured before.
+        other: measured on the same documents.
+    """
+    found: dict[str, Any] = {}
+    if base.raw.get("losses") and other.raw.get("losses"):
+        found["lengths"] = _losses(base, other)
+    if "passkey" in base.raw and "passkey" in other.raw:
+        found["passkey"] = _needles(base.raw["passkey"], other.raw["passkey"])
+    return found
+
+
+def _losses(base: Work, other: Work) -> list[dict[str, Any]]:
+    rows = []
+    for length in sorted(set(base.lengths) & set(other.lengths)):
+        before, after = (document_losses(work, length).sum(axis=1, dtype=np.float64) for work in (base, other))
+        change = paired_change(before, after, np.full(len(before), length - 1), seed=base.settings.seed)
+        rows.append({"length": length} | dataclasses.asdict(change))
+    known = [row["p"] for row in rows if row["p"] is not None]
+    adjusted = iter(holm(known))
+    return [row | {"p_holm": None if row["p"] is None else next(adjusted)} for row in rows]
+
+
+def _needles(before: dict[Any, bool], after: dict[Any, bool]) -> dict[str, Any] | None:
+    """Return the exact McNemar test over the needles that both were asked for; None: there are none."""
+    both = sorted(set(before) & set(after))
+    if not both:
+        return None
+    old, new = [before[key] for key in both], [after[key] for key in both]
+    return {"needles": len(both), "before": sum(old), "after": sum(new), "p": mcnemar_p(old, new)}

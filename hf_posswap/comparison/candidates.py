@@ -1,0 +1,197 @@
+"""The models of a comparison: objects, folders, Hub ids, or one base with different schemes put in."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_posswap.checkpoints.load import load
+from hf_posswap.errors import DataError
+from hf_posswap.evaluation.memory import choose_prefill
+from hf_posswap.evaluation.reach import Reach, reach_of
+from hf_posswap.evaluation.scoring import Scorer
+from hf_posswap.patching.apply import patch_model
+from hf_posswap.patching.plan import SwapPlan, unwrap
+from hf_posswap.schemes.base import Scheme
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_VOLATILE = ("_name_or_path", "transformers_version")
+_HASHED_AT_ONCE = 1 << 26
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One model of a comparison.
+
+    Attributes:
+        source: a transformers model, a folder, or a Hub id. A model object is never changed.
+        scheme: to put in without training, an object or a name; None: the model as it is.
+        options: fields of the scheme, where it is given by name.
+        max_length: tokens that the swap is meant for; None: the longest length that is measured.
+        name: in results; None: made from the source and the scheme.
+    """
+
+    source: str | Path | PreTrainedModel
+    scheme: Scheme | str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    max_length: int | None = None
+    name: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The name that it goes by in results."""
+        if self.name is not None:
+            return self.name
+        is_named = isinstance(self.source, str | Path)
+        base = Path(self.source).name if is_named else type(self.source).__name__  # type: ignore[arg-type]
+        if self.scheme is None:
+            return base
+        scheme = self.scheme if isinstance(self.scheme, str) else self.scheme.name
+        fields = "".join(f":{name}={value}" for name, value in self.options.items())
+        return f"{base}+{scheme}{fields}"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A candidate that is ready to be measured.
+
+    Attributes:
+        name: in results.
+        model: in eval mode.
+        scoring: of it, reading in pieces where the longest length asks for that; None: it is no causal model.
+        reach: how far it runs.
+        plan: of the swap that it carries, or None.
+        identity: all that its numbers depend on, as JSON.
+    """
+
+    name: str
+    model: PreTrainedModel
+    scoring: Scorer | None
+    reach: Reach
+    plan: SwapPlan | None
+    identity: dict[str, Any]
+
+    @property
+    def scorer(self) -> Scorer:
+        """What gives the losses of a causal model.
+
+        Raises:
+            DataError: it is none.
+        """
+        if self.scoring is None:
+            raise DataError(
+                f"{type(self.model).__name__} sees both sides of a token: this metric is for causal models."
+            )
+        return self.scoring
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Loads models, each source once; candidates with a scheme share the weights of their base.
+
+    Attributes:
+        loaded: models by source.
+        device: to put loaded models on; None: the CPU.
+        dtype: to load in; None: float32 on the CPU, elsewhere that of the checkpoint.
+    """
+
+    loaded: dict[Any, Any]
+    device: Any = None
+    dtype: Any = None
+
+    def model(self, candidate: Candidate, length: int) -> PreTrainedModel:
+        """Return the model of `candidate`, its scheme put in.
+
+        Args:
+            candidate: which.
+            length: the longest that is measured: what a swap is meant for.
+
+        Raises:
+            CheckpointError: the source cannot be loaded.
+            UnsupportedSwapError, UnsupportedModelError, SchemeError, OptionError: as `patch_model`.
+        """
+        key = str(candidate.source) if isinstance(candidate.source, str | Path) else id(candidate.source)
+        if key not in self.loaded:
+            self.loaded[key] = _load(candidate.source, self.device, self.dtype)
+        base = self.loaded[key]
+        if candidate.scheme is None:
+            return base
+        swapped = shell_of(base)
+        patch_model(swapped, candidate.scheme, max_length=candidate.max_length or length, **candidate.options)
+        return swapped.eval()
+
+
+def _load(source: Any, device: Any, dtype: Any) -> Any:
+    """Return the model of a folder or Hub id on its device; a model object as it is."""
+    if not isinstance(source, str | Path):
+        return shell_of(source).eval() if source.training else source  # eval() on itself would change the user's model
+    on_cpu = device is None or torch.device(device).type == "cpu"
+    model: Any = load(source, dtype=dtype or (torch.float32 if on_cpu else "auto"))
+    return (model if device is None else model.to(device)).eval()
+
+
+def shell_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of `model` that shares its weights: modules, buffers and config are its own, so it can be patched.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> shell = shell_of(model)
+        >>> shell.lm_head.weight is model.lm_head.weight, shell.transformer is model.transformer
+        (True, False)
+    """
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
+    """Return `model` ready to be measured up to `longest` tokens.
+
+    Raises:
+        DataError: it is causal and has no output head.
+    """
+    from transformers import __version__ as transformers_version
+
+    target = unwrap(model)
+    reach = reach_of(target)
+    most = longest if reach.limit is None else min(longest, reach.limit)
+    prefill = choose_prefill(target, most, reach)
+    scoring = Scorer(target, prefill=prefill) if reach.causal else None
+    patch: Any = getattr(target, "_posswap", None)
+    identity = {
+        "versions": {"torch": torch.__version__, "transformers": transformers_version},
+        "fingerprint": fingerprint(target),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "attention": target.config._attn_implementation,
+        "device": target.device.type,
+        "prefill": prefill,
+    }
+    return Subject(name, target, scoring, reach, patch.plan if patch else None, identity)
+
+
+def fingerprint(model: Any) -> str:
+    """Return 32 hex digits that stand for the weights and the config of `model`, its swap included.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> before = fingerprint(model)
+        >>> _ = patch_model(model, "rope")
+        >>> fingerprint(model) == before
+        False
+    """
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
+    total = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, value in sorted(model.state_dict().items()):
+        total.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        flat = value.detach().contiguous().flatten().view(torch.uint8)
+        for start in range(0, len(flat), _HASHED_AT_ONCE):
+            total.update(flat[start : start + _HASHED_AT_ONCE].cpu().numpy().tobytes())
+    return total.hexdigest()[:32]

@@ -1,0 +1,171 @@
+"""The documents to measure on: from files, from a data set, from a list, or from the running Python itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_posswap.comparison.hub_text import HubText, hub_text, require_datasets, stream_documents
+from hf_posswap.corpus import Document, python_corpus
+from hf_posswap.errors import DataError, MissingDependencyError
+from hf_posswap.tokens import leading_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEXT = "text"
+_GIVE = "give text files, a folder of them, .jsonl or .parquet, or org/name of a data set on the Hub"
+_PLAIN = (".txt", ".md", ".rst", ".py")
+
+
+@dataclass(frozen=True)
+class EvalDocuments:
+    """The first tokens of some documents.
+
+    Attributes:
+        source: where they come from, in words.
+        names: of the documents.
+        tokens: ids, [N, L].
+    """
+
+    source: str
+    names: tuple[str, ...]
+    tokens: np.ndarray
+
+    @cached_property
+    def digests(self) -> tuple[str, ...]:
+        """A hash of the tokens of each document."""
+        return tuple(hashlib.sha256(row.astype("<i8").tobytes()).hexdigest()[:16] for row in self.tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what results say of the documents."""
+        digest = hashlib.sha256("".join(self.digests).encode()).hexdigest()
+        return {"source": self.source, "documents": len(self.names), "digest": digest, "names": list(self.names)}
+
+
+def read_documents(
+    source: Any, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, column: str = TEXT
+) -> EvalDocuments:
+    """Return the first `length` tokens of the first `limit` documents that have as many.
+
+    Args:
+        source: None: the running Python's own sources and documentation, its held-out part. A path or a list of paths:
+            .txt, .md, .rst and .py files are one document each, .jsonl and .json lines and .parquet rows one each,
+            folders are read whole; "org/name" or "org/name:split" is a data set on the Hub, of which only as many rows
+            are fetched as are needed. Otherwise an iterable of strings, or of rows with a column of text such as a
+            `datasets.Dataset`.
+        tokenizer: of the models.
+        length: tokens of each document.
+        limit: most documents to take.
+        column: that holds the text of a row.
+
+    Raises:
+        DataError: a file is missing, empty or of an unknown kind, a data set cannot be reached, a row has no text, or
+            fewer than two documents are long enough.
+        MissingDependencyError: a parquet file or a data set needs the package datasets.
+
+    Example:
+        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> read_documents(["a long text", "no", "another one"], byte_tokenizer(), length=8, limit=9).names
+        ('text 0', 'text 2')
+    """
+    stream = partial(stream_documents, tokenizer=tokenizer, length=length, limit=limit, column=column)
+    if source is None:
+        documents: list[Document] = list(python_corpus().held_out)
+        said = "sources of this Python's standard library and pydoc's topics, held-out part"
+    elif isinstance(source, str | Path):
+        documents, said = _of_paths([Path(source)], column, stream), str(source)
+    else:
+        source = list(source)
+        if source and all(isinstance(item, Path) for item in source):
+            documents, said = _of_paths(source, column, stream), ", ".join(map(str, source))
+        else:
+            documents, said = list(_of_rows(source, "text", column)), f"{len(source)} texts"
+    if not documents:
+        raise DataError(f"{said}: there is no document to measure on.")
+    names, tokens = leading_tokens(documents, tokenizer, length=length, limit=limit)
+    return EvalDocuments(said, tuple(names), tokens)
+
+
+def check_paths(source: Any) -> None:
+    """Check that the files and folders of `source` exist: cheap, so it comes before models are loaded.
+
+    Raises:
+        DataError: one does not.
+        MissingDependencyError: one is a data set, and the package datasets is not installed.
+
+    Example:
+        >>> check_paths(["a text, and no path"])
+    """
+    given = [Path(source)] if isinstance(source, str | Path) else source if isinstance(source, list | tuple) else []
+    for path in (item for item in given if isinstance(item, Path)):
+        if hub_text(path) is not None:
+            require_datasets()
+        elif not path.expanduser().exists():
+            raise DataError(f"{path} does not exist; {_GIVE}.")
+
+
+def _of_paths(paths: Iterable[Path], column: str, stream: Callable[[HubText], list[Document]]) -> list[Document]:
+    found: list[Document] = []
+    for path in paths:
+        if (source := hub_text(path)) is not None:
+            found += stream(source)
+            continue
+        path = path.expanduser()
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix in (*_PLAIN, ".jsonl", ".parquet") and p.is_file())
+            found += _of_paths(inside, column, stream)
+        else:
+            found += _of_file(path, column)
+    return found
+
+
+def _of_file(path: Path, column: str) -> list[Document]:
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; {_GIVE}.")
+    if path.suffix == ".parquet":
+        documents = list(_of_rows(_parquet(path), path.name, column))
+    elif path.suffix in (".jsonl", ".json"):
+        documents = list(_of_rows(_json_lines(path), path.name, column))
+    elif path.suffix in _PLAIN:
+        try:
+            documents = [Document(str(path), path.read_text(encoding="utf-8"))]
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} cannot be read as UTF-8 text: {error}.") from error
+    else:
+        raise DataError(f"{path} is of an unknown kind; known: {', '.join((*_PLAIN, '.jsonl', '.json', '.parquet'))}.")
+    if not any(document.text for document in documents):
+        raise DataError(f"{path} is empty: there is no document in it.")
+    return documents
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}, line {number} is no JSON ({error}): give one object a line.") from error
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        from datasets import Dataset
+    except ImportError as error:
+        raise MissingDependencyError("datasets", "train") from error
+    return Dataset.from_parquet(str(path))
+
+
+def _of_rows(rows: Iterable[Any], name: str, column: str) -> Iterator[Document]:
+    for number, row in enumerate(rows):
+        text = row.get(column) if isinstance(row, dict) else row
+        if not isinstance(text, str):
+            held = f"columns {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
+            raise DataError(f"{name} {number} has no text under {column!r}, it has {held}: name the column of text.")
+        yield Document(f"{name} {number}", text)

@@ -1,0 +1,96 @@
+"""The measures of encoders: masked tokens by length and position, pseudo-perplexity, and retrieval at length."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hf_posswap.comparison.work import Unit, Work
+from hf_posswap.errors import DataError
+from hf_posswap.evaluation.frames import special_frame
+from hf_posswap.evaluation.masked import mask_groups, masked_losses, pseudo_perplexity
+from hf_posswap.evaluation.perplexity import loss_by_position, perplexity_by_length
+from hf_posswap.evaluation.retrieval import FILLER, retrieval_at_length
+from hf_posswap.evaluation.store import unit_key
+
+_SHARE = 0.15
+_PSEUDO_TOKENS = 64
+_RETRIEVED = 50
+
+
+def measure_masked(work: Work) -> dict[str, Any]:
+    """Return the perplexity of masked tokens at each length, and their loss by position at the longest."""
+    _refuse_causal(work)
+    losses = {length: _masked(work, length, _SHARE) for length in work.lengths}
+    seed = work.settings.seed
+    lengths = [dataclasses.asdict(score) for score in perplexity_by_length(losses, seed=seed)]
+    positions = [dataclasses.asdict(score) for score in loss_by_position(losses[max(losses)], seed=seed)]
+    return {"share": _SHARE, "lengths": lengths, "positions": positions}
+
+
+def measure_pseudo(work: Work) -> list[dict[str, Any]]:
+    """Return pseudo-perplexity at each length, over 64 tokens a document spread evenly, a row a length."""
+    _refuse_causal(work)
+    rows = []
+    for length in work.lengths:
+        losses = _masked(work, length, 0.0)
+        rows.append({"length": length, "perplexity": pseudo_perplexity(list(losses)), "tokens": int(losses.size)})
+    return rows
+
+
+def measure_retrieval(work: Work) -> list[dict[str, Any]]:
+    """Return how often a question finds its passkey document, a row a length that holds one."""
+    rows: list[dict[str, Any]] = []
+    short = ""
+    for length in work.lengths:
+        try:
+            rows += work.values(f"retrieval at {length}", [_retrieval(work, length)])
+        except DataError as error:
+            short = str(error)
+    if not rows:
+        raise DataError(f"no length holds a passkey document: {short}")
+    return rows
+
+
+def _retrieval(work: Work, length: int) -> Unit:
+    how: dict[str, Any] = {"documents": _RETRIEVED, "seed": work.settings.seed, "kind": "passkey", "pooling": "mean"}
+    ids = [*special_frame(work.tokenizer), work.tokenizer(FILLER)["input_ids"]]
+    return Unit(
+        {"metric": "retrieval", **how},
+        {"length": length, "tokenizer": unit_key({"ids": ids})},
+        lambda: dataclasses.asdict(retrieval_at_length(work.subject.model, work.tokenizer, length, **how)),
+        [length] * _RETRIEVED,
+    )
+
+
+def _refuse_causal(work: Work) -> None:
+    if work.subject.reach.causal:
+        name = type(work.subject.model).__name__
+        raise DataError(f"{name} predicts the next token: this metric is for masked language models.")
+
+
+def _masked(work: Work, length: int, share: float) -> np.ndarray:
+    """Return the losses of the masked tokens of each document, special tokens filling up to `length`, [N, masked]."""
+    before, after = special_frame(work.tokenizer)
+    count = length - len(before) - len(after)
+    if count < 1:
+        raise DataError(f"a text of {length} tokens holds nothing beside the special ones.")
+    groups = mask_groups(count, share=share, seed=work.settings.seed)
+    if share == 0.0:
+        groups = [groups[i] for i in np.unique(np.linspace(0, count - 1, _PSEUDO_TOKENS).round().astype(int))]
+    places = np.sort(np.concatenate(groups))
+    seen = {"metric": "masked", "share": share, "seed": work.settings.seed, "mask": work.tokenizer.mask_token_id}
+    units = [
+        Unit(
+            seen,
+            {"document": digest, "length": length, "frame": [before, after]},
+            partial(lambda d: masked_losses(work.subject.model, work.tokenizer, d, groups)[places], document),
+            [length] * len(groups),
+            np.mean,
+        )
+        for digest, document in zip(work.documents.digests, work.documents.tokens[:, :count], strict=True)
+    ]
+    return np.stack(work.values(f"masked tokens at {length}", units))

@@ -1,0 +1,269 @@
+"""Each metric as a measure: it takes the work, and gives what results.json says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_posswap.comparison.encoders import measure_masked, measure_pseudo, measure_retrieval
+from hf_posswap.comparison.work import Unit, Work, document_losses, key_of
+from hf_posswap.errors import DataError
+from hf_posswap.evaluation.compat import PROTOCOLS, protocol_losses, protocol_perplexity
+from hf_posswap.evaluation.cost import costs_are_possible, measure_cost
+from hf_posswap.evaluation.ctx_gain import context_gain, context_losses, contexts_of
+from hf_posswap.evaluation.eff_len import effective_length
+from hf_posswap.evaluation.longppl import KeySpans, long_perplexity
+from hf_posswap.evaluation.offset_probe import offset_change, offset_losses, offsets_of
+from hf_posswap.evaluation.passkey import PasskeyTask, answer_prompt, passkey_keys
+from hf_posswap.evaluation.perplexity import loss_by_position, perplexity_by_length
+from hf_posswap.evaluation.ruler_lite import TASKS, ruler_prompt, ruler_score
+from hf_posswap.evaluation.short_reg import ShortDocument, compare_short, short_regression
+from hf_posswap.evaluation.statistics import wilson_interval
+from hf_posswap.evaluation.store import unit_key
+
+Measure = Callable[[Work], Any]
+_COMPAT_STRIDE = 256
+
+
+def measure_perplexity(work: Work) -> list[dict[str, Any]]:
+    """Return perplexity by length, a row a length."""
+    losses = {length: document_losses(work, length) for length in work.lengths}
+    return [dataclasses.asdict(score) for score in perplexity_by_length(losses, seed=work.settings.seed)]
+
+
+def measure_positions(work: Work) -> list[dict[str, Any]]:
+    """Return loss by position, of the longest length, a row a bucket."""
+    losses = document_losses(work, max(work.lengths))
+    return [dataclasses.asdict(score) for score in loss_by_position(losses, seed=work.settings.seed)]
+
+
+def measure_gain(work: Work) -> list[dict[str, Any]]:
+    """Return what each amount of context is worth, a row a context."""
+    length = max(work.lengths)
+    contexts, tail = contexts_of(work.window, length, work.settings.tail)
+    protocol = {"metric": "ctx_gain", "contexts": contexts, "tail": tail}
+    units = [
+        Unit(
+            protocol,
+            {"document": digest, "length": length},
+            partial(lambda d: context_losses(work.subject.scorer, d, contexts, tail), document),
+            [context + tail for context in contexts],
+            lambda row: float(row[-1]) / tail,
+        )
+        for digest, document in _leading(work, length)
+    ]
+    sums = np.stack(work.values("context gain", units))
+    scores = context_gain(sums, contexts, tail, work.window - tail, seed=work.settings.seed)
+    return [dataclasses.asdict(score) | {"tail": tail} for score in scores]
+
+
+def measure_short(work: Work) -> dict[str, Any] | None:
+    """Return the short-context verdict against the base; None: the subject is the base."""
+    if work.base is None:
+        return None
+    length = min(work.window, max(work.lengths))
+    base, protocol = work.base, {"metric": "short_reg", "base": key_of(work)}
+    units = [
+        Unit(
+            protocol,
+            {"document": digest, "length": length},
+            partial(lambda d: dataclasses.asdict(compare_short(base.scorer, work.subject.scorer, d)), document),
+            (length, length),
+            lambda value: value["after"] / value["tokens"],
+        )
+        for digest, document in _leading(work, length)
+    ]
+    found = [ShortDocument(**value) for value in work.values("short context", units)]
+    result = short_regression(found, margin=work.settings.margin, seed=work.settings.seed)
+    return dataclasses.asdict(result) | {"length": length}
+
+
+def measure_passkey(work: Work) -> dict[str, Any]:
+    """Return the needle grid, a row a cell, and the effective length that follows from it."""
+    settings, task = work.settings, _passkey_task(work)
+    lengths = [n for n in work.lengths if n >= task.shortest]
+    if not lengths:
+        raise DataError(f"the shortest passkey prompt takes {task.shortest} tokens; the lengths are {work.lengths}.")
+    grid = [(length, depth) for length in lengths for depth in settings.depths]
+    asked = [
+        (length, depth, key)
+        for length, depth in grid
+        for key in passkey_keys(settings.seed, length, depth, settings.trials)
+    ]
+    answers = iter(work.values("passkey", [_needle(work, task, *which) for which in asked]))
+    cells: list[dict[str, Any]] = []
+    right: dict[tuple[int, float, int], bool] = {}
+    for length, depth in grid:
+        found = [next(answers) for _ in range(settings.trials)]
+        right |= {(length, depth, trial): value["right"] for trial, value in enumerate(found)}
+        losses = [float(np.mean(value["nll"])) for value in found]
+        cells.append(_cell(length, depth, [value["right"] for value in found], losses))
+    work.raw["passkey"] = right
+    by_length = {n: [won for (length, _, _), won in right.items() if length == n] for n in lengths}
+    effective = dataclasses.asdict(effective_length({n: (sum(won), len(won)) for n, won in by_length.items()}))
+    return {"header": task.header, "trials": settings.trials, "cells": cells, "effective_length": effective}
+
+
+def _needle(work: Work, task: PasskeyTask, length: int, depth: float, key: int) -> Unit:
+    """Return one prompt as a unit. It is written anew where it is asked: all prompts at once take much memory."""
+
+    def answer() -> dict[str, Any]:
+        right, losses = answer_prompt(work.subject.scorer, *task.prompt(length=length, depth=depth, key=key))
+        return {"right": right, "nll": losses.tolist()}
+
+    ids, _ = task.prompt(length=length, depth=depth, key=key)
+    what = {"length": length, "depth": depth, "prompt": unit_key({"ids": ids})}
+    return Unit({"metric": "passkey", "header": task.header}, what, answer, (length,))
+
+
+def _cell(length: int, depth: float, right: list[bool], losses: list[float]) -> dict[str, Any]:
+    low, high = wilson_interval(sum(right), len(right))
+    share = sum(right) / len(right)
+    nll = float(np.mean(losses))
+    return {"length": length, "depth": depth, "share": share, "low": low, "high": high, "answer_nll": nll}
+
+
+def _passkey_task(work: Work) -> PasskeyTask:
+    """Return the task, without its opening where the window is too short for it, as for every subject alike."""
+    task = PasskeyTask(work.tokenizer)
+    return task if task.shortest <= work.window else PasskeyTask(work.tokenizer, header=False)
+
+
+def measure_offsets(work: Work) -> list[dict[str, Any]]:
+    """Return the loss of one passage a document at several offsets, a row an offset."""
+    passage = max(2, work.window // 2)
+    limit = work.subject.reach.limit
+    offsets = [offset for offset in offsets_of(work.window) if limit is None or offset + passage <= limit]
+    units = [
+        Unit(
+            {"metric": "offset_probe", "offsets": offsets},
+            {"document": digest, "length": passage},
+            partial(lambda d: offset_losses(work.subject.scorer, d, offsets), document),
+            [passage] * len(offsets),
+        )
+        for digest, document in _leading(work, passage)
+    ]
+    sums = np.stack(work.values("offsets", units))
+    scores = offset_change(sums, offsets, passage - 1, seed=work.settings.seed)
+    return [dataclasses.asdict(score) for score in scores]
+
+
+def measure_compat(work: Work) -> list[dict[str, Any]]:
+    """Return perplexity by each protocol of the literature, a row a protocol."""
+    stride = work.settings.stride or min(_COMPAT_STRIDE, max(1, work.window // 2))
+    bos = work.tokenizer.bos_token_id
+    texts = {digest: row[bos is not None :] for digest, row in _leading(work, max(work.lengths))}
+    stream = {"+".join(texts): np.concatenate(list(texts.values()))}
+    rows = []
+    for name, protocol in PROTOCOLS.items():
+        asked = {"metric": "ppl_compat", "id": name, "window": work.window, "stride": stride, "bos": bos}
+        losses: list[np.ndarray] = []
+        units = []
+        for digest, text in (stream if protocol.stream else texts).items():
+            windows = protocol.cut(len(text), work.window, stride, bos is not None)
+            compute = partial(_compat, work, name, text, stride)
+            units.append(Unit(asked, {"document": digest}, compute, [w.stop - w.start for w in windows]))
+        for value in work.values(name, units):
+            losses += np.split(np.array(value["losses"], dtype=np.float32), np.cumsum(value["sizes"])[:-1])
+        perplexity = protocol_perplexity(name, losses)
+        tokens = sum(map(len, losses))
+        rows.append(
+            {"protocol": name, "window": work.window, "stride": stride, "perplexity": perplexity, "tokens": tokens}
+        )
+    return rows
+
+
+def _leading(work: Work, length: int) -> list[tuple[str, np.ndarray]]:
+    """Return the digest and the first `length` tokens of each document."""
+    return list(zip(work.documents.digests, work.documents.tokens[:, :length], strict=True))
+
+
+def _compat(work: Work, name: str, text: np.ndarray, stride: int) -> dict[str, Any]:
+    end = work.tokenizer.bos_token_id
+    bos = end if end is not None else work.tokenizer.eos_token_id if name == "lmeval_disjoint" else None
+    parts = protocol_losses(work.subject.scorer, text, name, window=work.window, stride=stride, bos=bos)
+    return {"sizes": [len(part) for part in parts], "losses": np.concatenate(parts).tolist()}
+
+
+def measure_ruler(work: Work) -> dict[str, Any]:
+    """Return the mean score of each task at each length, a row each; what does not fit a length is named."""
+    trials, too_short = work.settings.trials, {}
+    cells: list[tuple[str, int]] = []
+    units: list[Unit] = []
+    for task, length in ((task, length) for task in TASKS for length in work.lengths):
+        try:
+            units += [_ruler(work, task, length, sample) for sample in range(trials)]
+        except DataError as error:
+            too_short[f"{task} at {length}"] = str(error)
+            continue
+        cells.append((task, length))
+    if not cells:
+        raise DataError(f"no ruler_lite prompt fits the lengths: {next(iter(too_short.values()))}")
+    scores = iter(work.values("ruler_lite", units))
+    rows = []
+    for task, length in cells:
+        mean = float(np.mean([next(scores)["score"] for _ in range(trials)]))
+        rows.append({"task": task, "length": length, "score": mean, "prompts": trials})
+    return {"cells": rows, "left_out": too_short}
+
+
+def _ruler(work: Work, task: str, length: int, sample: int) -> Unit:
+    write = partial(
+        ruler_prompt, work.tokenizer, task, length=length, seed=work.settings.seed, sample=sample
+    )  # as in _needle
+    prompt = write()
+    return Unit(
+        {"metric": "ruler_lite", "task": task, "spans": [list(span) for span in prompt.spans]},
+        {"length": length, "prompt": unit_key({"ids": list(prompt.ids)})},
+        lambda: {"score": ruler_score(work.subject.scorer, write())},
+        (length,),
+    )
+
+
+def measure_longppl(work: Work) -> dict[str, Any]:
+    """Return LongPPL over the key tokens of the settings' file."""
+    assert work.settings.key_spans is not None
+    spans = KeySpans.load(work.settings.key_spans)
+    length = max(work.lengths)
+    masks = spans.masks(list(work.documents.tokens[:, :length]))
+    perplexity, tokens = long_perplexity(list(document_losses(work, length)), masks)
+    return {"perplexity": perplexity, "key_tokens": tokens, "evaluator": spans.evaluator, "length": length}
+
+
+def measure_length_cost(work: Work) -> list[dict[str, Any]]:
+    """Return seconds and bytes of each length, a row a length; kept from the run that first measured them."""
+    units = []
+    model = work.subject.scorer.model  # a causal one, or it says why not
+    for length in (n for n in work.lengths if costs_are_possible(model, n)):
+        ids = torch.from_numpy(work.documents.tokens[:1, :length].astype(np.int64))
+        units.append(Unit({"metric": "cost"}, {"length": length}, partial(_cost, work, ids), (length,)))
+    rows = work.values("cost", units, alone=True)
+    if not rows:
+        raise DataError("no length leaves room for the tokens to decode after it.")
+    return rows
+
+
+def _cost(work: Work, ids: torch.Tensor) -> dict[str, Any]:
+    return dataclasses.asdict(measure_cost(work.subject.model, ids, prefill=work.subject.scorer.prefill))
+
+
+MEASURES: dict[str, Measure] = {
+    "ppl_prefix": measure_perplexity,
+    "nll_pos": measure_positions,
+    "ctx_gain": measure_gain,
+    "short_reg": measure_short,
+    "passkey": measure_passkey,
+    "offset_probe": measure_offsets,
+    "ppl_compat": measure_compat,
+    "ruler_lite": measure_ruler,
+    "longppl": measure_longppl,
+    "cost": measure_length_cost,
+    "mlm_pos": measure_masked,
+    "pseudo_ppl": measure_pseudo,
+    "retrieval": measure_retrieval,
+}

@@ -1,0 +1,84 @@
+"""All that an evaluation's numbers depend on beside the model and the text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import OptionError, UnknownNameError
+
+METRICS = (
+    "ppl_prefix",
+    "nll_pos",
+    "ctx_gain",
+    "short_reg",
+    "passkey",
+    "offset_probe",
+    "ppl_compat",
+    "ruler_lite",
+    "longppl",
+    "cost",
+    "mlm_pos",
+    "pseudo_ppl",
+    "retrieval",
+)
+DEFAULT_METRICS = METRICS[:6]
+ENCODER_METRICS = ("mlm_pos", "retrieval")
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """What to measure, and how.
+
+    Attributes:
+        lengths: in tokens; None: 1, 2, 4 and 8 times the original window, as far as a model can run them.
+        metrics: names of `METRICS`; None: the first six for a causal model, mlm_pos and retrieval for an encoder.
+        documents: most documents to measure on.
+        seed: of needles, bootstraps and permutations.
+        depths: where needles stand, between 0 and 1.
+        trials: passkeys for each length and depth, and prompts for each task of ruler_lite and length.
+        tail: tokens that ctx_gain scores; None: 1024, or half the window where that is less.
+        margin: nats a token that the short-context verdict allows.
+        stride: tokens between the sliding windows of ppl_compat; None: 256, or half the window where that is less.
+        key_spans: a file of key tokens for longppl, made by `hf_posswap.evaluation.longppl.find_key_spans`.
+    """
+
+    lengths: tuple[int, ...] | None = None
+    metrics: tuple[str, ...] | None = None
+    documents: int = 48
+    seed: int = 0
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    trials: int = 10
+    tail: int | None = None
+    margin: float = 0.02
+    stride: int | None = None
+    key_spans: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.metrics or ():
+            if name not in METRICS:
+                raise UnknownNameError("metric", name, METRICS)
+        if self.metrics == ():
+            raise OptionError(f"metrics names what to measure, got none. Known: {', '.join(METRICS)}.")
+        if self.lengths is not None and (not self.lengths or min(self.lengths) < 2):
+            raise OptionError(f"lengths are numbers of at least 2 tokens, got {list(self.lengths)}.")
+        for name in ("documents", "trials"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} is a whole number of at least 1, got {getattr(self, name)!r}.")
+        if self.seed < 0:
+            raise OptionError(f"seed is a whole number of at least 0, got {self.seed!r}.")
+        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
+            raise OptionError(f"depths lie between 0 and 1, got {list(self.depths)}.")
+        if "longppl" in (self.metrics or ()) and self.key_spans is None:
+            raise OptionError("longppl needs key_spans, a file that find_key_spans(...).save(path) wrote.")
+
+    def metrics_for(self, causal: bool) -> tuple[str, ...]:
+        """Return the metrics to measure, by default those that suit a causal model or an encoder."""
+        return self.metrics or (DEFAULT_METRICS if causal else ENCODER_METRICS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON has them."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))

@@ -1,0 +1,152 @@
+"""What the measures share: the subject, the documents, the store, and a word on progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_posswap.comparison.candidates import Subject
+from hf_posswap.comparison.documents import EvalDocuments
+from hf_posswap.comparison.ranks import Ranks
+from hf_posswap.comparison.settings import EvalSettings
+from hf_posswap.evaluation.cost import forward_operations
+from hf_posswap.evaluation.store import RunStore, Value, unit_key
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hf_posswap.progress import Reporter
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One document, prompt or cell to measure: what is kept, and shared out among processes, as one.
+
+    Attributes:
+        protocol: the metric and its parameters.
+        what: which document, length, prompt.
+        compute: gives the value.
+        reads: tokens of each forward that it takes.
+        loss: of a value, to be shown; None: there is none.
+    """
+
+    protocol: Mapping[str, Any]
+    what: Mapping[str, Any]
+    compute: Callable[[], Value]
+    reads: Sequence[int]
+    loss: Callable[[Any], float] | None = None
+
+
+@dataclass
+class Work:
+    """One subject, and all that it is measured on.
+
+    Attributes:
+        subject: to measure.
+        base: that it is held against; None: the subject is the base itself.
+        tokenizer: of both.
+        documents: the text.
+        lengths: those of all lengths that the subject can run, rising.
+        window: the original window, in tokens.
+        metrics: to measure.
+        settings: of the evaluation.
+        store: of finished units.
+        ranks: the processes that measure together.
+        reporter: of progress; None: silent.
+        raw: values by metric that comparisons are made of, filled by the measures.
+    """
+
+    subject: Subject
+    base: Subject | None
+    tokenizer: PreTrainedTokenizerBase
+    documents: EvalDocuments
+    lengths: tuple[int, ...]
+    window: int
+    metrics: tuple[str, ...]
+    settings: EvalSettings
+    store: RunStore
+    ranks: Ranks = Ranks()
+    reporter: Reporter | None = None
+    raw: dict[str, Any] = field(default_factory=dict)
+
+    def values(self, label: str, units: Sequence[Unit], *, alone: bool = False) -> list[Any]:
+        """Return the values of units of this subject, in order: kept ones, and those that are computed now.
+
+        Several processes take turns at the units that are missing, and each gets all values.
+
+        Args:
+            label: what the units are, for progress.
+            units: the same ones in every process.
+            alone: whether the main process computes all of them while the others wait, as timing needs it.
+
+        Raises:
+            PosswapError: as the units; all processes raise it.
+        """
+        names = [self._name(unit) for unit in units]
+        held = zip(*self.ranks.gather([self.store.holds(name) for name in names]), strict=True)
+        missing = [number for number, flags in enumerate(held) if not all(flags)]
+        turn = slice(None) if alone and self.ranks.is_main else slice(0) if alone else self._turn
+        mine = self.ranks.agree(lambda: self._compute(label, {number: units[number] for number in missing[turn]}))
+        for found in self.ranks.gather(mine):
+            for number, value in found.items():
+                self.store.learn(names[number], value)
+        return [self.store.value(name, unit.compute) for name, unit in zip(names, units, strict=True)]
+
+    @property
+    def _turn(self) -> slice:
+        return slice(self.ranks.index, None, self.ranks.count)
+
+    def _name(self, unit: Unit) -> dict[str, Any]:
+        return {"model": self.subject.identity, "protocol": dict(unit.protocol), "unit": dict(unit.what)}
+
+    def _compute(self, label: str, units: Mapping[int, Unit]) -> dict[int, Value]:
+        """Return the values of units, by their numbers, and show how far it is."""
+        found: dict[int, Value] = {}
+        if self.reporter is None or not units:
+            return {number: self.store.value(self._name(unit), unit.compute) for number, unit in units.items()}
+        weights = {number: self._weight(unit.reads) for number, unit in units.items()}
+        title = f"{self.subject.name}: {label}"
+        with self.reporter.task(title, len(units), sum(weights.values())) as task:
+            for number, unit in units.items():
+                value = found[number] = self.store.value(self._name(unit), unit.compute)
+                loss = None if unit.loss is None else unit.loss(value)
+                task.advance(sum(unit.reads), loss, weights[number])
+        return found
+
+    def _weight(self, reads: Sequence[int]) -> float:
+        model = self.subject.model
+        return sum(forward_operations(model, length) * reads.count(length) for length in set(reads))
+
+
+def document_losses(work: Work, length: int) -> np.ndarray:
+    """Return the losses of the first `length` tokens of each document, float32 [N, length - 1].
+
+    One forward of the longest length serves all where the subject's plan says so; otherwise each length has its own.
+    """
+    consistent = work.subject.reach.prefix_consistent
+    run = max(work.lengths) if consistent else length
+    cached = work.raw.setdefault("losses", {})
+    if run not in cached:
+        cached[run] = _measure(work, run)
+    return cached[run][:, : length - 1]
+
+
+def _measure(work: Work, length: int) -> np.ndarray:
+    import torch
+
+    units = []
+    for digest, document in zip(work.documents.digests, work.documents.tokens, strict=True):
+        ids = torch.from_numpy(document[None, :length].astype(np.int64))
+        what = {"document": digest, "length": length}
+        nll = partial(lambda ids: work.subject.scorer.nll(ids)[0].numpy(), ids)
+        units.append(Unit({"metric": "losses"}, what, nll, (length,), np.mean))
+    return np.stack(work.values(f"losses at {length}", units))
+
+
+def key_of(work: Work) -> str:
+    """Return what stands for the base in the keys of units that depend on it too."""
+    return unit_key((work.base or work.subject).identity)

@@ -1,0 +1,136 @@
+"""Text that every Python carries: the standard library's sources and the language's documentation.
+
+No download and no licence question: the text is read from the Python that runs, and stays there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_posswap.errors import DataError
+
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
+_LEAST_BYTES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Document:
+    """One whole text.
+
+    Attributes:
+        name: where it comes from, "stdlib/json/decoder.py" or "topics/lambda"; the split goes by it.
+        text: all of it.
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in two parts that share none.
+
+    Attributes:
+        train: to learn from, in a fixed order that is not the alphabet's.
+        held_out: to measure on, likewise.
+    """
+
+    train: tuple[Document, ...]
+    held_out: tuple[Document, ...]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of every name and text: two corpora with the same digest are the same."""
+        total = hashlib.sha256()
+        for part in (self.train, self.held_out):
+            for document in part:
+                total.update(f"{document.name}\0{document.text}\0".encode())
+            total.update(b"\1")
+        return total.hexdigest()
+
+
+def python_corpus(stdlib: Path | None = None, *, held_out: float = 0.1) -> Corpus:
+    """Return the running Python's own sources and documentation topics, split into two parts.
+
+    Tests, tables of encodings and installed packages are left out; the same text under two names counts once.
+
+    Args:
+        stdlib: where the standard library's sources lie; None: of the Python that runs.
+        held_out: the share of documents to keep for measuring, between 0 and 1.
+
+    Raises:
+        DataError: there is too little text: this Python was installed without its sources.
+
+    Example:
+        >>> corpus = python_corpus()
+        >>> len(corpus.train) > 4 * len(corpus.held_out) > 40
+        True
+    """
+    root = stdlib or Path(sysconfig.get_path("stdlib"))
+    documents = [*_sources(root), *(_topics() if stdlib is None else [])]
+    size = sum(len(document.text) for document in documents)
+    if size < _LEAST_BYTES:
+        raise DataError(
+            f"only {size:,} characters of Python source and documentation at {root}, expected {_LEAST_BYTES:,} or "
+            "more: this Python comes without its sources. Use another Python, such as one from python.org or uv."
+        )
+    return split(documents, held_out)
+
+
+def split(documents: Iterable[Document], held_out: float) -> Corpus:
+    """Split `documents` by the hash of their names, so that one more document moves no other.
+
+    Args:
+        documents: in any order; of equal texts the first by name stays.
+        held_out: the share to hold out, between 0 and 1.
+
+    Raises:
+        DataError: the share is no share, or one of the parts would be empty.
+    """
+    if not 0 < held_out < 1:
+        raise DataError(f"held_out is a share between 0 and 1, got {held_out}.")
+    unique = {document.text: document for document in sorted(documents, key=lambda d: d.name, reverse=True)}
+    placed = sorted((_place(document.name), document.name, document) for document in unique.values())
+    corpus = Corpus(
+        train=tuple(document for place, _, document in placed if place >= held_out),
+        held_out=tuple(document for place, _, document in placed if place < held_out),
+    )
+    if not corpus.train or not corpus.held_out:
+        raise DataError(f"{len(placed)} documents are too few to hold out a share of {held_out}: one part is empty.")
+    return corpus
+
+
+def _place(name: str) -> float:
+    """Return a number in [0, 1) that depends on `name` alone."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big") / 2**56
+
+
+def _sources(root: Path) -> list[Document]:
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if _SKIPPED.isdisjoint(parts) and not parts[0].startswith("config-"):
+            text = _read(path)
+            if text:
+                found.append(Document("/".join(("stdlib", *parts)), text))
+    return found
+
+
+def _read(path: Path) -> str:
+    """Return the text of `path`; "" for what is no UTF-8 or may not be read: the corpus does without it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _topics() -> list[Document]:
+    try:
+        from pydoc_data.topics import topics  # some distributions package it apart
+    except ImportError:
+        return []
+    return [Document(f"topics/{name}", text) for name, text in topics.items() if text]

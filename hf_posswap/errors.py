@@ -1,0 +1,100 @@
+"""Every error of the package: what was given, what was expected, what to do.
+
+Each one subclasses `PosswapError` and the builtin it means, so `except ValueError` works as well.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PosswapError(Exception):
+    """Base of every error that hf_posswap raises on purpose."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of its message
+        return str(self.args[0]) if self.args else ""
+
+
+class UnknownNameError(PosswapError, KeyError):
+    """A name that no registry knows; the message suggests near names and lists all."""
+
+    def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
+        self.kind, self.name, self.known = kind, name, sorted(known)
+        near = difflib.get_close_matches(str(name), self.known, n=3)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(self.known) or 'none'}.")
+
+    def __reduce__(self) -> tuple[type, tuple[str, object, list[str]]]:
+        return type(self), (self.kind, self.name, self.known)
+
+
+class DuplicateNameError(PosswapError, ValueError):
+    """A name that a registry already holds for another item."""
+
+
+class PluginWarning(UserWarning):
+    """Another package announced schemes or families by an entry point that could not be loaded."""
+
+
+class SchemeError(PosswapError, ValueError):
+    """A scheme's parameter is impossible, alone or for this model."""
+
+
+class OptionError(PosswapError, TypeError):
+    """An option that the scheme or the function does not have."""
+
+
+class UnsupportedModelError(PosswapError, ValueError):
+    """No family describes this model, or the model has position parts that its family does not mention."""
+
+
+class UnsupportedSwapError(PosswapError, ValueError):
+    """This scheme cannot be put into this model; the message says why and what would work."""
+
+
+class NotPatchedError(PosswapError, ValueError):
+    """An operation that needs a patched model was given one that is not."""
+
+
+class AlreadyPatchedError(PosswapError, ValueError):
+    """The model already carries a swap: undo it first."""
+
+
+class SwapVerificationError(PosswapError, RuntimeError):
+    """After patching, the proof that the mechanism changed as planned failed."""
+
+
+class PositionRangeError(PosswapError, IndexError):
+    """A position lies beyond the end of the model's position table."""
+
+
+class RecordError(PosswapError, ValueError):
+    """A SwapRecord (`config.posswap`) that cannot be read or does not fit the model."""
+
+
+class CheckpointError(PosswapError, OSError):
+    """A folder or Hub id that is not a readable checkpoint, or cannot be written."""
+
+
+class DataError(PosswapError, ValueError):
+    """Text, tokens or a tokenizer that cannot be used as asked."""
+
+
+class NumericError(PosswapError, RuntimeError):
+    """A loss or a model's output is no longer a finite number."""
+
+
+class NotEnoughMemoryError(PosswapError, MemoryError):
+    """What was asked for needs more memory than there is; the message says how much, and what would fit."""
+
+
+class MissingDependencyError(PosswapError, ImportError):
+    """An optional extra is needed: the message gives the pip command."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        self.package, self.extra = package, extra
+        super().__init__(f"{package} is needed here and not installed: pip install 'hf-posswap[{extra}]'.")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.package, self.extra)

@@ -1,0 +1,121 @@
+"""Is far context used? The same last tokens, read with more and more before them.
+
+A flat perplexity curve does not prove it: a model that ignores what is far stays flat as well. Metric `ctx_gain`:
+the last T tokens of a document are read from position 0 with c tokens of context before them;
+gain(c) = NLL(c_ref) - NLL(c), c_ref being what the original window holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hf_posswap.errors import DataError
+from hf_posswap.evaluation.scoring import Scorer
+from hf_posswap.evaluation.statistics import ratio_interval
+
+
+@dataclass(frozen=True)
+class GainScore:
+    """What `context` tokens are worth.
+
+    Attributes:
+        context: tokens before the scored ones.
+        loss: mean of the scored tokens, in nats.
+        gain: loss with the reference context less this loss; positive: the further context helps.
+        low: of the gain's 95 % bootstrap interval over documents.
+        high: likewise.
+        reference: whether this is the reference context, whose gain is 0.
+    """
+
+    context: int
+    loss: float
+    gain: float
+    low: float
+    high: float
+    reference: bool
+
+
+def contexts_of(window: int, length: int, tail: int | None = None) -> tuple[list[int], int]:
+    """Return the contexts to try, rising, and T: doublings from an eighth of the reference up to `length` - T.
+
+    Args:
+        window: the original one, in tokens; the reference context is window - T.
+        length: tokens of each document.
+        tail: T; None: 1024, or half the window where that is less.
+
+    Raises:
+        DataError: T leaves no context in the window, or the documents are shorter than the window.
+
+    Example:
+        >>> contexts_of(4096, 16384)
+        ([384, 768, 1536, 3072, 6144, 12288, 15360], 1024)
+    """
+    tail = min(1024, window // 2) if tail is None else tail
+    if not 1 <= tail < window <= length:
+        raise DataError(f"ctx_gain needs 1 <= tail < window <= length, got tail {tail}, window {window}, {length}.")
+    reference = window - tail
+    contexts = {reference, length - tail}
+    contexts |= {c for power in range(-3, 30) if 1 <= (c := int(reference * 2.0**power)) <= length - tail}
+    return sorted(contexts), tail
+
+
+def context_losses(scorer: Scorer, document: np.ndarray, contexts: Sequence[int], tail: int) -> np.ndarray:
+    """Return the summed loss of the last `tail` tokens of `document` with each context, float64 [C], in nats.
+
+    Args:
+        scorer: of the model.
+        document: token ids [L].
+        contexts: tokens before the scored ones, each read from position 0.
+        tail: T, tokens scored.
+
+    Raises:
+        DataError: the document is too short for a context.
+        NumericError, PositionRangeError: as `Scorer.nll`.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2)).eval()
+        >>> context_losses(Scorer(model), np.ones(12, int), [1, 4], tail=4).shape
+        (2,)
+    """
+    if not contexts or min(contexts) < 1 or max(contexts) + tail > len(document):
+        raise DataError(f"contexts {list(contexts)} and a tail of {tail} do not fit {len(document)} tokens.")
+    ids = torch.from_numpy(document.astype(np.int64))[None]
+    sums = [scorer.nll(ids[:, -context - tail :], scored=tail).double().sum().item() for context in contexts]
+    return np.array(sums)
+
+
+def context_gain(
+    losses: np.ndarray, contexts: Sequence[int], tail: int, reference: int, *, seed: int = 0
+) -> list[GainScore]:
+    """Return the gain of each context, from what `context_losses` gave for each document.
+
+    Args:
+        losses: [N, C], in nats.
+        contexts: of the columns.
+        tail: T.
+        reference: the context that the others are compared with, one of them.
+        seed: of the bootstrap.
+
+    Raises:
+        DataError: the reference is none of the contexts, or the shapes differ.
+
+    Example:
+        >>> [score.gain for score in context_gain(np.array([[8.0, 6.0], [4.0, 2.0]]), [1, 2], 4, reference=1)]
+        [0.0, 0.5]
+    """
+    if losses.ndim != 2 or losses.shape[1] != len(contexts) or reference not in contexts:
+        raise DataError(f"losses {losses.shape} of contexts {list(contexts)} do not hold the reference {reference}.")
+    counts = np.full(len(losses), tail)
+    held_against = losses[:, list(contexts).index(reference)]
+    scores = []
+    for context, column in zip(contexts, losses.T, strict=True):
+        low, high = ratio_interval(held_against - column, counts, seed=seed)
+        gain = float((held_against - column).sum() / counts.sum())
+        loss = float(column.sum() / counts.sum())
+        scores.append(GainScore(context, loss, gain, low, high, context == reference))
+    return scores

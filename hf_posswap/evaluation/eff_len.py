@@ -1,0 +1,72 @@
+"""How much of its length does a model really use? Metric `eff_len`, NoLiMa's bar held against the model itself.
+
+The effective length is the largest L such that at every L' from the base length to L the Wilson lower bound of the
+share of right answers is at least 0.85 of the share at the base length. Modarressi et al. 2025, section 4,
+https://arxiv.org/abs/2502.05167.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hf_posswap.errors import DataError
+from hf_posswap.evaluation.statistics import wilson_interval
+
+
+@dataclass(frozen=True)
+class EffectiveLength:
+    """How far a model holds its own standard.
+
+    Attributes:
+        length: in tokens, at least the base length; None: there is no verdict.
+        base: share of right answers at the base length.
+        bar: that the lower bound must reach.
+        no_verdict: why there is none, or None.
+    """
+
+    length: int | None
+    base: float
+    bar: float
+    no_verdict: str | None
+
+
+def effective_length(
+    answers: Mapping[int, tuple[int, int]], *, share: float = 0.85, base_length: int | None = None
+) -> EffectiveLength:
+    """Return the effective length.
+
+    Args:
+        answers: {length: (right, asked)}, depths pooled.
+        share: of the base's accuracy.
+        base_length: whose accuracy is the standard; None: the shortest.
+
+    Raises:
+        DataError: no lengths, or the base length is none of them.
+
+    Example:
+        >>> effective_length({256: (50, 50), 512: (49, 50), 1024: (20, 50)}).length
+        512
+        >>> effective_length({256: (10, 10)}).no_verdict
+        '10 questions a length cannot show 85 % of 100 %: ask at least 22.'
+    """
+    base_length = min(answers, default=0) if base_length is None else base_length
+    if base_length not in answers:
+        raise DataError(f"the effective length needs answers at the base length {base_length}, got {sorted(answers)}.")
+    right, asked = answers[base_length]
+    wilson_interval(right, asked)  # refuses what is no share
+    base = right / asked
+    bar = share * base
+    if right == 0:
+        return EffectiveLength(None, base, bar, f"no answer was right at the base length of {base_length} tokens.")
+    fewest = min(asked for length, (_, asked) in answers.items() if length >= base_length)
+    if wilson_interval(fewest, fewest)[0] < bar:
+        needed = next(n for n in range(fewest, 10**6) if wilson_interval(n, n)[0] >= bar)
+        reason = f"{fewest} questions a length cannot show {share:.0%} of {base:.0%}: ask at least {needed}."
+        return EffectiveLength(None, base, bar, reason.replace("%", " %"))
+    reached = base_length
+    for length in sorted(n for n in answers if n > base_length):
+        if wilson_interval(*answers[length])[0] < bar:
+            break
+        reached = length
+    return EffectiveLength(reached, base, bar, None)

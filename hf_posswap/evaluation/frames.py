@@ -1,0 +1,29 @@
+"""The special tokens around a text, such as [CLS] and [SEP]: fast tokenizers say them only by adding them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hf_posswap.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def special_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the tokens that `tokenizer` puts before and after a text.
+
+    Raises:
+        DataError: it does more than that: the text's own tokens are not found among them.
+
+    Example:
+        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> special_frame(byte_tokenizer())
+        ([], [])
+    """
+    plain = tokenizer("one two", add_special_tokens=False)["input_ids"]
+    framed = tokenizer("one two")["input_ids"]
+    for start in range(len(framed) - len(plain) + 1):
+        if framed[start : start + len(plain)] == plain:
+            return list(framed[:start]), list(framed[start + len(plain) :])
+    raise DataError(f"{type(tokenizer).__name__} changes a text's tokens when it adds special ones: {plain}, {framed}.")

@@ -1,0 +1,167 @@
+"""Perplexity over the tokens that need the far context. Metric `longppl`.
+
+Key tokens are those that an evaluator, a named model, predicts much better from the whole text than from a short part
+of it, and well: loss_short - loss_full > 2 and loss_full < 2 nats. LongPPL is exp of the mean loss of the measured
+model over them. Fang et al. 2024, https://arxiv.org/abs/2410.23771, equations 3 to 5.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_posswap.errors import DataError
+from hf_posswap.evaluation.scoring import Scorer
+from hf_posswap.evaluation.windows import sliding_windows, window_losses
+from hf_posswap.files import read_json, write_json
+
+SPANS_VERSION = 1
+_FIELDS = {"version", "evaluator", "short", "stride", "gain", "limit", "documents", "spans"}
+
+
+@dataclass(frozen=True)
+class KeySpans:
+    """The key tokens of some documents.
+
+    Attributes:
+        evaluator: the model that chose them, by name.
+        short: tokens of its short context.
+        stride: between its short windows.
+        gain: nats by which the whole text must help.
+        limit: nats that the loss with the whole text stays under.
+        documents: a digest of each document's tokens.
+        spans: of each document, [start, stop) pairs of token indices.
+    """
+
+    evaluator: str
+    short: int
+    stride: int
+    gain: float
+    limit: float
+    documents: tuple[str, ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+
+    def masks(self, documents: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return whether each token but the first is a key token, bool [L - 1] for each document.
+
+        Raises:
+            DataError: these are not the documents, or not the tokenizer, that the spans were made of.
+        """
+        if tuple(map(_digest, documents)) != self.documents:
+            raise DataError(
+                f"the key spans of evaluator {self.evaluator!r} are of {len(self.documents)} other documents, or of "
+                "the same ones in other tokens: make them anew."
+            )
+        masks = []
+        for document, spans in zip(documents, self.spans, strict=True):
+            mask = np.zeros(len(document), dtype=bool)
+            for start, stop in spans:
+                mask[start:stop] = True
+            masks.append(mask[1:])
+        return masks
+
+    def save(self, path: Path) -> None:
+        """Write the spans as JSON.
+
+        Raises:
+            CheckpointError: the place cannot be written.
+        """
+        write_json(path, {"version": SPANS_VERSION} | asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> KeySpans:
+        """Read what `save` wrote.
+
+        Raises:
+            CheckpointError: no such file, or no JSON.
+            DataError: it holds something else.
+        """
+        data: Any = read_json(path)
+        if not isinstance(data, dict) or set(data) != _FIELDS or data["version"] != SPANS_VERSION:
+            raise DataError(f"{path} holds no key spans of version {SPANS_VERSION}: make them anew.")
+        spans = tuple(tuple((int(a), int(b)) for a, b in document) for document in data["spans"])
+        plain = {name: data[name] for name in ("evaluator", "short", "stride", "gain", "limit")}
+        return cls(**plain, documents=tuple(data["documents"]), spans=spans)
+
+
+def find_key_spans(
+    evaluator: Scorer,
+    name: str,
+    documents: Sequence[np.ndarray],
+    *,
+    short: int = 4096,
+    stride: int = 1024,
+    gain: float = 2.0,
+    limit: float = 2.0,
+) -> KeySpans:
+    """Return the key tokens of `documents` under an evaluator.
+
+    Args:
+        evaluator: of a model that uses long context well.
+        name: of the evaluator, kept with the spans.
+        documents: token ids [L] each, longer than `short`.
+        short: tokens of the short context, the scored ones included.
+        stride: tokens scored by each short window.
+        gain: nats by which the whole text must help.
+        limit: nats that the loss with the whole text stays under.
+
+    Raises:
+        DataError: a document is no longer than the short context, or the stride does not fit.
+        NumericError, PositionRangeError: as `Scorer.nll`.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2)).eval()
+        >>> find_key_spans(Scorer(model), "tiny", [np.ones(8, int)], short=4, stride=2).spans
+        ((),)
+    """
+    shortest = min(map(len, documents), default=0)
+    if shortest <= short:
+        raise DataError(f"key tokens need documents longer than the short context of {short}, got one of {shortest}.")
+    found = []
+    for document in documents:
+        whole = evaluator.nll(torch.from_numpy(document.astype(np.int64))[None])[0].numpy()  # [L - 1]
+        parts = window_losses(evaluator, document, sliding_windows(len(document), short, stride))
+        is_key = (np.concatenate(parts) - whole > gain) & (whole < limit)
+        found.append(_spans(np.concatenate([[False], is_key])))
+    digests = tuple(map(_digest, documents))
+    return KeySpans(name, short, stride, gain, limit, digests, tuple(found))
+
+
+def long_perplexity(losses: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> tuple[float, int]:
+    """Return LongPPL and how many key tokens it is of.
+
+    Args:
+        losses: of the measured model, [L - 1] for each document, in nats.
+        masks: from `KeySpans.masks`, of the same shapes.
+
+    Raises:
+        DataError: there is no key token, or the shapes differ.
+
+    Example:
+        >>> long_perplexity([np.log([2.0, 9.0, 8.0])], [np.array([True, False, True])])
+        (4.0, 2)
+    """
+    if [part.shape for part in losses] != [mask.shape for mask in masks]:
+        raise DataError("LongPPL needs a mask of the same shape for the losses of each document.")
+    count = sum(int(mask.sum()) for mask in masks)
+    if count == 0:
+        raise DataError("LongPPL needs key tokens, and the evaluator found none: longer documents may have some.")
+    total = sum(float(part[mask].sum(dtype=np.float64)) for part, mask in zip(losses, masks, strict=True))
+    return math.exp(total / count), count
+
+
+def _spans(mask: np.ndarray) -> tuple[tuple[int, int], ...]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
+    return tuple((int(start), int(stop)) for start, stop in edges.reshape(-1, 2))
+
+
+def _digest(document: np.ndarray) -> str:
+    return hashlib.sha256(document.astype("<i8").tobytes()).hexdigest()[:16]

@@ -1,0 +1,101 @@
+"""The same passage at other positions: a wrong configuration shows at once. Metric `offset_probe`.
+
+With O the original window, a passage is read at offsets 0, O/2, O, 2 O and 4 O, nothing before it. Under a scheme in
+which only distances matter the loss stays; under a table or sinusoids it tells how far the positions hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hf_posswap.errors import DataError
+from hf_posswap.evaluation.scoring import Scorer
+from hf_posswap.evaluation.statistics import ratio_interval
+
+
+@dataclass(frozen=True)
+class OffsetScore:
+    """The loss at one offset.
+
+    Attributes:
+        offset: position of the passage's first token.
+        loss: mean, in nats a token.
+        change: against the first offset.
+        low: of the change's 95 % bootstrap interval over passages.
+        high: likewise.
+    """
+
+    offset: int
+    loss: float
+    change: float
+    low: float
+    high: float
+
+
+def offsets_of(window: int) -> list[int]:
+    """Return the offsets 0, O/2, O, 2 O, 4 O of an original window O.
+
+    Example:
+        >>> offsets_of(512)
+        [0, 256, 512, 1024, 2048]
+    """
+    return [0, window // 2, window, 2 * window, 4 * window]
+
+
+def offset_losses(scorer: Scorer, passage: np.ndarray, offsets: Sequence[int]) -> np.ndarray:
+    """Return the summed loss of `passage` at each offset, float64 [O], in nats.
+
+    Args:
+        scorer: of the model.
+        passage: token ids [L].
+        offsets: positions of its first token, at least 0.
+
+    Raises:
+        DataError: the model takes no positions, or an offset is negative.
+        PositionRangeError: a position beyond the model's table.
+        NumericError: a loss is not finite.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=32, n_embd=16, n_layer=1, n_head=2)).eval()
+        >>> offset_losses(Scorer(model), np.arange(8), [0, 16]).shape
+        (2,)
+    """
+    if "position_ids" not in inspect.signature(scorer.model.base_model.forward).parameters:
+        raise DataError(f"{type(scorer.model).__name__} takes no position_ids: offset_probe cannot move its text.")
+    if not offsets or min(offsets) < 0:
+        raise DataError(f"offsets are positions of at least 0, got {list(offsets)}.")
+    ids = torch.from_numpy(passage.astype(np.int64))[None]
+    return np.array([scorer.nll(ids, start=offset).double().sum().item() for offset in offsets])
+
+
+def offset_change(losses: np.ndarray, offsets: Sequence[int], tokens: int, *, seed: int = 0) -> list[OffsetScore]:
+    """Return the loss at each offset and its change against the first, from what `offset_losses` gave.
+
+    Args:
+        losses: [N, O], in nats.
+        offsets: of the columns.
+        tokens: scored of each passage.
+        seed: of the bootstrap.
+
+    Raises:
+        DataError: the shapes differ.
+
+    Example:
+        >>> [score.change for score in offset_change(np.array([[4.0, 6.0], [4.0, 8.0]]), [0, 9], tokens=2)]
+        [0.0, 1.5]
+    """
+    if losses.ndim != 2 or losses.shape[1] != len(offsets):
+        raise DataError(f"losses {losses.shape} do not have a column for each of {len(offsets)} offsets.")
+    counts = np.full(len(losses), tokens)
+    scores = []
+    for offset, column in zip(offsets, losses.T, strict=True):
+        low, high = ratio_interval(column - losses[:, 0], counts, seed=seed)
+        change = float((column - losses[:, 0]).sum() / counts.sum())
+        scores.append(OffsetScore(offset, float(column.sum() / counts.sum()), change, low, high))
+    return scores

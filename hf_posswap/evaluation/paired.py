@@ -1,0 +1,221 @@
+"""Before against after, on the same documents and the same questions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_posswap.errors import DataError
+from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS, bootstrap_ratios, ratio_interval
+
+_EXACT_DOCUMENTS = 12  # 4096 sign patterns: all of them are tried
+_CHUNK = 1000
+
+
+@dataclass(frozen=True)
+class Change:
+    """What changed between two models on the same tokens.
+
+    Attributes:
+        documents: how many.
+        difference: mean loss after less before, in nats a token; negative is better.
+        low: of the 95 % bootstrap interval over documents.
+        high: likewise.
+        p: of the sign-flip test, two-sided; None: too few documents.
+        no_verdict: why there is none, or None.
+    """
+
+    documents: int
+    difference: float
+    low: float
+    high: float
+    p: float | None
+    no_verdict: str | None
+
+
+@dataclass(frozen=True)
+class NonInferiority:
+    """Whether a model is not worse than another by more than a margin.
+
+    Attributes:
+        documents: how many.
+        difference: mean loss after less before, in nats a token.
+        upper: one-sided 95 % bound of it.
+        lower: likewise, from below.
+        margin: that is allowed.
+        verdict: "not worse" (upper <= margin), "worse" (lower > margin), "undecided", or "no verdict".
+        reason: why there is no verdict, or None.
+    """
+
+    documents: int
+    difference: float
+    upper: float
+    lower: float
+    margin: float
+    verdict: str
+    reason: str | None
+
+
+def paired_change(
+    before: np.ndarray, after: np.ndarray, counts: np.ndarray, *, draws: int = 2000, seed: int = 0
+) -> Change:
+    """Return the change of the mean loss from `before` to `after`, its interval and its p-value.
+
+    Args:
+        before: sums of the losses of each document, in nats, [N].
+        after: likewise, of the same tokens, [N].
+        counts: of the tokens, [N].
+        draws: bootstrap samples, and sign patterns where not all are tried.
+        seed: of both.
+
+    Raises:
+        DataError: no documents, or shapes that differ.
+
+    Example:
+        >>> change = paired_change(np.arange(10.0), np.arange(10.0) + 1, np.full(10, 2))
+        >>> change.difference, change.low, change.high, change.p
+        (0.5, 0.5, 0.5, 0.001953125)
+    """
+    before, after = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
+    if before.shape != after.shape:
+        raise DataError(f"before and after must be of the same documents, got shapes {before.shape}, {after.shape}.")
+    differences = after - before  # [N]
+    low, high = ratio_interval(differences, counts, draws=draws, seed=seed)
+    few = _too_few(len(differences))
+    p = None if few else sign_flip_p(differences, draws=draws, seed=seed)
+    return Change(len(differences), float(differences.sum() / np.sum(counts)), low, high, p, few)
+
+
+def sign_flip_p(differences: np.ndarray, *, draws: int = 2000, seed: int = 0) -> float:
+    """Return the two-sided p-value of a sum of paired differences under random signs.
+
+    If nothing changed, each document's difference is as likely as its opposite. p is the share of sign patterns whose
+    sum is at least as far from zero as the one seen: of all patterns up to 12 documents, above that of `draws` random
+    ones and the one seen.
+
+    Args:
+        differences: of each document, [N].
+        draws: random patterns.
+        seed: of them.
+
+    Raises:
+        DataError: no differences.
+
+    Example:
+        >>> sign_flip_p(np.array([1.0, 1.0, 1.0]))
+        0.25
+    """
+    differences = np.asarray(differences, dtype=np.float64)
+    if differences.ndim != 1 or len(differences) == 0:
+        raise DataError(f"a sign-flip test needs one difference a document, got shape {differences.shape}.")
+    seen = abs(differences.sum()) * (1 - 1e-12)  # sums of the same numbers in another order may differ by rounding
+    if len(differences) <= _EXACT_DOCUMENTS:
+        signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(differences))))  # [2^N, N]
+        return float((np.abs(signs @ differences) >= seen).mean())
+    random, far = np.random.default_rng(seed), 0
+    for start in range(0, draws, _CHUNK):
+        signs = random.integers(0, 2, (min(_CHUNK, draws - start), len(differences))) * 2.0 - 1
+        far += int((np.abs(signs @ differences) >= seen).sum())
+    return (1 + far) / (1 + draws)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values adjusted for their number, in the order given: Holm's step-down, which needs no independence.
+
+    The k-th smallest of m is multiplied by m - k + 1 and is at least the one before it. Holm 1979,
+    https://www.jstor.org/stable/4615733.
+
+    Raises:
+        DataError: a value is no probability.
+
+    Example:
+        >>> holm([0.01, 0.04, 0.03])
+        [0.03, 0.06, 0.06]
+    """
+    if any(not 0 <= p <= 1 for p in p_values):
+        raise DataError(f"p-values lie between 0 and 1, got {list(p_values)}.")
+    adjusted = [0.0] * len(p_values)
+    least = 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = least
+    return adjusted
+
+
+def mcnemar_p(before: Sequence[bool], after: Sequence[bool]) -> float:
+    """Return the exact two-sided p-value that two models answer the same questions equally well.
+
+    Only questions that one of them alone answers right count: of n such, each falls to either side like a fair coin.
+    McNemar 1947, https://doi.org/10.1007/BF02295996.
+
+    Args:
+        before: whether each question was answered right.
+        after: likewise, of the same questions.
+
+    Raises:
+        DataError: not the same number of questions.
+
+    Example:
+        >>> mcnemar_p([True, False, False, False, False, False], [True, True, True, True, True, True])
+        0.0625
+    """
+    if len(before) != len(after):
+        raise DataError(f"McNemar's test pairs the same questions, got {len(before)} and {len(after)} answers.")
+    gained = sum(bool(new) and not old for old, new in zip(before, after, strict=True))
+    lost = sum(bool(old) and not new for old, new in zip(before, after, strict=True))
+    n = gained + lost
+    tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / 2**n)
+
+
+def non_inferiority(
+    before: np.ndarray,
+    after: np.ndarray,
+    counts: np.ndarray,
+    *,
+    margin: float = 0.02,
+    draws: int = 2000,
+    seed: int = 0,
+) -> NonInferiority:
+    """Return whether `after` is not worse than `before` by more than `margin` nats a token.
+
+    "not worse" where the upper one-sided 95 % bootstrap bound of the mean difference is at most the margin. Under 8
+    documents there is no verdict.
+
+    Args:
+        before: sums of the losses of each document, in nats, [N].
+        after: likewise, of the same tokens.
+        counts: of the tokens, [N].
+        margin: in nats a token.
+        draws: bootstrap samples.
+        seed: of them.
+
+    Raises:
+        DataError: no documents, shapes that differ, or a negative margin.
+
+    Example:
+        >>> losses, counts = np.arange(8.0), np.full(8, 100)
+        >>> non_inferiority(losses, losses + 1, counts).verdict, non_inferiority(losses, losses + 3, counts).verdict
+        ('not worse', 'worse')
+    """
+    if not margin >= 0:
+        raise DataError(f"margin is a number of nats, at least 0, got {margin}.")
+    change = paired_change(before, after, counts, draws=draws, seed=seed)
+    differences = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
+    lower, upper = np.quantile(bootstrap_ratios(differences, counts, draws=draws, seed=seed), [0.05, 0.95])
+    verdict = "not worse" if upper <= margin else "worse" if lower > margin else "undecided"
+    if change.no_verdict:
+        verdict = "no verdict"
+    return NonInferiority(
+        change.documents, change.difference, float(upper), float(lower), margin, verdict, change.no_verdict
+    )
+
+
+def _too_few(documents: int) -> str | None:
+    if documents >= LEAST_DOCUMENTS:
+        return None
+    return f"{documents} documents are too few for a verdict; {LEAST_DOCUMENTS} are needed."

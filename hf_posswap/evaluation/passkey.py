@@ -1,0 +1,199 @@
+"""The passkey test: is a number that was said far back found again?
+
+The text is that of LongLoRA (Chen et al. 2023, https://arxiv.org/abs/2309.12307) and YaRN's evaluation: filler, the key
+somewhere in it, more filler, the question. Teacher-forced: one forward per cell scores the answer; every token right by
+argmax is the same as a right greedy answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from hf_posswap.errors import DataError
+from hf_posswap.evaluation.scoring import Scorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+HEADER = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there.\n"
+)
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
+QUESTION = "\nWhat is the pass key? The pass key is"
+LARGEST_KEY = 50_000
+
+
+@dataclass(frozen=True)
+class PasskeyCell:
+    """What one model did at one length and depth.
+
+    Attributes:
+        length: tokens of prompt and answer together.
+        depth: where the key stands in the filler, 0 at the start, 1 at the end.
+        trials: how many keys were asked for.
+        exact: of them answered right, token by token.
+        answer_nll: mean loss of the answers' tokens, in nats.
+    """
+
+    length: int
+    depth: float
+    trials: int
+    exact: int
+    answer_nll: float
+
+
+class PasskeyTask:
+    """Builds passkey prompts of an exact number of tokens.
+
+    Args:
+        tokenizer: of the model to ask.
+        header: whether the prompt opens with the instruction; without it a prompt fits into a shorter window.
+
+    Raises:
+        DataError: the tokenizer cannot write the answer's digits.
+
+    Example:
+        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> ids, answer = PasskeyTask(byte_tokenizer(), header=False).prompt(length=160, depth=0.5, key=12345)
+        >>> len(ids), bytes(ids[-answer:])
+        (160, b' 12345')
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, header: bool = True) -> None:
+        self.tokenizer, self.header = tokenizer, header
+        digits = self._encode(QUESTION + " 0123456789")
+        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in digits:
+            raise DataError(
+                f"{type(tokenizer).__name__} cannot write the passkey prompt: it maps a part to its unknown token."
+            )
+
+    @property
+    def shortest(self) -> int:
+        """The fewest tokens that a prompt with its answer takes, without any filler."""
+        question, answer = self._ask(LARGEST_KEY)
+        return len(self._start()) + len(self._encode(NEEDLE.format(key=LARGEST_KEY))) + len(question) + len(answer)
+
+    def prompt(self, *, length: int, depth: float, key: int) -> tuple[list[int], int]:
+        """Return the token ids of prompt and answer, exactly `length` of them, and how many are the answer.
+
+        Raises:
+            DataError: `length` is too short for the text around the filler.
+        """
+        start, needle, (question, answer) = self._start(), self._encode(NEEDLE.format(key=key)), self._ask(key)
+        room = length - len(start) - len(needle) - len(question) - len(answer)
+        if room < 0:
+            raise DataError(f"a passkey prompt takes at least {length - room} tokens here, got length {length}.")
+        before = round(room * depth)
+        ids = [*start, *self._filler(before), *needle, *self._filler(room - before), *question, *answer]
+        return ids, len(answer)
+
+    def _start(self) -> list[int]:
+        bos = self.tokenizer.bos_token_id
+        return ([] if bos is None else [bos]) + (self._encode(HEADER) if self.header else [])
+
+    def _filler(self, count: int) -> list[int]:
+        once = self._encode(FILLER)
+        return (once * (count // len(once) + 1))[:count]
+
+    def _ask(self, key: int) -> tuple[list[int], list[int]]:
+        """Return the tokens of the question and of the answer, cut where the question alone would end."""
+        question, both = self._encode(QUESTION), self._encode(f"{QUESTION} {key}")
+        same = next((i for i, (a, b) in enumerate(zip(question, both, strict=False)) if a != b), len(question))
+        return both[:same], both[same:]
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def passkey_grid(
+    model: PreTrainedModel,
+    task: PasskeyTask,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    trials: int,
+    seed: int = 0,
+    on_prompt: Callable[[int], None] | None = None,
+) -> list[PasskeyCell]:
+    """Return how often `model` finds the key, by length and depth. The keys depend on the seed, length and depth alone.
+
+    Args:
+        model: a causal model.
+        task: for its tokenizer.
+        lengths: tokens of prompt and answer together.
+        depths: where the key stands in the filler, between 0 and 1.
+        trials: keys a cell.
+        seed: of the keys.
+        on_prompt: called after each prompt with its tokens.
+
+    Raises:
+        DataError: a length is too short.
+        PositionRangeError: a length the model's position table does not reach.
+        NumericError: logits that are not finite.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> config = GPT2Config(vocab_size=257, n_positions=128, n_embd=16, n_layer=1, n_head=2)
+        >>> task = PasskeyTask(byte_tokenizer(), header=False)
+        >>> cell = passkey_grid(GPT2LMHeadModel(config).eval(), task, lengths=[128], depths=[0.5], trials=2)[0]
+        >>> cell.trials, cell.exact
+        (2, 0)
+    """
+    scorer = Scorer(model)
+    cells = []
+    for length in lengths:
+        for depth in depths:
+            exact, losses = 0, []
+            for key in passkey_keys(seed, length, depth, trials):
+                right, nll = answer_prompt(scorer, *task.prompt(length=length, depth=depth, key=key))
+                exact += right
+                losses.append(nll)
+                if on_prompt is not None:
+                    on_prompt(length)
+            cells.append(PasskeyCell(length, depth, trials, exact, float(np.concatenate(losses).mean())))
+    return cells
+
+
+def passkey_keys(seed: int, length: int, depth: float, trials: int) -> list[int]:
+    """Return the keys to ask for in one cell, between 1 and 50000: they depend on nothing but these arguments.
+
+    Example:
+        >>> passkey_keys(0, 256, 0.5, 3) == passkey_keys(0, 256, 0.5, 5)[:3]
+        True
+    """
+    random = np.random.default_rng((seed, length, round(1000 * depth)))
+    return [int(key) for key in random.integers(1, LARGEST_KEY + 1, trials)]
+
+
+def answer_prompt(scorer: Scorer, ids: list[int], answer: int) -> tuple[bool, np.ndarray]:
+    """Return whether the last `answer` tokens are the model's greedy choice, and their losses, float32 [answer].
+
+    Args:
+        scorer: of a causal model.
+        ids: prompt and answer.
+        answer: how many of the last tokens are the answer.
+
+    Raises:
+        NumericError: logits that are not finite.
+        PositionRangeError: the prompt is longer than the model's position table.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2)).eval()
+        >>> right, losses = answer_prompt(Scorer(model), [1, 2, 3, 4, 5], answer=2)
+        >>> losses.shape
+        (2,)
+    """
+    logits = scorer.last_logits(torch.tensor([ids]), answer)[0]  # [answer, V]
+    wanted = torch.tensor(ids[-answer:], device=logits.device)
+    losses = functional.cross_entropy(logits, wanted, reduction="none").cpu().numpy()
+    return bool((logits.argmax(-1) == wanted).all()), losses

@@ -1,0 +1,121 @@
+"""Perplexity by length and loss by position, of whole documents, from full-context forward passes.
+
+Protocol `ppl_prefix`: documents of at least L_max tokens, the first L of each, every token predicted from all that come
+before it: exp(sum of losses / number of tokens). The tokens are the same for every model. The first token of a document
+has nothing before it and is not scored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_posswap.evaluation.statistics import ratio_interval
+
+
+@dataclass(frozen=True)
+class LengthScore:
+    """Perplexity at one length.
+
+    Attributes:
+        length: tokens read of each document.
+        perplexity: exp of the mean loss over all scored tokens.
+        low: of the 95 % bootstrap interval over documents.
+        high: likewise.
+        documents: how many.
+        tokens: scored.
+    """
+
+    length: int
+    perplexity: float
+    low: float
+    high: float
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class PositionScore:
+    """Mean loss of the tokens at some positions.
+
+    Attributes:
+        start: first position, counted from 0.
+        stop: position after the last.
+        loss: mean, in nats a token.
+        low: of the 95 % bootstrap interval over documents.
+        high: likewise.
+    """
+
+    start: int
+    stop: int
+    loss: float
+    low: float
+    high: float
+
+
+def perplexity_by_length(losses: Mapping[int, np.ndarray], *, seed: int = 0) -> list[LengthScore]:
+    """Return `ppl_prefix` of what `measure_losses` gave, by length.
+
+    Args:
+        losses: {L: [N, L - 1]}.
+        seed: of the bootstrap.
+
+    Example:
+        >>> score = perplexity_by_length({3: np.full((4, 2), np.log(5.0))})[0]
+        >>> round(score.perplexity, 6), score.tokens
+        (5.0, 8)
+    """
+    scores = []
+    for length, nll in sorted(losses.items()):
+        sums = nll.sum(axis=1, dtype=np.float64)  # [N]
+        counts = np.full(len(nll), nll.shape[1])
+        low, high = ratio_interval(sums, counts, seed=seed)
+        mean = float(sums.sum() / counts.sum())
+        scores.append(LengthScore(length, math.exp(mean), math.exp(low), math.exp(high), len(nll), int(counts.sum())))
+    return scores
+
+
+def change_with_length(losses: Mapping[int, np.ndarray], *, seed: int = 0) -> tuple[float, float, float]:
+    """Return the ratio of the perplexities at the longest and the shortest length, and its 95 % interval.
+
+    The interval is paired: both lengths are taken of the same draw of documents, so what makes documents differ from
+    one another drops out.
+
+    Args:
+        losses: {L: [N, L - 1]}, at least one length.
+        seed: of the bootstrap.
+
+    Example:
+        >>> change_with_length({3: np.full((4, 2), 1.0), 5: np.full((4, 4), 1.0)})
+        (1.0, 1.0, 1.0)
+    """
+    short, long = losses[min(losses)], losses[max(losses)]
+    differences = long.mean(axis=1, dtype=np.float64) - short.mean(axis=1, dtype=np.float64)  # [N]
+    low, high = ratio_interval(differences, np.ones(len(differences)), seed=seed)
+    return math.exp(float(differences.mean())), math.exp(low), math.exp(high)
+
+
+def loss_by_position(losses: np.ndarray, *, seed: int = 0) -> list[PositionScore]:
+    """Return the mean loss of the tokens at positions [2^k, 2^(k+1)), for every k that fits whole.
+
+    Args:
+        losses: [N, L - 1] of one length; column t - 1 is the token at position t.
+        seed: of the bootstrap.
+
+    Example:
+        >>> [(score.start, score.stop) for score in loss_by_position(np.ones((2, 7)))]
+        [(1, 2), (2, 4), (4, 8)]
+    """
+    scores = []
+    start = 1
+    while 2 * start <= losses.shape[1] + 1:
+        part = losses[:, start - 1 : 2 * start - 1]
+        sums = part.sum(axis=1, dtype=np.float64)
+        counts = np.full(len(part), part.shape[1])
+        low, high = ratio_interval(sums, counts, seed=seed)
+        scores.append(PositionScore(start, 2 * start, float(sums.sum() / counts.sum()), low, high))
+        start *= 2
+    return scores

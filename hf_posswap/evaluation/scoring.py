@@ -1,0 +1,196 @@
+"""The loss of each token, from a forward pass that never holds the logits of a whole sequence.
+
+A vocabulary of 128256 at 131072 tokens is 67 GB of float32 logits; here the hidden states are kept and the output head
+runs on a few hundred of them at a time. Where even the hidden states of one forward do not fit, the sequence is read in
+pieces with a key-value cache, which gives the same losses wherever the model's plan says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_posswap.errors import DataError, NumericError
+from hf_posswap.evaluation.reach import reach_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Head = Callable[[Tensor], Tensor]
+_PROBE_TOLERANCE = 1e-4
+
+
+class Scorer:
+    """Gives the loss of each token of a causal model, the head taken in chunks.
+
+    At construction the chunked head is compared with the model's own logits on a few tokens. A model that does more
+    after its last hidden state than the known scalings is scored from its own logits: right, but not small.
+
+    Args:
+        model: a causal model with an output head, patched or not.
+        chunk: tokens whose logits are held at once, over all rows of a batch.
+        prefill: tokens of one forward; longer sequences are read in pieces with a cache. None: always in one.
+
+    Raises:
+        DataError: the model has no output head or is not causal, a number is below 1, or `prefill` is given for a
+            model whose losses depend on the total length.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2)).eval()
+        >>> Scorer(model).nll(torch.tensor([[1, 2, 3, 4]])).shape
+        torch.Size([1, 3])
+    """
+
+    def __init__(self, model: PreTrainedModel, chunk: int = 512, *, prefill: int | None = None) -> None:
+        if chunk < 1 or (prefill is not None and prefill < 1):
+            name, given = ("chunk", chunk) if chunk < 1 else ("prefill", prefill)
+            raise DataError(f"{name} is a number of tokens, at least 1, got {given}.")
+        if model.get_output_embeddings() is None:
+            raise DataError(f"{type(model).__name__} has no output head to score tokens with: load it as a causal LM.")
+        reach = reach_of(model)
+        if not reach.causal or model.config.is_encoder_decoder:
+            raise DataError(
+                f"{type(model).__name__} sees both sides of a token, or reads with an encoder: it has no loss of the "
+                "next token. Measure an encoder with masked_losses or retrieval_at_length."
+            )
+        if prefill is not None and not reach.prefix_consistent:
+            raise DataError(
+                f"{type(model).__name__} cannot be read in pieces: by {reach.why} its losses depend on the total "
+                "length. Leave prefill out."
+            )
+        self.model, self.chunk, self.prefill = model, chunk, prefill
+        # where the total length matters, losses are those of a forward that reads the last token too, as model.loss is
+        self.reads_last = not reach.prefix_consistent
+        self.chunked = self._head_is_known()
+
+    def nll(self, ids: Tensor, *, scored: int | None = None, start: int = 0, reads_last: bool | None = None) -> Tensor:
+        """Return -ln p(token t + 1 | tokens 0 to t), float32 [B, L - 1] on the CPU, for `ids` [B, L].
+
+        Args:
+            ids: [B, L], L at least 2.
+            scored: only the last so many tokens, [B, scored]; the head runs on these alone. None: all but the first.
+            start: the position of the first token.
+            reads_last: as in `logits`.
+
+        Raises:
+            NumericError: a loss is not finite.
+            PositionRangeError: the model's position table ends before L.
+            DataError: `scored` is not between 1 and L - 1.
+        """
+        count = ids.shape[1] - 1 if scored is None else scored
+        if not 1 <= count < ids.shape[1]:
+            raise DataError(f"of {ids.shape[1]} tokens between 1 and {ids.shape[1] - 1} can be scored, got {count}.")
+        wanted = ids[:, -count:].to(self.model.device)
+        parts, done = [], 0
+        for logits in self.logits(ids, count, start=start, reads_last=reads_last):
+            targets = wanted[:, done : done + logits.shape[1]]  # [B, K]
+            done += logits.shape[1]
+            flat = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+            parts.append(flat.view_as(targets).cpu())
+        losses = torch.cat(parts, dim=1)  # [B, count]
+        if not bool(losses.isfinite().all()):
+            first = int((~losses.isfinite()).any(dim=0).nonzero()[0])
+            raise NumericError(
+                f"{type(self.model).__name__}: the loss of token {ids.shape[1] - count + first} is not finite; "
+                "use float32."
+            )
+        return losses
+
+    def last_logits(self, ids: Tensor, count: int) -> Tensor:
+        """Return the logits that predict the last `count` tokens of `ids` [B, L], float32 [B, count, V].
+
+        Raises:
+            NumericError, PositionRangeError: as `nll`.
+        """
+        logits = torch.cat(list(self.logits(ids, count)), dim=1)
+        if not bool(logits.isfinite().all()):
+            raise NumericError(
+                f"{type(self.model).__name__}: logits at length {ids.shape[1]} are not finite; use float32."
+            )
+        return logits
+
+    @torch.inference_mode()  # the decorator, unlike a with block, is off again while a generator waits
+    def logits(self, ids: Tensor, count: int, *, start: int = 0, reads_last: bool | None = None) -> Iterator[Tensor]:
+        """Give the logits that predict the last `count` tokens of `ids` [B, L], float32 [B, K, V] at a time.
+
+        Args:
+            ids: [B, L].
+            count: of tokens to predict.
+            start: the position of the first token.
+            reads_last: whether the forward reads the last token too, which it needs only to predict; None: where the
+                model's losses depend on the total length.
+        """
+        ids = ids.to(self.model.device)
+        step, skip = max(1, self.chunk // len(ids)), ids.shape[1] - 1 - count
+        if self.reads_last:
+            self._forget_length(ids)
+        reads_last = self.reads_last if reads_last is None else reads_last
+        for states, head in self._states(ids if reads_last else ids[:, :-1], start):
+            needed = states[:, max(0, skip) : skip + count]
+            skip -= states.shape[1]
+            for i in range(0, needed.shape[1], step):
+                yield head(needed[:, i : i + step])
+
+    def _states(self, ids: Tensor, start: int) -> Iterator[tuple[Tensor, Head]]:
+        """Give what each forward yields, [B, K, E] or logits [B, K, V], and what makes logits of it."""
+        piece = self.prefill or ids.shape[1]
+        inputs: dict[str, Any] = {"use_cache": ids.shape[1] > piece}
+        for begin in range(0, ids.shape[1], piece):
+            end = min(begin + piece, ids.shape[1])
+            inputs |= {"input_ids": ids[:, begin:end], "attention_mask": torch.ones_like(ids[:, :end])}
+            if start:
+                inputs["position_ids"] = torch.arange(start + begin, start + end, device=ids.device)[None]
+            if self.chunked:
+                output = self.model.base_model(**inputs)
+                yield output.last_hidden_state, self._head
+            else:
+                output = self.model(**inputs)
+                yield output.logits, Tensor.float
+            if inputs["use_cache"]:
+                inputs["past_key_values"] = output.past_key_values
+
+    def _forget_length(self, ids: Tensor) -> None:
+        """Read a token alone: stock dynamic NTK keeps the frequencies of the longest text it saw until a short one."""
+        token = ids[:1, :1]
+        self.model.base_model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
+
+    def _head(self, states: Tensor) -> Tensor:
+        """Return float32 logits [B, K, V] of hidden states [B, K, E]."""
+        config: Any = self.model.config.get_text_config()
+        logits = self.model.get_output_embeddings()(states).float()
+        if getattr(config, "logit_scale", None) is not None:  # Cohere
+            logits = logits * config.logit_scale
+        if getattr(config, "logits_scaling", None) is not None:  # Granite
+            logits = logits / config.logits_scaling
+        if getattr(config, "final_logit_softcapping", None) is not None:  # Gemma 2
+            logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
+        return logits
+
+    @torch.inference_mode()
+    def _head_is_known(self) -> bool:
+        if self.model.base_model is self.model:
+            return False
+        embeddings: Any = self.model.get_input_embeddings()
+        ids = torch.arange(4, device=self.model.device)[None] % embeddings.weight.shape[0]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        own = self.model(**inputs).logits.float()
+        mine = self._head(self.model.base_model(**inputs).last_hidden_state)
+        return own.shape == mine.shape and torch.allclose(own, mine, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE)
+
+
+def token_nll(model: PreTrainedModel, ids: Tensor, chunk: int = 512) -> Tensor:
+    """Return the loss of each token but the first, float32 [B, L - 1], for `ids` [B, L]; see `Scorer.nll`.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2)).eval()
+        >>> ids = torch.tensor([[1, 2, 3, 4]])
+        >>> bool((token_nll(model, ids).mean() - model(ids, labels=ids).loss).abs() < 1e-5)
+        True
+    """
+    return Scorer(model, chunk).nll(ids)

@@ -1,0 +1,122 @@
+"""Did the swap cost anything where the model was good already? Metric `short_reg`, within the original window.
+
+Against the base on the same tokens: the change of the loss, the mean divergence KL(base || swapped) of the next-token
+distributions, and how often both would say the same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_posswap.errors import DataError, NumericError
+from hf_posswap.evaluation.paired import NonInferiority, non_inferiority
+from hf_posswap.evaluation.scoring import Scorer
+
+
+@dataclass(frozen=True)
+class ShortDocument:
+    """Sums over the tokens of one document.
+
+    Attributes:
+        tokens: compared.
+        before: loss of the base, in nats.
+        after: loss of the swapped model, in nats.
+        divergence: KL(base || swapped), in nats.
+        agreed: tokens for which both have the same first choice.
+    """
+
+    tokens: int
+    before: float
+    after: float
+    divergence: float
+    agreed: int
+
+
+@dataclass(frozen=True)
+class ShortRegression:
+    """What the swap did within the original window.
+
+    Attributes:
+        loss: whether it is not worse, with the change of the mean loss in nats a token.
+        divergence: mean KL(base || swapped), in nats a token.
+        agreement: share of tokens with the same first choice.
+    """
+
+    loss: NonInferiority
+    divergence: float
+    agreement: float
+
+
+def compare_short(base: Scorer, swapped: Scorer, document: np.ndarray) -> ShortDocument:
+    """Return how `swapped` differs from `base` on one document, a chunk of logits of each held at a time.
+
+    Args:
+        base: of the model before.
+        swapped: of the model after; the vocabulary and the chunk are the same.
+        document: token ids [L], L within the original window.
+
+    Raises:
+        DataError: the models have different vocabularies.
+        NumericError: logits are not finite.
+        PositionRangeError: as `Scorer.nll`.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2)).eval()
+        >>> found = compare_short(Scorer(model), Scorer(model), np.arange(8))
+        >>> found.tokens, found.agreed, abs(found.divergence) < 1e-5
+        (7, 7, True)
+    """
+    ids = torch.from_numpy(document.astype(np.int64))[None]
+    count, done = ids.shape[1] - 1, 0
+    before = after = divergence = 0.0
+    agreed = 0
+    for old, new in zip(base.logits(ids, count), swapped.logits(ids, count), strict=True):  # [1, K, V] each
+        if old.shape != new.shape:
+            raise DataError(f"the models have different vocabularies: {old.shape[-1]} and {new.shape[-1]} tokens.")
+        targets = ids[:, 1 + done : 1 + done + old.shape[1]].to(old.device)
+        done += old.shape[1]
+        p, q = functional.log_softmax(old[0].double(), -1), functional.log_softmax(new[0].double().to(old.device), -1)
+        before, after = before + _chosen(p, targets), after + _chosen(q, targets)
+        divergence += float((p.exp() * (p - q)).sum())
+        agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+    if not np.isfinite([before, after, divergence]).all():
+        raise NumericError("the models' logits are not finite within the original window; use float32.")
+    return ShortDocument(count, before, after, divergence, agreed)
+
+
+def _chosen(log_probabilities: Tensor, targets: Tensor) -> float:
+    """Return the summed loss of `targets` [1, K] under log-probabilities [K, V]."""
+    return float(-log_probabilities.gather(-1, targets[0][:, None]).sum())
+
+
+def short_regression(documents: Sequence[ShortDocument], *, margin: float = 0.02, seed: int = 0) -> ShortRegression:
+    """Return the verdict over documents: not worse by more than `margin` nats a token, or not.
+
+    Args:
+        documents: from `compare_short`.
+        margin: in nats a token.
+        seed: of the bootstrap.
+
+    Raises:
+        DataError: no documents, or a negative margin.
+
+    Example:
+        >>> same = ShortDocument(tokens=10, before=20.0, after=20.0, divergence=0.0, agreed=10)
+        >>> found = short_regression([same] * 8)
+        >>> found.loss.verdict, found.agreement, short_regression([same] * 3).loss.verdict
+        ('not worse', 1.0, 'no verdict')
+    """
+    counts = np.array([document.tokens for document in documents])
+    before = np.array([document.before for document in documents])
+    after = np.array([document.after for document in documents])
+    loss = non_inferiority(before, after, counts, margin=margin, seed=seed)
+    total = float(counts.sum())
+    divergence = sum(document.divergence for document in documents) / total
+    return ShortRegression(loss, divergence, sum(document.agreed for document in documents) / total)

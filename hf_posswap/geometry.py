@@ -1,0 +1,45 @@
+"""What a scheme may know of a model: its shape, and nothing else of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Layout = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of one model, as a scheme sees it.
+
+    Attributes:
+        hidden_size: E, the width of the hidden states.
+        num_heads: H, query heads.
+        num_kv_heads: G, key and value heads.
+        head_dim: D, the width of one query or key head.
+        num_layers: attention layers that a scheme reaches.
+        original_length: positions the model was made for, in tokens.
+        causal: whether a query sees only its past.
+        rotary_dim: R, how many of the D dimensions the native rotary rotates; None where there is none.
+        layout: how rotary pairs lie in a head: "half" pairs (i, i + R/2), "interleaved" pairs (2i, 2i + 1);
+            None where there is no native rotary.
+        base: theta of the native rotary; None where there is none.
+        frequencies: theta_i of the native rotary's R/2 pairs as it turns them now, scaling included, radians per
+            position; None where there is none, or where they follow the length of the input.
+        attention_factor: what the native rotary multiplies cos and sin by.
+        sliding_window: keys that a query sees at most, in every layer; None: some layer sees all.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_layers: int
+    original_length: int
+    causal: bool
+    rotary_dim: int | None = None
+    layout: Layout | None = None
+    base: float | None = None
+    frequencies: tuple[float, ...] | None = None
+    attention_factor: float = 1.0
+    sliding_window: int | None = None

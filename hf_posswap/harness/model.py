@@ -1,0 +1,93 @@
+"""The harness's model "posswap": checkpoints come through `hf_posswap.load`, and the length follows the swap."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_posswap.checkpoints.load import load
+from hf_posswap.comparison.candidates import shell_of
+from hf_posswap.errors import MissingDependencyError
+from hf_posswap.evaluation.reach import reach_of
+from hf_posswap.patching.apply import patch_model
+from hf_posswap.patching.plan import unwrap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "posswap"
+"""Of the model in the harness's registry."""
+
+
+@functools.cache
+def harness_model_class() -> Any:
+    """Return the harness's class for swapped models, after which `lm_eval.simple_evaluate(model="posswap")` knows it.
+
+    Beside what the harness's own "hf" takes it takes `scheme`, a scheme or its name, and `swap_length`, the tokens that
+    it is meant for: it is then put in without training. `revision` is passed on where it is given; what concerns
+    quantization and adapters of the harness is not taken: load such a model and give it as `pretrained`.
+
+    Raises:
+        MissingDependencyError: lm_eval is not installed.
+    """
+    try:
+        from lm_eval.api.registry import register_model
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise MissingDependencyError("lm_eval", "lm-eval") from error
+
+    class PosswapLM(HFLM):
+        """A causal model with its swap."""
+
+        def __init__(self, pretrained: Any, *, scheme: Any = None, swap_length: int | None = None, **more: Any) -> None:
+            device = torch.device(more.pop("device", None) or "cpu")
+            revision = more.pop("revision", None)
+            kwargs = {"dtype": more.pop("dtype", "auto")} | ({"revision": revision} if revision else {})
+            model: Any = load(pretrained, **kwargs) if isinstance(pretrained, str) else pretrained
+            if scheme is not None:
+                model = shell_of(model)
+                patch_model(model, scheme, max_length=swap_length)
+            more.setdefault("tokenizer", pretrained if isinstance(pretrained, str) else None)
+            with _only_errors("lm_eval.models.huggingface"):  # it warns of models that it did not load itself
+                super().__init__(pretrained=model.to(device), **more)
+
+        @property
+        def max_length(self) -> int:
+            """Tokens of the longest input: what was asked for, else what the swap is meant for, else the model's."""
+            return self._max_length or length_of(self.model) or super().max_length
+
+    register_model(NAME)(PosswapLM)
+    return PosswapLM
+
+
+@contextmanager
+def _only_errors(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def length_of(model: PreTrainedModel) -> int | None:
+    """Return the tokens that the swap in `model` is meant for; None: it carries none, or none that says.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> before = length_of(model)
+        >>> _ = patch_model(model, "rope", max_length=64)
+        >>> before, length_of(model)
+        (None, 64)
+    """
+    target = unwrap(model)
+    record = getattr(target.config, "posswap", None) or {}
+    meant, limit = record.get("max_length"), reach_of(target).limit
+    return meant if meant is None or limit is None else min(meant, limit)

@@ -1,0 +1,319 @@
+"""The attention site: a scheme between a model's projections and its own attention implementation.
+
+No forward is copied. A patched attention module gets a view of its config that names `posswap_attention`; a pre-hook
+finds the true positions and, where a scheme allows, lets the cache store rotated keys; the function applies the
+scheme and delegates to the implementation that the model's own config names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posswap.errors import PosswapError, UnsupportedSwapError
+from hf_posswap.families.base import modeling_module
+from hf_posswap.patching.cache_view import rotating, self_attention_cache
+from hf_posswap.patching.config_view import ATTENTION_NAME, ConfigView
+from hf_posswap.patching.pieces import attend_in_pieces
+from hf_posswap.patching.positions import ForwardMemo, Span, find_span
+from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.piece import Piece
+
+CALL_ARGUMENT = "posswap"
+
+
+@dataclass
+class AttentionCall:
+    """What the pre-hook tells the attention function about this call."""
+
+    mechanism: Mechanism
+    span: Span
+    memo: ForwardMemo
+    key: tuple[Any, ...] | None
+    keys_rotated: bool
+
+    def rotation(self) -> Any:
+        """Return what rotates the new tokens, made once for all layers of a forward."""
+        return self._shared("rotation", lambda: self.mechanism.prepare(self.span.query, self.span.length))
+
+    def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `query` [B, H, Q, D] and `key` [B, G, K, D] with the scheme's rotation.
+
+        Raises:
+            PosswapError: there are not as many keys as the cache announced, so their positions are unknown.
+        """
+        if key.shape[2] != self.span.key_length:
+            raise PosswapError(
+                f"attention got {key.shape[2]} keys where the cache announced {self.span.key_length}: this kind of "
+                "cache is not understood, and positions would be wrong. Use use_cache=False, or a DynamicCache."
+            )
+        if not self.mechanism.rotates and not self.mechanism.splits:
+            return query, key
+        if query.shape[-1] != self.mechanism.head_dim:
+            raise PosswapError(
+                f"attention got queries of {query.shape[-1]} dimensions a head where the config says "
+                f"{self.mechanism.head_dim}: which of them to rotate is unknown, so this scheme cannot be used here."
+            )
+        if not self.mechanism.rotates:
+            return query, key
+        if not self.keys_rotated:
+            table = self.rotation()
+            if not self.span.fresh:
+                table = self._shared("keys", lambda: self.mechanism.prepare(self.span.key, self.span.length))
+            key = self.mechanism.rotate_key(key, table)
+        return self.mechanism.rotate_query(query, self.rotation()), key
+
+    def scaled(self, query: Tensor) -> Tensor:
+        """Return `query` [B, H, Q, D] times the scheme's factor of each position."""
+        if not self.mechanism.scales:
+            return query
+        factor = self._shared("scale", lambda: self.mechanism.scale(self.span.query))  # [B or 1, Q]
+        return (query * factor[:, None, :, None]).to(query.dtype)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Return the pieces into which the scheme splits this attention."""
+        return self._shared("pieces", lambda: self.mechanism.pieces(self.span.query, self.span.key))
+
+    def bias(self) -> Tensor | None:
+        """Return the scheme's bias, [B or 1, H, Q, K] float32, or None."""
+        if not self.mechanism.biases:
+            return None
+        return self._shared("bias", lambda: self.mechanism.bias(self.span.query, self.span.key))
+
+    def _shared(self, what: str, make: Callable[[], Any]) -> Any:
+        if self.key is None:
+            return make()
+        key = (what, id(self.mechanism), *self.key)
+        value = self.memo.get(key)
+        if value is None:
+            value = make()
+            # what has a gradient is made in each layer: a checkpointed layer must be able to make it again
+            if not (isinstance(value, Tensor) and value.requires_grad):
+                self.memo.put(key, value)
+        return value
+
+
+class PositionHook:
+    """Pre-hook of an attention module: finds positions, wraps the cache, tells the attention function.
+
+    Args:
+        owner: the module that carries the mechanism.
+        name: under which it does.
+        memo: shared by the layers of the model.
+        cache_argument: what the module calls its cache.
+        first: what the model's `position_ids` call position 0.
+        layer: which of the model's attention layers this is, counted from 0.
+    """
+
+    def __init__(
+        self, owner: nn.Module, name: str, memo: ForwardMemo, cache_argument: str, first: int, layer: int
+    ) -> None:
+        self.owner, self.name, self.layer = owner, name, layer
+        self.memo, self.cache_argument, self.first = memo, cache_argument, first
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The scheme at work: looked up in each call, as PEFT's `modules_to_save` puts a trained copy in its place."""
+        return getattr(self.owner, self.name).for_layer(self.layer)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        cache: Any = kwargs.get(self.cache_argument)
+        position_ids = kwargs.get("position_ids")
+        counted = position_ids - self.first if position_ids is not None and self.first else position_ids
+        span = find_span(hidden, counted, self_attention_cache(cache), module.layer_idx)  # type: ignore[arg-type]
+        mechanism = self.mechanism
+        writes_rotated = cache is not None and mechanism.rotates and mechanism.stores_rotated_keys
+        key = _memo_key(span, position_ids)
+        call = AttentionCall(mechanism, span, self.memo, key, keys_rotated=writes_rotated)
+        kwargs = {**kwargs, CALL_ARGUMENT: call}
+        if writes_rotated:
+            kwargs[self.cache_argument] = rotating(cache, lambda k: mechanism.rotate_key(k, call.rotation()))
+        return args, kwargs
+
+
+def _memo_key(span: Span, position_ids: Tensor | None) -> tuple[Any, ...] | None:
+    """Return what this call's positions depend on; None where nothing may be shared."""
+    if torch.compiler.is_compiling() or isinstance(span.past, Tensor):
+        return None
+    counted = position_ids is not None and not position_ids.is_inference()  # inference tensors have no version
+    version = position_ids._version if counted else None  # type: ignore[union-attr]
+    return (position_ids, version, span.query.shape, span.query.device, span.past, span.key_length, span.key_offset)
+
+
+class StartHook:
+    """Pre-hook and hook of the model: nothing of another forward is ever reused."""
+
+    def __init__(self, memo: ForwardMemo) -> None:
+        self.memo = memo
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.memo.clear()
+
+
+def posswap_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Apply the scheme of `module` to q [B, H, Q, D] and k [B, G, K, D], then attend as the model's config says.
+
+    Raises:
+        PosswapError: called for a module that was not patched.
+        UnsupportedSwapError: the scheme adds a bias and the implementation has no place for one.
+    """
+    call = kwargs.pop(CALL_ARGUMENT, None)
+    if call is None:
+        raise PosswapError(
+            f"{type(module).__name__} reached the {ATTENTION_NAME!r} attention function without a scheme. Do not set "
+            f"attn_implementation={ATTENTION_NAME!r}: use hf_posswap.patch_model, and 'sdpa' or 'eager' here."
+        )
+    native = module.config.native if isinstance(module.config, ConfigView) else module.config
+    query, key = call.rotate(query, key)
+    query = call.scaled(query)
+    if call.mechanism.splits:
+        return _in_pieces(call, module, native._attn_implementation, query, key, value, attention_mask, kwargs)
+    bias = call.bias()
+    if bias is not None:
+        attention_mask, kwargs = _with_bias(
+            bias, attention_mask, kwargs, native._attn_implementation, module, query, key
+        )
+    attend, target = implementation(module, native)
+    return attend(target, query, key, value, attention_mask, **kwargs)
+
+
+def _in_pieces(
+    call: AttentionCall,
+    module: Any,
+    name: str | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Attend in the pieces of a scheme, as the implementation called `name` would."""
+    if name not in (None, "eager", "sdpa"):
+        raise UnsupportedSwapError(
+            f"a scheme of several pieces cannot run under attn_implementation={name!r}: it takes the scores over. "
+            "Use model.set_attn_implementation('sdpa') or 'eager'."
+        )
+    altered = sorted(name for name in ("softcap", "s_aux") if kwargs.get(name) is not None)
+    if altered:
+        raise UnsupportedSwapError(
+            f"{type(module).__name__} alters its attention scores ({', '.join(altered)}), which a scheme of several "
+            "pieces does not do. What works: rope, alibi, nope."
+        )
+    return attend_in_pieces(
+        query,
+        key,
+        value,
+        call.pieces(),
+        call.span.query,
+        call.span.key,
+        mask,
+        causal=is_causal(module, kwargs),
+        scaling=kwargs.get("scaling"),
+        dropout=kwargs.get("dropout", 0.0),
+        weights=name != "sdpa",
+    )
+
+
+def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return whether a mask that is left out in this call means causal."""
+    causal = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True)) if causal is None else causal
+
+
+def implementation(module: nn.Module, config: Any) -> tuple[Callable[..., Any], Any]:
+    """Return the attention function that `config` names for `module`, and the module to call it with."""
+    name = config._attn_implementation
+    code = modeling_module(module)
+    if name == "eager" and getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's own float32 attention
+        return _upcast_eager, module
+    attend = code.ALL_ATTENTION_FUNCTIONS.get_interface(name, getattr(code, "eager_attention_forward", None))
+    if name is not None and ("flash" in name or name.startswith("paged")):
+        return attend, _WithConfig(module, config)  # these read the implementation's name from module.config
+    return attend, module
+
+
+def has_interface(module: nn.Module) -> bool:
+    """Return whether the class of `module` attends through transformers' AttentionInterface and passes kwargs on."""
+    code = modeling_module(module)
+    passes = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(module).forward).parameters.values())
+    interface = hasattr(code, "ALL_ATTENTION_FUNCTIONS") and hasattr(code, "eager_attention_forward")
+    known = hasattr(module, "config") and hasattr(module, "layer_idx") and cache_argument(module) is not None
+    return passes and interface and known
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """Return what the forward of `module` calls its cache: "past_key_values", or "layer_past" in older code."""
+    parameters = inspect.signature(type(module).forward).parameters
+    return next((name for name in ("past_key_values", "layer_past") if name in parameters), None)
+
+
+class _WithConfig:
+    """A module, except that its config is the model's own."""
+
+    def __init__(self, module: nn.Module, config: Any) -> None:
+        self._module, self.config = module, config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _upcast_eager(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any
+) -> tuple[Tensor, Tensor]:
+    return module._upcast_and_reordered_attn(query, key, value, mask)
+
+
+def _with_bias(
+    bias: Tensor, mask: Any, kwargs: dict[str, Any], name: str | None, module: nn.Module, query: Tensor, key: Tensor
+) -> tuple[Any, dict[str, Any]]:
+    """Return the mask and kwargs that carry `bias` [B or 1, H, Q, K] into the implementation called `name`."""
+    if name == "flex_attention":
+        return mask, {**kwargs, "position_bias": bias.to(query.dtype).expand(query.shape[0], -1, -1, -1)}
+    if name not in (None, "eager", "sdpa"):
+        raise UnsupportedSwapError(
+            f"a bias scheme cannot run under attn_implementation={name!r}: it has no place for a bias. "
+            "Use model.set_attn_implementation('sdpa'), 'eager' or 'flex_attention'."
+        )
+    return additive_mask(bias, mask, causal=is_causal(module, kwargs), query=query, key=key), kwargs
+
+
+def additive_mask(bias: Tensor, mask: Tensor | None, *, causal: bool, query: Tensor, key: Tensor) -> Tensor:
+    """Return `bias` with everything masked that `mask`, or causality where it is None, masks.
+
+    Args:
+        bias: [B or 1, H, Q, K], float32.
+        mask: boolean (True: attend) or additive, [B, 1, Q, K]; None as transformers leaves it out: full attention, or
+            causal from the first key where Q > 1.
+        causal: whether a left-out mask means causal.
+        query: [B, H, Q, D].
+        key: [B, G, K, D].
+    """
+    lowest = torch.finfo(query.dtype).min
+    rows, columns = query.shape[2], key.shape[2]
+    if mask is None:
+        if causal and rows > 1:
+            seen = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
+            bias = bias.masked_fill(~seen, lowest)
+        return bias.to(query.dtype)
+    mask = mask[..., :columns]
+    if mask.dtype == torch.bool:
+        return bias.masked_fill(~mask, lowest).to(query.dtype)
+    return (bias + mask).clamp(min=lowest).to(query.dtype)
+
+
+def register_attention() -> None:
+    """Make `posswap_attention` known to transformers, with the mask that sdpa takes."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(ATTENTION_NAME, posswap_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

@@ -1,0 +1,131 @@
+"""Moving a blend of the old mechanism and the new one along, and ending it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from hf_posswap.errors import NotPatchedError, SchemeError
+from hf_posswap.patching.actions import AddMechanism, BlendTable, ReplaceTable
+from hf_posswap.patching.apply import patch_model, unpatch_model
+from hf_posswap.patching.plan import SwapPlan, unwrap
+from hf_posswap.schemes.blend import Blend
+
+
+def set_blend(model: Any, weight: float) -> None:
+    """Set the share of the new mechanism in a model that was patched with `blend`; the config's record follows.
+
+    Args:
+        model: a model patched with `blend` (or a PEFT model around one).
+        weight: w, in [0, 1]: at 0 the model is exactly the old one, at 1 exactly the new one.
+
+    Raises:
+        NotPatchedError: the model carries no blend.
+        SchemeError: weight is no number in [0, 1].
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import Blend, Rope, patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> _ = patch_model(model, Blend(new=Rope()))
+        >>> for step in range(4):
+        ...     set_blend(model, (step + 1) / 4)  # and train a little
+        >>> finish_blend(model, max_length=64).scheme.name
+        'rope'
+    """
+    target: Any = unwrap(model)
+    plan = _plan(target)
+    blend: Any = plan.scheme
+    scheme = dataclasses.replace(blend, weight=weight)  # which checks it
+    record = dataclasses.replace(plan.record, scheme=scheme.to_dict())
+    actions = [_moved(target, edit.action, scheme.weight) for edit in plan.edits]
+    edits = tuple(dataclasses.replace(edit, action=action) for edit, action in zip(plan.edits, actions, strict=True))
+    target._posswap.plan = dataclasses.replace(
+        plan, scheme=scheme, record=record, edits=edits, notes=tuple(scheme.notes())
+    )
+    target.config.posswap = record.to_dict()
+
+
+def finish_blend(model: Any, *, max_length: int | None = None) -> SwapPlan:
+    """Leave the new mechanism alone behind, with all that it has learned, and return its plan.
+
+    Args:
+        model: a model whose blend has weight 1.
+        max_length: positions it is meant for afterwards, in tokens; None: as `patch_model` has it.
+
+    Raises:
+        NotPatchedError: the model carries no blend.
+        SchemeError: the weight is not 1 yet.
+    """
+    target: Any = unwrap(model)
+    plan = _plan(target)
+    scheme: Any = plan.scheme
+    if scheme.weight != 1.0:
+        raise SchemeError(
+            f"the blend stands at weight {scheme.weight:g}: ending it now would change the model at one blow; "
+            "call set_blend(model, 1.0) first."
+        )
+    learned = {name: tensor.detach().clone() for name, tensor in _new_tensors(target, plan).items()}
+    unpatch_model(model)
+    try:
+        length = max_length or (plan.max_length if scheme.old == "rotary" else None)
+        ended = patch_model(model, scheme.new, max_length=length, site=plan.record.site)
+    except BaseException:
+        patch_model(model, scheme, max_length=plan.max_length, site=plan.record.site)
+        _fill(_new_tensors(target, _plan(target)), learned)
+        raise
+    if learned:
+        _fill(_new_tensors(target, ended), learned)
+    return ended
+
+
+def _plan(target: Any) -> SwapPlan:
+    patch = getattr(target, "_posswap", None)
+    if patch is None or not isinstance(patch.plan.scheme, Blend):
+        carried = "no swap" if patch is None else str(patch.plan.scheme)
+        raise NotPatchedError(f"{type(target).__name__} carries {carried}: patch_model(model, Blend(...)) first.")
+    return patch.plan
+
+
+def _moved(model: Any, action: Any, weight: float) -> Any:
+    """Set the weight where `action` put a part of the blend, and return the action as it would now be."""
+    if isinstance(action, AddMechanism):
+        carried: Any = model.get_submodule(action.path)
+        for held in {carried, *_copies(carried)}:
+            held.weight = weight
+        action.mechanism.weight = weight  # type: ignore[assignment]
+    if isinstance(action, BlendTable):
+        model.get_submodule(action.path).share = weight
+        return dataclasses.replace(action, share=weight)
+    return action
+
+
+def _copies(carried: Any) -> list[Any]:
+    """Return the copies that PEFT trains in the place of a mechanism."""
+    if not hasattr(carried, "modules_to_save"):
+        return []
+    return [carried.original_module, *carried.modules_to_save.values()]
+
+
+def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, torch.Tensor]:
+    """Return what the new mechanism has learned so far: a table's rows, and parameters inside attention."""
+    found: dict[str, torch.Tensor] = {}
+    for edit in plan.edits:
+        action: Any = edit.action
+        if isinstance(action, AddMechanism):
+            carried: Any = model.get_submodule(action.path)
+            learning = carried.new if isinstance(plan.scheme, Blend) else carried
+            found |= dict(learning.named_parameters()) if learning is not None else {}
+        elif isinstance(action, BlendTable) and model.get_submodule(action.path).new is not None:
+            found["table"] = model.get_submodule(action.path).new
+        elif isinstance(action, ReplaceTable):
+            found["table"] = model.get_submodule(action.path).weight[action.offset :]
+    return found
+
+
+def _fill(into: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in values.items():
+            into[name].copy_(value)

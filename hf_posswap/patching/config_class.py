@@ -1,0 +1,92 @@
+"""The config class of a model that only hf_posswap can run: native in memory, refused by stock transformers on disk."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import PluginWarning, UnsupportedSwapError
+from hf_posswap.patching.bundle import AUTO_MAP, code_files
+
+POSSWAP_MODEL_TYPE = "posswap"
+
+
+@functools.cache
+def plugin_config_class(native: Any) -> Any:
+    """Return a subclass of the config class `native` that writes `model_type: posswap` into config.json.
+
+    In memory it stays what it was, so PEFT, generation and trainers find the model type that they know; on disk no
+    stock class recognises it. Beside config.json it writes the code that `trust_remote_code=True` runs.
+    """
+
+    def to_json_string(self: Any, use_diff: bool = True) -> str:
+        if getattr(self, "posswap", None) is None or self.model_type == POSSWAP_MODEL_TYPE:
+            # PEFT reads the config.json of the base, swapped or not, with this class
+            return str(native.to_json_string(self, use_diff))
+        return _json_string(native.to_json_string(self, use_diff), _code_or_why(self))
+
+    def to_json_file(self: Any, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+        write_code(self, Path(json_file_path).parent)
+        native.to_json_file(self, json_file_path, use_diff)
+
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _rebuild, (native, self.__dict__.copy())
+
+    body = {
+        "__module__": __name__,
+        "__reduce__": reduce,
+        "__reduce_ex__": lambda self, _: reduce(self),
+        "posswap_native": native,
+        "to_json_file": to_json_file,
+        "to_json_string": to_json_string,
+    }
+    return type(f"Posswap{native.__name__}", (native,), body)
+
+
+def write_code(config: Any, folder: Path) -> None:
+    """Write to `folder` what `trust_remote_code=True` needs to load a checkpoint of `config`; warn where it cannot be.
+
+    Warns:
+        PluginWarning: its scheme or family comes from another package, in a form that cannot go along.
+    """
+    code = _code_or_why(config)
+    if isinstance(code, UnsupportedSwapError):
+        warnings.warn(
+            f"saved without the code for trust_remote_code=True: {code} Whoever loads the checkpoint needs hf_posswap "
+            "and that package.",
+            PluginWarning,
+            stacklevel=4,
+        )
+        return
+    for name, source in code.items():
+        (folder / name).write_text(source, encoding="utf-8")
+
+
+def _code_or_why(config: Any) -> dict[str, str] | UnsupportedSwapError:
+    try:
+        return code_files(config)
+    except UnsupportedSwapError as error:
+        return error
+
+
+def _json_string(native: str, code: dict[str, str] | UnsupportedSwapError) -> str:
+    values = {key: value for key, value in json.loads(native).items() if key != "auto_map"}
+    values["model_type"] = POSSWAP_MODEL_TYPE
+    if not isinstance(code, UnsupportedSwapError):
+        values["auto_map"] = AUTO_MAP
+    return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+
+def native_config_class(config: Any) -> type:
+    """Return the class that the config had before any swap."""
+    return getattr(type(config), "posswap_native", type(config))
+
+
+def _rebuild(native: type, state: dict[str, Any]) -> Any:
+    config: Any = object.__new__(plugin_config_class(native))
+    config.__dict__.update(state)
+    return config

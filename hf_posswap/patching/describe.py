@@ -1,0 +1,287 @@
+"""What position mechanism a model has, and what could be put in its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_posswap.errors import (
+    AlreadyPatchedError,
+    CheckpointError,
+    PosswapError,
+    RecordError,
+    UnsupportedModelError,
+    UnsupportedSwapError,
+)
+from hf_posswap.families.base import FAMILIES, Sites, locate
+from hf_posswap.geometry import Geometry
+from hf_posswap.patching.apply import Patch
+from hf_posswap.patching.plan import SwapPlan, plan_swap, unwrap
+from hf_posswap.patching.record import SwapRecord, native_config
+from hf_posswap.schemes.base import SCHEMES, Scheme
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class PositionReport:
+    """What mechanism a model has now. `print(report)` shows it.
+
+    Attributes:
+        model: class name.
+        family: that describes it.
+        native: the mechanism that it was built with.
+        swapped: the scheme that replaces it, or None.
+        geometry: its shape.
+        sites: paths of its position sites.
+        limit: positions after which it stops or was not made for, in tokens.
+    """
+
+    model: str
+    family: str
+    native: str
+    swapped: str | None
+    geometry: Geometry
+    sites: dict[str, str]
+    limit: int
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<11} {value}" for name, value in self.rows())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the report as names and values, to be shown."""
+        g = self.geometry
+        shape = (
+            f"{g.num_layers} layers, {g.num_heads} heads ({g.num_kv_heads} kv) of {g.head_dim}, hidden {g.hidden_size}"
+        )
+        return [
+            ("model", f"{self.model} (family {self.family})"),
+            ("shape", f"{shape}, {'causal' if g.causal else 'bidirectional'}"),
+            ("native", self.native),
+            ("swapped to", self.swapped or "-"),
+            ("length", f"{self.limit} positions"),
+            *self.sites.items(),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON."""
+        return {**self.__dict__, "geometry": dict(self.geometry.__dict__), "sites": dict(self.sites)}
+
+
+def describe_positions(model: PreTrainedModel) -> PositionReport:
+    """Return what position mechanism `model` has now: native, or swapped.
+
+    Raises:
+        UnsupportedModelError: no family describes the model.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> describe_positions(model).native
+        'learned table, 16 positions'
+    """
+    target: Any = unwrap(model)
+    patch = getattr(target, "_posswap", None)
+    if patch is None:
+        sites = locate(target)
+        return _report(target, sites, sites.geometry.original_length, swapped=None)
+    return _report(target, patch.plan.sites, patch.plan.max_length, swapped=str(patch.plan.scheme))
+
+
+def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> PositionReport:
+    g = sites.geometry
+    native = f"learned table, {g.original_length} positions"
+    if sites.rotary:
+        native = f"rope, theta {g.base:g}, {g.rotary_dim} of {g.head_dim} dims a head, {g.layout or 'unknown'} layout"
+        if not swapped:
+            native += f", type {(model.config.rope_parameters or {}).get('rope_type', 'default')}"
+    places = {"embedding": sites.table or "-", "rotary": ", ".join(sites.rotary) or "-"}
+    places["attention"] = f"{sites.attention[0]} ... {sites.attention[-1]}"
+    return PositionReport(type(model).__name__, sites.family.name, native, swapped, g, places, limit)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found: the mechanism of a model and, where a scheme was asked for, the plan or why not.
+
+    Attributes:
+        report: the mechanism that the model has.
+        plan: of the swap; None where none was asked for, or it is refused.
+        refusal: why the swap is refused, or None.
+        schemes: where no scheme was asked for: every scheme by name, with its route or the reason against it.
+    """
+
+    report: PositionReport
+    plan: SwapPlan | None
+    refusal: str | None
+    schemes: dict[str, str]
+
+    def __str__(self) -> str:
+        parts = [str(self.report)]
+        if self.schemes:
+            width = max(map(len, self.schemes))
+            parts.append("\n".join(f"{name:<{width}}  {what}" for name, what in self.schemes.items()))
+        if self.plan is not None:
+            parts.append(str(self.plan))
+        if self.refusal is not None:
+            parts.append(f"refused: {self.refusal}")
+        return "\n\n".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the explanation as JSON."""
+        plan = None if self.plan is None else self.plan.to_dict()
+        return {"model": self.report.to_dict(), "plan": plan, "refusal": self.refusal, "schemes": self.schemes}
+
+
+def explain(
+    model: PreTrainedModel | PreTrainedConfig | str | Path,
+    scheme: Scheme | str | None = None,
+    *,
+    max_length: int | None = None,
+    **options: Any,
+) -> Explanation:
+    """Explain what mechanism a model has, and what a swap would do. No weights are read.
+
+    Args:
+        model: a model, its config, a folder with a config.json, or a Hub id.
+        scheme: the swap to plan; None lists what every scheme would be.
+        max_length: as in `plan_swap`.
+        options: as in `plan_swap`.
+
+    Raises:
+        CheckpointError: `model` names no readable config.
+        UnsupportedModelError: no family describes the model.
+        AlreadyPatchedError: a scheme was asked for, and the model already carries a swap.
+
+    Example:
+        >>> from transformers import GPT2Config
+        >>> explain(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11), "rope", max_length=2048).plan.route
+        'plugin'
+    """
+    skeleton = on_meta(model)
+    report = describe_positions(skeleton)
+    if report.swapped is not None and scheme is not None:
+        raise AlreadyPatchedError(
+            f"{report.model} already carries {report.swapped}: take the model without that swap instead."
+        )
+    if report.swapped is not None:
+        return Explanation(report, skeleton._posswap.plan, None, {})
+    if scheme is None:
+        return Explanation(report, None, None, {name: _outcome(skeleton, name, report) for name in SCHEMES})
+    try:
+        return Explanation(report, plan_swap(skeleton, scheme, max_length=max_length, **options), None, {})
+    except UnsupportedSwapError as error:
+        return Explanation(report, None, str(error), {})
+
+
+def supports(model: PreTrainedModel | PreTrainedConfig | str | Path, scheme: Scheme | str, **options: Any) -> bool:
+    """Return whether `scheme` can be put into `model`. No weights are read.
+
+    Args:
+        model: as in `explain`.
+        scheme: an object or a name.
+        options: fields of the scheme; what only a real swap would need (a factor, factors a pair) may be left out.
+
+    Raises:
+        UnknownNameError, OptionError, SchemeError: the scheme or its parameters are wrong in themselves.
+
+    Example:
+        >>> from transformers import BertConfig
+        >>> supports(BertConfig(), "alibi"), supports(BertConfig(), "nope")
+        (True, False)
+    """
+    try:
+        skeleton = on_meta(model)
+        geometry = locate(skeleton).geometry
+        plan_swap(skeleton, scheme, **(stand_ins(scheme, geometry) | options))
+    except (UnsupportedSwapError, UnsupportedModelError):
+        return False
+    return True
+
+
+def list_schemes() -> dict[str, str]:
+    """Return every registered scheme: its name and what it is, in a line.
+
+    Example:
+        >>> list_schemes()["nope"]
+        'no positions; the causal mask is all that orders tokens'
+    """
+    return {name: cls.summary for name, cls in SCHEMES.items()}
+
+
+def list_families() -> dict[str, str]:
+    """Return every registered family: its name and what position mechanism it has.
+
+    Example:
+        >>> "gpt2" in list_families()
+        True
+    """
+    return {name: family.summary for name, family in FAMILIES.items()}
+
+
+def on_meta(model: Any) -> Any:
+    """Return `model`, or a model without weights for a config, a folder or a Hub id.
+
+    For a config that carries a swap the model is the one before it, with the plan of the swap noted on it: enough to
+    describe, not to run.
+    """
+    if isinstance(model, torch.nn.Module):
+        return unwrap(model)
+    config = read_config(model) if isinstance(model, (str, Path)) else model
+    values = getattr(config, "posswap", None)
+    with torch.device("meta"):
+        skeleton = model_class_of(config)(config if values is None else native_config(config))
+    if values is not None:
+        record = SwapRecord.from_dict(values)
+        plan = plan_swap(skeleton, record.make_scheme(), max_length=record.max_length, site=record.site)
+        skeleton._posswap = Patch(plan, [], skeleton.config)
+    return skeleton
+
+
+def read_config(source: str | Path, **kwargs: Any) -> Any:
+    """Return the config of a folder or Hub id; kwargs are those of `AutoConfig.from_pretrained` (revision, token, ...).
+
+    Raises:
+        CheckpointError: none is there, or it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(source), **kwargs)
+    except RecordError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the latter: JSON, but no object
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{str(source)!r} holds no readable model config (config.json): {first}") from error
+
+
+def model_class_of(config: Any) -> Any:
+    """Return the class that the config's checkpoint names, or the first Auto class that has one."""
+    import transformers
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    for name in config.architectures or []:
+        if isinstance(getattr(transformers, name, None), type):
+            return getattr(transformers, name)
+    for auto in (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel):
+        if type(config) in auto._model_mapping:
+            found = auto._model_mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise UnsupportedModelError(f"no model class of transformers goes with config {type(config).__name__}.")
+
+
+def stand_ins(scheme: Scheme | str, geometry: Geometry) -> dict[str, Any]:
+    """Return options to try a scheme with that is given by name; none for an object."""
+    return SCHEMES.get(scheme).stand_ins(geometry) if isinstance(scheme, str) else {}
+
+
+def _outcome(model: Any, name: str, report: PositionReport) -> str:
+    try:
+        plan = plan_swap(model, name, **stand_ins(name, report.geometry))
+    except PosswapError as error:
+        return f"no: {error}"
+    return plan.route

@@ -1,0 +1,146 @@
+"""Attention in pieces: one softmax over scores that come from several pairs of rotations.
+
+Queries are taken in blocks, so that nothing of [Q, K] is ever held at once, and in each block a piece's scores are
+computed only for the keys that it holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_posswap.schemes.piece import Piece
+
+BLOCK = 256
+"""Queries that are scored at once."""
+LOWEST = torch.finfo(torch.float32).min
+"""The score of a pair that is masked."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What the scores of a block are made of.
+
+    Attributes:
+        pieces: of the attention.
+        query: [B, H, Q, D], not rotated.
+        key: [B, G, K, D], as it is cached.
+        query_positions: [B or 1, Q].
+        key_positions: [B or 1, K].
+        mask: bool (True: attend) or additive, [B or 1, 1 or H, Q, K]; None: no mask.
+        causal: where there is no mask: whether a query sees only keys up to its own index.
+        scaling: multiplies the scores.
+    """
+
+    pieces: tuple[Piece, ...]
+    query: Tensor
+    key: Tensor
+    query_positions: Tensor
+    key_positions: Tensor
+    mask: Tensor | None
+    causal: bool
+    scaling: float
+
+    def block(self, start: int, stop: int) -> Tensor:
+        """Return the masked scores of queries start to stop, [B, H, q, K], float32."""
+        rows = self.query_positions[:, start:stop, None]  # [B or 1, q, 1]
+        columns = self.key_positions[:, None, :]  # [B or 1, 1, K]
+        seen = self._seen(start, stop)  # [q, K] or None
+        batch, heads, _, _ = self.query.shape
+        # padding may belong to no piece
+        scores = self.query.new_full((batch, heads, stop - start, columns.shape[-1]), LOWEST, dtype=torch.float32)
+        for piece in self.pieces:
+            held = piece.holds(rows, columns)  # [B or 1, q, K]
+            low, high = _range(held if seen is None else held & seen)
+            if low == high:
+                continue
+            query = piece.rotate_query(self.query[:, :, start:stop], start, stop).unflatten(1, (self.key.shape[1], -1))
+            key = piece.rotate_key(self.key[:, :, low:high], low, high)[:, :, None].transpose(-1, -2)
+            part = torch.matmul(query, key).flatten(1, 2).float() * self.scaling  # [B, H, q, high - low]
+            kept = torch.where(held[:, None, :, low:high], part, scores[..., low:high])
+            scores = torch.cat((scores[..., :low], kept, scores[..., high:]), dim=-1)
+        return self._masked(scores, seen, start, stop)
+
+    def _seen(self, start: int, stop: int) -> Tensor | None:
+        """Return which keys the queries start to stop may see by their index, bool [q, K]; None: all of them."""
+        length, keys = self.query_positions.shape[1], self.key_positions.shape[1]
+        if self.mask is not None or not self.causal or length == 1:
+            return None
+        row = torch.arange(start, stop, device=self.key_positions.device)[:, None]
+        return torch.arange(keys, device=self.key_positions.device)[None] <= row
+
+    def _masked(self, scores: Tensor, seen: Tensor | None, start: int, stop: int) -> Tensor:
+        if seen is not None:
+            return scores.masked_fill(~seen, LOWEST)
+        if self.mask is None:
+            return scores
+        mask = self.mask[..., start:stop, : scores.shape[-1]]
+        if mask.dtype == torch.bool:
+            return scores.masked_fill(~mask, LOWEST)
+        return (scores + mask).clamp(min=LOWEST)
+
+
+def _range(held: Tensor) -> tuple[int, int]:
+    """Return the first key that any query of a block holds, and the one after the last; all where asking is dear."""
+    keys = held.shape[-1]
+    if torch.compiler.is_compiling() or held.device.type != "cpu":
+        return 0, keys
+    found = held.flatten(0, -2).any(dim=0).nonzero()
+    return (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 0)
+
+
+def attend_in_pieces(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pieces: tuple[Piece, ...],
+    query_positions: Tensor,
+    key_positions: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scaling: float | None,
+    dropout: float = 0.0,
+    weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return softmax attention whose score for a query and a key is that of the piece which holds them.
+
+    Args:
+        query: [B, H, Q, D], not rotated.
+        key: [B, G, K, D], as it is cached.
+        value: [B, G, K, Dv].
+        pieces: of the attention; each pair of a query and a key that may be seen belongs to one.
+        query_positions: [B or 1, Q].
+        key_positions: [B or 1, K].
+        mask: bool (True: attend) or additive, [B or 1, 1 or H, Q, K]; None as transformers leaves it out.
+        causal: whether a left-out mask means causal.
+        scaling: multiplies the scores; None: 1/sqrt(D).
+        dropout: probability of dropping an attention weight.
+        weights: whether to return the attention weights; all queries are then one block.
+
+    Returns:
+        [B, Q, H, Dv], and the weights [B, H, Q, K] or None.
+    """
+    groups = key.shape[1]
+    scoring = Scoring(
+        pieces=pieces,
+        query=query,
+        key=key,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        mask=mask,
+        causal=causal,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+    )
+    length = query.shape[2]
+    rows = length if weights else BLOCK
+    outs = []
+    for start in range(0, length, rows):
+        scores = scoring.block(start, min(start + rows, length))
+        chances = torch.softmax(scores, dim=-1).to(query.dtype)  # [B, H, q, K]
+        chances = torch.nn.functional.dropout(chances, p=dropout, training=dropout > 0)
+        out = torch.matmul(chances.unflatten(1, (groups, -1)), value[:, :, None])  # [B, G, H/G, q, Dv]
+        outs.append(out.flatten(1, 2))
+    return torch.cat(outs, dim=2).transpose(1, 2).contiguous(), chances if weights else None

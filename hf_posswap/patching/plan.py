@@ -1,0 +1,175 @@
+"""Plans: what a swap would change, found without touching the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from hf_posswap.errors import AlreadyPatchedError, SchemeError, UnsupportedSwapError
+from hf_posswap.families.base import Sites, locate
+from hf_posswap.patching.actions import (
+    Action,
+)
+from hf_posswap.patching.record import SwapRecord
+from hf_posswap.patching.record_schema import LONGEST
+from hf_posswap.schemes.base import Scheme, make_scheme
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SiteChoice = Literal["auto", "attention"]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change: where, from what, to what.
+
+    Attributes:
+        site: "embedding", "rotary", "attention" or "config".
+        path: of the module (or the config value) it changes.
+        before: what is there.
+        after: what will be there.
+        action: does it.
+    """
+
+    site: str
+    path: str
+    before: str
+    after: str
+    action: Action = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class SwapPlan:
+    """What `patch_model` will do, or did. `print(plan)` shows it as a table.
+
+    Attributes:
+        model: class name of the model.
+        scheme: with every parameter that can be known before the weights are read.
+        edits: in order.
+        route: "native": stock transformers will run the saved checkpoint; "plugin": only hf_posswap will.
+        cached_equals_full: whether decoding with a cache gives what one full forward gives, at any length.
+        unused: parameters of the model that the swap puts out of use, by name: their numbers of elements.
+        added: parameters that the swap adds, by name: their numbers of elements.
+        adaptation: what training the swapped model will need.
+        max_length: positions the swapped model is meant for, in tokens.
+        notes: anything else worth knowing.
+        record: what will be written to `config.posswap`.
+        sites: where the model's positions live.
+    """
+
+    model: str
+    scheme: Scheme
+    edits: tuple[Edit, ...]
+    route: Literal["native", "plugin"]
+    cached_equals_full: bool
+    unused: dict[str, int]
+    added: dict[str, int]
+    adaptation: str
+    max_length: int
+    notes: tuple[str, ...]
+    record: SwapRecord
+    sites: Sites = field(repr=False)
+
+    def __str__(self) -> str:
+        from hf_posswap.patching.show import plan_table
+
+        return plan_table(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON."""
+        return {
+            "model": self.model,
+            "scheme": self.scheme.to_dict(),
+            "edits": [{k: getattr(e, k) for k in ("site", "path", "before", "after")} for e in self.edits],
+            "route": self.route,
+            "cached_equals_full": self.cached_equals_full,
+            "unused": self.unused,
+            "added": self.added,
+            "adaptation": self.adaptation,
+            "max_length": self.max_length,
+            "notes": list(self.notes),
+        }
+
+
+def plan_swap(
+    model: PreTrainedModel,
+    scheme: Scheme | str,
+    *,
+    max_length: int | None = None,
+    site: SiteChoice = "auto",
+    **options: Any,
+) -> SwapPlan:
+    """Return what `patch_model` with the same arguments would do. The model is not touched; it may lie on meta.
+
+    Args:
+        model: a transformers model, or a PEFT model around one.
+        scheme: an object, or a name with its fields as `options`.
+        max_length: positions the swapped model is meant for, in tokens; None keeps the model's own (or what a given
+            factor reaches).
+        site: "auto" expresses the swap natively where it can be; "attention" always applies it inside attention.
+        options: fields of the scheme, where it is given by name.
+
+    Raises:
+        UnsupportedSwapError: this scheme cannot be put into this model: why, and what would work.
+        UnsupportedModelError: no family describes the model.
+        SchemeError, OptionError, UnknownNameError: the scheme or its parameters are wrong.
+        AlreadyPatchedError: the model carries a swap.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> plan = plan_swap(model, "rope", max_length=64)
+        >>> plan.route, [edit.path for edit in plan.edits][:2]
+        ('plugin', ['transformer.wpe', 'transformer.posswap'])
+    """
+    from hf_posswap.patching.planner import Planner  # which imports this module's classes
+
+    model = unwrap(model)
+    carried: Any = getattr(model, "_posswap", None)
+    if carried is not None:
+        raise AlreadyPatchedError(
+            f"{type(model).__name__} already carries {carried.plan.scheme}: call unpatch_model(model) first."
+        )
+    if site not in ("auto", "attention"):
+        raise UnsupportedSwapError(f"site must be 'auto' or 'attention', got {site!r}.")
+    if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
+        raise SchemeError(f"max_length must be a whole number of tokens >= 1, got {max_length!r}.")
+    chosen = make_scheme(scheme, **options)
+    sites = locate(model)
+    if chosen.traits.causal_only and not sites.geometry.causal:
+        raise UnsupportedSwapError(
+            f"{chosen.name} needs a causal model; {type(model).__name__} sees both sides. What works: rope, alibi, "
+            "sinusoidal, learned."
+        )
+    resolved = chosen.resolve(sites.geometry, max_length)
+    length = max_length or resolved.reach(sites.geometry) or sites.geometry.original_length
+    if length > LONGEST:
+        raise SchemeError(
+            f"{resolved}: the model would be meant for {length} tokens; the most is {LONGEST}. Give a smaller "
+            "max_length or factor."
+        )
+    return Planner(model, sites, resolved, length, site).plan()
+
+
+def unwrap(model: Any) -> Any:
+    """Return the transformers model inside `model`: itself, or the base of a PEFT model.
+
+    Raises:
+        UnsupportedSwapError: `model` is no transformers model, or a PEFT method that adds virtual tokens.
+    """
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return model
+    configs = getattr(model, "peft_config", None)
+    if configs is not None and hasattr(model, "get_base_model"):
+        if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
+            raise UnsupportedSwapError(
+                "PEFT prompt learning adds tokens without positions of their own: not supported."
+            )
+        return model.get_base_model()
+    raise UnsupportedSwapError(
+        f"expected a transformers PreTrainedModel (or a PEFT model around one), got {type(model).__name__}; give "
+        "the model itself, before wrapping or compiling it."
+    )

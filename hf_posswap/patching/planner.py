@@ -1,0 +1,325 @@
+"""Working out a plan: which edits put one resolved scheme into one model."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.families.base import Sites
+from hf_posswap.geometry import Geometry
+from hf_posswap.patching import rotary as rotary_site
+from hf_posswap.patching.actions import (
+    AddMechanism,
+    BlendTable,
+    EditConfig,
+    GuardLength,
+    NeutraliseRotary,
+    PatchAttention,
+    RebuildRotary,
+    RemoveTable,
+    ReplaceTable,
+    SetAttribute,
+)
+from hf_posswap.patching.attention import has_interface
+from hf_posswap.patching.plan import Edit, SiteChoice, SwapPlan
+from hf_posswap.patching.positions import ForwardMemo
+from hf_posswap.patching.record import SwapRecord
+from hf_posswap.schemes.base import Mechanism, Scheme
+from hf_posswap.schemes.blend import Blend
+from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.schemes.table import TableScheme
+
+
+class Planner:
+    """Collects the edits for one model and one resolved scheme."""
+
+    def __init__(self, model: Any, sites: Sites, scheme: Scheme, length: int, site: SiteChoice) -> None:
+        self.model, self.sites, self.scheme, self.length, self.site = model, sites, scheme, length, site
+        self.geometry: Geometry = sites.geometry
+        self.edits: list[Edit] = []
+        self.values: dict[str, Any] = {"max_position_embeddings": sites.config_length(length)}
+        self.unused: dict[str, int] = {}
+        self.added: dict[str, int] = {}
+        self.notes: list[str] = []
+        self.route: Literal["native", "plugin"] = "native"
+
+    def plan(self) -> SwapPlan:
+        scheme = self.scheme
+        if isinstance(scheme, Blend):
+            self._blend(scheme)
+        elif scheme.table_part is not None:
+            self._table(scheme.table_part)
+            if scheme.acts_inside:
+                self._conceal(scheme.table_part)
+                self._attention()
+        elif self.sites.rotary:
+            self._rotary_family()
+        elif not scheme.acts_inside and self.site == "auto":
+            self._drop_table(rows=self.length + self.sites.table_offset)
+        else:
+            self._drop_table(rows=None)
+            self._attention()
+        self._config()
+        return SwapPlan(
+            model=type(self.model).__name__,
+            scheme=scheme,
+            edits=tuple(self.edits),
+            route=self.route,
+            cached_equals_full=scheme.traits.prefix_consistent,
+            unused=self.unused,
+            added=self.added,
+            adaptation=self._adaptation(),
+            max_length=self.length,
+            notes=(*self.notes, *self.scheme.notes()),
+            record=self._record(),
+            sites=self.sites,
+        )
+
+    def _table(self, scheme: TableScheme) -> None:
+        path = self.sites.table
+        if path is None or self.site == "attention":
+            raise UnsupportedSwapError(
+                f"{scheme.name} needs a position table to stand in, and {type(self.model).__name__} "
+                + ("has none" if path is None else "was asked for at the attention site")
+                + ". What works: rope and its scalings, alibi, nope."
+            )
+        rows = scheme.rows(self.geometry, self.length)
+        before = f"learned table, {self.geometry.original_length} positions"
+        replace = ReplaceTable(path, scheme, rows, self.sites.table_offset, self.geometry)
+        self.edits.append(Edit("embedding", path, before, f"{scheme.name}, {rows} positions", replace))
+        self._guard(capacity=rows)
+        grown = (rows - self.geometry.original_length) * self.geometry.hidden_size
+        if grown > 0 and scheme.trainable:
+            self.added[f"{path}.weight (new rows)"] = grown
+
+    def _conceal(self, scheme: TableScheme) -> None:
+        """Plan a table that is kept beside another mechanism under a name that stock classes do not know."""
+        path = self.sites.table
+        assert path is not None
+        conceal = BlendTable(path, None, 0.0, self.sites.table_offset, self.geometry)
+        self.edits.append(Edit("embedding", path, f"{path}.weight", f"{path}.old, unknown to stock classes", conceal))
+        rows = scheme.rows(self.geometry, self.length) + self.sites.table_offset
+        self.unused[f"{path}.weight"] = self.model.get_submodule(path).weight.numel()
+        self.added.pop(f"{path}.weight (new rows)", None)
+        self.added[f"{path}.old"] = rows * self.geometry.hidden_size
+
+    def _drop_table(self, rows: int | None) -> None:
+        path = self.sites.table
+        assert path is not None
+        weight = self.model.get_submodule(path).weight
+        before = f"learned table, {self.geometry.original_length} positions"
+        self.edits.append(Edit("embedding", path, before, "nothing added", RemoveTable(path, rows)))
+        self.unused[f"{path}.weight"] = weight.numel()
+        self._guard(capacity=None)
+
+    def _guard(self, capacity: int | None) -> None:
+        sites = self.sites
+        guard = GuardLength(sites.entry, capacity, sites.table_offset, sites.first_position, sites.buffers, self.length)
+        if capacity is None and not self.sites.buffers:
+            return
+        after = f"a clear error past {capacity} positions" if capacity else "buffers that grow with the length"
+        self.edits.append(Edit("embedding", self.sites.entry or "(model)", "no length check", after, guard))
+
+    def _rotary_family(self) -> None:
+        values = None if self.site == "attention" else self._native_rope()
+        before = f"rope, theta {self.geometry.base:g}, {self.geometry.rotary_dim} of {self.geometry.head_dim} dims"
+        if values is not None:
+            length = self._native_length(values)
+            trial = rotary_site.trial_config(self.model.config, values, length)
+            for path in self.sites.rotary:
+                rebuild = RebuildRotary(path, trial)
+                self.edits.append(Edit("rotary", path, before, self.scheme.name, rebuild))
+            self._settings(trial)
+            self.values["max_position_embeddings"] = length
+            self.values["rope_parameters"] = trial.rope_parameters
+            return
+        self._neutralise()
+        self._attention()
+
+    def _blend(self, scheme: Blend) -> None:
+        table, path = scheme.new.table_part, self.sites.table
+        if path is None:
+            if table is not None:
+                self._table(table)  # which says that there is none
+            self._neutralise()
+        else:
+            if table is not None and self.site == "attention":
+                self._table(table)  # which says that it is not there
+            if table is not None and table.rows(self.geometry, self.length) != self.geometry.original_length:
+                raise UnsupportedSwapError(f"{scheme}: both tables must have the same number of positions.")
+            rows = self.model.get_submodule(path).weight.numel()
+            blend = BlendTable(path, table, scheme.weight, self.sites.table_offset, self.geometry)
+            after = "faded" if table is None else f"blended with {table.name}"
+            before = f"learned table, {self.geometry.original_length} positions"
+            self.edits.append(Edit("embedding", path, before, after, blend))
+            self.unused[f"{path}.weight"] = rows
+            self.added[f"{path}.old"] = rows
+            if table is not None and table.trainable:
+                self.added[f"{path}.new"] = self.geometry.original_length * self.geometry.hidden_size
+            self._guard(capacity=self.geometry.original_length)
+        if path is None or scheme.new.acts_inside:
+            self._attention()
+        self.route = "plugin"
+
+    def _neutralise(self) -> None:
+        """Plan native rotary modules that rotate by nothing, and a config that stock transformers refuses."""
+        before = f"rope, theta {self.geometry.base:g}, {self.geometry.rotary_dim} of {self.geometry.head_dim} dims"
+        for path in self.sites.rotary:
+            self.edits.append(Edit("rotary", path, before, "rotates by nothing", NeutraliseRotary(path)))
+        self.values["rope_parameters"] = rotary_site.with_rope(self.model.config, {}) | {
+            "rope_type": rotary_site.POSSWAP_ROPE_TYPE,
+            "rope_theta": self.geometry.base,
+        }
+
+    def _settings(self, trial: Any) -> None:
+        """Plan what a fresh model of the `trial` config has otherwise, outside its rotary modules."""
+        with torch.device("meta"):
+            fresh = type(self.model)(trial)
+        for path, name, old, new in rotary_site.changed_settings(self.model, fresh, self.sites.rotary):
+            edit = SetAttribute(path, name, old, new)
+            self.edits.append(Edit("rotary", f"{path}.{name}".lstrip("."), _brief(old), _brief(new), edit))
+
+    def _native_rope(self) -> dict[str, Any] | None:
+        """Return rope parameters with which the model's own rotary module does the same, proved by building it."""
+        scheme, width = self.scheme, self.geometry.rotary_dim
+        assert width is not None
+        for path in self.sites.rotary:
+            module = self.model.get_submodule(path)
+            if not scheme.acts_inside:
+                values: dict[str, Any] | None = {
+                    "rope_type": "proportional",
+                    "rope_theta": self.geometry.base,
+                    "partial_rotary_factor": 0.0,
+                }
+            elif isinstance(scheme, RotaryScheme) and scheme.layout == (self.geometry.layout or scheme.layout):
+                values = scheme.native_rope(self.geometry)
+            else:
+                values = None
+            if values is None:
+                return None
+            if not rotary_site.follows_config(module, self.model.config):
+                raise UnsupportedSwapError(
+                    f"{path} does not follow the model's config (a new one built from it has other frequencies), "
+                    "so it cannot be rebuilt from another config."
+                )
+            trial = rotary_site.trial_config(self.model.config, values, self._native_length(values))
+            if not rotary_site.says(trial, values):
+                return None
+            new = rotary_site.rebuilt(module, trial)
+            same = (
+                rotary_site.is_still(new, width)
+                if not scheme.acts_inside
+                else isinstance(scheme, RotaryScheme) and rotary_site.matches(new, scheme, self.geometry)
+            )
+            if not same:
+                return None
+        return values
+
+    def _native_length(self, values: dict[str, Any]) -> int:
+        """Return `max_position_embeddings` for these rope parameters: rope type "dynamic" takes L from there."""
+        return self.geometry.original_length if values["rope_type"] == "dynamic" else self.length
+
+    def _attention(self) -> None:
+        self.route = "plugin"
+        if not self.scheme.acts_inside:
+            return
+        proved = self.sites.family.attention_proved
+        if proved is not None and self.model.config.model_type not in proved:
+            raise UnsupportedSwapError(
+                f"{self.scheme.name} would act inside attention, and for model type {self.model.config.model_type!r} "
+                "it is not proved that all layers and dimensions are treated alike. What works: what its config "
+                "expresses natively (rope, linear, ntk, yarn, llama3, ..., nope)."
+            )
+        for path in self.sites.attention:
+            if not has_interface(self.model.get_submodule(path)):
+                raise UnsupportedSwapError(
+                    f"{path} ({type(self.model.get_submodule(path)).__name__}) does not attend through transformers' "
+                    "AttentionInterface, so a scheme cannot be put inside."
+                )
+        seen, exact = self.geometry.sliding_window, self.scheme.exact_below
+        if self.sites.rotary and seen is not None and exact is not None and seen <= exact:
+            raise UnsupportedSwapError(
+                f"{self.scheme.name} with window {exact} would change nothing: {type(self.model).__name__} sees only "
+                f"the last {seen} keys in every layer. What works: a smaller window."
+            )
+        mechanism, memo = self.scheme.mechanism(self.geometry), ForwardMemo()
+        turning = any(part.rotates or part.splits for part in mechanism.modules() if isinstance(part, Mechanism))
+        if turning and self.sites.rotary and self.geometry.layout is None:
+            raise UnsupportedSwapError(
+                f"how {type(self.model).__name__} pairs its rotary dimensions is unknown, so {self.scheme.name} cannot "
+                "be applied at the attention site. What works: alibi, nope, and what its config expresses natively."
+            )
+        where = ".".join(part for part in (self.sites.base, "posswap") if part)
+        add = AddMechanism(where, self.sites.entry, mechanism, memo)
+        self.edits.append(Edit("attention", where, "-", self.scheme.name, add))
+        for layer, path in enumerate(self.sites.attention):
+            patch = PatchAttention(path, where, memo, self.sites.first_position, layer)
+            effect = self._effect(mechanism.for_layer(layer))
+            self.edits.append(Edit("attention", path, "raw q and k", effect, patch))
+        self.added |= {f"{where}.{name}": p.numel() for name, p in mechanism.named_parameters()}
+
+    def _effect(self, mechanism: Mechanism) -> str:
+        effects = []
+        if mechanism.splits:
+            effects.append("scores in pieces, each with rotations of its own")
+        if mechanism.rotates:
+            effects.append("keys rotated" if mechanism.splits else "q and k rotated")
+        if mechanism.rotates or mechanism.splits:
+            rotated = mechanism.rotates and mechanism.stores_rotated_keys
+            effects.append("keys before the cache" if rotated else "raw keys cached")
+        if mechanism.scales:
+            effects.append("queries scaled by their position")
+        if mechanism.biases:
+            effects.append("bias on the scores")
+        return ", ".join(effects) or "no positions"
+
+    def _config(self) -> None:
+        for name, value in self.values.items():
+            before = getattr(self.model.config, name)
+            edit = EditConfig(name, value)
+            if before != value:
+                self.edits.append(Edit("config", name, _brief(before), _brief(value), edit))
+
+    def _record(self) -> SwapRecord:
+        original = {name: getattr(self.model.config, name) for name in self.values}
+        return SwapRecord(
+            scheme=self.scheme.to_dict(),
+            route=self.route,
+            base_type=self.model.config.model_type,
+            max_length=self.length,
+            site=self.site,
+            original=original,
+        )
+
+    def _native_pairs(self, scheme: RotaryScheme) -> bool:
+        """Return whether a rotary scheme turns the pairs that the model's own turned, in the manner of its kind."""
+        same = scheme.layout == (self.geometry.layout or scheme.layout)
+        return same and scheme.rotary_dim(self.geometry) == self.geometry.rotary_dim and scheme.traits.training_free
+
+    def _adaptation(self) -> str:
+        scheme, native_kind = self.scheme, "rotary" if self.sites.rotary else "table"
+        if isinstance(scheme, Blend):
+            return "as the weight moves: none at 0, where it is the old mechanism"
+        if self.scheme.kind != native_kind:
+            return "required: the weights have never met this mechanism; expect a high loss until they have adapted"
+        if scheme.name == "learned" and scheme.extend != "reinit":  # type: ignore[attr-defined]
+            if self.length == self.geometry.original_length:
+                return "none: the table is kept"
+            return "for use beyond the original window: the new rows have not been trained there"
+        if scheme.kind == "table":
+            return "required: every position vector changes"
+        if isinstance(scheme, RotaryScheme) and not self._native_pairs(scheme):
+            return "required: the weights have never met pairs that turn like this"
+        if scheme.name == "rope" and scheme.base == self.geometry.base and self.length <= self.geometry.original_length:  # type: ignore[attr-defined]
+            return "none within the original window: the same mechanism"
+        return "optional: usable untrained, better after a few hundred steps at the new length"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k}={_brief(v)}" for k, v in value.items())
+    if isinstance(value, list) and len(value) > 4:
+        return f"[{len(value)} numbers]"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,111 @@
+"""Where the queries and keys of one attention call stand.
+
+Keys carry no position of their own once they are cached, so positions are found from what transformers promises: the
+cache's offsets and the `position_ids` that the model made or was given (which already skip left padding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Span:
+    """The queries and keys of one attention call.
+
+    Attributes:
+        query: positions of the queries, [B or 1, Q].
+        past: tokens in the cache before this call: an int, or a 0-dim tensor for static caches.
+        key_length: K, keys after this call.
+        key_offset: index of the first key that is kept (sliding windows drop old ones).
+        padding: left padding of each row, [B, 1], or 0: index less position.
+        fresh: whether the keys are exactly the tokens of the queries.
+    """
+
+    query: Tensor
+    past: int | Tensor
+    key_length: int
+    key_offset: int | Tensor
+    padding: Tensor | int
+    fresh: bool
+
+    @property
+    def key(self) -> Tensor:
+        """Positions of the keys, [B or 1, K]."""
+        if self.fresh:
+            return self.query
+        index = torch.arange(self.key_length, device=self.query.device)[None] + self.key_offset  # [1, K]
+        return index - self.padding
+
+    @property
+    def length(self) -> Tensor:
+        """Tokens seen so far in each row, [B or 1, 1, 1, 1]."""
+        return self.query.amax(dim=-1)[:, None, None, None] + 1
+
+
+def find_span(hidden: Tensor, position_ids: Tensor | None, cache: Any, layer_idx: int) -> Span:
+    """Return where queries and keys stand.
+
+    Args:
+        hidden: input of the attention module, [B, Q, E].
+        position_ids: [B or 1, Q] as the model made them or the caller gave them; None: counted from the cache.
+        cache: the self-attention cache, not yet updated, or None.
+        layer_idx: of the attention module.
+    """
+    length = hidden.shape[1]
+    past: int | Tensor = 0
+    key_length, key_offset = length, 0
+    if cache is not None:
+        past = cache.get_query_offset(layer_idx)
+        key_length, key_offset = cache.get_mask_sizes(length, layer_idx)
+        if isinstance(past, Tensor):
+            past = past.to(hidden.device)
+    fresh = not isinstance(past, Tensor) and past == 0 and key_length == length
+    index = torch.arange(length, device=hidden.device)[None] + past  # [1, Q]
+    if position_ids is None:
+        return Span(index, past, key_length, key_offset, 0, fresh)
+    padding = index[:, -1:] - position_ids[:, -1:]  # [B, 1]
+    return Span(position_ids, past, key_length, key_offset, padding, fresh)
+
+
+@dataclass
+class ForwardMemo:
+    """What the layers of one forward share: cos and sin, and biases, made by the first layer that needs them.
+
+    An entry is found again only by the very tensor and numbers it was made from, so a stale one cannot be used;
+    `clear` at the start and end of each forward frees it. While a graph is being traced nothing is kept: the compiler
+    merges equal work by itself.
+    """
+
+    entries: list[tuple[tuple[Any, ...], Any]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.entries.clear()
+
+    def get(self, key: tuple[Any, ...]) -> Any:
+        """Return what was kept under `key`, compared by identity for tensors, or None."""
+        for known, value in self.entries:
+            if len(known) == len(key) and all(map(_same, known, key)):
+                return value
+        return None
+
+    def put(self, key: tuple[Any, ...], value: Any) -> None:
+        """Keep `value` under `key`."""
+        self.entries.append((key, value))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMemo:
+        return ForwardMemo()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"entries": []}
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    return bool(a == b)

@@ -1,0 +1,100 @@
+"""What was done to a model, as JSON in `config.posswap`: enough to do it again at loading."""
+
+from __future__ import annotations
+
+import copy
+import reprlib
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from hf_posswap.errors import PosswapError, RecordError
+from hf_posswap.patching.config_class import native_config_class
+from hf_posswap.patching.record_schema import check_record
+from hf_posswap.schemes import Scheme, make_scheme
+
+RECORD_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SwapRecord:
+    """One swap.
+
+    Attributes:
+        scheme: `Scheme.to_dict` of the resolved scheme.
+        route: "native": stock transformers runs the checkpoint; "plugin": only hf_posswap does.
+        base_type: the model type of its native config (not called model_type: transformers would take the record for
+            a nested config of that type).
+        max_length: positions the swapped model is meant for, in tokens.
+        site: "auto" or "attention", as asked of `patch_model`.
+        original: config values that the swap changed, as they were.
+        version: of this format.
+    """
+
+    scheme: dict[str, Any]
+    route: Literal["native", "plugin"]
+    base_type: str
+    max_length: int
+    site: Literal["auto", "attention"]
+    original: dict[str, Any]
+    version: int = RECORD_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as JSON."""
+        return asdict(self)
+
+    def make_scheme(self) -> Scheme:
+        """Return the resolved scheme.
+
+        Raises:
+            RecordError: it names an unknown scheme, or impossible parameters.
+        """
+        try:
+            return make_scheme(self.scheme)
+        except PosswapError as error:
+            raise RecordError(f"config.posswap holds a scheme that cannot be built: {error}") from error
+
+    def __post_init__(self) -> None:
+        # here, so that a record which could not be read again is not written either
+        check_record({field.name: getattr(self, field.name) for field in fields(self)})
+
+    @classmethod
+    def from_dict(cls, data: Any) -> SwapRecord:
+        """Read a record, which may come from anywhere: nothing is built before all of it has been checked.
+
+        Raises:
+            RecordError: not a record, an unknown version, a missing or unknown field, a wrong or hostile value.
+
+        Example:
+            >>> SwapRecord.from_dict({"version": 2})
+            Traceback (most recent call last):
+            ...
+            hf_posswap.errors.RecordError: config.posswap has version 2; this hf_posswap reads version 1: update \
+hf_posswap, or check the file.
+        """
+        if not isinstance(data, dict):
+            raise RecordError(f"config.posswap must be an object, got {type(data).__name__}.")
+        version = data.get("version")
+        if type(version) is not int or version != RECORD_VERSION:
+            raise RecordError(
+                f"config.posswap has version {reprlib.repr(version)}; this hf_posswap reads version {RECORD_VERSION}: "
+                "update hf_posswap, or check the file."
+            )
+        names = {field.name for field in fields(cls)}
+        missing, unknown = sorted(names - set(data)), sorted(map(reprlib.repr, set(data) - names))
+        if missing or unknown:
+            raise RecordError(
+                f"config.posswap: missing fields: {', '.join(missing) or 'none'}; unknown fields: "
+                f"{', '.join(unknown[:8]) or 'none'}."
+            )
+        return cls(**data)
+
+
+def native_config(config: Any) -> Any:
+    """Return a copy of a swapped `config` as it was before the swap, of its native class."""
+    record = SwapRecord.from_dict(config.posswap)
+    native = copy.deepcopy(config)
+    native.__class__ = native_config_class(config)
+    del native.posswap
+    for name, value in record.original.items():
+        setattr(native, name, value)
+    return native

@@ -1,0 +1,106 @@
+"""What the pictures share: a figure without global state, colours, axes, and saving whole files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_posswap.errors import MissingDependencyError
+from hf_posswap.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK = "#222222"
+FAINT = "#8a8a8a"
+# Okabe and Ito's colours, which people with any colour vision tell apart; grey and black for what was not swapped.
+COLOURS = ("#8a8a8a", "#222222", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_SALT = "hf_posswap"  # of the ids in an SVG, which matplotlib otherwise draws at random
+MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
+
+
+def figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """Return an empty figure of `width` x `height` inches with a grid of axes, row by row.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError("matplotlib", "plot") from error
+    canvas = Figure(figsize=(width, height), dpi=160, layout="constrained", facecolor="white")
+    FigureCanvasAgg(canvas)
+    axes = [canvas.add_subplot(rows, columns, 1 + i) for i in range(rows * columns)]
+    for ax in axes:
+        ax.tick_params(colors=INK, labelsize=9, length=3)
+        for side in ("top", "right"):
+            ax.spines[side].set_visible(False)
+    return canvas, axes
+
+
+def length_axis(ax: Axes, lengths: list[int], window: int) -> None:
+    """Make x a log axis in tokens with a tick at each of `lengths`, those that are multiples of the window named so."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(lengths, [length_label(n, window) for n in lengths])
+    ax.minorticks_off()
+    ax.grid(axis="both", color="#e6e6e6", linewidth=0.7)
+    ax.set_axisbelow(True)
+
+
+def plain_log_y(ax: Axes, low: float, high: float) -> None:
+    """Make y a log axis whose ticks read as plain numbers, about five of them between `low` and `high`."""
+    ax.set_yscale("log")
+    steps = [m * 10.0**e for e in range(-3, 9) for m in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)]
+    inside = [s for s in steps if low * 0.97 <= s <= high * 1.03]
+    while len(inside) > 8:
+        inside = inside[::2]
+    ax.set_yticks(inside, [f"{s:g}" for s in inside])
+    ax.minorticks_off()
+
+
+def mark_window(ax: Axes, window: int) -> None:
+    """Draw the line where the original window ends."""
+    ax.axvline(window, color=INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
+    ax.annotate(
+        "original window",
+        (window, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, -4),
+        textcoords="offset points",
+        fontsize=8,
+        color=INK,
+        va="top",
+        rotation=90,
+    )
+
+
+def title(ax: Axes, text: str, below: str) -> None:
+    """Put a bold title and a fainter line under it above the axes, both flush left."""
+    ax.set_title(text, loc="left", fontsize=12, fontweight="bold", color=INK, pad=24)
+    ax.annotate(
+        below, (0, 1), xycoords="axes fraction", xytext=(0, 9), textcoords="offset points", fontsize=9, color=FAINT
+    )
+
+
+def save(canvas: Figure, path: Path) -> None:
+    """Write the picture to `path` as PNG and beside it as SVG, each whole or not at all.
+
+    Dates, versions and random ids are left out: the same picture is the same bytes.
+
+    Raises:
+        CheckpointError: the place cannot be written.
+    """
+    import matplotlib
+
+    with replacing(path) as temporary:
+        canvas.savefig(temporary, format="png", metadata={"Software": None})
+    with replacing(path.with_suffix(".svg")) as temporary, matplotlib.rc_context({"svg.hashsalt": _SALT}):
+        canvas.savefig(temporary, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def length_label(tokens: int, window: int) -> str:
+    """Return `tokens`, and on a second line what multiple of the window that is, where it is one."""
+    return f"{tokens}\n{tokens // window}x" if tokens % window == 0 else str(tokens)

@@ -1,0 +1,140 @@
+"""Perplexity by length and loss by position: one line a model, a band for its interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_posswap.errors import DataError
+from hf_posswap.plotting import canvas
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_TALLEST = 40.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured value with its interval.
+
+    Attributes:
+        x: tokens.
+        y: the value.
+        low: of the interval.
+        high: likewise.
+    """
+
+    x: float
+    y: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One model's line.
+
+    Attributes:
+        label: for the legend.
+        points: by rising x, at least one.
+        ends: why the line ends where it does, or None; it is marked there.
+        reference: whether it is what the others are held against: dashed, black, without a band.
+    """
+
+    label: str
+    points: tuple[Point, ...]
+    ends: str | None = None
+    reference: bool = False
+
+
+def draw_perplexity_by_length(curves: Sequence[Curve], window: int, path: Path, *, below: str) -> None:
+    """Draw perplexity over the length read, both on log axes, and write it to `path` (PNG).
+
+    Args:
+        curves: x is the length in tokens, y the perplexity.
+        window: the original window, in tokens: a dashed line.
+        path: of the picture, a .png; an .svg is drawn beside it.
+        below: a line under the title: on what it was measured.
+
+    Raises:
+        DataError: no curve, or one without points.
+        MissingDependencyError: matplotlib is not installed.
+        CheckpointError: the place cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> curve = Curve("rope", (Point(128, 8.0, 7.5, 8.5), Point(256, 7.9, 7.4, 8.4)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     draw_perplexity_by_length([curve], 128, Path(folder) / "a.png", below="on 48 documents")
+        ...     sorted(path.name for path in Path(folder).iterdir())
+        ['a.png', 'a.svg']
+    """
+    _check(curves)
+    picture, (ax,) = canvas.figure(9.0, 5.4)
+    canvas.title(ax, "Perplexity by length", below)
+    lengths = sorted({int(point.x) for curve in curves for point in curve.points})
+    _draw(ax, curves)
+    canvas.length_axis(ax, lengths, window)
+    values = [value for curve in curves for point in curve.points for value in (point.low, point.high)]
+    low, high = min(values), min(max(values), _TALLEST * min(values))
+    ax.set_ylim(low * 0.93, high * 1.08)
+    canvas.plain_log_y(ax, low * 0.93, high * 1.08)
+    ax.set_xlim(lengths[0] / 1.15, lengths[-1] * 1.15)
+    canvas.mark_window(ax, window)
+    ax.set_xlabel("tokens read of each document (multiples of the original window below)", fontsize=9)
+    cut = " (cut off above)" if max(values) > high else ""
+    ax.set_ylabel(f"perplexity a token, lower is better{cut}", fontsize=9)
+    canvas.save(picture, path)
+
+
+def draw_loss_by_position(curves: Sequence[Curve], window: int, path: Path, *, below: str) -> None:
+    """Draw the mean loss over the position of the token, x on a log axis, and write it to `path` (PNG).
+
+    Args:
+        curves: x is the position in tokens, y the loss in nats a token.
+        window: as in `draw_perplexity_by_length`.
+        path: likewise.
+        below: likewise.
+
+    Raises:
+        DataError, MissingDependencyError, CheckpointError: as `draw_perplexity_by_length`.
+    """
+    _check(curves)
+    picture, (ax,) = canvas.figure(9.0, 5.4)
+    canvas.title(ax, "Loss by position", below)
+    _draw(ax, curves)
+    farthest = max(point.x for curve in curves for point in curve.points)
+    nearest = min(point.x for curve in curves for point in curve.points)
+    ticks = [2**k for k in range(0, 40) if nearest / 1.5 <= 2**k <= 1.5 * farthest]
+    canvas.length_axis(ax, ticks, window)
+    ax.set_xlim(nearest / 1.5, farthest * 1.5)
+    canvas.mark_window(ax, window)
+    ax.set_xlabel("position of the token in its document (multiples of the original window below)", fontsize=9)
+    ax.set_ylabel("mean loss in nats a token, lower is better", fontsize=9)
+    canvas.save(picture, path)
+
+
+def _check(curves: Sequence[Curve]) -> None:
+    empty = [curve.label for curve in curves if not curve.points]
+    if not curves or empty:
+        raise DataError(f"a picture needs curves with points, got {len(curves)} curves, without points: {empty}.")
+
+
+def _draw(ax: Axes, curves: Sequence[Curve]) -> None:
+    for curve in (curve for curve in curves if curve.reference):
+        x, y = [p.x for p in curve.points], [p.y for p in curve.points]
+        ax.plot(x, y, color=canvas.INK, linewidth=1.4, linestyle=(0, (2, 2)), label=curve.label, zorder=3)
+    for number, curve in enumerate(curve for curve in curves if not curve.reference):
+        colour = canvas.COLOURS[number % len(canvas.COLOURS)]
+        marker = canvas.MARKERS[number % len(canvas.MARKERS)]
+        x, y = [p.x for p in curve.points], [p.y for p in curve.points]
+        label = f"{curve.label} ({curve.ends})" if curve.ends else curve.label
+        low, high = [p.low for p in curve.points], [p.high for p in curve.points]
+        ax.fill_between(x, low, high, color=colour, alpha=0.10, lw=0)
+        ax.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.8, label=label, zorder=3)
+        if curve.ends:
+            ax.plot(x[-1], y[-1], color=colour, marker="|", markersize=22, markeredgewidth=2, zorder=4)
+    ax.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))

@@ -1,0 +1,107 @@
+"""What a person sees while it runs: bars on a terminal that can move its cursor, a line every half minute elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+_QUIET_SECONDS = 30.0
+
+
+class Reporter:
+    """Writes lines and bars to one console."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def line(self, text: str) -> None:
+        """Write one line as it is."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def task(self, label: str, total: int, work: float | None = None) -> Iterator[Task]:
+        """Show the progress of `total` steps called `label` until the block ends.
+
+        Args:
+            label: what the steps are.
+            total: how many there are.
+            work: what all of them cost, in the unit in which `Task.advance` is told what one cost: the bar and the time
+                that is left go by it. None: each costs the same.
+        """
+        work = float(total) if work is None else work
+        if not self.console.is_terminal or self.console.is_dumb_terminal:
+            yield Task(label, total, work, self)
+            return
+        columns = (
+            TextColumn("{task.description:<24}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[count]}", markup=False),
+            TextColumn("{task.fields[rate]:>14}{task.fields[loss]}", markup=False),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            bar = progress.add_task(label, total=work, count=f"0/{total}", rate="", loss="")
+            yield Task(label, total, work, self, progress, bar)
+
+
+class Task:
+    """Steps that are being done; made by `Reporter.task`."""
+
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        work: float,
+        reporter: Reporter,
+        progress: Progress | None = None,
+        bar: TaskID | None = None,
+    ) -> None:
+        self.label, self.total, self.work, self.reporter = label, total, work, reporter
+        self.progress, self.bar = progress, bar
+        self.done = self.tokens = 0
+        self._spent = self._skipped = 0.0
+        self.started = self.said = time.monotonic()
+
+    def skip(self, done: int) -> None:
+        """Count `done` steps, each of which costs the same, as done before this run: they have no part in the rate."""
+        self.done = done
+        self._skipped = self.work * done / max(self.total, 1)
+        if self.progress is not None and self.bar is not None:
+            shown = {"count": f"{done}/{self.total}", "rate": "", "loss": ""}
+            self.progress.reset(self.bar, completed=self._skipped, **shown)  # type: ignore[arg-type]
+
+    def advance(self, tokens: int, loss: float | None = None, cost: float = 1.0) -> None:
+        """Count one step of `tokens` tokens, with its loss where it has one, and its part of the work."""
+        self.done, self.tokens, self._spent = self.done + 1, self.tokens + tokens, self._spent + cost
+        now = time.monotonic()
+        rate = f"{self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s"
+        said = "" if loss is None else f"  loss {loss:.3f}"
+        if self.progress is not None and self.bar is not None:
+            completed, count = self._skipped + self._spent, f"{self.done}/{self.total}"
+            self.progress.update(self.bar, completed=completed, count=count, rate=rate, loss=said)
+        elif now - self.said >= _QUIET_SECONDS:
+            self.said = now
+            left = (now - self.started) / self._spent * max(self.work - self._skipped - self._spent, 0.0)
+            self.reporter.line(
+                f"{self.label}: {self.done}/{self.total}, {rate}{said and ',' + said}, {left:.0f} s left"
+            )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' own bars and notices out of one's own, and put both back."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

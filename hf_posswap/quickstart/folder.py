@@ -1,0 +1,49 @@
+"""The folder of one quickstart: made for one set of settings, and for no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import CheckpointError
+from hf_posswap.files import read_json, writable_folder, write_json
+
+_SETTINGS = "quickstart.json"
+
+
+def open_folder(out: Path, identity: dict[str, Any]) -> None:
+    """Check that `out` can be the folder of the quickstart that `identity` stands for; make it where it is missing.
+
+    Args:
+        out: new, empty, or of an earlier run.
+        identity: all that the numbers depend on, as JSON.
+
+    Raises:
+        CheckpointError: it cannot be written, holds something else, or is of a run with other settings.
+    """
+    if out.is_dir() and any(out.iterdir()) and not (out / _SETTINGS).exists():
+        raise CheckpointError(f"{out} is not empty and holds no quickstart: choose another folder with --out.")
+    writable_folder(out)
+    differing = _differences(read_json(out / _SETTINGS), identity) if (out / _SETTINGS).exists() else []
+    if differing:
+        raise CheckpointError(
+            f"{out} holds a quickstart with other settings ({'; '.join(differing)}): choose another folder with "
+            "--out, or delete this one."
+        )
+
+
+def claim_folder(out: Path, identity: dict[str, Any]) -> None:
+    """Write down that `out` is the folder of this quickstart: once it is known that the quickstart can be run.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    write_json(out / _SETTINGS, identity)
+
+
+def _differences(before: Any, now: Any, name: str = "") -> list[str]:
+    """Return what differs between two JSON values, one "name was this and is that" each."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = sorted({*before, *now})
+        return [d for key in keys for d in _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))]
+    return [] if before == now else [f"{name} was {before!r} and is {now!r}"]

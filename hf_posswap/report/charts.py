@@ -1,0 +1,235 @@
+"""Line charts as inline SVG.
+
+Each is drawn twice, wide, and narrow for a phone: the style sheet shows the one that fits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hf_posswap.report.markup import Markup, join, tag
+from hf_posswap.report.scales import Scale, fit, length_ticks, short_number, ticks
+
+COLOURS = 8
+"""Of the style sheet: --c0 to --c7. Further lines take them again, dashed."""
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One measured value.
+
+    Attributes:
+        x: usually in tokens.
+        y: the value.
+        low: of its interval, or None.
+        high: likewise.
+    """
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """The values of one model: `number` chooses its colour, on all charts of a page the same."""
+
+    name: str
+    number: int
+    dots: tuple[Dot, ...]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What a chart says around its lines.
+
+    Attributes:
+        x: name of the x axis.
+        y: name of the y axis.
+        log_y: whether equal factors take equal room.
+        window: where to draw the original window, or None.
+        edge: what the window is called.
+        zero: whether y = 0 belongs on the chart, with a line of its own.
+        log_x: whether x is in doublings.
+        name_x: how a value of x is named when it is pointed at.
+        name_y: how a value is written when it is pointed at.
+    """
+
+    x: str
+    y: str
+    log_y: bool = False
+    window: float | None = None
+    edge: str = "original window"
+    zero: bool = False
+    log_x: bool = True
+    name_x: Callable[[float], str] = lambda x: f"{x:,.0f} tokens"
+    name_y: Callable[[float], str] = lambda y: f"{y:.4g}"
+
+
+@dataclass(frozen=True)
+class _Size:
+    kind: str
+    width: int
+    height: int
+    left: int
+    ticks: int
+
+
+_SIZES = (_Size("wide", 760, 380, 62, 7), _Size("narrow", 360, 300, 50, 5))
+_TOP, _RIGHT, _BOTTOM = 22, 14, 46
+
+
+def line_chart(lines: Sequence[Line], axes: Axes) -> Markup:
+    """Return the chart with its legend.
+
+    Args:
+        lines: at least one, each with at least one dot.
+        axes: what is said around them.
+
+    Example:
+        >>> line = Line("<base>", 0, (Dot(512, 3.0, 2.9, 3.1), Dot(1024, 4.0)))
+        >>> chart = line_chart([line], Axes("length", "perplexity", window=512))
+        >>> chart.count("<svg"), chart.count("<base>"), chart.count("original window")
+        (2, 0, 2)
+    """
+    return tag("div", _legend(lines), *(_draw(lines, axes, size) for size in _SIZES), class_="chart")
+
+
+def _legend(lines: Sequence[Line]) -> Markup:
+    keys = [
+        tag("button", tag("i", class_=look(line.number)), line.name, type="button", data_model=line.number)
+        for line in lines
+    ]
+    return tag("div", *keys, class_="legend")
+
+
+def look(number: int) -> str:
+    """Return the style classes of the `number`-th model.
+
+    Example:
+        >>> look(1), look(9)
+        ('c1', 'c1 dashed')
+    """
+    return f"c{number % COLOURS}" + (" dashed" if number >= COLOURS else "")
+
+
+def _draw(lines: Sequence[Line], axes: Axes, size: _Size) -> Markup:
+    dots = [dot for line in lines for dot in line.dots]
+    seen = [v for dot in dots for v in (dot.y, dot.low, dot.high) if v is not None and (v > 0 or not axes.log_y)]
+    places = [dot.x for dot in dots] + ([axes.window] if axes.window else [])
+    x = fit(places, size.left, size.width - _RIGHT, log=axes.log_x, margin=0.04)
+    y = fit(seen + ([0.0] if axes.zero else []), size.height - _BOTTOM, _TOP, log=axes.log_y)
+    return tag(
+        "svg",
+        _frame(axes, size, x, y),
+        *(_band(line, x, y) for line in lines if len(line.dots) > 1),
+        *(_line(line, x, y) for line in lines),
+        _strips(lines, axes, size, x),
+        class_=f"plot {size.kind}",
+        viewBox=f"0 0 {size.width} {size.height}",
+        role="img",
+        aria_label=f"{axes.y} by {axes.x}: {', '.join(line.name for line in lines)}",
+    )
+
+
+def _frame(axes: Axes, size: _Size, x: Scale, y: Scale) -> Markup:
+    """Return grid, ticks, names of the axes, and the original window."""
+    bottom, right = size.height - _BOTTOM, size.width - _RIGHT
+    parts: list[Markup] = []
+    for value in ticks(y, size.ticks):
+        kind = "zero" if axes.zero and value == 0 else "grid"
+        parts.append(tag("line", x1=size.left, x2=right, y1=_px(y(value)), y2=_px(y(value)), class_=kind))
+        said = short_number(value)
+        parts.append(tag("text", said, x=size.left - 8, y=_px(y(value) + 4), class_="tick", text_anchor="end"))
+    for value in length_ticks(x, size.ticks + 2) if axes.log_x else ticks(x, size.ticks):
+        parts.append(tag("line", x1=_px(x(value)), x2=_px(x(value)), y1=bottom, y2=bottom + 5, class_="axis"))
+        said = short_number(value)
+        parts.append(tag("text", said, x=_px(x(value)), y=bottom + 19, class_="tick", text_anchor="middle"))
+    parts.append(tag("line", x1=size.left, x2=right, y1=bottom, y2=bottom, class_="axis"))
+    middle = (size.left + right) / 2
+    parts.append(tag("text", axes.x, x=middle, y=size.height - 8, class_="name", text_anchor="middle"))
+    parts.append(tag("text", axes.y, x=4, y=12, class_="name"))
+    if axes.window:
+        parts.append(_window(axes.edge, x(axes.window), bottom, right))
+    return join(*parts)
+
+
+def _window(name: str, at: float, bottom: float, right: float) -> Markup:
+    beyond = tag("rect", x=_px(at), y=_TOP, width=_px(right - at), height=bottom - _TOP, class_="beyond")
+    edge = tag("line", x1=_px(at), x2=_px(at), y1=_TOP, y2=bottom, class_="window")
+    fits = right - at > 110
+    said = tag(
+        "text",
+        name,
+        x=_px(at + 6 if fits else at - 6),
+        y=bottom - 8,
+        class_="window-name",
+        text_anchor="start" if fits else "end",
+    )
+    return join(beyond, edge, said)
+
+
+def _band(line: Line, x: Scale, y: Scale) -> Markup | None:
+    dots = [dot for dot in line.dots if dot.low is not None and dot.high is not None]
+    if len(dots) < 2:
+        return None
+    floor = y.low
+    upper = [(dot.x, dot.high) for dot in dots]
+    lower = [(dot.x, max(dot.low or 0.0, floor) if y.log else dot.low) for dot in reversed(dots)]
+    points = " ".join(f"{_px(x(at))},{_px(y(value))}" for at, value in upper + lower if value is not None)
+    return tag("path", d=f"M{points}Z", class_=f"band {look(line.number)}", data_m=line.number)
+
+
+def _line(line: Line, x: Scale, y: Scale) -> Markup:
+    points = " ".join(f"{_px(x(dot.x))},{_px(y(dot.y))}" for dot in line.dots)
+    marks = [
+        tag("circle", cx=_px(x(dot.x)), cy=_px(y(dot.y)), r=3.5, data_x=f"{dot.x:g}", class_="dot") for dot in line.dots
+    ]
+    stroke = tag("path", d=f"M{points}", class_="stroke")
+    return tag("g", stroke, _whisker(line, x, y), *marks, class_=f"line {look(line.number)}", data_m=line.number)
+
+
+def _whisker(line: Line, x: Scale, y: Scale) -> Markup | None:
+    """Return the interval of a line's only dot, for which there is no band."""
+    dot = line.dots[0]
+    if len(line.dots) > 1 or dot.low is None or dot.high is None:
+        return None
+    at, low = _px(x(dot.x)), max(dot.low, y.low) if y.log else dot.low
+    return tag("path", d=f"M{at},{_px(y(low))} {at},{_px(y(dot.high))}", class_="whisker")
+
+
+def _strips(lines: Sequence[Line], axes: Axes, size: _Size, x: Scale) -> Markup:
+    """Return an invisible strip for each x, that knows what to say when it is pointed at."""
+    places = sorted({dot.x for line in lines for dot in line.dots})
+    edges = [size.left, *((x(a) + x(b)) / 2 for a, b in zip(places, places[1:], strict=False)), size.width - _RIGHT]
+    strips = []
+    for place, left, right in zip(places, edges, edges[1:], strict=False):
+        rows = [[line.number, line.name, _said(d, axes)] for line in lines for d in line.dots if d.x == place]
+        strips.append(
+            tag(
+                "rect",
+                x=_px(left),
+                y=_TOP,
+                width=_px(right - left),
+                height=size.height - _BOTTOM - _TOP,
+                class_="strip",
+                tabindex=0,
+                data_x=f"{place:g}",
+                data_at=_px(x(place)),
+                data_tip=json.dumps([axes.name_x(place), rows]),
+            )
+        )
+    return join(*strips)
+
+
+def _said(dot: Dot, axes: Axes) -> str:
+    if dot.low is None or dot.high is None:
+        return axes.name_y(dot.y)
+    return f"{axes.name_y(dot.y)} [{axes.name_y(dot.low)}, {axes.name_y(dot.high)}]"
+
+
+def _px(value: float) -> str:
+    return f"{value:.1f}"

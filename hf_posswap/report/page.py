@@ -1,0 +1,118 @@
+"""The whole page: one HTML file that needs no network, from the results of an evaluation."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import DataError
+from hf_posswap.files import write_text
+from hf_posswap.report.extras import cost, method, needles, protocols, tasks
+from hf_posswap.report.markup import Markup, json_script, tag
+from hf_posswap.report.sections import gain, offsets, perplexity, positions, retrieval
+from hf_posswap.report.verdicts import common_gaps, findings, overview, short_context
+
+KIND, SCHEMA = "hf_posswap evaluation", 1
+PAGE = "report.html"
+"""The name of the page beside results.json."""
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_SECTIONS = (
+    findings,
+    perplexity,
+    overview,
+    positions,
+    gain,
+    needles,
+    short_context,
+    tasks,
+    retrieval,
+    offsets,
+    protocols,
+    cost,
+    method,
+)
+
+
+def write_html(results: dict[str, Any], path: Path) -> None:
+    """Write the page of `results` to `path`, whole or not at all.
+
+    Args:
+        results: what results.json holds.
+        path: of the .html file.
+
+    Raises:
+        DataError: these are no results of an evaluation, or of a form that this version does not know.
+        CheckpointError: the file cannot be written.
+    """
+    write_text(path, render_html(results))
+
+
+def render_html(results: dict[str, Any]) -> str:
+    """Return the page of `results`: styles, script and data inside, nothing loaded from elsewhere.
+
+    Sections of metrics that were not measured are left out.
+
+    Args:
+        results: what results.json holds.
+
+    Raises:
+        DataError: as `write_html`.
+
+    Example:
+        >>> render_html({"kind": "else"})
+        Traceback (most recent call last):
+        hf_posswap.errors.DataError: a report needs the results.json of posswap eval or compare, got kind 'else'.
+    """
+    check_results(results)
+    shown = [made for make in _SECTIONS if (made := make(results)) is not None]
+    models, data = results["models"], results["data"]
+    title = f"{len(models)} models by length" if len(models) > 1 else f"{results['base']} by length"
+    below = (
+        f"Base: {results['base']}; original window {results['window']:,} tokens; {data['documents']} documents of "
+        f"{data['source']}, up to {max(results['lengths']):,} tokens."
+    )
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("link", rel="icon", href="data:,"),
+        tag("title", f"{title}: hf_posswap"),
+        tag("style", _asset("page.css")),
+    )
+    gaps = [f"{metric} was not measured: {why}" for metric, why in common_gaps(results)]
+    notes = [tag("p", note, class_="warning") for note in [*results["notes"], *gaps]]
+    body = tag(
+        "body",
+        tag("header", tag("h1", title), tag("p", below, class_="lead"), *notes),
+        tag("main", *shown),
+        tag("div", id="tip", role="status", hidden=True),
+        json_script(results, "results"),
+        tag("script", _asset("page.js")),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def check_results(results: Any) -> None:
+    """Check that these are results which a report can be made of.
+
+    Raises:
+        DataError: they are not.
+    """
+    kind = results.get("kind") if isinstance(results, dict) else None
+    if kind != KIND:
+        raise DataError(f"a report needs the results.json of posswap eval or compare, got kind {kind!r}.")
+    if results.get("schema") != SCHEMA:
+        raise DataError(
+            f"these results have schema {results.get('schema')!r}, and this version of hf_posswap reads {SCHEMA}: "
+            "make them again, or use the version that made them."
+        )
+    missing = sorted({"base", "window", "lengths", "models", "comparisons", "data", "settings"} - set(results))
+    if missing or not results["models"]:
+        raise DataError(f"these results are not whole: {', '.join(missing) or 'models'} is missing. Make them again.")
+
+
+def _asset(name: str) -> Markup:
+    return Markup(files("hf_posswap.report").joinpath(name).read_text(encoding="utf-8"))

@@ -1,0 +1,105 @@
+"""Tables and heat maps as HTML: they read aloud, wrap and print better than pictures of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_posswap.report.charts import look
+from hf_posswap.report.markup import Markup, tag
+from hf_posswap.report.scales import short_number
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one place of a table says.
+
+    Attributes:
+        text: shown.
+        order: what the column is sorted by; None: last.
+        note: shown smaller below it, or None.
+    """
+
+    text: str
+    order: float | None = None
+    note: str | None = None
+
+
+def sortable(header: Sequence[str], rows: Sequence[tuple[int, str, Sequence[Cell]]]) -> Markup:
+    """Return a table whose columns can be sorted; the first names the model.
+
+    Args:
+        header: of the columns after the first.
+        rows: number and name of the model, and a cell for each of them.
+
+    Example:
+        >>> "<td" in sortable(["perplexity"], [(0, "base", [Cell("3.1", 3.1)])])
+        True
+    """
+    head = [tag("th", tag("button", title, type="button"), scope="col") for title in ["model", *header]]
+    body = []
+    for number, name, cells in rows:
+        first = tag("th", tag("i", class_=look(number)), name, scope="row", data_order=number)
+        rest = [
+            tag("td", cell.text, cell.note and tag("small", cell.note), data_order=_order(cell.order)) for cell in cells
+        ]
+        body.append(tag("tr", first, *rest))
+    return _scrolled(tag("table", tag("thead", tag("tr", *head)), tag("tbody", *body), class_="sortable"))
+
+
+def _order(value: float | None) -> str | None:
+    return None if value is None else f"{value:.10g}"
+
+
+def _scrolled(table: Markup) -> Markup:
+    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label="table")
+
+
+def heat_maps(
+    maps: Mapping[str, Mapping[tuple[Any, int], tuple[float, str]]],
+    numbers: Mapping[str, int],
+    lengths: Sequence[int],
+    window: int,
+    name_row: Callable[[Any], str],
+) -> Markup:
+    """Return heat maps side by side, shares from 0 to 1 over rows and lengths.
+
+    Args:
+        maps: by model: by row and length, a share and what is said where it is pointed at.
+        numbers: of the models.
+        lengths: of the columns, in tokens; a length that a map lacks is hatched.
+        window: the original one, after which a line is drawn.
+        name_row: how a row is named.
+
+    Example:
+        >>> page = heat_maps({"a": {(0.5, 512): (1.0, "5 of 5")}}, {"a": 0}, [512, 1024], 512, str)
+        >>> page.count("<td"), page.count("hatched")
+        (2, 1)
+    """
+    return tag("div", *(_heat_map(n, m, numbers[n], lengths, window, name_row) for n, m in maps.items()), class_="maps")
+
+
+def _heat_map(
+    name: str,
+    cells: Mapping[tuple[Any, int], tuple[float, str]],
+    number: int,
+    lengths: Sequence[int],
+    window: int,
+    name_row: Callable[[Any], str],
+) -> Markup:
+    head = [tag("th", short_number(n), scope="col", class_="edge" if n == window else None) for n in lengths]
+    lines = [tag("tr", tag("th", class_="corner"), *head)]
+    for row in dict.fromkeys(row for row, _ in cells):
+        shown = [_heat(cells.get((row, n)), "edge" if n == window else None) for n in lengths]
+        lines.append(tag("tr", tag("th", name_row(row), scope="row"), *shown))
+    title = tag("figcaption", tag("i", class_=look(number)), name)
+    return tag("figure", title, tag("table", *lines, class_="heat"))
+
+
+def _heat(cell: tuple[float, str] | None, edge: str | None) -> Markup:
+    if cell is None:
+        return tag("td", class_=" ".join(filter(None, ["hatched", edge])), data_tip='["not run", []]')
+    share, tip = cell
+    kind = " ".join(filter(None, ["strong" if share > 0.55 else None, edge])) or None
+    return tag("td", f"{100 * share:.0f}", style=f"--v:{share:.3f}", class_=kind, data_tip=tip, tabindex=0)

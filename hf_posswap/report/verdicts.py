@@ -1,0 +1,174 @@
+"""What the page says first: each model in a few sentences, the table of all, and what a swap cost within the window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hf_posswap.report.charts import look
+from hf_posswap.report.markup import Markup, join, tag
+from hf_posswap.report.sections import Results, section
+from hf_posswap.report.tables import Cell, sortable
+from hf_posswap.report.words import (
+    effective,
+    length_change,
+    number,
+    scores_by_length,
+    share_found,
+    short_verdict,
+    times,
+)
+
+_MARKS = {"not worse": "good", "worse": "bad"}
+
+
+def findings(results: Results) -> Markup:
+    """Return a card for each model: what was found of it, in plain words."""
+    cards = [_card(results, n, name, model) for n, (name, model) in enumerate(results["models"].items())]
+    return tag("section", tag("h2", "In short"), tag("div", *cards, class_="cards"), id="findings")
+
+
+def _card(results: Results, place: int, name: str, model: dict[str, Any]) -> Markup:
+    said = [_long(results, model), *_changes(results, name)]
+    if model.get("short_reg"):
+        said.append(short_verdict(model["short_reg"]))
+    if model.get("passkey"):
+        said.append(effective(model["passkey"], results["window"]))
+    said += [f"{metric} was not measured: {why}" for metric, why in own_gaps(results, model)]
+    kind = "the base" if name == results["base"] and len(results["models"]) > 1 else _mechanism(model)
+    title = tag("h3", tag("i", class_=look(place)), name, kind and tag("small", kind))
+    return tag("article", title, tag("ul", *(tag("li", text) for text in said if text)), class_="card")
+
+
+def own_gaps(results: Results, model: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the metrics that were not measured on `model` and why, but for what is said of all models alike."""
+    common = common_gaps(results)
+    return [gap for gap in model["not_measured"].items() if gap not in common]
+
+
+def common_gaps(results: Results) -> list[tuple[str, str]]:
+    """Return the metrics that were measured on no model, and why, where the reason is the same."""
+    first, *others = results["models"].values()
+    gaps = list(first["not_measured"].items())
+    return [gap for gap in gaps if others and all(gap in model["not_measured"].items() for model in others)]
+
+
+def _mechanism(model: dict[str, Any]) -> str | None:
+    plan = model["plan"]
+    return None if plan is None else f"{plan['scheme']['name']}, {plan['route']} route"
+
+
+def _long(results: Results, model: dict[str, Any]) -> str | None:
+    rows = scores_by_length(model)
+    if not rows:
+        return None
+    last = rows[-1]
+    where = times(last["length"], results["window"])
+    said = f"Perplexity {number(last['perplexity'])} at {last['length']:,} tokens" + (f", {where}" if where else "")
+    first = next((row for row in rows if row["length"] == results["window"]), rows[0])
+    if first is not last:
+        said += f" ({number(first['perplexity'])} at {first['length']:,})"
+    return f"{said}."
+
+
+def _changes(results: Results, name: str) -> list[str]:
+    """Return how the model differs from the base at the longest length that both run, and in needles."""
+    against, base = results["comparisons"].get(name, {}), results["base"]
+    said = [length_change(row, base) for row in against.get("lengths", [])[-1:]]
+    needles = against.get("passkey")
+    if needles:
+        sure = f"p = {needles['p']:.2g}" if needles["p"] <= 0.05 else f"which could be chance, p = {needles['p']:.2g}"
+        said.append(f"{needles['after']} of {needles['needles']} passkeys found, {base} {needles['before']} ({sure}).")
+    return said
+
+
+def overview(results: Results) -> Markup | None:
+    """Return the sortable table of the main numbers."""
+    models = results["models"]
+    columns: list[tuple[str, list[Cell]]] = []
+    if any(scores_by_length(model) for model in models.values()):
+        lengths = [(f"{n:,} tokens", n) for n in results["lengths"]]
+        columns += [(title, [_perplexity(model, n) for model in models.values()]) for title, n in lengths]
+    for title, metric, write in _COLUMNS:
+        if any(model.get(metric) for model in models.values()):
+            cells = [write(model[metric]) if model.get(metric) else Cell("–") for model in models.values()]
+            columns.append((title, cells))
+    if not columns:
+        return None
+    rows = [(n, name, [cells[n] for _, cells in columns]) for n, name in enumerate(models)]
+    lead = "Under a number of tokens: perplexity at that length with its 95 % interval. A click on a heading sorts."
+    return section("overview", "All numbers at a glance", lead, sortable([title for title, _ in columns], rows))
+
+
+def _perplexity(model: dict[str, Any], length: int) -> Cell:
+    row = next((row for row in scores_by_length(model) if row["length"] == length), None)
+    if row is None:
+        return Cell("–", None, model["cannot_run"].get(str(length)))
+    return Cell(number(row["perplexity"]), row["perplexity"], f"{number(row['low'])} to {number(row['high'])}")
+
+
+def _short(short: dict[str, Any]) -> Cell:
+    return Cell(f"{short['loss']['difference']:+.3f}", short["loss"]["difference"], short["loss"]["verdict"])
+
+
+def _effective(passkey: dict[str, Any]) -> Cell:
+    length = passkey["effective_length"]["length"]
+    return Cell("no verdict") if length is None else Cell(f"{length:,}", length)
+
+
+def _found(passkey: dict[str, Any]) -> Cell:
+    return Cell(f"{share_found(passkey):.0%}", share_found(passkey))
+
+
+def _speed(rows: Sequence[dict[str, Any]]) -> Cell:
+    return Cell(f"{rows[-1]['tokens_per_second']:,.0f}", rows[-1]["tokens_per_second"], f"at {rows[-1]['length']:,}")
+
+
+_COLUMNS = (
+    ("within the window, nats", "short_reg", _short),
+    ("passkeys found", "passkey", _found),
+    ("effective length", "passkey", _effective),
+    ("read, tokens/s", "cost", _speed),
+)
+
+
+def short_context(results: Results) -> Markup | None:
+    """Return what each swap cost within the window, as a picture and in words."""
+    found = {name: model["short_reg"] for name, model in results["models"].items() if model.get("short_reg")}
+    if not found:
+        return None
+    margin = next(iter(found.values()))["loss"]["margin"]
+    edges = [v for short in found.values() for v in (short["loss"]["lower"], short["loss"]["upper"])] + [0.0, margin]
+    low, room = min(edges), (max(edges) - min(edges)) * 1.1 or 1.0
+    low -= room * 0.05
+    numbers = {name: place for place, name in enumerate(results["models"])}
+    rows = [_interval(numbers[name], name, short, margin, low, room) for name, short in found.items()]
+    lead = (
+        f"The change of the loss against {results['base']} where it was good already, at most the original window; "
+        f"further left is better. The bar is the 90 % interval over documents; it must end before the dashed line, "
+        f"{margin:g} nats a token, for the verdict that nothing was lost."
+    )
+    return section("short", "Within the original window", lead, tag("div", *rows, class_="forest"))
+
+
+def _interval(place: int, name: str, short: dict[str, Any], margin: float, low: float, room: float) -> Markup:
+    loss = short["loss"]
+
+    def at(value: float) -> str:
+        return f"{100 * (value - low) / room:.2f}%"
+
+    width = f"{100 * (loss['upper'] - loss['lower']) / room:.2f}%"
+    track = join(
+        tag("span", class_="at-zero", style=f"left:{at(0.0)}"),
+        tag("span", class_="at-margin", style=f"left:{at(margin)}"),
+        tag("span", class_=f"bar {look(place)}", style=f"left:{at(loss['lower'])};width:{width}"),
+        tag("span", class_=f"point {look(place)}", style=f"left:{at(loss['difference'])}"),
+    )
+    more = (
+        f"Both have the same first choice for {short['agreement']:.0%} of the tokens; divergence "
+        f"{short['divergence']:.3g} nats a token."
+    )
+    verdict = tag("b", loss["verdict"], class_=f"verdict {_MARKS.get(loss['verdict'], 'open')}")
+    head = tag("div", name, verdict, class_="who")
+    words = tag("p", f"{short_verdict(short)} {more}")
+    return tag("div", head, tag("div", track, class_="track"), words, class_="row")

@@ -1,0 +1,109 @@
+"""The findings in plain words: every sentence follows from a number of results.json, with its uncertainty."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+SIGNIFICANT = 0.05
+
+
+def scores_by_length(model: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return perplexity by length, of the next token or of masked ones; empty where it was not measured."""
+    return model.get("ppl_prefix") or model.get("mlm_pos", {}).get("lengths", [])
+
+
+def number(value: float) -> str:
+    """Return `value` to three digits.
+
+    Example:
+        >>> number(3.14159), number(24310.5)
+        ('3.14', '24,300')
+    """
+    return f"{float(f'{value:.3g}'):,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def times(length: int, window: int) -> str:
+    """Return what `length` is of the window.
+
+    Example:
+        >>> times(2048, 512), times(256, 512), times(512, 512), times(600, 0)
+        ('4 times the window', 'within the window', 'the whole window', '')
+    """
+    if not window or length == window:
+        return "the whole window" if window else ""
+    return f"{number(length / window)} times the window" if length > window else "within the window"
+
+
+def length_change(row: dict[str, Any], base: str) -> str:
+    """Return what a row of `comparisons` says: better, worse, or not told apart from chance.
+
+    Example:
+        >>> row = {"length": 512, "difference": -0.5, "low": -0.6, "high": -0.4, "p_holm": 0.004}
+        >>> length_change(row, "base")
+        'Better than base at 512 tokens: perplexity 39.3 % lower (95 % interval -45.1 % to -33.0 %, p = 0.004).'
+        >>> length_change(row | {"p_holm": 0.3}, "base")
+        'At 512 tokens no difference from base that could not be chance (perplexity -39.3 %, p = 0.3).'
+    """
+    at, p = f"{row['length']:,} tokens", row["p_holm"]
+    change, low, high = (_percent(row[key]) for key in ("difference", "low", "high"))
+    if p is None:
+        return f"At {at} perplexity {change} against {base}: too few documents for a verdict."
+    if p > SIGNIFICANT:
+        return f"At {at} no difference from {base} that could not be chance (perplexity {change}, p = {p:.2g})."
+    word, way = ("Better", "lower") if row["difference"] < 0 else ("Worse", "higher")
+    return f"{word} than {base} at {at}: perplexity {change[1:]} {way} (95 % interval {low} to {high}, p = {p:.2g})."
+
+
+def _percent(nats: float) -> str:
+    """Return a change of the mean loss as the change of perplexity that it is."""
+    percent = 100 * math.expm1(nats)
+    return f"{percent:+,.0f} %" if abs(percent) >= 100 else f"{percent:+.1f} %"
+
+
+def short_verdict(short: dict[str, Any]) -> str:
+    """Return the short-context verdict as a sentence.
+
+    Example:
+        >>> loss = {"verdict": "worse", "difference": 0.2, "lower": 0.1, "upper": 0.3, "margin": 0.02, "reason": None}
+        >>> short_verdict({"loss": loss, "length": 512, "agreement": 0.9, "divergence": 0.1})
+        'It costs something within the window: 0.200 nats a token more at 512 tokens, where 0.02 are allowed.'
+    """
+    loss, at = short["loss"], f"at {short['length']:,} tokens"
+    change, margin = loss["difference"], loss["margin"]
+    if loss["verdict"] == "no verdict":
+        return f"No verdict on what it costs within the window: {loss['reason']}"
+    if loss["verdict"] == "not worse":
+        return f"It costs nothing that matters within the window: {change:+.3f} nats a token {at}, {margin:g} allowed."
+    if loss["verdict"] == "worse":
+        return (
+            f"It costs something within the window: {change:.3f} nats a token more {at}, where {margin:g} are allowed."
+        )
+    return (
+        f"Undecided whether it costs something within the window: {change:+.3f} nats a token {at}, "
+        f"between {loss['lower']:+.3f} and {loss['upper']:+.3f}, {margin:g} allowed."
+    )
+
+
+def effective(passkey: dict[str, Any], window: int) -> str:
+    """Return how far a model finds passkeys, as a sentence.
+
+    Example:
+        >>> effective({"effective_length": {"length": 1024, "base": 1.0, "bar": 0.85, "no_verdict": None}}, 512)
+        'Passkeys are found up to 1,024 tokens, 2 times the window.'
+    """
+    found = passkey["effective_length"]
+    if found["length"] is None:
+        return f"No effective length: {found['no_verdict']}"
+    return f"Passkeys are found up to {found['length']:,} tokens, {times(found['length'], window)}."
+
+
+def share_found(passkey: dict[str, Any]) -> float:
+    """Return the share of passkeys found, over all lengths and depths.
+
+    Example:
+        >>> share_found({"cells": [{"share": 1.0}, {"share": 0.5}]})
+        0.75
+    """
+    shares = [cell["share"] for cell in passkey["cells"]]
+    return sum(shares) / len(shares)

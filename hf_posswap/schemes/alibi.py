@@ -1,0 +1,95 @@
+"""ALiBi: a penalty on the attention score that grows with distance, one slope a head.
+
+Press et al. 2021, https://arxiv.org/abs/2108.12409, section 3. Interpolated: Al-Khateeb et al. 2023,
+https://arxiv.org/abs/2310.13017.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posswap.geometry import Geometry
+from hf_posswap.schemes import checks
+from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits
+from hf_posswap.schemes.bias import distances
+
+
+def slopes(heads: int) -> list[float]:
+    """Return m_h for each head: 2^(-8h/n), h = 1..n, where n is a power of two; else, as the authors' code does,
+    those of the next lower power and then every other one of the next higher.
+
+    Example:
+        >>> slopes(4)
+        [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    power = 2 ** int(math.log2(heads))
+    own = [2.0 ** (-8.0 * h / power) for h in range(1, power + 1)]
+    if power == heads:
+        return own
+    finer = [2.0 ** (-4.0 * h / power) for h in range(1, 2 * power + 1)]
+    return own + finer[0::2][: heads - power]
+
+
+@SCHEMES.register("alibi")
+@dataclass(frozen=True)
+class Alibi(Scheme):
+    """ALiBi: score - (m_h / s) |i - j|. In an encoder the penalty is the same to both sides.
+
+    Attributes:
+        interpolation: s >= 1, the target length over the length that the model was trained on with ALiBi: all
+            distances then cost what they cost there. The paper takes s anew from each input that is longer; here it is
+            one number, so that a cached and a full forward agree. None divides by nothing.
+
+    Example:
+        >>> Alibi().traits.relative
+        True
+        >>> str(Alibi(interpolation=4))
+        'alibi(interpolation=4.0)'
+    """
+
+    name: ClassVar[str] = "alibi"
+    summary: ClassVar[str] = "a linear penalty on distance, one slope a head"
+    source: ClassVar[str] = "https://arxiv.org/abs/2108.12409"
+    kind: ClassVar[Kind] = "bias"
+
+    interpolation: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.interpolation is not None:
+            checked = checks.number(self.name, "interpolation", self.interpolation, minimum=1.0, maximum=1e6)
+            object.__setattr__(self, "interpolation", checked)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits()
+
+    def mechanism(self, geometry: Geometry) -> Mechanism:
+        return AlibiMechanism(geometry.num_heads, self.interpolation or 1.0)
+
+    def reach(self, geometry: Geometry) -> int | None:
+        return None if self.interpolation is None else math.floor(self.interpolation * geometry.original_length)
+
+
+class AlibiMechanism(Mechanism):
+    """Adds -(m_h / s) |i - j| to the scores."""
+
+    biases = True
+
+    def __init__(self, heads: int, interpolation: float) -> None:
+        super().__init__()
+        divided = [slope / interpolation for slope in slopes(heads)]
+        self.slopes = torch.tensor(divided, dtype=torch.float32, device="cpu")  # [H]
+
+    def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        if self.slopes.device != query_positions.device:
+            self.slopes = self.slopes.to(query_positions.device)
+        distance = distances(query_positions, key_positions).abs()  # [B, Q, K]
+        return -self.slopes[None, :, None, None] * distance[:, None]  # [B, H, Q, K]
+
+    def extra_repr(self) -> str:
+        return f"heads={len(self.slopes)}"

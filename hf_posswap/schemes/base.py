@@ -1,0 +1,305 @@
+"""What a scheme is: hyper-parameters, the mathematics, and what it promises.
+
+Shape legend of the package: B batch, Q query length, K key length, H heads, G kv heads, D head dim, R rotary dim,
+E hidden size. Schemes are pure torch: they never see a transformers model, only its `Geometry`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+from torch import Tensor, nn
+
+from hf_posswap.errors import OptionError, SchemeError
+from hf_posswap.geometry import Geometry
+from hf_posswap.registry import Registry
+from hf_posswap.schemes import checks
+from hf_posswap.schemes.piece import Piece
+
+Kind = Literal["rotary", "bias", "table", "none", "mixed"]
+
+SCHEMES: Registry[type[Scheme]] = Registry("scheme", "hf_posswap.schemes")
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a scheme promises; the contract suite holds it to each of these.
+
+    Attributes:
+        prefix_consistent: logits at t depend on tokens <= t only, whatever the total length; so a cached and a full
+            forward agree, and one forward gives the loss of every prefix.
+        causal_only: meaningless where a query sees its future.
+        relative: only differences of positions matter: shifting all positions changes nothing.
+        training_free: meant to be used on its native kind of model without adapting the weights.
+        unbounded: runs at any length; otherwise there is an end, and a clear error past it.
+        shardable: what a token needs follows from its own position, so that a sequence may be split over devices
+            (context parallelism) under any attention kernel.
+    """
+
+    prefix_consistent: bool = True
+    causal_only: bool = False
+    relative: bool = True
+    training_free: bool = False
+    unbounded: bool = True
+    shardable: bool = False
+
+    def letters(self) -> str:
+        """Return the first letter of each promise, in capitals, or a dot where it is not made.
+
+        Example:
+            >>> Traits(causal_only=True).letters()
+            'PCR.U.'
+        """
+        promises = dataclasses.asdict(self).items()
+        return "".join(name[0].upper() if held else "." for name, held in promises)
+
+
+class Mechanism(nn.Module):
+    """A scheme at work inside the attention of one model; its layers share one instance.
+
+    A subclass sets the flags and overrides the methods that they announce. Learned parameters, where a scheme has
+    them, are ordinary `nn.Parameter`s of the subclass, made with dtype=torch.float32: the dtype that they are made with
+    is the one that they are loaded in, whatever the checkpoint's. Constant tensors are plain attributes, never
+    buffers, so that `model.to(bfloat16)` leaves them in float32.
+    """
+
+    rotates: bool = False
+    """Whether q and k are rotated."""
+    stores_rotated_keys: bool = True
+    """Whether a key's rotation never changes later, so that the cache may hold rotated keys."""
+    biases: bool = False
+    """Whether a bias is added to the attention scores."""
+    splits: bool = False
+    """Whether attention falls into pieces, each with rotations of its own."""
+    scales: bool = False
+    """Whether each query is multiplied by a number that depends on its position."""
+    head_dim: int = 0
+    """D, where the mechanism rotates or splits."""
+
+    def for_layer(self, layer: int) -> Mechanism:
+        """Return the mechanism of attention layer `layer`, counted from 0: this one, where all have the same."""
+        return self
+
+    def prepare(self, positions: Tensor, length: Tensor) -> Any:
+        """Return what `rotate_query` and `rotate_key` need for tokens at `positions` [B or 1, Q]: cos and sin, mostly.
+
+        Args:
+            positions: of the tokens to rotate, [B or 1, Q].
+            length: tokens seen so far, per row, [B or 1, 1, 1, 1].
+        """
+        raise NotImplementedError
+
+    def rotate_query(self, query: Tensor, prepared: Any) -> Tensor:
+        """Return `query` [B, H, Q, D] rotated."""
+        raise NotImplementedError
+
+    def rotate_key(self, key: Tensor, prepared: Any) -> Tensor:
+        """Return `key` [B, G, K, D] rotated."""
+        raise NotImplementedError
+
+    def pieces(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Piece, ...]:
+        """Return the pieces of the attention of queries at [B or 1, Q] to keys at [B or 1, K].
+
+        Each pair of a query and a key that causality allows belongs to one piece.
+        """
+        raise NotImplementedError
+
+    def scale(self, query_positions: Tensor) -> Tensor:
+        """Return what multiplies the queries at [B or 1, Q], [B or 1, Q], float32."""
+        raise NotImplementedError
+
+    def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Return what is added to the scaled scores, [B or 1, H, Q, K], float32.
+
+        Args:
+            query_positions: [B or 1, Q].
+            key_positions: [B or 1, K]; keys in the future or in padding are masked elsewhere.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Hyper-parameters of one position mechanism.
+
+    A subclass is one file: a frozen dataclass under `@SCHEMES.register(name)` with `name`, `summary`, `source`, `kind`.
+    A field that is None is filled from the model by `resolve`.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    source: ClassVar[str]
+    kind: ClassVar[Kind]
+
+    @classmethod
+    def stand_ins(cls, geometry: Geometry) -> dict[str, Any]:
+        """Return options with which a scheme that is known by name alone shows what it does in such a model."""
+        return {}
+
+    @property
+    def traits(self) -> Traits:
+        """What the scheme promises with these parameters."""
+        return Traits()
+
+    @property
+    def acts_inside(self) -> bool:
+        """Whether there is something to do inside attention."""
+        return self.kind in ("rotary", "bias", "mixed")
+
+    @property
+    def exact_below(self) -> int | None:
+        """The distance, in tokens, below which a resolved scheme leaves a rotary model's own angles alone."""
+        return None
+
+    @property
+    def table_part(self) -> Any:
+        """The table scheme that says what stands in the position table; None: nothing does."""
+        return None
+
+    def with_table(self, table: Any) -> Self:
+        """Return a copy with another table scheme for `table_part`."""
+        raise NotImplementedError(f"scheme {self.name!r} has no table.")
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        """Return a copy with every open parameter filled in for this model.
+
+        Raises:
+            SchemeError: the parameters are impossible for this geometry, or max_length is no number of tokens.
+        """
+        if max_length is not None:
+            checks.length(self.name, "max_length", max_length)
+        return self
+
+    def reach(self, geometry: Geometry) -> int | None:
+        """Return the length, in tokens, that the resolved parameters were made for; None: no such length."""
+        return None
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what a plan should say of the resolved scheme, in sentences."""
+        return ()
+
+    def mechanism(self, geometry: Geometry) -> Mechanism:
+        """Return the module that acts inside attention; for kinds "rotary" and "bias"."""
+        raise NotImplementedError(f"scheme {self.name!r} has kind {self.kind!r}: it does not act inside attention.")
+
+    def filled(self, field: str) -> Any:
+        """Return the value of `field`, which `resolve` must have filled in.
+
+        Raises:
+            SchemeError: it is still open.
+        """
+        value = getattr(self, field)
+        if value is None:
+            raise SchemeError(f"{self.name}: {field} is still open (None): call resolve(geometry, max_length) first.")
+        return value
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the scheme as JSON: its name and every field.
+
+        Example:
+            >>> from hf_posswap.schemes import Kerple
+            >>> Kerple().to_dict()
+            {'name': 'kerple', 'variant': 'log', 'seed': 0}
+        """
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {"name": self.name} | {name: _plain(value) for name, value in fields.items()}
+
+    def per_layer(self, layers: Mapping[int, Scheme | str]) -> Scheme:
+        """Return a scheme that is this one, but for the `layers` named, counted from 0.
+
+        Example:
+            >>> from hf_posswap.schemes import NoPE, Rope
+            >>> str(Rope().per_layer({3: NoPE()}))
+            'per_layer(3: nope, others: rope)'
+        """
+        return SCHEMES.get("per_layer")(layers=layers, default=self)  # type: ignore[call-arg]
+
+    def __add__(self, other: Scheme) -> Scheme:
+        """Return a position table and a scheme inside attention at work together.
+
+        Example:
+            >>> from hf_posswap.schemes import Learned, Rope
+            >>> (Learned() + Rope()).name
+            'together'
+        """
+        return SCHEMES.get("together")(table=self, inside=other)  # type: ignore[call-arg]
+
+    def __str__(self) -> str:
+        shown = ", ".join(
+            f"{f.name}={_shown(getattr(self, f.name))}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) is not None
+        )
+        return f"{self.name}({shown})" if shown else self.name
+
+
+def _plain(value: Any) -> Any:
+    """Return a field's value as JSON has it."""
+    if isinstance(value, Scheme):
+        return value.to_dict()
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, Scheme) else repr(value)
+
+
+def make_scheme(scheme: Scheme | str | Mapping[Any, Any], /, **options: Any) -> Scheme:
+    """Return the scheme that `scheme` names, or `scheme` itself.
+
+    Args:
+        scheme: an object, a registered name, what `Scheme.to_dict` gave, or a mapping of layers to schemes.
+        options: fields of the scheme, where `scheme` is a name.
+
+    Raises:
+        UnknownNameError: no such scheme.
+        OptionError: the scheme has no such field, or options were given beside an object.
+        SchemeError: a field's value is impossible, or `scheme` is none of the three.
+
+    Example:
+        >>> make_scheme("yarn", factor=4)
+        Yarn(base=None, partial=None, layout=None, factor=4.0, original_length=None, beta_fast=32.0, beta_slow=1.0, \
+truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=None, mscale_all_dim=None)
+    """
+    if isinstance(scheme, Scheme):
+        if options:
+            raise OptionError(
+                f"options {sorted(options)} were given beside the scheme object {scheme}: "
+                "set them on the object, or give the scheme by name."
+            )
+        return scheme
+    if isinstance(scheme, Mapping) and scheme and all(isinstance(key, int) for key in scheme):
+        scheme, options = "per_layer", {"layers": scheme, **options}
+    if isinstance(scheme, dict):
+        scheme, options = _from_dict(scheme, options)
+    if not isinstance(scheme, str):
+        raise SchemeError(f"a scheme is an object, a name or a dict, got {type(scheme).__name__}: {scheme!r}.")
+    cls = SCHEMES.get(scheme)
+    known = [field.name for field in dataclasses.fields(cls)]
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        given = ", ".join(map(repr, unknown))
+        raise OptionError(f"scheme {scheme!r} has no option {given}. It has: {', '.join(known) or 'none'}.")
+    needed = [field.name for field in dataclasses.fields(cls) if _is_required(field) and field.name not in options]
+    if needed:
+        raise OptionError(f"scheme {scheme!r} needs {', '.join(map(repr, needed))}: it has no default.")
+    return cls(**options)
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _from_dict(scheme: dict[str, Any], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name in `scheme`, and its fields joined with `options`."""
+    name = scheme.get("name")
+    if not isinstance(name, str):
+        raise SchemeError(f"a scheme's dict needs its name under 'name', as Scheme.to_dict writes it; got {scheme!r}.")
+    fields = {key: value for key, value in scheme.items() if key != "name"}
+    twice = sorted(set(fields) & set(options))
+    if twice:
+        raise OptionError(f"options {twice} were given beside a dict of scheme {name!r} that has them: give them once.")
+    return name, fields | options

@@ -1,0 +1,31 @@
+"""What the bias schemes share: distances, learned parameters and how those begin."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def distances(query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    """Return query position less key position, in tokens, [B, Q, K], of positions [B or 1, Q] and [B or 1, K].
+
+    Example:
+        >>> distances(torch.tensor([[5]]), torch.tensor([[4, 5, 7]]))
+        tensor([[[ 1,  0, -2]]])
+    """
+    return query_positions[:, :, None] - key_positions[:, None, :]
+
+
+def parameter(values: Tensor) -> nn.Parameter:
+    """Return a parameter that begins at `values`; it lies on meta while a checkpoint's skeleton is built there."""
+    return nn.Parameter(values.to(torch.get_default_device()))
+
+
+def generator(seed: int) -> torch.Generator:
+    """Return a source of random numbers of its own: planning and checking a swap leave torch's alone."""
+    return torch.Generator(device="cpu").manual_seed(seed)
+
+
+def uniform(low: float, high: float, shape: tuple[int, ...], source: torch.Generator) -> Tensor:
+    """Return random numbers in [low, high), of `shape`, float32."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu").uniform_(low, high, generator=source)

@@ -1,0 +1,78 @@
+"""Dual chunk attention: positions that start anew in each chunk, without training.
+
+An et al. 2024, https://arxiv.org/abs/2402.17463, section 3; chunk and window as the authors' code has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from hf_posswap.errors import SchemeError
+from hf_posswap.geometry import Geometry
+from hf_posswap.schemes import checks
+from hf_posswap.schemes.base import SCHEMES
+from hf_posswap.schemes.piecewise import Part, Piecewise
+
+
+@SCHEMES.register("dual_chunk")
+@dataclass(frozen=True)
+class DualChunk(Piecewise):
+    """Dual chunk attention (DCA): a key at j has position j mod l; so its rotation is final when it is cached.
+
+    A query at i has position i mod l for keys of its own chunk of l tokens, min(i mod l + l, s) for keys of the
+    previous chunk, so that the nearest s - l keep their distance, and min(2 l - 1, s) for older ones.
+
+    Attributes:
+        chunk: s, the largest position that a query takes, less than L; None takes 3 L/4.
+        local: s - l, how many keys of the previous chunk keep their distance at least; None takes L/8.
+
+    Example:
+        >>> DualChunk(chunk=3072, local=512).local
+        512
+    """
+
+    name: ClassVar[str] = "dual_chunk"
+    summary: ClassVar[str] = "dual chunk attention: positions start anew in each chunk"
+    source: ClassVar[str] = "https://arxiv.org/abs/2402.17463"
+
+    chunk: int | None = None
+    local: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("chunk", "local"):
+            if getattr(self, field) is not None:
+                checks.length(self.name, field, getattr(self, field))
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        resolved = super().resolve(geometry, max_length)
+        original = resolved.filled("original_length")
+        chunk = max(2, 3 * original // 4) if self.chunk is None else self.chunk
+        local = max(1, original // 8) if self.local is None else self.local
+        if not local < chunk < original:
+            raise SchemeError(
+                f"{self.name}: needs local < chunk < original length, got local={local}, chunk={chunk} and an original "
+                f"length of {original} tokens."
+            )
+        return dataclasses.replace(resolved, chunk=chunk, local=local)
+
+    def cached_key(self, positions: Tensor) -> Tensor:
+        return positions % (self.filled("chunk") - self.filled("local"))
+
+    def parts(self) -> tuple[Part, ...]:
+        largest = self.filled("chunk")
+        size = largest - self.filled("local")
+
+        def apart(query: Tensor, key: Tensor) -> Tensor:
+            return query // size - key // size
+
+        return (
+            Part(lambda i: i % size, None, lambda i, j: apart(i, j) == 0),
+            Part(lambda i: (i % size + size).clamp(max=largest), None, lambda i, j: apart(i, j) == 1),
+            Part(lambda i: torch.full_like(i, min(2 * size - 1, largest)), None, lambda i, j: apart(i, j) > 1),
+        )

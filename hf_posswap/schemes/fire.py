@@ -1,0 +1,132 @@
+"""FIRE: a small network maps distance, relative to the query's own position, to a bias.
+
+Li et al. 2023, https://arxiv.org/abs/2310.04418, equation 5 and appendix E.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from hf_posswap.geometry import Geometry
+from hf_posswap.schemes import checks
+from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits
+from hf_posswap.schemes.bias import distances, generator, parameter, uniform
+
+PAPER_THRESHOLD = 512.0
+"""L of the paper, in tokens."""
+PAPER_SHARE = 0.25
+"""Of the length that the paper trains on, 2048 tokens."""
+EPSILON = 1e-6
+
+
+@SCHEMES.register("fire")
+@dataclass(frozen=True)
+class Fire(Scheme):
+    """FIRE: score + f_h(psi(i - j) / psi(max(i, |M| L))), with psi(x) = ln(1 + |c x|).
+
+    f is a network 1 -> width -> ReLU -> H; it, c and M are learned and shared by the layers. Distances are measured
+    against the query's position i, so all of them lie in [0, 1] at any length; below the threshold |M| L only
+    differences of positions matter, above it i itself does. M begins at 1, f as torch's linear layers do.
+
+    Attributes:
+        width: of the network.
+        c: where it begins; > 0.
+        threshold: L, in tokens; None takes the paper's 512, or a quarter of the model's original length, as 512 is of
+            the paper's 2048, where that is less.
+        seed: of the numbers that f begins with.
+
+    Example:
+        >>> Fire().width, Fire().c
+        (32, 0.1)
+        >>> Fire().traits.relative
+        False
+    """
+
+    name: ClassVar[str] = "fire"
+    summary: ClassVar[str] = "a small learned network of distance relative to the query's position"
+    source: ClassVar[str] = "https://arxiv.org/abs/2310.04418"
+    kind: ClassVar[Kind] = "bias"
+
+    width: int = 32
+    c: float = 0.1
+    threshold: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks.whole(self.name, "width", self.width, minimum=1, maximum=4096)
+        object.__setattr__(self, "c", checks.number(self.name, "c", self.c, above=0.0, maximum=1e6))
+        if self.threshold is not None:
+            checked = checks.number(self.name, "threshold", self.threshold, above=0.0, maximum=1e9)
+            object.__setattr__(self, "threshold", checked)
+        checks.whole(self.name, "seed", self.seed, minimum=0, maximum=checks.LARGEST_SEED)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(relative=False)
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        super().resolve(geometry, max_length)
+        if self.threshold is not None:
+            return self
+        return dataclasses.replace(self, threshold=min(PAPER_THRESHOLD, PAPER_SHARE * geometry.original_length))
+
+    def mechanism(self, geometry: Geometry) -> Mechanism:
+        return FireMechanism(self, geometry.num_heads)
+
+
+class FireMechanism(Mechanism):
+    """Adds the network's bias to the scores.
+
+    Attributes:
+        c: learned, [1].
+        multiplier: M, learned, [1].
+        hidden_weight: learned, [W].
+        hidden_bias: learned, [W].
+        out_weight: learned, [H, W].
+        out_bias: learned, [H].
+    """
+
+    biases = True
+
+    def __init__(self, scheme: Fire, heads: int) -> None:
+        super().__init__()
+        self.threshold = scheme.filled("threshold")
+        source, width = generator(scheme.seed), scheme.width
+        self.c = parameter(torch.tensor([scheme.c], dtype=torch.float32, device="cpu"))
+        self.multiplier = parameter(torch.ones(1, dtype=torch.float32, device="cpu"))
+        # as nn.Linear begins: uniform within 1 / sqrt(inputs). No nn.Linear itself: PEFT and quantizers would take it
+        self.hidden_weight = parameter(uniform(-1.0, 1.0, (width,), source))
+        self.hidden_bias = parameter(uniform(-1.0, 1.0, (width,), source))
+        bound = width**-0.5
+        self.out_weight = parameter(uniform(-bound, bound, (heads, width), source))
+        self.out_bias = parameter(uniform(-bound, bound, (heads,), source))
+
+    def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        distance = distances(query_positions, key_positions).float()  # [B, Q, K]
+        threshold = (self.multiplier.float() * self.threshold).abs()  # [1]
+        reference = torch.maximum(query_positions.float(), threshold)[:, :, None]  # [B, Q, 1]
+        share = self._psi(distance) / (self._psi(reference) + EPSILON)  # [B, Q, K]
+        with torch.autocast(share.device.type, enabled=False):
+            return self._network(share)
+
+    def _network(self, share: Tensor) -> Tensor:
+        """Return f_h of `share` [B, Q, K], [B, H, Q, K]."""
+        flat = share.flatten(1)[:, None]  # [B, 1, Q K]
+        inner, outer = self.hidden_bias.float()[:, None], self.out_bias.float()[:, None]
+        hidden = (self.hidden_weight.float()[:, None] * flat + inner).relu()  # [B, W, Q K]
+        # matmul would take another path, and round otherwise, for frozen weights
+        out = torch.einsum("hw,bwn->bhn", self.out_weight.float(), hidden) + outer  # [B, H, Q K]
+        return out.unflatten(2, share.shape[1:])
+
+    def _psi(self, length: Tensor) -> Tensor:
+        """Return ln(1 + |c length|)."""
+        return (self.c.float() * length).abs().log1p()
+
+    def extra_repr(self) -> str:
+        heads, width = self.out_weight.shape
+        return f"heads={heads}, width={width}, threshold={self.threshold:g}"

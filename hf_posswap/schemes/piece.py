@@ -1,0 +1,45 @@
+"""A piece of attention: the pairs of queries and keys that one pair of rotations serves.
+
+Schemes that treat near and far keys differently (Self-Extend, ReRoPE, dual chunk attention) are a few such pieces; a
+softmax runs over all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_posswap.geometry import Layout
+from hf_posswap.rotary import CosSin, rotate
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Which pairs, and how their query and key are rotated.
+
+    Attributes:
+        query: rotates the queries, tables of [B or 1, 1, Q, R/2].
+        key: rotates the keys, tables of [B or 1, 1, K, R/2]; None: they come from the cache as they are to be used.
+        layout: how rotary pairs lie in a head.
+        holds: of query positions [B or 1, Q, 1] and key positions [B or 1, 1, K]: which pairs belong here, bool
+            [B or 1, Q, K].
+    """
+
+    query: CosSin
+    key: CosSin | None
+    layout: Layout
+    holds: Callable[[Tensor, Tensor], Tensor]
+
+    def rotate_query(self, query: Tensor, start: int, stop: int) -> Tensor:
+        """Return queries `start` to `stop`, [B, H, stop - start, D], rotated for this piece."""
+        return rotate(query, _rows(self.query, start, stop), self.layout)
+
+    def rotate_key(self, key: Tensor, start: int, stop: int) -> Tensor:
+        """Return keys `start` to `stop`, [B, G, stop - start, D], rotated for this piece."""
+        return key if self.key is None else rotate(key, _rows(self.key, start, stop), self.layout)
+
+
+def _rows(table: CosSin, start: int, stop: int) -> CosSin:
+    return CosSin(table.cos[..., start:stop, :], table.sin[..., start:stop, :])

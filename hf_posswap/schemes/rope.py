@@ -1,0 +1,250 @@
+"""Rotary position embedding, and the base of every scheme that rotates queries and keys.
+
+q_m and k_n are rotated, pair i by the angle position * theta_i with theta_i = base^(-2i/R), so that their product
+depends on m - n alone. Su et al. 2021, https://arxiv.org/abs/2104.09864, equations 14 to 16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from hf_posswap.errors import SchemeError
+from hf_posswap.geometry import Geometry, Layout
+from hf_posswap.rotary import CosSin, Frequencies, cos_sin, default_inv_freq, rotate
+from hf_posswap.schemes import checks
+from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits
+
+DEFAULT_BASE = 10000.0
+
+
+@dataclass(frozen=True)
+class RotaryScheme(Scheme):
+    """What all rotary schemes share: a base, a width, a layout and their frequencies.
+
+    Attributes:
+        base: theta; None keeps the model's own, 10000 where it has none.
+        partial: the share of each head that is rotated, in (0, 1]; None keeps the model's own, 1 where it has none.
+        layout: how pairs lie in a head, "half" or "interleaved"; None keeps the model's own, "half" where it has none.
+    """
+
+    kind: ClassVar[Kind] = "rotary"
+    only_rotates: ClassVar[bool] = True
+    """Whether equal angles mean an equal mechanism: q and k are rotated, and nothing else is done to them."""
+
+    base: float | None = None
+    partial: float | None = None
+    layout: Layout | None = None
+
+    def __post_init__(self) -> None:
+        if self.base is not None:
+            object.__setattr__(self, "base", self._checked_base(self.base))
+        if self.partial is not None:
+            checked = checks.number(self.name, "partial", self.partial, above=0.0, maximum=1.0)
+            object.__setattr__(self, "partial", checked)
+        if self.layout is not None:
+            checks.choice(self.name, "layout", self.layout, ("half", "interleaved"))
+
+    def _checked_base(self, base: float) -> float:
+        return checks.number(self.name, "base", base, above=1.0, maximum=checks.LARGEST)
+
+    @property
+    def length_dependent(self) -> bool:
+        """Whether frequencies follow the current length, so that cached keys must stay unrotated."""
+        return False
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether `angles` say all: the same for every length and position, and nothing else done to q and k."""
+        same_everywhere = type(self).turns is RotaryScheme.turns or self.traits.relative
+        return self.only_rotates and not self.length_dependent and same_everywhere
+
+    @property
+    def traits(self) -> Traits:
+        steady = not self.length_dependent
+        return Traits(relative=True, training_free=True, prefix_consistent=steady, shardable=steady)
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        super().resolve(geometry, max_length)
+        if self.partial is None:
+            width = geometry.rotary_dim or geometry.head_dim
+        else:
+            width = round(geometry.head_dim * self.partial)
+        if width < 2 or width % 2:
+            raise SchemeError(
+                f"{self.name}: rotation needs an even number of dimensions a head, at least 2, but head_dim "
+                f"{geometry.head_dim} with partial={self.partial} gives {width}; choose partial so that "
+                "head_dim * partial is even."
+            )
+        return dataclasses.replace(
+            self,
+            base=self._model_base(geometry),
+            partial=width / geometry.head_dim,
+            layout=self.layout or geometry.layout or "half",
+        )
+
+    def _model_base(self, geometry: Geometry) -> float | None:
+        return self.base or geometry.base or DEFAULT_BASE
+
+    def rotary_dim(self, geometry: Geometry) -> int:
+        """Return R, the rotated dimensions of a head, of a resolved scheme."""
+        return round(geometry.head_dim * self.filled("partial"))
+
+    def angles(self, geometry: Geometry, length: Tensor | None = None) -> Frequencies:
+        """Return theta_i of a resolved scheme, radians per position.
+
+        Args:
+            geometry: of the model.
+            length: tokens seen so far, any shape that ends in 1 (only length-dependent schemes read it); None stands
+                for the original length.
+
+        Returns:
+            inv_freq [R/2], or [..., R/2] where it depends on the length, float32; and the factor on cos and sin.
+        """
+        raise NotImplementedError
+
+    def turns(self, positions: Tensor, angles: Frequencies, geometry: Geometry) -> CosSin:
+        """Return cos and sin with which `angles` turn tokens at `positions` [B or 1, Q]."""
+        return cos_sin(positions, angles)
+
+    def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
+        """Return the `rope_parameters` with which stock transformers computes the same; None where it cannot."""
+        return None
+
+    def native_list(self, geometry: Geometry) -> dict[str, Any] | None:
+        """Return the `rope_parameters` that spell out fixed angles pair by pair, None where a pair does not turn.
+
+        Rope type "longrope" divides each theta_i by a number of its own; the same numbers within the original length
+        and beyond it are no choice, so any fixed angles above 0 can be said in a stock config.
+        """
+        inv_freq, factor = self.angles(geometry)  # [R/2]
+        if not bool((inv_freq > 0).all()):
+            return None
+        base = self.base or geometry.base or DEFAULT_BASE
+        divisors = (default_inv_freq(base, self.rotary_dim(geometry)).double() / inv_freq.double()).tolist()
+        return {
+            "rope_type": "longrope",
+            "rope_theta": base,
+            "factor": 1.0,
+            "original_max_position_embeddings": geometry.original_length,
+            "short_factor": divisors,
+            "long_factor": divisors,
+            "attention_factor": factor,
+        }
+
+    def mechanism(self, geometry: Geometry) -> RotaryMechanism:
+        return RotaryMechanism(self, geometry)
+
+
+class RotaryMechanism(Mechanism):
+    """Rotates q and k by a rotary scheme's frequencies."""
+
+    rotates = True
+
+    def __init__(self, scheme: RotaryScheme, geometry: Geometry) -> None:
+        super().__init__()
+        self.scheme, self.geometry, self.head_dim = scheme, geometry, geometry.head_dim
+        self.layout: Layout = scheme.filled("layout")
+        self.stores_rotated_keys = not scheme.length_dependent
+        self._fixed = None if scheme.length_dependent else scheme.angles(geometry)
+
+    def prepare(self, positions: Tensor, length: Tensor) -> CosSin:
+        if self._fixed is None:
+            return self.scheme.turns(positions, self.scheme.angles(self.geometry, length), self.geometry)
+        if self._fixed.inv_freq.device != positions.device:
+            self._fixed = self._fixed._replace(inv_freq=self._fixed.inv_freq.to(positions.device))
+        return self.scheme.turns(positions, self._fixed, self.geometry)
+
+    def rotate_query(self, query: Tensor, prepared: CosSin) -> Tensor:
+        return rotate(query, prepared, self.layout)
+
+    def rotate_key(self, key: Tensor, prepared: CosSin) -> Tensor:
+        return rotate(key, prepared, self.layout)
+
+    def extra_repr(self) -> str:
+        return str(self.scheme)
+
+
+@SCHEMES.register("rope")
+@dataclass(frozen=True)
+class Rope(RotaryScheme):
+    """Plain RoPE: theta_i = base^(-2i/R), or angles of your own. Raising the base is "ABF" (Xiong et al. 2023).
+
+    Attributes:
+        frequencies: theta_i of each of the R/2 pairs, radians per position, >= 0 (a pair of 0 does not turn), in place
+            of those that the base gives.
+
+    Example:
+        >>> Rope(base=500000.0)
+        Rope(base=500000.0, partial=None, layout=None, frequencies=None)
+        >>> Rope(frequencies=[1.0, 0.1]).frequencies
+        (1.0, 0.1)
+    """
+
+    name: ClassVar[str] = "rope"
+    summary: ClassVar[str] = "rotary embedding; base, width, layout and angles of your choice"
+    source: ClassVar[str] = "https://arxiv.org/abs/2104.09864"
+
+    frequencies: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.frequencies is None:
+            return
+        checked = checks.factors(self.name, "frequencies", self.frequencies, zero=True)
+        object.__setattr__(self, "frequencies", checked)
+        if self.base is not None:
+            raise SchemeError(
+                f"{self.name}: frequencies stand in place of those that a base gives, got base={self.base:g} beside "
+                "them; give one of the two."
+            )
+
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(super().traits, training_free=self.frequencies is None)
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        resolved = super().resolve(geometry, max_length)
+        pairs = resolved.rotary_dim(geometry) // 2
+        if self.frequencies is not None and len(self.frequencies) != pairs:
+            raise SchemeError(
+                f"{self.name}: frequencies needs one number for each of this model's {pairs} rotary pairs, got "
+                f"{len(self.frequencies)}."
+            )
+        return resolved
+
+    def _model_base(self, geometry: Geometry) -> float | None:
+        return None if self.frequencies is not None else super()._model_base(geometry)
+
+    def angles(self, geometry: Geometry, length: Tensor | None = None) -> Frequencies:
+        if self.frequencies is not None:
+            return Frequencies(torch.tensor(self.frequencies, dtype=torch.float32, device="cpu"))
+        return Frequencies(default_inv_freq(self.filled("base"), self.rotary_dim(geometry)))
+
+    def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
+        if self.frequencies is not None:
+            return self.native_list(geometry)
+        return {"rope_type": "default", "rope_theta": self.filled("base")}
+
+
+def own_rope(owner: str, geometry: Geometry) -> Rope:
+    """Return the rotation that a model has by itself, its scaling included; plain RoPE where it has none.
+
+    Raises:
+        SchemeError: no fixed angles say it: it follows the length, or changes the size of cos and sin too.
+    """
+    if geometry.base is None:
+        return Rope()
+    if geometry.frequencies is None or geometry.attention_factor != 1.0:
+        raise SchemeError(
+            f"{owner}: the model's own rotation is no plain one (it follows the length, or scales cos and sin), so it "
+            "cannot be kept as it is; say which to use: rotary=..., for example Rope() or Yarn(factor=...)."
+        )
+    plain = default_inv_freq(geometry.base, 2 * len(geometry.frequencies))
+    if plain.tolist() == list(geometry.frequencies):
+        return Rope(base=geometry.base)
+    return Rope(frequencies=geometry.frequencies)

@@ -1,0 +1,84 @@
+"""The sinusoidal table of the first transformer. Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.5."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from hf_posswap.errors import SchemeError
+from hf_posswap.geometry import Geometry
+from hf_posswap.schemes import checks
+from hf_posswap.schemes.base import SCHEMES
+from hf_posswap.schemes.table import TableScheme
+
+
+@SCHEMES.register("sinusoidal")
+@dataclass(frozen=True)
+class Sinusoidal(TableScheme):
+    """PE(p, 2i) = scale sin(p base^(-2i/E)), PE(p, 2i+1) = scale cos(same).
+
+    Attributes:
+        base: of the wavelengths.
+        layout: "interleaved" sines and cosines (the paper), or "halves": [sin | cos] (fairseq, Marian).
+        scale: factor on the table; "match" gives it the root mean square of the table it replaces.
+
+    Example:
+        >>> Sinusoidal(layout="halves", scale=1.0).layout
+        'halves'
+    """
+
+    name: ClassVar[str] = "sinusoidal"
+    summary: ClassVar[str] = "fixed sines and cosines, scaled to the table they replace"
+    source: ClassVar[str] = "https://arxiv.org/abs/1706.03762"
+    trainable: ClassVar[bool] = False
+
+    base: float = 10000.0
+    layout: Literal["interleaved", "halves"] = "interleaved"
+    scale: float | Literal["match"] = "match"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "base", checks.number(self.name, "base", self.base, above=1.0))
+        checks.choice(self.name, "layout", self.layout, ("interleaved", "halves"))
+        if self.scale != "match":
+            if isinstance(self.scale, str):
+                raise SchemeError(f"{self.name}: scale must be 'match' or a number > 0, got {self.scale!r}.")
+            object.__setattr__(self, "scale", checks.number(self.name, "scale", self.scale, above=0.0))
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        super().resolve(geometry, max_length)
+        if geometry.hidden_size % 2:
+            raise SchemeError(
+                f"{self.name}: needs an even hidden size, a sine and a cosine a frequency; this model's is "
+                f"{geometry.hidden_size}. Scheme 'learned' works with any."
+            )
+        return self
+
+    def fit(self, old: Tensor, geometry: Geometry) -> Self:
+        if self.scale != "match":
+            return self
+        rms = old.detach().cpu().double().square().mean().sqrt().item()
+        if not math.isfinite(rms):
+            raise SchemeError(
+                f"{self.name}: the table to match has NaN or infinite values; repair it, or give scale as a number."
+            )
+        # rows of sines and cosines have root mean square sqrt(1/2) exactly; a zero table has nothing to match
+        return dataclasses.replace(self, scale=rms * 2**0.5 if rms > 0 else 1.0)
+
+    def table(self, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
+        if self.scale == "match":
+            raise SchemeError(f"{self.name}: scale is still 'match': call fit(old, geometry) first, or give a number.")
+        width = geometry.hidden_size
+        exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width  # [E/2]
+        positions = torch.arange(rows, dtype=torch.float64, device="cpu")[:, None]  # [P, 1]
+        angles = positions * self.base**-exponents  # [P, E/2]
+        waves = (angles.sin(), angles.cos())
+        if self.layout == "halves":
+            table = torch.cat(waves, dim=-1)
+        else:
+            table = torch.stack(waves, dim=-1).flatten(-2)
+        return (table * self.scale).float()  # [P, E]

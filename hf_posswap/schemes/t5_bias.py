@@ -1,0 +1,132 @@
+"""T5's relative position bias: one learned number for each bucket of distances and head.
+
+Raffel et al. 2019, https://arxiv.org/abs/1910.10683, section 2.1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from hf_posswap.errors import SchemeError
+from hf_posswap.geometry import Geometry
+from hf_posswap.schemes import checks
+from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme
+from hf_posswap.schemes.bias import distances, generator, parameter
+
+MOST_BUCKETS = 2**12
+FARTHEST = 2**20
+"""The largest max_distance, in tokens: each distance up to it has an entry in a list."""
+
+
+def buckets(num_buckets: int, max_distance: int, *, causal: bool) -> Tensor:
+    """Return the bucket of each distance query - key from -max_distance to max_distance, [2 max_distance + 1], int64.
+
+    Distances of one side below n/2, n its number of buckets, have a bucket each; the others share
+    n/2 + floor(n/2 * ln(2 distance / n) / ln(2 max_distance / n)), at most n - 1. A causal model has all buckets for
+    the past; else the second half of them is for the keys that come after the query. The logarithm is float32, as where
+    T5 was trained, so that a distance on the edge of two buckets falls where it does there.
+
+    Example:
+        >>> buckets(4, 8, causal=True).tolist()
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 3]
+    """
+    side = num_buckets if causal else num_buckets // 2
+    exact = side // 2
+    distance = torch.arange(max_distance + 1, device="cpu")
+    ratio = (distance.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)
+    shared = (exact + (ratio * (side - exact)).long()).clamp(max=side - 1)
+    past = torch.where(distance < exact, distance, shared)  # [max_distance + 1]
+    future = torch.zeros_like(past) if causal else side + past
+    return torch.cat((future[1:].flip(0), past))
+
+
+@SCHEMES.register("t5")
+@dataclass(frozen=True)
+class T5Bias(Scheme):
+    """T5's bias: score + table[bucket(i - j), h], the table learned and shared by the layers.
+
+    It is added to the scaled score q k / sqrt(D); T5 itself does not scale. With `init_std` 0 the swapped model begins
+    as one without positions (nope): the bias has to be trained.
+
+    Attributes:
+        num_buckets: rows of the table, even in an encoder, where half are for each side.
+        max_distance: distance, in tokens, from which all keys share the last bucket of their side.
+        init_std: standard deviation of the normal numbers that the table begins with; 0: it begins at zero.
+        seed: of those numbers.
+
+    Example:
+        >>> T5Bias().num_buckets, T5Bias().max_distance
+        (32, 128)
+    """
+
+    name: ClassVar[str] = "t5"
+    summary: ClassVar[str] = "T5's bias: a learned number for each bucket of distances and head"
+    source: ClassVar[str] = "https://arxiv.org/abs/1910.10683"
+    kind: ClassVar[Kind] = "bias"
+
+    num_buckets: int = 32
+    max_distance: int = 128
+    init_std: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks.whole(self.name, "num_buckets", self.num_buckets, minimum=2, maximum=MOST_BUCKETS)
+        checks.whole(self.name, "max_distance", self.max_distance, minimum=1, maximum=FARTHEST)
+        object.__setattr__(
+            self, "init_std", checks.number(self.name, "init_std", self.init_std, minimum=0.0, maximum=1e3)
+        )
+        checks.whole(self.name, "seed", self.seed, minimum=0, maximum=checks.LARGEST_SEED)
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        super().resolve(geometry, max_length)
+        side = self.num_buckets if geometry.causal else self.num_buckets // 2
+        if side < 2 or (self.num_buckets % 2 and not geometry.causal):
+            raise SchemeError(
+                f"{self.name}: in an encoder half of num_buckets are for each side, so it must be even and at least "
+                f"4, got {self.num_buckets}."
+            )
+        if self.max_distance <= side // 2:
+            raise SchemeError(
+                f"{self.name}: num_buckets={self.num_buckets} gives each of the first {side // 2} distances a bucket "
+                f"of its own here, so max_distance must be more than {side // 2}, got {self.max_distance}."
+            )
+        return self
+
+    def mechanism(self, geometry: Geometry) -> Mechanism:
+        return T5Mechanism(self, geometry)
+
+
+class T5Mechanism(Mechanism):
+    """Adds table[bucket(i - j), h] to the scores.
+
+    Attributes:
+        table: learned, [num_buckets, H].
+    """
+
+    biases = True
+
+    def __init__(self, scheme: T5Bias, geometry: Geometry) -> None:
+        super().__init__()
+        self.max_distance = scheme.max_distance
+        self.bucket = buckets(scheme.num_buckets, scheme.max_distance, causal=geometry.causal)
+        start = torch.zeros(scheme.num_buckets, geometry.num_heads, dtype=torch.float32, device="cpu")
+        if scheme.init_std:
+            start.normal_(std=scheme.init_std, generator=generator(scheme.seed))
+        self.table = parameter(start)
+
+    def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        if self.bucket.device != query_positions.device:
+            self.bucket = self.bucket.to(query_positions.device)
+        distance = distances(query_positions, key_positions)  # [B, Q, K]
+        row = distance.clamp(-self.max_distance, self.max_distance) + self.max_distance
+        by_distance = self.table.float()[self.bucket].T  # [H, 2 max_distance + 1]
+        chosen = by_distance.index_select(1, row.flatten())  # [H, B Q K]
+        return chosen.view(-1, *row.shape).transpose(0, 1)  # [B, H, Q, K]
+
+    def extra_repr(self) -> str:
+        return f"buckets={self.table.shape[0]}, heads={self.table.shape[1]}, max_distance={self.max_distance}"

@@ -1,0 +1,49 @@
+"""Schemes that add a row of a table to each token's embedding: the base of them all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from hf_posswap.geometry import Geometry
+from hf_posswap.schemes.base import Kind, Scheme, Traits
+
+
+@dataclass(frozen=True)
+class TableScheme(Scheme):
+    """A scheme that says what stands in the position table; stock models express all of them natively."""
+
+    kind: ClassVar[Kind] = "table"
+    trainable: ClassVar[bool] = True
+    """Whether the rows are parameters that training changes; otherwise they are frozen."""
+
+    @property
+    def table_part(self) -> Self:
+        return self
+
+    def with_table(self, table: Any) -> Any:
+        return table
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(relative=False, unbounded=False, shardable=True)
+
+    def rows(self, geometry: Geometry, max_length: int | None) -> int:
+        """Return how many positions the new table has."""
+        return geometry.original_length if max_length is None else max_length
+
+    def fit(self, old: Tensor, geometry: Geometry) -> Self:
+        """Return a copy with every parameter that depends on the weights of the `old` table [P, E] filled in."""
+        return self
+
+    def table(self, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
+        """Return the new table of a fitted scheme, [rows, E], on the CPU, float32 or wider.
+
+        Args:
+            old: the table it replaces, [P, E], without the family's offset rows.
+            rows: positions of the new table.
+            geometry: of the model.
+        """
+        raise NotImplementedError

@@ -1,0 +1,143 @@
+"""xPos: rotation with a decay, so that far keys count less, the fast pairs' first.
+
+Sun et al. 2022, https://arxiv.org/abs/2212.10554, section 2.2 and algorithm 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from hf_posswap.errors import PositionRangeError, SchemeError
+from hf_posswap.geometry import Geometry
+from hf_posswap.rotary import CosSin, Frequencies, default_inv_freq, rotate
+from hf_posswap.schemes import checks
+from hf_posswap.schemes.base import SCHEMES, Traits
+from hf_posswap.schemes.rope import RotaryMechanism, RotaryScheme
+
+HEADROOM = 64.0
+"""How far the entries of q and k themselves may lie from 1 before a scaled one leaves its dtype's range."""
+
+
+@SCHEMES.register("xpos")
+@dataclass(frozen=True)
+class XPos(RotaryScheme):
+    """xPos: RoPE with q times zeta_i^((n - c)/scale_base), k times zeta_i^(-(n - c)/scale_base).
+
+    zeta_i = (2i/R + gamma) / (1 + gamma). The centre c cancels in every score, which decays with the distance alone; it
+    is fixed, so that cached keys stay true. But each factor grows or shrinks with |n - c|: float32 and bfloat16 hold
+    some 33 900 positions to both sides of c with the paper's parameters, float16 some 2 200. Beyond, a
+    PositionRangeError; on other devices than the CPU, where asking would make the host wait, only the planned length
+    is checked.
+
+    Attributes:
+        gamma: > 0; the larger, the slower the decay.
+        scale_base: B, in tokens.
+        centre: c, a position; None takes half of the longer of max_length and the model's own length.
+
+    Example:
+        >>> XPos(scale_base=1024).gamma
+        0.4
+    """
+
+    name: ClassVar[str] = "xpos"
+    summary: ClassVar[str] = "xPos: rotation, and a decay with distance"
+    source: ClassVar[str] = "https://arxiv.org/abs/2212.10554"
+    only_rotates: ClassVar[bool] = False
+
+    gamma: float = 0.4
+    scale_base: float = 512.0
+    centre: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("gamma", "scale_base"):
+            object.__setattr__(self, field, checks.number(self.name, field, getattr(self, field), above=0.0))
+        if self.centre is not None:
+            checks.length(self.name, "centre", self.centre)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(causal_only=True, unbounded=False, shardable=True)
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        resolved = super().resolve(geometry, max_length)
+        length = max(max_length or 0, geometry.original_length)
+        centre = self.centre or max(1, length // 2)
+        farthest, held = max(centre, length - 1 - centre), resolved.held(geometry, torch.float32)
+        if farthest > held:
+            raise SchemeError(
+                f"{self.name}: float32 holds its factors up to {held} positions from the centre, but {length} tokens "
+                f"around centre={centre} reach {farthest}; choose a larger scale_base, or a shorter max_length."
+            )
+        return dataclasses.replace(resolved, centre=centre)
+
+    def zeta(self, geometry: Geometry) -> Tensor:
+        """Return zeta_i of a resolved scheme, shape [R/2], in (0, 1)."""
+        dim = self.rotary_dim(geometry)
+        index = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu")  # [R/2]
+        return (index / dim + self.gamma) / (1 + self.gamma)
+
+    def held(self, geometry: Geometry, dtype: torch.dtype) -> int:
+        """Return how far from the centre a position may lie before its factors leave the range of `dtype`."""
+        steepest = -math.log(self.gamma / (1 + self.gamma))  # of zeta_0
+        limits = torch.finfo(dtype)
+        room = min(math.log(limits.max), -math.log(limits.smallest_normal)) - math.log(HEADROOM)
+        return math.floor(room / steepest * self.scale_base)
+
+    def angles(self, geometry: Geometry, length: Tensor | None = None) -> Frequencies:
+        return Frequencies(default_inv_freq(self.filled("base"), self.rotary_dim(geometry)))
+
+    def mechanism(self, geometry: Geometry) -> XPosMechanism:
+        return XPosMechanism(self, geometry)
+
+
+class XPosTables(NamedTuple):
+    """cos and sin [B or 1, 1, Q, R/2] with the factors of queries and of keys, and the largest |n - c| in them."""
+
+    query: CosSin
+    key: CosSin
+    farthest: int
+
+
+class XPosMechanism(RotaryMechanism):
+    """Rotates q and k, and scales them against each other."""
+
+    scheme: XPos
+
+    def __init__(self, scheme: XPos, geometry: Geometry) -> None:
+        super().__init__(scheme, geometry)
+        self.zeta = scheme.zeta(geometry)
+        self.centre: int = scheme.filled("centre")
+
+    def prepare(self, positions: Tensor, length: Tensor) -> XPosTables:  # type: ignore[override]
+        cos, sin = super().prepare(positions, length)
+        if self.zeta.device != positions.device:
+            self.zeta = self.zeta.to(positions.device)
+        offset = positions - self.centre  # [B or 1, Q]
+        factor = self.zeta ** (offset[:, None, :, None].float() / self.scheme.scale_base)  # [B or 1, 1, Q, R/2]
+        farthest = self.centre
+        if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+            farthest = int(offset.abs().max())
+        return XPosTables(CosSin(cos * factor, sin * factor), CosSin(cos / factor, sin / factor), farthest)
+
+    def rotate_query(self, query: Tensor, prepared: XPosTables) -> Tensor:  # type: ignore[override]
+        self._within(prepared.farthest, query.dtype)
+        return rotate(query, prepared.query, self.layout)
+
+    def rotate_key(self, key: Tensor, prepared: XPosTables) -> Tensor:  # type: ignore[override]
+        self._within(prepared.farthest, key.dtype)
+        return rotate(key, prepared.key, self.layout)
+
+    def _within(self, farthest: int, dtype: torch.dtype) -> None:
+        held = self.scheme.held(self.geometry, dtype)
+        if farthest > held:
+            raise PositionRangeError(
+                f"xpos: a position lies {farthest} tokens from centre={self.centre}, and in {dtype} its factors hold "
+                f"for {held}. Use a wider dtype, or swap again with a larger scale_base or a centre nearer to the text."
+            )

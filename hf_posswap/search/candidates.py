@@ -1,0 +1,129 @@
+"""What LongRoPE's search moves in: candidates, the seeds it starts from, mutation and crossover.
+
+Ding et al. 2024, https://arxiv.org/abs/2402.13753, section 3.2, table 4 (the space) and algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_posswap.geometry import Geometry
+from hf_posswap.schemes import NTK, Linear, LongRope, RotaryScheme, ScaledRotary, Yarn
+
+STEPS = 100
+"""Steps of the grid of divisors in 1: they are whole hundredths."""
+ORIGINAL_POSITIONS = (0, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
+"""n-hat as the paper tries it; without its 1, which is 0 by another name, as position 0 turns by no angle."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One point of the space: what sets one LongRoPE apart from another.
+
+    Attributes:
+        factors: divisors of the angles, R/2 numbers.
+        original_positions: n-hat.
+        attention_factor: factor on cos and sin.
+    """
+
+    factors: tuple[float, ...]
+    original_positions: int
+    attention_factor: float
+
+    def scheme(self, factor: float, geometry: Geometry) -> LongRope:
+        """Return the resolved scheme that this is, for `factor` times the original length."""
+        open_scheme = LongRope(
+            factor=factor,
+            long_factor=self.factors,
+            attention_factor=self.attention_factor,
+            original_positions=self.original_positions,
+        )
+        return open_scheme.resolve(geometry, None)
+
+
+def seed_schemes(factor: float, geometry: Geometry) -> dict[str, ScaledRotary]:
+    """Return the schemes that the search starts from, resolved, by name: PI, NTK (from width 4 on) and YaRN.
+
+    Example:
+        >>> shape = Geometry(8, 1, 1, head_dim=8, num_layers=1, original_length=16, causal=True)
+        >>> list(seed_schemes(4.0, shape))
+        ['linear', 'ntk', 'yarn']
+    """
+    classes: list[type[ScaledRotary]] = [Linear, NTK, Yarn]
+    if Linear(factor=factor).resolve(geometry, None).rotary_dim(geometry) < 4:
+        classes.remove(NTK)
+    return {cls.name: cls(factor=factor).resolve(geometry, None) for cls in classes}
+
+
+def as_candidate(scheme: ScaledRotary, geometry: Geometry) -> Candidate:
+    """Return the candidate that does what the resolved `scheme` does: divisors off the grid, its attention factor.
+
+    Example:
+        >>> shape = Geometry(8, 1, 1, head_dim=4, num_layers=1, original_length=16, causal=True)
+        >>> as_candidate(Linear(factor=4).resolve(shape, None), shape)
+        Candidate(factors=(4.0, 4.0), original_positions=0, attention_factor=1.0)
+    """
+    inv_freq, attention = scheme.angles(geometry)
+    divisors = scheme.plain(geometry).double() / inv_freq.double()  # [R/2]
+    return Candidate(tuple(divisors.tolist()), 0, attention)
+
+
+@dataclass(frozen=True)
+class Space:
+    """The candidates that mutation and crossover may make: rising divisors in [1, 1.25 s], in hundredths.
+
+    Attributes:
+        factor: s.
+        original_positions: values of n-hat.
+        attention_factors: values of the factor on cos and sin.
+        rate: chance of each gene to be mutated, or taken from the other parent.
+    """
+
+    factor: float
+    original_positions: tuple[int, ...]
+    attention_factors: tuple[float, ...]
+    rate: float
+
+    @property
+    def top(self) -> int:
+        """The largest divisor, 1.25 s, in hundredths."""
+        return int(1.25 * self.factor * STEPS + 1e-6)
+
+    def mutated(self, parent: Candidate, random: np.random.Generator) -> Candidate:
+        """Return `parent` put on the grid, with some genes drawn anew, each divisor from between its neighbours."""
+        genes = np.rint(np.array(parent.factors) * STEPS).clip(STEPS, self.top).astype(int)
+        genes = np.maximum.accumulate(genes)
+        for i in range(len(genes)):
+            if random.random() < self.rate:
+                low = genes[i - 1] if i > 0 else STEPS
+                high = genes[i + 1] if i + 1 < len(genes) else self.top
+                genes[i] = random.integers(low, high, endpoint=True)
+        positions, attention = parent.original_positions, parent.attention_factor
+        if random.random() < self.rate:
+            positions = int(random.choice(self.original_positions))
+        if random.random() < self.rate:
+            attention = float(random.choice(self.attention_factors))
+        return Candidate(tuple((genes / STEPS).tolist()), positions, attention)
+
+    def crossed(self, one: Candidate, other: Candidate, random: np.random.Generator) -> Candidate | None:
+        """Return `one` with some genes of `other`; None where its divisors would fall."""
+        taken = random.random(len(one.factors) + 2) < self.rate
+        factors = np.where(taken[2:], other.factors, one.factors)
+        if bool((np.diff(factors) < 0).any()):
+            return None
+        return Candidate(
+            tuple(factors.tolist()),
+            other.original_positions if taken[0] else one.original_positions,
+            other.attention_factor if taken[1] else one.attention_factor,
+        )
+
+
+def attention_choices(factor: float, geometry: Geometry, seeds: Mapping[str, RotaryScheme]) -> tuple[float, ...]:
+    """Return the factors on cos and sin that are tried: the resolved seeds' own, and LongRoPE's."""
+    choices = {seed.angles(geometry).attention_factor for seed in seeds.values()}
+    pairs = next(iter(seeds.values())).rotary_dim(geometry) // 2
+    longrope = LongRope(factor=factor, long_factor=(1.0,) * pairs).resolve(geometry, None)
+    return tuple(sorted(choices | {longrope.filled("attention_factor")}))

@@ -1,0 +1,97 @@
+"""The documents that candidates are measured on, from texts or token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from hf_posswap.corpus import Document
+from hf_posswap.errors import DataError
+from hf_posswap.tokens import token_stream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CHARACTERS_A_TOKEN = 32  # of a book only the beginning is tokenized
+
+
+def leading_documents(texts: Any, tokenizer: PreTrainedTokenizerBase | None, length: int) -> np.ndarray:
+    """Return the first `length` tokens of each of `texts`, int32 [N, length].
+
+    Args:
+        texts: a list of strings, or of token ids: lists, arrays or tensors [at least `length`]; or one array of them.
+        tokenizer: for strings; begins each with its begin-of-text token, where it has one.
+        length: tokens of each.
+
+    Raises:
+        DataError: no text, one that is too short, strings without a tokenizer, or ids that are no whole numbers.
+
+    Example:
+        >>> leading_documents([[1, 2, 3, 4], [5, 6, 7, 8]], None, 3).tolist()
+        [[1, 2, 3], [5, 6, 7]]
+    """
+    if isinstance(texts, str) or not isinstance(texts, Sequence | np.ndarray | Tensor) or len(texts) == 0:
+        raise DataError(f"texts must be a list of texts, or of token ids, one a document; got {_brief(texts)}.")
+    kinds = {isinstance(text, str) for text in texts}
+    if len(kinds) > 1:
+        raise DataError("texts holds strings and token ids; give all as one or all as the other.")
+    if kinds == {True}:
+        if tokenizer is None:
+            raise DataError("texts holds strings: give the model's tokenizer too, or token ids in their place.")
+        rows = [_tokens(text, tokenizer, length) for text in texts]
+    else:
+        rows = token_rows(texts, "texts")
+    for index, row in enumerate(rows):
+        if len(row) < length:
+            raise DataError(
+                f"texts[{index}] has {len(row)} tokens, and each is measured at the target length of {length}: "
+                "give longer texts or a smaller factor."
+            )
+    return np.stack([row[:length] for row in rows]).astype(np.int32)
+
+
+def _tokens(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray:
+    from hf_posswap.progress import quiet_transformers
+
+    start = text[: length * _CHARACTERS_A_TOKEN]
+    if not start:
+        return np.zeros(0, dtype=np.int32)
+    with quiet_transformers():  # which warns of texts that are longer than the model was made for: these are to be
+        return token_stream([Document("text", start)], tokenizer)
+
+
+def token_rows(rows: Any, name: str = "tokens") -> list[np.ndarray]:
+    """Return each of `rows` of token ids, lists, arrays or tensors, as an array [any length >= 1].
+
+    Args:
+        rows: a list of rows, or one array or tensor of them.
+        name: what the caller calls them.
+
+    Raises:
+        DataError: none, an empty one, or one that is no row of whole numbers.
+
+    Example:
+        >>> token_rows([[1, 2], np.array([3])])
+        [array([1, 2]), array([3])]
+    """
+    if isinstance(rows, str) or not isinstance(rows, Sequence | np.ndarray | Tensor) or len(rows) == 0:
+        raise DataError(f"{name} must be rows of token ids, one a text, got {_brief(rows)}.")
+    found = []
+    for index, ids in enumerate(rows):
+        try:
+            row = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
+        except (TypeError, ValueError):
+            row = np.zeros(0)
+        if row.ndim != 1 or len(row) == 0 or row.dtype.kind not in "iu":
+            expected = "a string or a row of whole token ids" if name == "texts" else "a row of whole token ids"
+            raise DataError(f"{name}[{index}] must be {expected}, got {_brief(ids)}.")
+        found.append(row)
+    return found
+
+
+def _brief(value: Any) -> str:
+    shown = repr(value)
+    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"

@@ -1,0 +1,129 @@
+"""Fitting the logit scale of a model without positions at a length beyond its own.
+
+The scores of layers without positions are multiplied by 1 + c ln s, s being the length over the original one: DroPE,
+https://arxiv.org/abs/2512.12167, where c is fitted to each model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_posswap.errors import SchemeError
+from hf_posswap.evaluation import measure_losses
+from hf_posswap.patching.logit_scale import logit_scale_of, set_logit_scale
+from hf_posswap.patching.plan import unwrap
+from hf_posswap.schemes import checks
+from hf_posswap.search.documents import leading_documents
+from hf_posswap.search.fitness import evaluating
+from hf_posswap.tokens import check_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+OWNER = "fit_logit_scale"
+GOLDEN = (math.sqrt(5) - 1) / 2
+COARSE = 8
+"""Parts into which [0, maximum] is cut before the best part is refined."""
+
+
+@dataclass(frozen=True)
+class LogitScaleFit:
+    """What `fit_logit_scale` found.
+
+    Attributes:
+        logit_scale: c, the best that was tried.
+        losses: mean loss in nats a token for every c that was tried; 0.0 is among them.
+        length: tokens of each document.
+    """
+
+    logit_scale: float
+    losses: dict[float, float]
+    length: int
+
+
+def fit_logit_scale(
+    model: PreTrainedModel,
+    texts: Any,
+    length: int,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    maximum: float = 2.0,
+    tolerance: float = 0.01,
+) -> LogitScaleFit:
+    """Return the c with which a model without positions reads `texts` best at `length` tokens.
+
+    [0, maximum] is searched in eight steps, and around the best of them by golden section; 0 is tried too, so that the
+    result is never worse than no scale on these texts. The model is left as it was: `set_logit_scale` sets what was
+    found.
+
+    Args:
+        model: patched with `NoPE(logit_scale=0.0)` or `RNoPE(logit_scale=0.0)`, trained as it is to be used.
+        texts: documents of at least `length` tokens: strings, or rows of token ids.
+        length: beyond the original one, in tokens.
+        tokenizer: of the model, where `texts` are strings.
+        maximum: the largest c to try, > 0.
+        tolerance: how closely c is found, > 0.
+
+    Raises:
+        NotPatchedError: the model has no logit scale.
+        SchemeError: a length within the original one, an impossible maximum or tolerance.
+        DataError: texts that are too short or of another model.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import NoPE, patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> _ = patch_model(model, NoPE(logit_scale=0.0))
+        >>> fit = fit_logit_scale(model, torch.arange(64).view(2, 32) % 11, 32)
+        >>> fit.losses[fit.logit_scale] <= fit.losses[0.0]
+        True
+    """
+    before = logit_scale_of(model)
+    target: Any = unwrap(model)
+    original = target._posswap.plan.scheme.original_length
+    checks.length(OWNER, "length", length)
+    if length <= original:
+        raise SchemeError(f"{OWNER}: length must exceed the original {original} tokens, where nothing is scaled.")
+    maximum = checks.number(OWNER, "maximum", maximum, above=0.0, maximum=1e6)
+    tolerance = checks.number(OWNER, "tolerance", tolerance, above=0.0)
+    documents = leading_documents(texts, tokenizer, length)
+    check_token_ids(target, documents)
+    losses: dict[float, float] = {}
+
+    def loss(scale: float) -> float:
+        if scale not in losses:
+            set_logit_scale(model, scale)
+            found = measure_losses(target, documents, [length], one_pass=True)
+            losses[scale] = float(found[length].mean(dtype=np.float64))
+        return losses[scale]
+
+    with evaluating(target):
+        try:
+            best = _least(loss, maximum, tolerance)
+        finally:
+            set_logit_scale(model, before)
+    return LogitScaleFit(best, losses, length)
+
+
+def _least(loss: Callable[[float], float], maximum: float, tolerance: float) -> float:
+    """Return where `loss` is least in [0, maximum]: coarsely by steps, then by golden section."""
+    steps = [maximum * part / COARSE for part in range(COARSE + 1)]
+    centre = min(steps, key=loss)
+    low, high = max(0.0, centre - maximum / COARSE), min(maximum, centre + maximum / COARSE)
+    left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+    tried = [centre]
+    while high - low > tolerance:
+        tried += [left, right]
+        if loss(left) <= loss(right):
+            high, right = right, left
+            left = high - GOLDEN * (high - low)
+        else:
+            low, left = left, right
+            right = low + GOLDEN * (high - low)
+    return min(tried, key=loss)

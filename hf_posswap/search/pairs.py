@@ -1,0 +1,154 @@
+"""Which rotary pairs matter: the 2-norm selection of MHA2MLA.
+
+Ji et al. 2025, https://arxiv.org/abs/2502.14837, section 3.1: a pair's share of a score is at most ||q_i|| ||k_i||
+(Barbero et al. 2024, https://arxiv.org/abs/2410.06205), so each head keeps the rotation of the pairs for which that is
+largest on average, and turns the others by nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posswap.errors import DataError, SchemeError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.families.base import Sites
+from hf_posswap.geometry import Geometry
+from hf_posswap.patching.plan import plan_swap, unwrap
+from hf_posswap.schemes import PRope, checks
+from hf_posswap.search.documents import token_rows
+from hf_posswap.search.watching import pair_norms, watched_norms
+from hf_posswap.tokens import check_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_OWNER = "select_pairs"
+
+
+def rank_pairs(model: PreTrainedModel, tokens: Any = None) -> Tensor:
+    """Return how much each rotary pair weighs in the scores of each key head: ||q_i|| ||k_i||, in each layer.
+
+    With `tokens` these are the mean norms of what the model's queries and keys are as it reads them (their product is
+    the mean over all pairs of a query and a key); without, the norms of the projections' rows, which are the same for
+    inputs that point in every direction alike. The query heads that share a key head are added up.
+
+    Args:
+        model: a rotary model, not swapped; it is left as it was.
+        tokens: rows of token ids to read, one text a row, each within the original length; None: weights alone.
+
+    Returns:
+        [layers, G, R/2], float64 on the CPU.
+
+    Raises:
+        UnsupportedSwapError: the model is not rotary, cannot be patched inside attention, or (without tokens) has no
+            projections of its own for queries and keys.
+        UnsupportedModelError: no family describes it, or its weights are on meta.
+        SchemeError: its own rotation follows the length, so that it cannot be watched.
+        DataError: tokens that are no rows of the model's token ids, or too long.
+        AlreadyPatchedError: it carries a swap.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        ...                      num_key_value_heads=1, vocab_size=32, max_position_embeddings=16)
+        >>> model = LlamaForCausalLM(config)
+        >>> rank_pairs(model).shape, rank_pairs(model, [[1, 2, 3]]).shape
+        (torch.Size([2, 1, 4]), torch.Size([2, 1, 4]))
+    """
+    target: Any = unwrap(model)
+    sites = _checked_sites(target)
+    if tokens is None:
+        return _weight_norms(target, sites)
+    rows = token_rows(tokens)
+    for index, row in enumerate(rows):
+        check_token_ids(target, row)
+        if len(row) > sites.geometry.original_length:
+            raise DataError(
+                f"tokens[{index}] has {len(row)} tokens, and the model was made for {sites.geometry.original_length}: "
+                "its norms beyond that say little; cut the row."
+            )
+    query, key = watched_norms(target, sites.geometry, rows)
+    return _by_key_head(query, key)
+
+
+def select_pairs(model: PreTrainedModel, share: float, tokens: Any = None, *, by_head: bool = True) -> dict[int, PRope]:
+    """Return, for each layer, the p-RoPE that keeps the `share` of the rotary pairs that weigh most, by 2-norm.
+
+    `patch_model(model, select_pairs(model, 0.25, tokens))` puts it in.
+
+    Args:
+        model: as in `rank_pairs`.
+        share: of the R/2 pairs to keep, in (0, 1]; rounded down.
+        tokens: as in `rank_pairs`; None: by the weights alone.
+        by_head: whether each key head keeps pairs of its own, as in MHA2MLA; otherwise the heads of a layer, added up,
+            share them.
+
+    Raises:
+        SchemeError: no such share, or one that keeps no pair.
+        Others: as `rank_pairs`.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...                      num_key_value_heads=1, vocab_size=32, max_position_embeddings=16)
+        >>> model = LlamaForCausalLM(config)
+        >>> len(select_pairs(model, 0.5)[0].select[0])
+        2
+    """
+    share = checks.number(_OWNER, "share", share, above=0.0, maximum=1.0)
+    checks.flag(_OWNER, "by_head", by_head)
+    norms = rank_pairs(model, tokens)  # [layers, G, R/2]
+    kept = math.floor(share * norms.shape[-1] + 1e-9)
+    if not kept:
+        raise SchemeError(
+            f"{_OWNER}: share={share:g} of this model's {norms.shape[-1]} rotary pairs is none; give a larger one."
+        )
+    if not by_head:
+        norms = norms.sum(dim=1, keepdim=True)
+    best = norms.sort(dim=-1, descending=True, stable=True).indices[..., :kept]  # [layers, G or 1, kept]
+    chosen: list[Any] = (best if by_head else best[:, 0]).tolist()
+    return {layer: PRope(select=select) for layer, select in enumerate(chosen)}
+
+
+def _checked_sites(model: Any) -> Sites:
+    plan = plan_swap(model, PRope(select=(0,)), site="attention")
+    if not plan.sites.rotary:
+        raise UnsupportedSwapError(f"{type(model).__name__} has a position table and no rotary pairs to rank.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UnsupportedModelError("ranking pairs takes the model's weights, and these are on meta: load them.")
+    return plan.sites
+
+
+def _weight_norms(model: Any, sites: Sites) -> Tensor:
+    """Return the product of the norms of the rows that make each pair, [layers, G, R/2]."""
+    found = []
+    for path in sites.attention:
+        module = model.get_submodule(path)
+        query, key = (_rows(module, name, path) for name in ("q_proj", "k_proj"))
+        heads, groups = sites.geometry.num_heads, sites.geometry.num_kv_heads
+        found.append((_row_norms(query, heads, sites.geometry), _row_norms(key, groups, sites.geometry)))
+    queries, keys = zip(*found, strict=True)
+    return _by_key_head(torch.stack(queries), torch.stack(keys))
+
+
+def _rows(module: nn.Module, name: str, path: str) -> Tensor:
+    projection = getattr(module, name, None)
+    if type(projection) is not nn.Linear:
+        raise UnsupportedSwapError(
+            f"{path} has no plain {name}, so its pairs cannot be ranked by weights: give tokens to rank them by."
+        )
+    return projection.weight.detach().cpu().double()  # [H D, E]
+
+
+def _row_norms(weight: Tensor, heads: int, geometry: Geometry) -> Tensor:
+    """Return the norm of the two rows of each pair, [H, R/2], of a projection [H D, E]."""
+    by_head = weight.unflatten(0, (heads, -1)).transpose(1, 2)  # [H, E, D]
+    return pair_norms(by_head, geometry).square().sum(dim=1).sqrt()
+
+
+def _by_key_head(query: Tensor, key: Tensor) -> Tensor:
+    """Return ||q_i|| ||k_i||, [layers, G, R/2], of norms [layers, H, R/2] and [layers, G, R/2]."""
+    return query.unflatten(1, (key.shape[1], -1)).sum(dim=2) * key

@@ -1,0 +1,121 @@
+"""One run of a search: from where its state stands to its result."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_posswap.errors import CheckpointError
+from hf_posswap.geometry import Geometry
+from hf_posswap.search.candidates import Candidate, Space, as_candidate, attention_choices, seed_schemes
+from hf_posswap.search.evolution import Evolution
+from hf_posswap.search.fitness import scheme_loss
+from hf_posswap.search.interrupts import Interrupts
+from hf_posswap.search.result import LongRopeSearch
+from hf_posswap.search.state import Progress, documents_digest, load_progress, model_digest, save_progress
+from hf_posswap.search.subject import SearchSettings
+
+if TYPE_CHECKING:
+    from hf_posswap.progress import Task
+
+
+@dataclass(frozen=True)
+class Session:
+    """A search whose every part has been checked.
+
+    Attributes:
+        model: to measure with.
+        documents: token ids [N, L].
+        geometry: of the model.
+        settings: the numbers.
+        positions: values of n-hat to try.
+        path: of the state; None: it is not kept.
+    """
+
+    model: Any
+    documents: np.ndarray
+    geometry: Geometry
+    settings: SearchSettings
+    positions: tuple[int, ...]
+    path: Path | None
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a state must have in common with the search that goes on from it."""
+        settings = dataclasses.asdict(self.settings)
+        del settings["iterations"]  # more of them may be asked for later
+        return {
+            "model": model_digest(self.model),
+            "documents": documents_digest(self.documents),
+            "original_positions": list(self.positions),
+            **settings,
+        }
+
+    def progress(self) -> Progress:
+        """Return where the search stands."""
+        if self.path is None:
+            return Progress()
+        held = load_progress(self.path, self.identity())
+        if held.iteration > self.settings.iterations:
+            raise CheckpointError(
+                f"{self.path} has come to iteration {held.iteration}, past the {self.settings.iterations} that are "
+                "asked for: give as many or more, or another file."
+            )
+        return held
+
+    def run(self, held: Progress, task: Task, interrupts: Interrupts) -> None:
+        """Carry out the iterations that are left."""
+        settings = self.settings
+        seeds = seed_schemes(settings.factor, self.geometry)
+        attention = attention_choices(settings.factor, self.geometry, seeds)
+        space = Space(settings.factor, self.positions, attention, settings.mutation_rate)
+
+        def loss(candidate: Candidate) -> float:
+            scheme = candidate.scheme(settings.factor, self.geometry)
+            measured = scheme_loss(self.model, scheme, self.documents, interrupts)
+            task.advance(self.documents.size, measured)
+            return measured
+
+        evolution = Evolution(space, settings, held, loss)
+        identity = None if self.path is None else self.identity()
+        while held.iteration < settings.iterations:
+            if held.iteration < 0:
+                evolution.start({name: as_candidate(scheme, self.geometry) for name, scheme in seeds.items()})
+            else:
+                evolution.step()
+            if self.path is not None and identity is not None:
+                save_progress(self.path, identity, held)
+
+    def result(self, held: Progress) -> LongRopeSearch:
+        """Return what a finished search found."""
+        best = held.population[0]
+        return LongRopeSearch(
+            scheme=best.candidate.scheme(self.settings.factor, self.geometry),
+            perplexity=math.exp(best.loss),
+            seeds={name: math.exp(loss) for name, loss in held.seeds.items()},
+            log=tuple(math.exp(loss) for loss in held.best),
+            evaluations=tuple(held.evaluations),
+            length=self.documents.shape[1],
+            documents=len(self.documents),
+            original_positions=self.positions,
+        )
+
+
+@contextmanager
+def progress_bar(total: int, done: int, shown: bool) -> Iterator[Task]:
+    """Show the progress of `total` evaluations, of which `done` were done before."""
+    from rich.console import Console
+
+    from hf_posswap.progress import Reporter
+
+    console = Console(stderr=True) if shown else Console(file=io.StringIO())
+    with Reporter(console).task("searching LongRoPE", total) as task:
+        task.skip(done)
+        yield task

@@ -1,0 +1,127 @@
+"""A search on disk: what it is a search of, and how far it has come."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hf_posswap.errors import CheckpointError
+from hf_posswap.files import read_json, writable_folder, write_text
+from hf_posswap.search.candidates import Candidate
+
+FORMAT = 1
+_SAMPLES = 1024
+
+
+@dataclass(frozen=True)
+class Member:
+    """A measured candidate, and its mean loss in nats a token."""
+
+    candidate: Candidate
+    loss: float
+
+
+@dataclass
+class Progress:
+    """How far a search has come.
+
+    Attributes:
+        iteration: the last that is whole; 0: the first population.
+        population: those that live, best first.
+        seen: every candidate that was measured.
+        seeds: loss of each seed.
+        best: loss of the best, after each iteration from 0 on.
+        evaluations: candidates measured, after each iteration.
+    """
+
+    iteration: int = -1
+    population: list[Member] = field(default_factory=list)
+    seen: set[Candidate] = field(default_factory=set)
+    seeds: dict[str, float] = field(default_factory=dict)
+    best: list[float] = field(default_factory=list)
+    evaluations: list[int] = field(default_factory=list)
+
+
+def save_progress(path: Path, identity: dict[str, Any], progress: Progress) -> None:
+    """Write `progress` of the search `identity` to `path`, whole or not at all.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    held = dataclasses.asdict(progress)
+    held["population"] = [[*dataclasses.astuple(m.candidate), m.loss] for m in progress.population]
+    held["seen"] = [dataclasses.astuple(candidate) for candidate in sorted(progress.seen, key=dataclasses.astuple)]
+    write_text(path, json.dumps({"format": FORMAT, "search": identity, "progress": held}, allow_nan=False) + "\n")
+
+
+def load_progress(path: Path, identity: dict[str, Any]) -> Progress:
+    """Return the progress in `path`, or that of a new search where there is no such file yet.
+
+    Raises:
+        CheckpointError: the place cannot be written, the file is no state of a search, or one of another search.
+    """
+    if path.is_dir():
+        raise CheckpointError(f"state must name a file, and {path} is a folder.")
+    writable_folder(path.parent)
+    if not path.exists():
+        return Progress()
+    held = read_json(path)
+    if not isinstance(held, dict) or held.get("format") != FORMAT or not isinstance(held.get("search"), dict):
+        raise CheckpointError(f"{path} is no state of search_longrope; give another file, or delete it.")
+    for name, ours in identity.items():
+        theirs = held["search"].get(name)
+        if theirs != ours:
+            raise CheckpointError(
+                f"{path} is the state of another search: its {name} is {theirs!r}, here it is {ours!r}. Give another "
+                "file, or delete it."
+            )
+    try:
+        return _progress(held["progress"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is no whole state of search_longrope ({error!r}); delete it.") from error
+
+
+def _progress(held: dict[str, Any]) -> Progress:
+    return Progress(
+        iteration=int(held["iteration"]),
+        population=[Member(_candidate(row[:3]), float(row[3])) for row in held["population"]],
+        seen={_candidate(row) for row in held["seen"]},
+        seeds={str(name): float(loss) for name, loss in held["seeds"].items()},
+        best=[float(loss) for loss in held["best"]],
+        evaluations=[int(count) for count in held["evaluations"]],
+    )
+
+
+def _candidate(row: list[Any]) -> Candidate:
+    factors, positions, attention = row
+    return Candidate(tuple(map(float, factors)), int(positions), float(attention))
+
+
+def model_digest(model: nn.Module) -> str:
+    """Return what tells this model's weights from another's: a digest of names, shapes and 1024 numbers of each tensor.
+
+    Example:
+        >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> model_digest(a) == model_digest(a), model_digest(a) == model_digest(b)
+        (True, False)
+    """
+    digest = hashlib.sha256(type(model).__name__.encode())
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)].cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def documents_digest(documents: np.ndarray) -> str:
+    """Return what tells these documents, token ids [N, L], from others."""
+    return hashlib.sha256(f"{documents.shape}".encode() + documents.astype("<i8").tobytes()).hexdigest()[:16]

@@ -1,0 +1,51 @@
+"""Sweep schemes over one model, without training: which one carries it farthest? The Python way of `posswap compare`.
+
+    python recipes/compare.py meta-llama/Llama-3.2-1B results yarn ntk self_extend --lengths 8192,16384,32768
+    python recipes/compare.py gpt2 results rope alibi --text books/
+    accelerate launch --multi_gpu recipes/compare.py gpt2 results rope alibi  # documents and prompts shared
+    torchrun --nproc_per_node 4 recipes/compare.py gpt2 results rope alibi    # the same, on CPUs too
+
+The weights are loaded once and shared by all candidates. The folder keeps every finished unit: the same command goes on
+after a stop, and a scheme more costs only its own measurement.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import hf_posswap
+from hf_posswap.comparison import is_main_process
+from hf_posswap.errors import PosswapError
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
+    out: Annotated[Path, typer.Argument(help="The folder for results.")],
+    schemes: Annotated[list[str], typer.Argument(help="What to put in, one after the other.")],
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Files, folders, Hub data sets; Python's own text otherwise.")
+    ] = None,
+    lengths: Annotated[str | None, typer.Option(help="In tokens, with commas; 1, 2, 4, 8 windows otherwise.")] = None,
+    documents: Annotated[int, typer.Option(help="Most documents to measure on.")] = 48,
+    metrics: Annotated[str, typer.Option(help="With commas: hf_posswap.comparison.METRICS.")] = "ppl_prefix,short_reg",
+) -> None:
+    """Measure MODEL as it is and with each of SCHEMES put in, on the same tokens, and print the table."""
+    chosen = None if lengths is None else tuple(int(length) for length in lengths.split(","))
+    candidates = [hf_posswap.Candidate(model), *(hf_posswap.Candidate(model, scheme) for scheme in schemes)]
+    try:
+        settings = hf_posswap.EvalSettings(chosen, tuple(metrics.split(",")), documents)
+        found = hf_posswap.compare(candidates, documents=text, out=out, settings=settings)
+    except PosswapError as error:
+        if is_main_process():
+            typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    if not is_main_process():
+        return
+    typer.echo(str(found))
+
+
+if __name__ == "__main__":
+    typer.run(main)

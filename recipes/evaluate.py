@@ -1,0 +1,50 @@
+"""Measure a model before and after a swap, without training: the Python way of `posswap eval`.
+
+    python recipes/evaluate.py gpt2 rope results
+    python recipes/evaluate.py gpt2 rope results --text books/ --lengths 512,1024,2048
+    accelerate launch --multi_gpu recipes/evaluate.py gpt2 rope results  # documents and prompts shared among the GPUs
+
+The folder keeps results.json, tables, pictures, and every finished unit: the same command goes on after a stop.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import hf_posswap
+from hf_posswap.comparison import is_main_process
+from hf_posswap.errors import PosswapError
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
+    scheme: Annotated[str, typer.Argument(help="What to put in: see posswap schemes.")],
+    out: Annotated[Path, typer.Argument(help="The folder for results.")],
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Files, folders, Hub data sets; Python's own text otherwise.")
+    ] = None,
+    lengths: Annotated[str | None, typer.Option(help="In tokens, with commas; 1, 2, 4, 8 windows otherwise.")] = None,
+    documents: Annotated[int, typer.Option(help="Most documents to measure on.")] = 48,
+) -> None:
+    """Measure MODEL as it is and with SCHEME put in, on the same tokens, and print the table."""
+    chosen = None if lengths is None else tuple(int(length) for length in lengths.split(","))
+    settings = hf_posswap.EvalSettings(lengths=chosen, documents=documents)
+    try:
+        found = hf_posswap.evaluate(model, scheme, documents=text, out=out, settings=settings)
+    except PosswapError as error:
+        if is_main_process():
+            typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    if not is_main_process():
+        return
+    typer.echo(str(found))
+    short = found.results["models"][list(found.results["models"])[-1]].get("short_reg")
+    if short is not None:
+        typer.echo(f"Within the window: {short['loss']['verdict']}, KL {short['divergence']:.4f} nats a token.")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,270 @@
+"""A Hub on this machine: the endpoints that huggingface_hub's client uses to push and pull, and faults on demand."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_loopback"
+_ID = r"(?P<id>[\w.-]+/[\w.-]+)"
+
+
+@dataclass
+class Repo:
+    """One repository: what each commit holds, {path: (content, sha256 of an LFS file or None)}, and the branches."""
+
+    private: bool
+    commits: dict[str, dict[str, tuple[bytes, str | None]]]
+    branches: dict[str, str]
+
+    def at(self, revision: str) -> str | None:
+        """Return the commit that `revision`, a branch or a commit, names."""
+        return self.branches.get(revision, revision if revision in self.commits else None)
+
+
+@dataclass
+class Hub:
+    """State of the loopback Hub.
+
+    Attributes:
+        lfs: store suffixes of what goes by LFS, where `use_lfs`.
+        faults: by kind of request ("commit", "put", "preupload", "resolve", ...): what goes wrong, once each:
+            an HTTP status, "cut" (the connection ends in the middle) or "short" (half the content comes).
+        requests: every request, "KIND path".
+    """
+
+    use_lfs: bool = True
+    repos: dict[str, Repo] = field(default_factory=dict)
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    faults: dict[str, list[int | str]] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    url: str = ""
+
+    def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
+        """Return the content of a repository."""
+        repo = self.repos[repo_id]
+        return {name: content for name, (content, _) in repo.commits[repo.branches[revision]].items()}
+
+    def kinds(self) -> list[str]:
+        """Return the kinds of all requests."""
+        return [line.split()[0] for line in self.requests]
+
+
+@contextmanager
+def running(use_lfs: bool = True) -> Iterator[Hub]:
+    """Run a Hub inside a `with` block; its `url` goes into HF_ENDPOINT."""
+    hub = Hub(use_lfs)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+_ROUTES = [
+    (kind, method, re.compile(pattern + r"$"))
+    for kind, method, pattern in (
+        ("create", "POST", r"/api/repos/create"),
+        ("yaml", "POST", r"/api/validate-yaml"),
+        ("branch", "POST", rf"/api/models/{_ID}/branch/(?P<rev>.+)"),
+        ("preupload", "POST", rf"/api/models/{_ID}/preupload/(?P<rev>.+)"),
+        ("batch", "POST", rf"/{_ID}\.git/info/lfs/objects/batch"),
+        ("put", "PUT", r"/lfs/(?P<oid>\w+)"),
+        ("verify", "POST", r"/lfs/verify"),
+        ("commit", "POST", rf"/api/models/{_ID}/commit/(?P<rev>.+)"),
+        ("tree", "GET", rf"/api/models/{_ID}/tree/(?P<rev>.+?)"),
+        ("info", "GET", rf"/api/models/{_ID}(/revision/(?P<rev>.+))?"),
+        ("resolve", "GET", rf"/{_ID}/resolve/(?P<rev>[^/]+)/(?P<file>.+)"),
+        ("resolve", "HEAD", rf"/{_ID}/resolve/(?P<rev>[^/]+)/(?P<file>.+)"),
+    )
+]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_any(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        for kind, method, pattern in _ROUTES:
+            found = pattern.match(path)
+            if found and method == self.command:
+                self.hub.requests.append(f"{kind} {path}")
+                self._serve(kind, {name: value for name, value in found.groupdict().items() if value is not None})
+                return
+        self.hub.requests.append(f"unknown {self.command} {path}")
+        self.reply(404, {"error": f"the loopback hub has no {self.command} {path}"})
+
+    do_GET = do_POST = do_PUT = do_HEAD = do_any
+
+    def _serve(self, kind: str, names: dict[str, str]) -> None:
+        waiting = self.hub.faults.get(kind, [])
+        fault = waiting.pop(0) if waiting and (kind != "resolve" or self.command == "GET") else None
+        if fault == "cut" and kind != "resolve":  # read a little of what comes, then hang up
+            self.rfile.read(100)
+            self.close_connection = True
+            self.connection.close()
+            return
+        body = self.body()
+        if isinstance(fault, int):
+            self.reply(fault, {"error": "a fault of the test"})
+        elif kind != "put" and self.headers.get("Authorization") != f"Bearer {TOKEN}":  # a PUT's address is its leave
+            self.reply(401, {"error": "Invalid credentials in Authorization header"})
+        elif kind in ("create", "yaml", "batch", "put", "verify"):
+            getattr(self, f"on_{kind}")(body, **names)
+        elif names["id"] not in self.hub.repos:
+            self.reply(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        else:
+            names.pop("rev", None) if kind == "info" and "rev" not in names else None
+            extra = {"fault": fault} if kind == "resolve" else {}
+            getattr(self, f"on_{kind}")(body, repo=self.hub.repos[names["id"]], **names, **extra)
+
+    def body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline().strip(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def reply(self, status: int, value: Any = None, headers: dict[str, str] | None = None) -> None:
+        content = value if isinstance(value, bytes) else json.dumps(value).encode()
+        self.send(status, content, len(content), {"Content-Type": "application/json", **(headers or {})})
+
+    def send(self, status: int, content: bytes, length: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(length)}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+        if len(content) < length and self.command != "HEAD":
+            self.close_connection = True
+
+    def on_create(self, body: bytes) -> None:
+        asked = json.loads(body)
+        name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+        answer = {"url": f"{self.hub.url}/{name}"}
+        if name in self.hub.repos:
+            self.reply(409, answer | {"error": "You already created this model repo"})
+            return
+        private = bool(asked.get("private")) or asked.get("visibility") == "private"
+        self.hub.repos[name] = Repo(private, {"0" * 40: {}}, {"main": "0" * 40})
+        self.reply(200, answer)
+
+    def on_yaml(self, body: bytes) -> None:
+        self.reply(200, {"errors": [], "warnings": []})
+
+    def on_branch(self, body: bytes, repo: Repo, id: str, rev: str) -> None:
+        if rev in repo.branches:
+            self.reply(409, {"error": "Reference already exists"})
+            return
+        repo.branches[rev] = repo.branches["main"]
+        self.reply(200, {})
+
+    def on_preupload(self, body: bytes, repo: Repo, id: str, rev: str) -> None:
+        def mode(name: str) -> str:
+            return "lfs" if self.hub.use_lfs and name.endswith((".safetensors", ".png")) else "regular"
+
+        asked = [file["path"] for file in json.loads(body)["files"]]
+        self.reply(200, {"files": [{"path": n, "uploadMode": mode(n), "shouldIgnore": False} for n in asked]})
+
+    def on_batch(self, body: bytes, id: str) -> None:
+        def actions(oid: str) -> dict[str, Any]:
+            if oid in self.hub.blobs:
+                return {}
+            return {"actions": {"upload": {"href": f"{self.hub.url}/lfs/{oid}"}}}
+
+        objects = json.loads(body)["objects"]
+        answer = [{"oid": o["oid"], "size": o["size"], "authenticated": True, **actions(o["oid"])} for o in objects]
+        self.reply(200, {"transfer": "basic", "objects": answer})
+
+    def on_put(self, body: bytes, oid: str) -> None:
+        if hashlib.sha256(body).hexdigest() != oid:
+            self.reply(400, {"error": "the content is not what its sha256 says"})
+            return
+        self.hub.blobs[oid] = body
+        self.reply(200, {})
+
+    def on_verify(self, body: bytes) -> None:
+        self.reply(200, {})
+
+    def on_commit(self, body: bytes, repo: Repo, id: str, rev: str) -> None:
+        start = repo.at(rev)
+        if start is None:
+            self.reply(404, {"error": "no such revision"}, {"X-Error-Code": "RevisionNotFound"})
+            return
+        files = dict(repo.commits[start])
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = (base64.b64decode(value["content"]), None)
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = (self.hub.blobs[value["oid"]], value["oid"])
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+        oid = hashlib.sha1(f"{start}{len(repo.commits)}".encode()).hexdigest()
+        repo.commits[oid], repo.branches[rev] = files, oid
+        url = f"{self.hub.url}/{id}/commit/{oid}"
+        self.reply(200, {"success": True, "commitUrl": url, "commitOid": oid, "pullRequestUrl": None})
+
+    def on_info(self, body: bytes, repo: Repo, id: str, rev: str = "main") -> None:
+        commit = repo.at(rev)
+        if commit is None:
+            self.reply(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+            return
+        siblings = [{"rfilename": name} for name in repo.commits[commit]]
+        info = {"_id": "0", "id": id, "modelId": id, "sha": commit, "private": repo.private, "siblings": siblings}
+        self.reply(200, info | {"tags": [], "downloads": 0, "likes": 0})
+
+    def on_tree(self, body: bytes, repo: Repo, id: str, rev: str) -> None:
+        commit = repo.at(rev)
+        if commit is None:
+            self.reply(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+            return
+        self.reply(200, [_entry(name, *held) for name, held in repo.commits[commit].items()])
+
+    def on_resolve(self, body: bytes, repo: Repo, id: str, rev: str, file: str, fault: int | str | None) -> None:
+        commit = repo.at(rev)
+        if commit is None or file not in repo.commits[commit]:
+            missing = "RevisionNotFound" if commit is None else "EntryNotFound"
+            self.reply(404, {"error": missing}, {"X-Error-Code": missing})
+            return
+        content, oid = repo.commits[commit][file]
+        etag = oid or hashlib.sha1(content).hexdigest()
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "X-Linked-Size": str(len(content))}
+        headers |= {"X-Linked-Etag": f'"{oid}"'} if oid else {}
+        start = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        sent = content[int(start[1]) :] if start else content
+        held = sent[: len(sent) // 2] if fault in ("short", "cut") else sent
+        self.send(206 if start else 200, held, len(sent), headers)
+
+
+def _entry(name: str, content: bytes, oid: str | None) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "type": "file",
+        "path": name,
+        "size": len(content),
+        "oid": hashlib.sha1(content).hexdigest(),
+    }
+    return entry | ({"lfs": {"oid": oid, "size": len(content), "pointerSize": 134}} if oid else {})

@@ -1,0 +1,352 @@
+"""Adapters carry the swap of their base, and go on no other."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+import hf_posswap
+from hf_posswap import patch_model, verify_swap
+from hf_posswap.checkpoints.adapters import SIDECAR, add_adapter, carry_swap
+from hf_posswap.checkpoints.adapters_load import load_adapter
+from hf_posswap.checkpoints.adapters_positions import position_modules
+from hf_posswap.errors import CheckpointError, NotPatchedError, RecordError
+from tests.contract.models import LENGTH, TINY, build
+from tests.contract.pairs import CHANGE, gap, logits, words
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+
+IDS = words(2, LENGTH)
+
+
+def lora(name: str, **more: Any) -> Any:
+    targets = list(TINY[name].projections)
+    return peft.LoraConfig(
+        r=2,
+        target_modules=targets,
+        init_lora_weights=False,
+        fan_in_fan_out=name == "gpt2",
+        task_type="CAUSAL_LM",
+        **more,
+    )
+
+
+def stored_base(name: str, folder: Path) -> Path:
+    build(name).save_pretrained(folder)
+    return folder
+
+
+def adapted(name: str, scheme: str, folder: Path, **options: Any) -> Any:
+    """Return an adapter on a base that was loaded from `folder` and swapped in memory."""
+    model = hf_posswap.load(stored_base(name, folder))
+    patch_model(model, scheme, max_length=None if scheme == "blend" else 2 * LENGTH, **options)
+    torch.manual_seed(3)
+    return add_adapter(model, lora(name)).eval()
+
+
+SWAPS = [
+    ("gpt2", "rope", {}),
+    ("gpt2", "kerple", {}),
+    ("gpt2", "sinusoidal", {}),
+    ("gpt2", "learned", {}),
+    ("opt", "alibi", {}),
+    ("llama", "yarn", {}),
+    ("llama", "fire", {}),
+    ("llama", "rope", {"site": "attention"}),
+    ("llama", "per_layer", {"layers": {0: "nope"}, "default": "kerple"}),
+    ("gpt2", "blend", {"new": "rope", "weight": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("name", "scheme", "options"), SWAPS)
+def test_one_call_puts_base_swap_and_adapter_together(
+    name: str, scheme: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = adapted(name, scheme, tmp_path / "base", **options)
+    with torch.no_grad():  # as if trained
+        for key, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora" not in key:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    expected = logits(model, IDS)
+    with model.disable_adapter():
+        assert gap(logits(model, IDS), expected) > CHANGE
+    hf_posswap.save(model, tmp_path / "adapter")
+    loaded = hf_posswap.load(tmp_path / "adapter").eval()
+    assert isinstance(loaded, peft.PeftModel)
+    assert gap(logits(loaded, IDS), expected) == 0
+    assert loaded.get_base_model().config.posswap == model.get_base_model().config.posswap
+    verify_swap(loaded)
+    again = tmp_path / "again"
+    loaded.save_pretrained(again)  # PEFT's own
+    assert json.loads((again / SIDECAR).read_text()) == json.loads((tmp_path / "adapter" / SIDECAR).read_text())
+    merged = loaded.merge_and_unload()
+    assert gap(logits(merged, IDS), expected) < 1e-4
+    hf_posswap.save(merged, tmp_path / "merged")
+    whole = hf_posswap.load(tmp_path / "merged")
+    assert gap(logits(whole, IDS), logits(merged, IDS)) == 0
+    assert whole.config.posswap["scheme"]["name"] == scheme
+
+
+@pytest.mark.parametrize("scheme", ["rope", "kerple", "learned", "blend"])
+def test_an_adapter_on_a_swapped_checkpoint(scheme: str, tmp_path: Path) -> None:
+    base = build("gpt2")
+    patch_model(base, scheme, **({"new": "alibi"} if scheme == "blend" else {"max_length": 2 * LENGTH}))
+    with torch.no_grad():  # trained positions of the base lie in its checkpoint
+        for path in position_modules(base):
+            for key, parameter in base.named_parameters():
+                if f".{path}." in key:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+    hf_posswap.save(base, tmp_path / "base")
+    model = peft.get_peft_model(hf_posswap.load(tmp_path / "base"), lora("gpt2")).eval()
+    hf_posswap.save(model, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    loaded = hf_posswap.load(tmp_path / "adapter")
+    assert gap(logits(loaded.eval(), IDS), logits(model, IDS)) == 0
+    auto = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert gap(logits(auto.eval(), IDS), logits(model, IDS)) == 0
+
+
+def test_without_the_plugin_no_unswapped_base_is_taken(tmp_path: Path) -> None:
+    model = adapted("gpt2", "rope", tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    for auto in (peft.AutoPeftModelForCausalLM, transformers.AutoModelForCausalLM):
+        with pytest.raises((OSError, ValueError), match="positions swapped to rope; load this adapter with hf_posswap"):
+            auto.from_pretrained(tmp_path / "adapter")
+
+
+def test_another_mechanism_is_refused_by_name(tmp_path: Path) -> None:
+    hf_posswap.save(adapted("gpt2", "rope", tmp_path / "base"), tmp_path / "adapter")
+    plain = hf_posswap.load(tmp_path / "base")
+    with pytest.raises(
+        RecordError, match=r"trained on a gpt2 swapped to rope\(.*and this GPT2LMHeadModel is not swapped"
+    ):
+        load_adapter(plain, tmp_path / "adapter")
+    assert not hasattr(plain, "peft_config")
+    patch_model(plain, "alibi")
+    with pytest.raises(
+        RecordError, match=r"swapped to rope\(.*carries alibi for 32 tokens. Load it by hf_posswap.load"
+    ):
+        load_adapter(plain, tmp_path / "adapter")
+    other = hf_posswap.load(tmp_path / "base")
+    patch_model(other, "rope", base=500.0)
+    with pytest.raises(RecordError, match=r"carries rope\(base=500\.0"):
+        load_adapter(other, tmp_path / "adapter")
+    right = hf_posswap.load(tmp_path / "base")
+    patch_model(right, "rope")  # for another length: the same mechanism
+    assert isinstance(load_adapter(right, tmp_path / "adapter", trainable=True), peft.PeftModel)
+
+
+def test_the_length_is_part_of_a_table(tmp_path: Path) -> None:
+    hf_posswap.save(adapted("gpt2", "sinusoidal", tmp_path / "base"), tmp_path / "adapter")
+    model = hf_posswap.load(tmp_path / "base")
+    patch_model(model, "sinusoidal", max_length=40)
+    with pytest.raises(RecordError, match="for 64 tokens, and this GPT2LMHeadModel carries sinusoidal.* for 40 tokens"):
+        load_adapter(model, tmp_path / "adapter")
+
+
+def test_the_base_may_have_changed_since(tmp_path: Path) -> None:
+    base = build("gpt2")
+    patch_model(base, "rope")
+    hf_posswap.save(base, tmp_path / "base")
+    model = peft.get_peft_model(hf_posswap.load(tmp_path / "base"), lora("gpt2"))
+    hf_posswap.save(model, tmp_path / "adapter")
+    other = build("gpt2")
+    patch_model(other, "alibi")
+    hf_posswap.save(other, tmp_path / "base", overwrite=True)
+    with pytest.raises(RecordError, match=r"swapped to rope\(.*carries alibi"):
+        hf_posswap.load(tmp_path / "adapter")
+    hf_posswap.save(build("gpt2"), tmp_path / "base", overwrite=True)
+    with pytest.raises(RecordError, match=r"swapped to rope\(.*is not swapped"):
+        hf_posswap.load(tmp_path / "adapter")
+
+
+def test_an_adapter_without_a_sidecar(tmp_path: Path) -> None:
+    stored_base("gpt2", tmp_path / "base")
+    plain = peft.get_peft_model(hf_posswap.load(tmp_path / "base"), lora("gpt2")).eval()
+    hf_posswap.save(plain, tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / SIDECAR).exists()
+    assert gap(logits(hf_posswap.load(tmp_path / "adapter").eval(), IDS), logits(plain, IDS)) == 0
+    model = hf_posswap.load(tmp_path / "base")
+    patch_model(model, "rope")
+    with pytest.raises(RecordError, match="has no posswap.json.*pass trust_unrecorded=True"):
+        load_adapter(model, tmp_path / "adapter")
+    assert isinstance(load_adapter(model, tmp_path / "adapter", trust_unrecorded=True), peft.PeftModel)
+
+
+def test_trained_positions_are_never_lost(tmp_path: Path) -> None:
+    for scheme, module in (("kerple", "posswap"), ("learned", "wpe")):
+        model = hf_posswap.load(stored_base("gpt2", tmp_path / "base"))
+        patch_model(model, scheme, max_length=2 * LENGTH)
+        assert position_modules(model) == [module]
+        wrapped = carry_swap(peft.get_peft_model(model, lora("gpt2")))
+        hf_posswap.save(wrapped, tmp_path / scheme / "frozen")  # as the swap made them: nothing to lose
+        parameter = next(p for n, p in wrapped.named_parameters() if f".{module}." in n)
+        parameter.requires_grad_(True)
+        for save in (hf_posswap.save, lambda m, folder: m.save_pretrained(folder)):
+            with pytest.raises(CheckpointError, match=rf"transformer\.{module}: .*modules_to_save=\['{module}'\]"):
+                save(wrapped, tmp_path / scheme / "lost")
+            assert not (tmp_path / scheme / "lost").exists()
+        parameter.requires_grad_(False)
+        with torch.no_grad():
+            parameter.flatten()[0] += 1e-3
+        with pytest.raises(CheckpointError, match="trained position parameters that are not part of the adapter"):
+            hf_posswap.save(wrapped, tmp_path / scheme / "lost")
+
+
+def test_position_modules_where_nothing_is_learned() -> None:
+    for scheme in ("rope", "sinusoidal", "nope"):
+        model = build("gpt2")
+        patch_model(model, scheme)
+        assert position_modules(model) == []
+    with pytest.raises(NotPatchedError, match="carries no swap: there are no positions to train"):
+        position_modules(build("gpt2"))
+    with pytest.raises(NotPatchedError):
+        add_adapter(build("gpt2"), lora("gpt2"))
+
+
+def test_the_config_given_to_add_adapter_is_left_alone(tmp_path: Path) -> None:
+    model = build("gpt2")
+    patch_model(model, "kerple")
+    config = lora("gpt2", modules_to_save=["ln_f"])
+    wrapped = add_adapter(model, config)
+    assert config.modules_to_save == ["ln_f"]
+    assert set(wrapped.peft_config["default"].modules_to_save) == {"ln_f", "posswap"}
+    trained = {n for n, p in wrapped.named_parameters() if p.requires_grad and "lora" not in n}
+    assert any("posswap" in name for name in trained)
+    assert any("ln_f" in name for name in trained)
+
+
+def test_what_peft_saves_by_itself_carries_the_swap_after_copy_and_pickle(tmp_path: Path) -> None:
+    model = adapted("gpt2", "rope", tmp_path / "base")
+    for number, each in enumerate((copy.deepcopy(model), pickle.loads(pickle.dumps(model)))):
+        assert each.save_pretrained.owner is each
+        each.save_pretrained(str(tmp_path / str(number)))
+        held = json.loads((tmp_path / str(number) / SIDECAR).read_text())
+        assert held["record"]["scheme"]["name"] == "rope"
+    assert type(model).save_pretrained is peft.PeftModelForCausalLM.save_pretrained
+    plain = peft.get_peft_model(build("gpt2"), lora("gpt2"))
+    assert carry_swap(plain) is plain
+    assert "save_pretrained" not in vars(plain)
+
+
+def test_several_adapters_each_have_a_sidecar(tmp_path: Path) -> None:
+    model = adapted("gpt2", "rope", tmp_path / "base")
+    model.add_adapter("second", lora("gpt2"))
+    hf_posswap.save(model, tmp_path / "adapter")
+    assert (tmp_path / "adapter" / SIDECAR).is_file()
+    assert (tmp_path / "adapter" / "second" / SIDECAR).is_file()
+    model.set_adapter("second")
+    second = hf_posswap.load(tmp_path / "adapter" / "second").eval()
+    assert gap(logits(second, IDS), logits(model, IDS)) == 0
+
+
+def test_the_adapters_of_transformers_itself_carry_it_too(tmp_path: Path) -> None:
+    model = hf_posswap.load(stored_base("gpt2", tmp_path / "base"))
+    patch_model(model, "rope", max_length=2 * LENGTH)
+    model.add_adapter(lora("gpt2"))
+    hf_posswap.save(model, tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "config.json").exists()
+    assert gap(logits(hf_posswap.load(tmp_path / "adapter").eval(), IDS), logits(model.eval(), IDS)) == 0
+
+
+def test_the_card_names_no_local_folder(tmp_path: Path) -> None:
+    hf_posswap.save(adapted("gpt2", "rope", tmp_path / "base"), tmp_path / "adapter")
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    head = card.split("---")[1]
+    assert "hf_posswap" in head
+    assert str(tmp_path) not in head
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (lambda held: held | {"version": 2}, RecordError, "of version 1: update"),
+        (lambda held: held | {"more": 1}, RecordError, "must hold version, base, base_is_swapped, record"),
+        (lambda held: held | {"base": 3}, RecordError, "must hold version"),
+        (lambda held: held | {"record": held["record"] | {"max_length": 2**40}}, RecordError, "max_length must be"),
+        (lambda held: [held], CheckpointError, "posswap.json of .* must hold an object, got list"),
+        (lambda held: held | {"base": None}, CheckpointError, "does not say where its base is"),
+        (
+            lambda held: held | {"base": "no/such-base"},
+            CheckpointError,
+            "the base of the adapter .* 'no/such-base', cannot",
+        ),
+    ],
+)
+def test_broken_sidecars(change: Any, error: type[Exception], said: str, tmp_path: Path) -> None:
+    hf_posswap.save(adapted("gpt2", "rope", tmp_path / "base"), tmp_path / "adapter")
+    path = tmp_path / "adapter" / SIDECAR
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(error, match=said):
+        hf_posswap.load(tmp_path / "adapter")
+
+
+def test_broken_and_missing_files(tmp_path: Path) -> None:
+    hf_posswap.save(adapted("gpt2", "rope", tmp_path / "base"), tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"1234")
+    with pytest.raises(CheckpointError, match="the adapter .* cannot be loaded"):
+        hf_posswap.load(tmp_path / "adapter")
+    (tmp_path / "adapter" / SIDECAR).write_text("{")
+    with pytest.raises(CheckpointError, match="cannot read posswap.json"):
+        hf_posswap.load(tmp_path / "adapter")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"holds no adapter \(adapter_config.json\)"):
+        load_adapter(build("gpt2"), tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="holds no readable model config"):
+        hf_posswap.load(tmp_path / "empty")
+
+
+FRESH = """
+import sys, torch, hf_posswap
+from safetensors.torch import load_file
+stored = load_file(sys.argv[1] + "/expected.safetensors")
+model = hf_posswap.load(sys.argv[1]).eval()
+with torch.no_grad():
+    print(float((model(stored["ids"]).logits - stored["logits"]).abs().max()))
+"""
+
+
+def test_it_loads_in_a_fresh_process(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = adapted("gpt2", "kerple", tmp_path / "base")
+    hf_posswap.save(model, tmp_path / "adapter")
+    save_file({"ids": IDS, "logits": logits(model, IDS)}, tmp_path / "adapter" / "expected.safetensors")
+    command = [sys.executable, "-c", FRESH, str(tmp_path / "adapter")]
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert float(run.stdout) == 0
+
+
+def test_a_push_takes_the_sidecar_along(tmp_path: Path) -> None:
+    model = adapted("gpt2", "rope", tmp_path / "base")
+    hf_posswap.save(model, tmp_path / "adapter")
+    for source in (model, tmp_path / "adapter"):
+        files = hf_posswap.push(source, "someone/adapter", dry_run=True).files
+        assert {SIDECAR, "adapter_config.json", "adapter_model.safetensors", "README.md"} <= set(files)
+
+
+def test_a_table_that_is_trained_in_full_is_taken_back_too(tmp_path: Path) -> None:
+    model = adapted("gpt2", "learned", tmp_path / "base")
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "wpe.modules_to_save" in key:
+                parameter.add_(torch.randn_like(parameter))
+    hf_posswap.unpatch_model(model)
+    held = model.get_base_model().transformer.wpe
+    for each in (held.original_module, held.modules_to_save["default"]):
+        assert torch.equal(each.weight, build("gpt2").transformer.wpe.weight)
+    with model.disable_adapter():
+        assert gap(logits(model, IDS), logits(build("gpt2"), IDS)) == 0

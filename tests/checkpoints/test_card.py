@@ -1,0 +1,200 @@
+"""Model cards: what the Hub reads of one, and what people read, follows from the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+import hf_posswap
+from hf_posswap.checkpoints.card import CardFacts, write_card
+from hf_posswap.checkpoints.card_results import Results, read_results
+from hf_posswap.errors import CheckpointError, PluginWarning
+from hf_posswap.training import byte_tokenizer
+from tests.contract.models import build
+
+REPO = "me/swapped-model"
+
+
+def saved(folder: Path, scheme: str | None = "rope", model: Any = None) -> Path:
+    model = model or GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+    if scheme is not None:
+        hf_posswap.patch_model(model, scheme, max_length=64)
+    return hf_posswap.save(model, folder)
+
+
+def card(folder: Path, **facts: Any) -> ModelCard:
+    return ModelCard(write_card(folder, CardFacts(REPO, **facts), online=False))
+
+
+def test_the_hub_reads_the_base_the_licence_and_the_tags(tmp_path: Path) -> None:
+    data = card(saved(tmp_path / "a"), base="openai-community/gpt2", license="mit").data
+    assert (data.base_model, data.license, data.library_name) == ("openai-community/gpt2", "mit", "transformers")
+    assert data.pipeline_tag == "text-generation"
+    assert data.tags == ["hf_posswap", "long-context", "rope"]
+    assert data["base_model_relation"] == "finetune"
+
+
+def test_the_task_and_the_class_are_the_models_own(tmp_path: Path) -> None:
+    bert = BertForMaskedLM(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
+    found = card(saved(tmp_path / "a", "alibi", bert))
+    assert found.data.pipeline_tag == "fill-mask"
+    assert "AutoModelForMaskedLM.from_pretrained" in found.text
+
+
+def test_the_card_says_what_was_swapped_and_holds_the_record(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "a")
+    text = card(folder).text
+    assert "swapped to **rope**" in text
+    assert "learned table, 16 positions" in text
+    assert "| max_position_embeddings | 16 | 64 |" in text
+    blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL)]
+    assert blocks == [json.loads((folder / "config.json").read_text())["posswap"]]
+    assert f"| hf_posswap | {hf_posswap.__version__} |" in text
+
+
+def test_the_loading_code_of_the_card_runs(tmp_path: Path) -> None:
+    for scheme, model, blocks in (("rope", None, 2), ("yarn", build("llama"), 2), (None, build("llama"), 2)):
+        folder = saved(tmp_path / str(scheme), scheme, model)
+        codes = re.findall(r"```python\n(.*?)```", card(folder).text, re.DOTALL)
+        assert len(codes) == blocks
+        for code in codes:
+            scope: dict[str, Any] = {}
+            exec(code.replace(REPO, str(folder)), scope)
+            assert type(scope["model"]).__name__.endswith(("LMHeadModel", "ForCausalLM"))
+
+
+def test_a_native_swap_needs_no_custom_code_and_a_plugin_one_says_so(tmp_path: Path) -> None:
+    native = card(saved(tmp_path / "a", "yarn", build("llama"))).text
+    plugin = card(saved(tmp_path / "b", "alibi", build("llama"))).text
+    assert "trust_remote_code" not in native
+    assert "With transformers alone" in native
+    assert "trust_remote_code=True" in plugin
+    assert "Plain transformers refuses this checkpoint" in plugin
+
+
+def test_a_licence_comes_from_the_base_models_card(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: someone/original\n---\n# base\n")
+    data = card(saved(tmp_path / "a"), base=str(base)).data
+    assert (data.license, data.base_model) == ("apache-2.0", "someone/original")
+    assert card(tmp_path / "a", base=str(base), license="mit").data.license == "mit"
+
+
+def test_an_unknown_licence_is_said_and_a_folder_is_no_base(tmp_path: Path) -> None:
+    found = card(saved(tmp_path / "a"), base=str(tmp_path))
+    assert found.data.license is None
+    assert found.data.base_model is None
+    assert str(tmp_path) not in found.content
+    assert "The licence of the base model applies; it is not stated here" in found.text
+
+
+def test_a_folder_that_is_gone_is_no_base_either(tmp_path: Path) -> None:
+    found = card(saved(tmp_path / "a"), base=str(tmp_path / "gone"), license="mit")
+    assert found.data.base_model is None
+    assert str(tmp_path) not in found.content
+
+
+def test_a_base_card_that_cannot_be_had_warns(tmp_path: Path) -> None:
+    facts = CardFacts(REPO, base="someone/missing")
+    with pytest.warns(PluginWarning, match="someone/missing cannot be read.*Give license="):
+        text = write_card(saved(tmp_path / "a"), facts, online=True)  # the tests are offline
+    assert ModelCard(text).data.base_model == "someone/missing"
+
+
+def quickstart(folder: Path, names: tuple[str, ...] = ("base", "control", "rope")) -> Path:
+    rows = [{"length": 16, "perplexity": 9.5, "low": 9.0, "high": 10.0}, {"length": 64, "cannot_run": "ends at 16"}]
+    models = {name: {"lengths": rows} for name in names}
+    if "rope" in models:
+        models["rope"] = {"lengths": [rows[0] | {"perplexity": 8.25}, rows[0] | {"length": 64, "perplexity": 7.125}]}
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps({"models": models, "lengths": [16, 64], "data": {"text": "docs"}}))
+    (folder / "perplexity-by-length.png").write_bytes(b"png")
+    return folder
+
+
+def test_a_quickstarts_results_become_a_table_pictures_and_metadata(tmp_path: Path) -> None:
+    results = read_results(quickstart(tmp_path / "results"))
+    found = card(saved(tmp_path / "a"), results=results)
+    metrics = {entry.metric_name: entry.metric_value for entry in found.data.eval_results}
+    assert metrics == {"perplexity at 16 tokens": 8.25, "perplexity at 64 tokens": 7.125}
+    assert "| rope | 8.250 (9.000 to 10.000) | 7.125 (9.000 to 10.000) |" in found.text
+    assert "| control | 9.500 (9.000 to 10.000) | cannot run |" in found.text
+    assert "](pictures/perplexity-by-length.png)" in found.text
+    pushed = hf_posswap.push(tmp_path / "a", REPO, dry_run=True, results=tmp_path / "results")
+    assert pushed.files["pictures/perplexity-by-length.png"] == 3
+
+
+def test_the_results_of_a_comparison_become_the_same(tmp_path: Path) -> None:
+    folder, out = saved(tmp_path / "a"), tmp_path / "results"
+    settings = hf_posswap.EvalSettings(lengths=(16, 32), metrics=("ppl_prefix",), documents=2)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=257, n_positions=16))
+    candidates = [hf_posswap.Candidate(model), hf_posswap.Candidate(model, "rope")]
+    found = hf_posswap.compare(candidates, tokenizer=byte_tokenizer(), out=out, settings=settings, pictures=False)
+    measured = found.results["models"]["GPT2LMHeadModel+rope"]["ppl_prefix"]
+    written = card(folder, results=read_results(out))
+    metrics = {entry.metric_name: entry.metric_value for entry in written.data.eval_results}
+    assert metrics == {f"perplexity at {row['length']} tokens": row["perplexity"] for row in measured}
+    base = next(line for line in written.text.splitlines() if line.startswith("| base |"))
+    assert base.endswith("| cannot run |")
+    (out / "results.json").write_text(json.dumps(found.results | {"models": {}}))
+    with pytest.raises(CheckpointError, match=r"hold no perplexities \(metric ppl_prefix\)"):
+        read_results(out)
+
+
+def test_results_of_other_models_are_refused(tmp_path: Path) -> None:
+    results = read_results(quickstart(tmp_path / "results", ("base", "alibi")))
+    with pytest.raises(CheckpointError, match="hold no model called 'rope', only base, alibi: give the results of"):
+        card(saved(tmp_path / "a"), results=results)
+
+
+def test_plain_metrics_and_a_recipe(tmp_path: Path) -> None:
+    recipe = {"steps": 100, "learning_rate": 1e-4}
+    found = card(saved(tmp_path / "a"), results=Results({"perplexity@64": 12.5, "accuracy": 0.25}), recipe=recipe)
+    assert [(e.metric_type, e.metric_value) for e in found.data.eval_results] == [
+        ("perplexity", 12.5),
+        ("accuracy", 0.25),
+    ]
+    assert "| accuracy | 0.25 |" in found.text
+    assert json.dumps(recipe, indent=2) in found.text
+
+
+@pytest.mark.parametrize("value", [{"a": float("nan")}, {"a": "x"}, {"a": True}, [1], {"models": {}}])
+def test_what_is_no_result_is_refused(value: Any, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(json.dumps(value))
+    with pytest.raises(CheckpointError, match="results must be {metric: finite number}"):
+        read_results(tmp_path)
+
+
+def test_results_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot read the results in .*results.json: .*give a JSON file"):
+        read_results(tmp_path)
+    (tmp_path / "results.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot read the results in"):
+        read_results(tmp_path)
+
+
+def test_a_readme_of_the_folder_is_left_as_it_is(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "a")
+    (folder / "README.md").write_text("mine")
+    assert hf_posswap.push(folder, REPO, dry_run=True).files["README.md"] == 4
+    (folder / "README.md").unlink()
+    assert "README.md" not in hf_posswap.push(folder, REPO, dry_run=True, card=False).files
+
+
+def test_a_model_that_was_loaded_knows_its_base(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    saved(base, None)
+    (base / "README.md").write_text("---\nlicense: mit\n---\n")
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    hf_posswap.patch_model(model, "rope", max_length=64)
+    report = hf_posswap.push(model, REPO, dry_run=True)
+    without = hf_posswap.push(saved(tmp_path / "b"), REPO, dry_run=True)
+    assert report.files["README.md"] != without.files["README.md"]  # it has the licence
+    assert "nothing was sent" in str(report)

@@ -1,0 +1,123 @@
+"""`posswap --help`, `--version`, `schemes` and `families`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import hf_posswap
+from hf_posswap.cli import app
+from hf_posswap.cli.output import column_widths
+from hf_posswap.families import FAMILIES
+from hf_posswap.schemes import SCHEMES
+from tests.cli.conftest import ROOT, Posswap
+
+COMMANDS = [command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands]  # type: ignore[union-attr]
+HEAVY = {"torch", "transformers", "numpy", "peft", "datasets", "accelerate", "matplotlib"}
+
+
+def loaded_by(*arguments: str) -> set[str]:
+    """Return which heavy packages a command has imported when it ends."""
+    code = (
+        "import sys, atexit; from hf_posswap.cli import main; sys.argv[0] = 'posswap'\n"
+        f"atexit.register(lambda: print(*({HEAVY!r} & set(sys.modules)), file=sys.stderr))\nmain()"
+    )
+    run = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return set(run.stderr.split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])
+def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
+    assert loaded_by(*arguments) == set()
+
+
+def test_listing_schemes_and_families_loads_torch_but_not_transformers() -> None:
+    assert "torch" in loaded_by("schemes")
+    assert "transformers" not in loaded_by("schemes")
+    assert "transformers" not in loaded_by("families")
+
+
+def test_version(posswap: Posswap) -> None:
+    assert posswap("--version").stdout == f"posswap {hf_posswap.__version__}\n"
+
+
+def test_help_names_every_command_and_exit_code() -> None:
+    out = CliRunner().invoke(app, ["--help"]).output
+    assert [name for name in COMMANDS if name not in out] == []
+    assert all(f"{code} " in out for code in (0, 1, 2, 3, 4, 130))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command_has_an_example(name: str) -> None:
+    assert f"Example: posswap {name}" in CliRunner().invoke(app, [name, "--help"]).output
+
+
+def test_schemes_as_json(posswap: Posswap) -> None:
+    run = posswap("schemes", "--json")
+    listed = {scheme["name"]: scheme for scheme in json.loads(run.stdout)}
+    assert (run.returncode, run.stderr) == (0, "")
+    assert set(listed) == set(SCHEMES)
+    assert listed["nope"]["traits"]["causal_only"] is True
+    assert listed["dynamic"]["traits"]["prefix_consistent"] is False
+    assert listed["sinusoidal"]["traits"]["unbounded"] is False
+    assert {"base", "partial", "layout"} <= {field["name"] for field in listed["rope"]["fields"]}
+
+
+def test_schemes_for_people_fits_80_columns_and_has_no_colours(posswap: Posswap) -> None:
+    run = posswap("schemes")
+    assert run.returncode == 0
+    assert [name for name in SCHEMES if f"\n{name} " not in run.stdout] == []
+    assert max(map(len, run.stdout.splitlines())) <= 80
+    assert "\x1b" not in run.stdout
+
+
+def test_one_scheme_whole() -> None:
+    shown = json.loads(CliRunner().invoke(app, ["schemes", "yarn", "--json"]).stdout)
+    fields = {field["name"]: field for field in shown["fields"]}
+    assert shown["source"] == "https://arxiv.org/abs/2309.00071"
+    assert fields["beta_fast"]["default"] == 32.0
+    assert "theta" in fields["base"]["meaning"]  # documented in a base class
+    text = CliRunner().invoke(app, ["schemes", "yarn"]).stdout
+    assert [name for name in fields if name not in text] == []
+    assert "ramp theta/s" in text
+
+
+def test_an_unknown_scheme_suggests_a_near_one(posswap: Posswap) -> None:
+    run = posswap("schemes", "yrn")
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr.startswith("error: unknown scheme 'yrn'. Did you mean 'yarn'?")
+    assert run.stderr.count("\n") == 1
+
+
+def test_families(posswap: Posswap) -> None:
+    listed = {family["name"]: family for family in json.loads(posswap("families", "--json").stdout)}
+    assert set(listed) == set(FAMILIES)
+    assert listed["gpt2"]["model_types"] == ["gpt2"]
+    assert (listed["opt"]["mechanism"], listed["rotary"]["mechanism"]) == ("table", "rotary")
+    assert listed["rotary"]["by_rule"] is True
+    text = CliRunner().invoke(app, ["families"]).stdout
+    assert [name for name in FAMILIES if name not in text] == []
+
+
+@pytest.mark.parametrize("available", [20, 40, 60, 80, 200])
+def test_columns_fit_and_give_nothing_away(available: int) -> None:
+    rows = [["site", "path", "before"], ["config", "max_position_embeddings", "a long text of many words " * 4]]
+    widths = column_widths(rows, available)
+    assert sum(widths) + 2 * (len(widths) - 1) <= available
+    assert min(widths) >= 1
+    if available >= 80:
+        assert widths[0] == len("config")
+        assert widths[1] == len("max_position_embeddings")
+        assert widths[2] == min(available - 33, len(rows[1][2]))
+
+
+def test_a_terminal_without_unicode_is_no_reason_to_die(posswap: Posswap) -> None:
+    run = posswap("schemes", PYTHONIOENCODING="ascii")
+    assert run.returncode == 0
+    assert "yarn" in run.stdout

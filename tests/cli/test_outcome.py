@@ -1,0 +1,93 @@
+"""Exit codes and error lines, for every error there is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hf_posswap import errors
+from hf_posswap.cli.outcome import Code, PosswapGroup, code_of, line_of
+from tests.cli.conftest import ROOT, Posswap
+
+EXPECTED = {
+    errors.UnknownNameError: 2,
+    errors.OptionError: 2,
+    errors.SchemeError: 2,
+    errors.UnsupportedSwapError: 3,
+    errors.UnsupportedModelError: 3,
+    errors.AlreadyPatchedError: 3,
+    errors.CheckpointError: 4,
+    errors.RecordError: 4,
+    errors.DataError: 4,
+    OSError: 4,
+    errors.SwapVerificationError: 1,
+    errors.NumericError: 1,
+    errors.MissingDependencyError: 1,
+    ZeroDivisionError: 1,
+}
+
+
+ARGUMENTS = {errors.UnknownNameError: ("scheme", "x", ["y"]), errors.MissingDependencyError: ("matplotlib", "plot")}
+
+
+@pytest.mark.parametrize(("kind", "code"), EXPECTED.items())
+def test_every_kind_of_error_has_its_code(kind: type[Exception], code: int) -> None:
+    app = typer.Typer(cls=PosswapGroup)
+
+    @app.callback()
+    def group() -> None: ...
+
+    @app.command()
+    def fail() -> None:
+        raise kind(*ARGUMENTS.get(kind, ("one\ntwo",)))
+
+    result = CliRunner().invoke(app, ["fail"])
+    assert result.exit_code == code
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_an_unexpected_error_says_how_to_see_more() -> None:
+    assert line_of(ZeroDivisionError("division by zero")) == (
+        "unexpected ZeroDivisionError: division by zero. POSSWAP_DEBUG=1 shows where it happened."
+    )
+    assert code_of(ZeroDivisionError()) is Code.OTHER
+
+
+def test_an_os_error_names_its_file() -> None:
+    assert line_of(FileNotFoundError(2, "No such file or directory", "a.txt")) == "No such file or directory 'a.txt'"
+
+
+def test_debug_shows_the_traceback_and_the_same_code(posswap: Posswap) -> None:
+    quiet = posswap("schemes", "no-such-scheme")
+    loud = posswap("schemes", "no-such-scheme", POSSWAP_DEBUG="1")
+    assert "Traceback" not in quiet.stderr
+    assert "Traceback" in loud.stderr
+    assert loud.stderr.endswith(quiet.stderr)
+    assert loud.returncode == quiet.returncode == 2
+
+
+def test_a_reader_that_stops_early_gets_no_traceback() -> None:
+    script = f'"{sys.executable}" -m hf_posswap.cli schemes --json | head -c 10'
+    run = subprocess.run(script, shell=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert len(run.stdout) == 10
+    assert "Traceback" not in run.stderr
+
+
+def test_warnings_are_one_line_on_stderr(posswap: Posswap, tmp_path: Path) -> None:
+    info = tmp_path / "toy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hf_posswap.schemes]\ntoy = no_such_module\n")
+    run = posswap("schemes", "--json", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert run.returncode == 0
+    assert run.stdout.startswith("[")
+    assert run.stderr.startswith("warning: the entry point 'toy'")
+    assert run.stderr.count("\n") == 1

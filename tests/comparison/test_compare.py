@@ -1,0 +1,313 @@
+"""A comparison says what loops over transformers say, goes on after a stop, and refuses what it cannot measure."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+)
+
+import hf_posswap
+from hf_posswap.comparison import DEFAULT_METRICS, Candidate, EvalSettings, compare, evaluate
+from hf_posswap.comparison.candidates import fingerprint, shell_of
+from hf_posswap.errors import (
+    CheckpointError,
+    DataError,
+    NotEnoughMemoryError,
+    NumericError,
+    OptionError,
+    PositionRangeError,
+)
+from hf_posswap.evaluation import Scorer, memory, store
+from hf_posswap.training import byte_tokenizer
+
+WINDOW = 128
+TOKENIZER = byte_tokenizer()
+TEXTS = [f"{number}: " + " ".join(str((number * 7 + i) ** 2) for i in range(200)) for number in range(9)]
+SETTINGS = EvalSettings(lengths=(128, 256), trials=2, depths=(0.0, 1.0), stride=64)
+
+
+def gpt2(seed: int = 0, **more: object) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2} | more
+    config = GPT2Config(vocab_size=257, n_positions=WINDOW, **shape, bos_token_id=256, eos_token_id=256)
+    model = GPT2LMHeadModel(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def sweep(model: PreTrainedModel) -> list[Candidate]:
+    return [Candidate(model, name="base"), Candidate(model, "rope"), Candidate(model, "alibi")]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the model, the folder and the results of one comparison with every metric but longppl."""
+    model, folder = gpt2(), tmp_path_factory.mktemp("out")
+    settings = EvalSettings(**{**vars(SETTINGS), "metrics": (*DEFAULT_METRICS, "ppl_compat", "ruler_lite")})
+    before = fingerprint(model)
+    run = compare(sweep(model), documents=TEXTS, tokenizer=TOKENIZER, out=folder, settings=settings)
+    assert fingerprint(model) == before
+    assert not hasattr(model, "_posswap")
+    return {"model": model, "folder": folder, "results": run.results, "settings": settings}
+
+
+def test_perplexities_are_those_of_a_loop(found: dict[str, Any]) -> None:
+    model = copy.deepcopy(found["model"])
+    hf_posswap.patch_model(model, "rope", max_length=256)
+    ids = torch.tensor([[256, *text.encode()][:256] for text in TEXTS])
+    for row in found["results"]["models"]["GPT2LMHeadModel+rope"]["ppl_prefix"]:
+        part = ids[:, : row["length"]]
+        with torch.no_grad():
+            assert row["perplexity"] == pytest.approx(math.exp(model(part, labels=part).loss.item()), rel=1e-4)
+        assert row["documents"] == 9
+        assert row["low"] < row["perplexity"] < row["high"]
+
+
+def test_what_a_model_cannot_run_is_said_and_left_out(found: dict[str, Any]) -> None:
+    base = found["results"]["models"]["base"]
+    assert base["cannot_run"] == {"256": "ends at 128 tokens"}
+    assert [row["length"] for row in base["ppl_prefix"]] == [128]
+    assert max(row["offset"] for row in base["offset_probe"]) + 64 <= 128
+    assert "short_reg" not in base
+
+
+def test_each_model_is_held_against_the_base(found: dict[str, Any]) -> None:
+    results = found["results"]
+    against = results["comparisons"]["GPT2LMHeadModel+rope"]
+    assert [row["length"] for row in against["lengths"]] == [128]
+    base, rope = (results["models"][name]["ppl_prefix"][0]["perplexity"] for name in ("base", "GPT2LMHeadModel+rope"))
+    assert against["lengths"][0]["difference"] == pytest.approx(math.log(rope / base), abs=1e-6)
+    assert against["lengths"][0]["p_holm"] is not None
+    short = results["models"]["GPT2LMHeadModel+rope"]["short_reg"]
+    assert short["loss"]["difference"] == pytest.approx(against["lengths"][0]["difference"], abs=1e-5)
+    assert against["passkey"]["needles"] == 4  # of the one length that both run
+    assert set(results["comparisons"]) == {"GPT2LMHeadModel+rope", "GPT2LMHeadModel+alibi"}
+
+
+def test_the_folder_holds_results_tables_pictures_and_every_unit(found: dict[str, Any]) -> None:
+    folder = found["folder"]
+    assert json.loads((folder / "results.json").read_text()) == found["results"]
+    assert found["results"]["schema"] == 1
+    names = {path.name for path in folder.iterdir()} - {".lock"}
+    assert names == {
+        "curves.csv", "loss-by-position.png", "loss-by-position.svg", "needle.csv", "nll", "passkey.png", "passkey.svg",
+        "per_doc.jsonl", "perplexity-by-length.png", "perplexity-by-length.svg", "report.html", "results.json",
+        "table.md",
+    }  # fmt: skip
+    table = (folder / "table.md").read_text()
+    assert "| model | 128 (1x) | 256 (2x) | found | effective length | within the window |" in table
+    assert "| base | " in table
+    assert "ends at 128 tokens" in table
+    assert (folder / "curves.csv").read_text().count("GPT2LMHeadModel+rope,perplexity,0,") == 2
+    assert (folder / "needle.csv").read_text().count("\n") == 1 + 2 + 2 * 4
+
+
+def test_a_second_run_computes_nothing_and_a_stopped_one_goes_on(
+    found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments: dict[str, Any] = {"documents": TEXTS, "tokenizer": TOKENIZER, "settings": found["settings"]}
+    again = compare(sweep(gpt2()), out=found["folder"], **arguments)
+    assert again.computed == 0
+    assert again.results == found["results"]
+    wanted = (found["folder"] / "results.json").read_bytes()
+
+    calls, nll = [0], Scorer.nll
+
+    def stop(self: Scorer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 30:
+            raise KeyboardInterrupt
+        return nll(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scorer, "nll", stop)
+        with pytest.raises(KeyboardInterrupt):
+            compare(sweep(gpt2()), out=tmp_path, **arguments)
+    kept = (tmp_path / store.LINES).read_bytes().count(b"\n")
+    resumed = compare(sweep(gpt2()), out=tmp_path, **arguments)
+    assert 0 < kept
+    assert resumed.computed + kept == (found["folder"] / store.LINES).read_bytes().count(b"\n")
+    assert (tmp_path / "results.json").read_bytes() == wanted
+
+
+def test_other_weights_or_texts_share_no_unit(found: dict[str, Any]) -> None:
+    settings = EvalSettings(lengths=(128,), metrics=("ppl_prefix",))
+    for model, texts, computed in ((gpt2(), TEXTS, 0), (gpt2(1), TEXTS, 9), (gpt2(), [f"{t}!"[1:] for t in TEXTS], 9)):
+        found_now = compare(
+            [Candidate(model, name="base")], documents=texts, tokenizer=TOKENIZER, settings=settings,
+            out=found["folder"].parent / "shared",
+        )  # fmt: skip
+        assert found_now.computed == (computed or 9)
+
+
+def test_a_model_that_follows_its_length_is_read_at_each_length() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, rope_parameters=rope, initializer_range=0.5,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    settings = EvalSettings(lengths=(64, 128), metrics=("ppl_prefix",))
+    results = evaluate(model, documents=TEXTS, tokenizer=TOKENIZER, settings=settings).results["models"]
+    found = results["LlamaForCausalLM"]
+    assert (found["one_pass"], found["one_pass_because"]) == (False, "rope type dynamic")
+    for row in found["ppl_prefix"]:
+        ids = torch.tensor([[256, *text.encode()][: row["length"]] for text in TEXTS])
+        with torch.no_grad():
+            own = LlamaForCausalLM(config)
+            own.load_state_dict(model.state_dict())
+            assert row["perplexity"] == pytest.approx(math.exp(own.eval()(ids, labels=ids).loss.item()), rel=1e-4)
+
+
+def test_costs_are_reported_where_there_is_room_to_decode() -> None:
+    settings = EvalSettings(lengths=(100, 128), metrics=("cost",))
+    models = evaluate(gpt2(), "rope", documents=TEXTS, tokenizer=TOKENIZER, settings=settings).results["models"]
+    assert [row["length"] for row in models["GPT2LMHeadModel"]["cost"]] == [100]  # its table ends at 128
+    assert [row["length"] for row in models["GPT2LMHeadModel+rope"]["cost"]] == [100, 128]
+    assert models["GPT2LMHeadModel+rope"]["cost"][1]["cache_bytes"] == 2 * 16 * 128 * 4
+
+
+def test_a_model_of_no_known_family_is_measured_length_by_length() -> None:
+    config = MambaConfig(vocab_size=257, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=None)
+    settings = EvalSettings(lengths=(32, 64), metrics=("ppl_prefix", "offset_probe"))
+    found = evaluate(MambaForCausalLM(config).eval(), documents=TEXTS, tokenizer=TOKENIZER, settings=settings).results
+    model = found["models"]["MambaForCausalLM"]
+    assert (model["one_pass"], model["one_pass_because"]) == (False, "no family describes it")
+    assert [row["length"] for row in model["ppl_prefix"]] == [32, 64]
+    assert "takes no position_ids" in model["not_measured"]["offset_probe"]
+
+
+def test_few_documents_give_no_verdict() -> None:
+    run = evaluate(gpt2(), "rope", documents=TEXTS[:4], tokenizer=TOKENIZER, settings=SETTINGS)
+    swapped = run.results["models"]["GPT2LMHeadModel+rope"]
+    assert swapped["short_reg"]["loss"]["verdict"] == "no verdict"
+    assert run.results["comparisons"]["GPT2LMHeadModel+rope"]["lengths"][0]["p"] is None
+    assert "Only 4 documents: no verdict is given under 8" in str(run)
+    assert "no effective length:" in str(run)
+
+
+def test_a_model_in_training_is_measured_without_dropout_and_stays_in_training() -> None:
+    settings = EvalSettings(lengths=(64,), metrics=("ppl_prefix",))
+    arguments: dict[str, Any] = {"documents": TEXTS, "tokenizer": TOKENIZER, "settings": settings}
+    still, training = gpt2(), gpt2().train()
+    wanted, found = (evaluate(model, **arguments).results["models"] for model in (still, training))
+    assert training.training
+    assert found["GPT2LMHeadModel"]["ppl_prefix"] == wanted["GPT2LMHeadModel"]["ppl_prefix"]
+
+
+def test_a_shell_shares_weights_and_is_patched_alone() -> None:
+    model = gpt2()
+    shell = shell_of(model)
+    hf_posswap.patch_model(shell, "rope")
+    assert shell.lm_head.weight is model.lm_head.weight
+    assert not hasattr(model, "_posswap")
+    assert getattr(model.config, "posswap", None) is None
+    ids = torch.arange(20)[None]
+    untouched = gpt2()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, untouched(ids).logits, rtol=0, atol=0)
+        assert (shell(ids).logits - model(ids).logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("candidates", "more", "error", "message"),
+    [
+        ([], {}, DataError, r"models with names of their own, got \[\]"),
+        ([gpt2, gpt2], {}, DataError, r"got \['GPT2LMHeadModel', 'GPT2LMHeadModel'\]: set Candidate\(name"),
+        ([gpt2], {"tokenizer": None}, DataError, "a model object brings no tokenizer: give tokenizer="),
+        ([gpt2], {"settings": EvalSettings(lengths=(64, 512))}, PositionRangeError, r"no model runs \[512\] tokens"),
+        ([gpt2], {"documents": []}, DataError, "0 texts: there is no document to measure on"),
+        ([gpt2], {"documents": ["short"] * 9}, DataError, "0 of 9 held-out documents have 128 tokens"),
+        (
+            [gpt2],
+            {"documents": [{"body": "x"}]},
+            DataError,
+            r"text 0 has no text under 'text', it has columns \['body'\]",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(candidates: Any, more: Any, error: type[Exception], message: str) -> None:
+    arguments = {"documents": TEXTS, "tokenizer": TOKENIZER, "settings": EvalSettings(lengths=(64, 128))} | more
+    with pytest.raises(error, match=message):
+        compare([make() for make in candidates], **arguments)
+
+
+def test_a_folder_in_use_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    with store.RunStore(tmp_path), pytest.raises(CheckpointError, match="another process is writing to"):
+        compare([tmp_path / "no-model"], documents=TEXTS, tokenizer=TOKENIZER, out=tmp_path)
+    with pytest.raises(CheckpointError, match="no-model"):  # and now it is the model that is missing
+        compare([tmp_path / "no-model"], documents=TEXTS, tokenizer=TOKENIZER, out=tmp_path)
+
+
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    small = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=WINDOW, n_embd=16, n_layer=1, n_head=2)).eval()
+    with pytest.raises(DataError, match="has embeddings for 0 to 99: use the tokenizer that belongs to the model"):
+        evaluate(small, documents=TEXTS, tokenizer=TOKENIZER, settings=EvalSettings(lengths=(64,)))
+
+
+def test_no_memory_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
+    with pytest.raises(NotEnoughMemoryError, match="128 tokens of GPT2LMHeadModel need about"):
+        evaluate(gpt2(), "rope", documents=TEXTS, tokenizer=TOKENIZER, settings=SETTINGS)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_what_was_measured(tmp_path: Path) -> None:
+    model = gpt2(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.transformer.wte.weight[ord("8")] = math.nan
+    texts = ["a" * 200, "b" * 200, "8" * 200]
+    settings = EvalSettings(lengths=(64,), metrics=("ppl_prefix",))
+    with pytest.raises(NumericError, match="GPT2LMHeadModel: the loss of token 1 is not finite; use float32"):
+        compare([model], documents=texts, tokenizer=TOKENIZER, settings=settings, out=tmp_path)
+    assert (tmp_path / store.LINES).read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"lengths": (1,)}, r"at least 2 tokens, got \[1\]"),
+        ({"documents": 0}, "documents is a whole number of at least 1, got 0"),
+        ({"seed": -1}, "seed is a whole number of at least 0, got -1"),
+        ({"depths": (2.0,)}, r"depths lie between 0 and 1, got \[2.0\]"),
+        ({"metrics": ()}, "metrics names what to measure, got none"),
+        ({"metrics": ("longppl",)}, "longppl needs key_spans"),
+    ],
+)
+def test_settings_are_checked(field: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        EvalSettings(**field)
+    with pytest.raises(KeyError, match="unknown metric 'ppl'"):
+        EvalSettings(metrics=("ppl",))
+
+
+def test_longppl_is_of_the_key_tokens_of_a_file(tmp_path: Path) -> None:
+    from hf_posswap.evaluation.longppl import find_key_spans
+
+    model = gpt2()
+    documents = [np.array([256, *text.encode()][:128]) for text in TEXTS]
+    spans = find_key_spans(Scorer(model), "itself", documents, short=32, stride=8, gain=0.1, limit=9.0)
+    spans.save(tmp_path / "keys.json")
+    settings = EvalSettings(lengths=(128,), metrics=("longppl",), key_spans=tmp_path / "keys.json")
+    found = evaluate(model, documents=TEXTS, tokenizer=TOKENIZER, settings=settings).results["models"][
+        "GPT2LMHeadModel"
+    ]
+    assert found["longppl"]["key_tokens"] == sum(int(mask.sum()) for mask in spans.masks(documents)) > 0
+    other = evaluate(model, documents=TEXTS[::-1], tokenizer=TOKENIZER, settings=settings).results["models"]
+    assert "of 9 other documents" in other["GPT2LMHeadModel"]["not_measured"]["longppl"]

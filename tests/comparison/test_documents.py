@@ -1,0 +1,78 @@
+"""Documents from every kind of source are the same tokens; a source that cannot be read is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from hf_posswap.comparison import read_documents
+from hf_posswap.comparison.documents import check_paths
+from hf_posswap.errors import DataError
+from hf_posswap.training import byte_tokenizer
+
+TEXTS = [f"document {number} is long enough" for number in range(4)]
+TOKENIZER = byte_tokenizer()
+
+
+def read(source: Any, **more: Any) -> np.ndarray:
+    return read_documents(source, TOKENIZER, length=20, limit=9, **more).tokens
+
+
+def test_every_kind_of_source_gives_the_same_tokens(tmp_path: Path) -> None:
+    wanted = np.array([[256, *text.encode()][:20] for text in TEXTS])
+    rows = [{"text": text} for text in TEXTS]
+    (tmp_path / "folder").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "folder" / f"{number}.txt").write_text(text)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    renamed = [{"body": text} for text in TEXTS]
+    for source in (TEXTS, iter(TEXTS), rows, Dataset.from_list(rows), tmp_path / "folder", str(tmp_path / "a.jsonl"),
+                   tmp_path / "a.parquet", sorted((tmp_path / "folder").iterdir())):  # fmt: skip
+        np.testing.assert_array_equal(read(source), wanted)
+    np.testing.assert_array_equal(read(renamed, column="body"), wanted)
+
+
+def test_the_default_is_this_pythons_own_text() -> None:
+    found = read_documents(None, TOKENIZER, length=4000, limit=5)
+    assert found.tokens.shape == (5, 4000)
+    assert all(name.startswith(("stdlib/", "topics/")) for name in found.names)
+    assert len(set(found.digests)) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.txt", None, "none.txt does not exist; give text files"),
+        ("a.txt", "", "a.txt is empty: there is no document in it"),
+        ("a.jsonl", "", "a.jsonl is empty"),
+        ("a.jsonl", "{no json}\n", "a.jsonl, line 1 is no JSON"),
+        ("a.jsonl", '{"body": 1}\n', r"a.jsonl 0 has no text under 'text', it has columns \['body'\]"),
+        ("a.bin", "x", "a.bin is of an unknown kind; known: .txt"),
+        ("a.txt", "short", "0 of 1 held-out documents have 20 tokens, at least 2 are needed"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path / name)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match=r"a.txt cannot be read as UTF-8 text"):
+        read(tmp_path / "a.txt")
+
+
+def test_missing_paths_are_found_before_anything_is_loaded(tmp_path: Path) -> None:
+    for source in (tmp_path / "none", str(tmp_path / "none"), [tmp_path, tmp_path / "none"]):
+        with pytest.raises(DataError, match="none does not exist"):
+            check_paths(source)
+    for source in (None, TEXTS, tmp_path, iter(TEXTS)):
+        check_paths(source)

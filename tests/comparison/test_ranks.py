@@ -1,0 +1,153 @@
+"""Several processes of one launch measure what one process does, keep it each in a file, and fail together."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import hf_posswap
+from hf_posswap.comparison import is_main_process
+from hf_posswap.comparison.ranks import Ranks, open_ranks
+from hf_posswap.errors import CheckpointError, MissingDependencyError
+from hf_posswap.evaluation.store import RunStore
+from hf_posswap.training import byte_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+METRICS = "ppl_prefix,nll_pos,ctx_gain,short_reg,passkey,offset_probe,ppl_compat"
+FILES = ("results.json", "curves.csv", "needle.csv", "table.md")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tiny model, nine texts, and what one process found of them in `one`."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=257, n_embd=8, n_layer=1, n_head=2, n_positions=128, bos_token_id=256, eos_token_id=256
+    )
+    folder = tmp_path_factory.mktemp("ranks")
+    hf_posswap.save(GPT2LMHeadModel(config), folder / "tiny", tokenizer=byte_tokenizer())
+    (folder / "text").mkdir()
+    for number in range(9):
+        (folder / "text" / f"{number}.txt").write_text(f"text {number} {number**2} " * 40)
+    done = launch(1, folder, "one")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def launch(count: int, folder: Path, out: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run the recipe in `count` processes, as `accelerate launch --multi_gpu` does, and a single one without it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={count}", f"--master_port={port}"]
+    arguments = [folder / "tiny", folder / out, "rope", "--text", folder / "text", "--lengths", "128,256"]
+    command = [*([] if count == 1 else torchrun), "recipes/compare.py", *map(str, arguments), "--metrics", METRICS]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    return subprocess.run(
+        [sys.executable, *command, *more], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
+        check=False,
+    )  # fmt: skip
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_units_and_find_the_same_bytes(folder: Path) -> None:
+    done = launch(2, folder, "two")
+    assert done.returncode == 0, done.stderr
+    for name in FILES:
+        assert (folder / "two" / name).read_bytes() == (folder / "one" / name).read_bytes()
+    assert done.stdout.count("| model |") == 1  # only the main process speaks
+    parts = [lines(folder / "two" / name) for name in ("per_doc.jsonl", "per_doc.1.jsonl")]
+    keys = [{json.loads(line)["key"] for line in part} for part in parts]
+    whole = {json.loads(line)["key"] for line in lines(folder / "one" / "per_doc.jsonl")}
+    assert keys[0] | keys[1] == whole
+    assert keys[0] & keys[1] == set()
+    assert min(map(len, keys)) > 0.4 * len(whole)
+
+    # both lost the ends of their files: two go on, and a single one after them has nothing left to do
+    for name, part in zip(("per_doc.jsonl", "per_doc.1.jsonl"), parts, strict=True):
+        (folder / "two" / name).write_text("\n".join(part[: len(part) // 2]) + '\n{"torn')
+    (folder / "two" / "results.json").unlink()
+    assert launch(2, folder, "two").returncode == 0
+    assert (folder / "two" / "results.json").read_bytes() == (folder / "one" / "results.json").read_bytes()
+    before = [lines(folder / "two" / name) for name in ("per_doc.jsonl", "per_doc.1.jsonl")]
+    assert sum(map(len, before)) == len(whole)
+    assert launch(1, folder, "two").returncode == 0
+    assert [lines(folder / "two" / name) for name in ("per_doc.jsonl", "per_doc.1.jsonl")] == before
+
+
+@pytest.mark.slow
+def test_an_error_ends_all_processes_with_one_line(folder: Path) -> None:
+    done = launch(2, folder, "three", "--documents", "1")
+    assert done.returncode != 0
+    assert done.stderr.count("error: 1 of 9 held-out documents have 256 tokens, at least 2 are needed") == 1
+
+
+def test_one_process_agrees_with_itself() -> None:
+    ranks = Ranks()
+    assert (ranks.gather(3), ranks.agree(lambda: 4), ranks.is_main) == ([3], 4, True)
+
+
+def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_ranks() == Ranks()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert open_ranks(alone=True) == Ranks()
+    assert not is_main_process()
+    monkeypatch.setitem(sys.modules, "accelerate", None)  # as if not installed
+    with pytest.raises(MissingDependencyError, match=r"accelerate is needed here .* 'hf-posswap\[train\]'"):
+        open_ranks()
+
+
+@pytest.mark.parametrize(("elsewhere", "raised"), [(None, "here"), (CheckpointError("there"), "there")])
+def test_the_first_error_is_raised_by_all(elsewhere: Exception | None, raised: str) -> None:
+    def fail() -> None:
+        raise CheckpointError("here")
+
+    class Second(Ranks):
+        def gather(self, value: Any) -> list[Any]:
+            return [elsewhere, value]
+
+    with pytest.raises(CheckpointError, match=raised):
+        Second(index=1, count=2).agree(fail)
+    if elsewhere is not None:
+        with pytest.raises(CheckpointError, match=raised):
+            Second(index=1, count=2).agree(lambda: None)
+
+
+def test_parts_of_a_store_are_kept_apart_and_read_together(tmp_path: Path) -> None:
+    for number in range(2):
+        with RunStore(tmp_path) as main, RunStore(tmp_path, part=1) as other:
+            main.value({"unit": 2 * number}, lambda: {"nll": 0.5})
+            other.value({"unit": 2 * number + 1}, lambda: {"nll": 1.5})
+            main.learn({"unit": 2 * number + 1}, {"nll": 1.5})
+            assert main.value({"unit": 2 * number + 1}, lambda: {"nll": 9.0}) == {"nll": 1.5}
+    assert {path.name: len(lines(path)) for path in tmp_path.glob("*.jsonl")} == {
+        "per_doc.jsonl": 2,
+        "per_doc.1.jsonl": 2,
+    }
+    (tmp_path / "per_doc.1.jsonl").write_text((tmp_path / "per_doc.1.jsonl").read_text() + "torn")
+    with RunStore(tmp_path, part=2) as reader:
+        assert all(reader.holds({"unit": number}) for number in range(4))
+    assert (tmp_path / "per_doc.1.jsonl").read_text().endswith("torn")  # the main process mends, the others only read
+    with RunStore(tmp_path) as store:
+        assert all(store.holds({"unit": number}) for number in range(4))
+    assert not (tmp_path / "per_doc.1.jsonl").read_text().endswith("torn")
+
+
+def test_a_part_that_outlived_its_main_process_keeps_others_out(tmp_path: Path) -> None:
+    with RunStore(tmp_path, part=1), pytest.raises(CheckpointError, match="another process is writing to"):
+        RunStore(tmp_path)
+    RunStore(tmp_path).close()

@@ -1,0 +1,95 @@
+"""Offline, quiet, seeded, strict about deprecations; and loud about real checkpoints that are not there."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports transformers or torch: both read their environment once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["DO_NOT_TRACK"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+import logging
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+CHECKPOINTS = Path(__file__).resolve().parents[2] / "shared" / "data" / "checkpoints"
+NO_CHECKPOINTS = "real checkpoints not beside the project"
+ANNOUNCED = (NO_CHECKPOINTS, "the page is not tested in a browser", "the harness is not tested")
+"""Reasons to skip that are said once more at the end, in a line that is seen."""
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Programs that tests start in processes of their own: no doctests to be looked for by importing them.
+collect_ignore_glob = ["checkpoints/*_child.py", "checkpoints/loopback_client.py"]
+
+# The same examples in every run, and no deadline: a busy machine is no failure.
+hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("project")
+
+
+class _DeprecationLog(logging.Handler):
+    """Keeps what transformers logs about deprecations: most of them are log lines and not Python warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if "deprecated" in message.lower():
+            self.messages.append(message)
+
+
+@pytest.fixture(autouse=True)
+def _no_deprecated_calls() -> Iterator[None]:
+    handler = _DeprecationLog()
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    assert not handler.messages, f"transformers says that this test calls something deprecated: {handler.messages}"
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared_checkpoints() -> Path:
+    """Return the folder of genuinely trained checkpoints beside the project; skip, loudly, where there is none."""
+    if not CHECKPOINTS.is_dir():
+        pytest.skip(NO_CHECKPOINTS)
+    return CHECKPOINTS
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if "shared_checkpoints" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.shared)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reasons = [str(report.longrepr) for report in terminalreporter.getreports("skipped")]
+    for announced in ANNOUNCED:
+        skipped = sum(announced in reason for reason in reasons)
+        if skipped:
+            terminalreporter.write_line(f"{skipped} tests skipped: {announced}", yellow=True, bold=True)

@@ -1,0 +1,185 @@
+"""Every pair of a registered scheme and a tiny model, found from the registries, and what a test asks of one."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posswap import SwapPlan, patch_model, plan_swap
+from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.families.base import family_of, locate
+from hf_posswap.patching.describe import stand_ins
+from hf_posswap.schemes import SCHEMES, RotaryScheme
+from tests.contract.models import FIRST_WORD, LENGTH, TINY, VOCABULARY, build
+from tests.toys import registration
+
+LONGER = 2 * LENGTH
+"""What every pair is patched for, in tokens."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One scheme in one tiny model at one choice of site."""
+
+    model: str
+    scheme: str
+    site: Literal["auto", "attention"] = "auto"
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.scheme}" + ("" if self.site == "auto" else "-at-attention")
+
+    def native(self, **changes: Any) -> PreTrainedModel:
+        """Return the tiny model as it was born; `changes` are of its config."""
+        return build(self.model, **changes)
+
+    def patch(self, model: Any, **changes: Any) -> SwapPlan:
+        """Patch `model`, one of `native()`."""
+        return patch_model(model, self.scheme, site=self.site, **options_for(self) | changes)
+
+    def swapped(self, **changes: Any) -> Any:
+        """Return a patched model of its own, free to be changed; `changes` are of its config."""
+        model = self.native(**changes)
+        self.patch(model)
+        return model
+
+    def specimen(self, implementation: str = "sdpa") -> Any:
+        """Return a patched model that is shared between tests: to be run, never to be changed."""
+        return _specimen_of(self, implementation)
+
+    @property
+    def plan(self) -> SwapPlan:
+        """The plan of the swap."""
+        return _plan(self)
+
+    @property
+    def traits(self) -> Any:
+        """What the scheme promises."""
+        return self.plan.scheme.traits
+
+    @property
+    def causal(self) -> bool:
+        """Whether the model sees only the past."""
+        return self.plan.sites.geometry.causal
+
+    @property
+    def learns(self) -> bool:
+        """Whether the scheme brings parameters of its own."""
+        return any(".posswap." in f".{name}" for name in self.plan.added)
+
+    @property
+    def tabled(self) -> bool:
+        """Whether the swapped model has a position table, which ends somewhere."""
+        return any(edit.site == "embedding" and "a clear error past" in edit.after for edit in self.plan.edits)
+
+    @property
+    def consistent_length(self) -> int:
+        """A length at which every way of running must agree: beyond the original only where the plan says so."""
+        return min(LENGTH + 8, self.plan.max_length) if self.plan.cached_equals_full else LENGTH - 2
+
+
+@functools.cache
+def options_for(pair: Pair) -> dict[str, Any]:
+    """Return what `patch_model` is called with: a longer length, and what the scheme cannot do without."""
+    options = stand_ins(pair.scheme, locate(_untouched(pair.model)).geometry)
+    if pair.scheme == "p_rope":  # the slowest pairs hardly turn in so few tokens
+        options["p"] = 0.25
+    if hasattr(SCHEMES.get(pair.scheme), "init_std"):  # at zero it would be no mechanism yet
+        options["init_std"] = 1.0
+    # a blend still uses the old table, and ends where that does
+    faded = pair.scheme == "blend" and locate(_untouched(pair.model)).table is not None
+    return {"max_length": LENGTH if faded else LONGER, **options}
+
+
+@functools.cache
+def refusal(pair: Pair) -> str | None:
+    """Return why the pair is refused; None: it is not."""
+    try:
+        _plan(pair)
+    except UnsupportedSwapError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _plan(pair: Pair) -> SwapPlan:
+    return plan_swap(_untouched(pair.model), pair.scheme, site=pair.site, **options_for(pair))
+
+
+@functools.cache
+def _specimen_of(pair: Pair, implementation: str) -> Any:
+    model = pair.swapped()
+    model.set_attn_implementation(implementation)
+    return model
+
+
+@functools.cache
+def _untouched(model: str) -> PreTrainedModel:
+    return build(model)  # plans never touch it
+
+
+@functools.cache
+def all_pairs() -> list[Pair]:
+    """Return every pair, the toys' too; natively expressible ones a second time, inside attention."""
+    with registration.registered():
+        pairs = [Pair(model, scheme) for model in TINY for scheme in SCHEMES]
+        native = [pair for pair in pairs if refusal(pair) is None and pair.plan.route == "native"]
+        inside = [Pair(pair.model, pair.scheme, "attention") for pair in native]
+        return pairs + [pair for pair in inside if refusal(pair) is None]
+
+
+def supported_pairs() -> list[Pair]:
+    """Return the pairs that can be patched."""
+    return [pair for pair in all_pairs() if refusal(pair) is None]
+
+
+def is_daily(pair: Pair) -> bool:
+    """Return whether the pair runs every point also where slow tests are left out: one of each kind does."""
+    if pair.model in ("gpt2", "llama"):
+        return True
+    scheme = pair.plan.scheme
+    like_rope = isinstance(scheme, RotaryScheme) and not scheme.length_dependent and pair.scheme != "rope"
+    composed = scheme.kind == "mixed" and pair.model != "bert"
+    like_llama = pair.model in ("mistral", "qwen2", "qwen3", "gemma", "cohere") and pair.scheme not in ("rope", "alibi")
+    elsewhere = pair.site == "attention" and pair.model not in ("gpt_neox", "glm")
+    return not (like_rope or composed or like_llama or elsewhere)
+
+
+def own_pairs() -> list[Pair]:
+    """Return one pair for each cell of the README's table: no toys, no second site."""
+    toys = {registration.TOY_SCHEME, registration.TOY_MODEL}
+    return [pair for pair in all_pairs() if pair.site == "auto" and not toys & {pair.model, pair.scheme}]
+
+
+def family_name(pair: Pair) -> str:
+    """Return the name of the family that the pair's model belongs to."""
+    return family_of(TINY[pair.model].config()).name
+
+
+def words(batch: int, length: int, seed: int = 1) -> Tensor:
+    """Return random token ids [batch, length] without special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(FIRST_WORD, VOCABULARY, (batch, length), generator=generator)
+
+
+def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    """Return the logits [B, Q, V] without gradients, unmasked unless an attention_mask is given (None: none at all)."""
+    kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    with torch.no_grad():
+        return model(input_ids=ids, **{k: v for k, v in kwargs.items() if v is not None}).logits
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    """Return the largest absolute difference; NaN counts as infinite."""
+    assert a.shape == b.shape, (a.shape, b.shape)
+    return float((a.float() - b.float()).abs().nan_to_num(nan=torch.inf).max())
+
+
+NOISE = 5e-5
+"""The largest difference that float32 rounding makes of logits near 5."""
+CHANGE = 1e-2
+"""The smallest difference that counts as a change of mechanism."""

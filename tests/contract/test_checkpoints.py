@@ -1,0 +1,121 @@
+"""Saved and loaded again in this process; tests/checkpoints/test_matrix.py does it in fresh ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import hf_posswap
+from hf_posswap import unpatch_model, verify_swap
+from hf_posswap.errors import AlreadyPatchedError, NotPatchedError, PositionRangeError
+from tests.contract.models import LENGTH, TINY
+from tests.contract.pairs import CHANGE, Pair, gap, logits, words
+
+
+def ids_for(pair: Pair) -> torch.Tensor:
+    """Return tokens beyond the original length, as far as the swapped model goes."""
+    return words(2, min(LENGTH + 8, pair.plan.max_length))
+
+
+def stock_class(pair: Pair) -> Any:
+    return getattr(transformers, TINY[pair.model].model_class)
+
+
+def stock_auto(pair: Pair) -> Any:
+    return transformers.AutoModelForCausalLM if pair.causal else transformers.AutoModelForMaskedLM
+
+
+@pytest.mark.everywhere
+def test_save_and_load_give_the_same_logits(pair: Pair, tmp_path: Path) -> None:
+    model = pair.swapped()
+    expected = logits(model, ids_for(pair))
+    model.save_pretrained(tmp_path)
+    loaded = hf_posswap.load(tmp_path)
+    assert type(loaded) is type(model)
+    assert gap(logits(loaded, ids_for(pair)), expected) == 0
+    assert loaded.config.posswap == json.loads(json.dumps(model.config.posswap))
+    assert loaded.config.max_position_embeddings == model.config.max_position_embeddings
+    assert not loaded.training
+    verify_swap(loaded)
+    with pytest.raises(AlreadyPatchedError):
+        pair.patch(loaded)
+    if pair.scheme == "blend":  # which holds the old mechanism too
+        assert gap(logits(unpatch_model(loaded), ids_for(pair)), logits(pair.native(), ids_for(pair))) == 0
+        return
+    with pytest.raises(NotPatchedError, match="Load the base checkpoint"):
+        unpatch_model(loaded)
+
+
+def test_what_is_frozen_and_where_it_ends_survives_loading(pair: Pair, tmp_path: Path) -> None:
+    model = pair.swapped()
+    model.save_pretrained(tmp_path)
+    loaded = hf_posswap.load(tmp_path)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name for name, parameter in loaded.named_parameters() if parameter.requires_grad} == trained
+    end = pair.plan.max_length
+    ids = words(1, end + 1)
+    if not pair.tabled:
+        assert torch.isfinite(logits(loaded, ids)).all()
+    else:
+        with pytest.raises(PositionRangeError, match=f"ends at {end}"):
+            logits(loaded, ids)
+
+
+def test_a_second_round_trip_changes_nothing(pair: Pair, tmp_path: Path) -> None:
+    model = pair.swapped()
+    model.save_pretrained(tmp_path / "once")
+    once = hf_posswap.load(tmp_path / "once")
+    once.save_pretrained(tmp_path / "twice")
+    twice = hf_posswap.load(tmp_path / "twice")
+    assert gap(logits(twice, ids_for(pair)), logits(model, ids_for(pair))) == 0
+    files = [tmp_path / which / "config.json" for which in ("once", "twice")]
+    assert files[0].read_text() == files[1].read_text()
+
+
+def test_stock_classes_load_native_checkpoints_and_refuse_the_others(pair: Pair, tmp_path: Path) -> None:
+    model = pair.swapped()
+    model.save_pretrained(tmp_path)
+    if pair.plan.route == "native":
+        loaded = stock_class(pair).from_pretrained(tmp_path)
+        assert gap(logits(loaded, ids_for(pair)), logits(model, ids_for(pair))) == 0
+    else:
+        assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "posswap"
+        # the class itself ignores model_type: what it is refused by is the weights or the rope type
+        with pytest.raises((RuntimeError, KeyError, ValueError)):
+            stock_class(pair).from_pretrained(tmp_path)
+
+
+def test_bfloat16_checkpoints_keep_their_precision(pair: Pair, tmp_path: Path) -> None:
+    model = pair.swapped().to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = hf_posswap.load(tmp_path)
+    own = pair.plan.added  # a scheme may keep what it learns in float32
+    assert {p.dtype for name, p in loaded.named_parameters() if name not in own} == {torch.bfloat16}
+    assert gap(logits(loaded, ids_for(pair)), logits(model, ids_for(pair))) == 0
+    upcast = hf_posswap.load(tmp_path, dtype=torch.float32)
+    assert {p.dtype for p in upcast.parameters()} == {torch.float32}
+
+
+@pytest.mark.pairs(lambda pair: pair.learns)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_scheme_learned_comes_back(pair: Pair, tmp_path: Path, dtype: torch.dtype) -> None:
+    model = pair.native().to(dtype)
+    pair.patch(model)
+    fresh = logits(model, ids_for(pair))
+    with torch.no_grad():  # as if trained: what a scheme begins with must not hide what is not loaded
+        for name, parameter in model.named_parameters():
+            if name in pair.plan.added:
+                parameter.add_(torch.randn_like(parameter))
+    expected = logits(model, ids_for(pair))
+    assert gap(expected, fresh) > CHANGE
+    model.save_pretrained(tmp_path)
+    for loaded in (hf_posswap.load(tmp_path), stock_auto(pair).from_pretrained(tmp_path)):
+        assert gap(logits(loaded, ids_for(pair)), expected) == 0
+        learned = {name: p for name, p in loaded.named_parameters() if name in pair.plan.added}
+        assert all(torch.equal(p, model.get_parameter(name)) for name, p in learned.items())
+        assert all(p.requires_grad for p in learned.values())

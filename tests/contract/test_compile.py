@@ -1,0 +1,93 @@
+"""torch.compile without a graph break, wherever the native model has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from tests.contract.models import LENGTH
+from tests.contract.pairs import NOISE, Pair, gap, logits, words
+
+pytestmark = pytest.mark.slow
+
+
+def chosen(pair: Pair) -> bool:
+    """Tracing takes seconds: every scheme in three models, and two schemes in every model."""
+    return pair.model in ("gpt2", "bert", "llama") or (pair.scheme in ("rope", "alibi") and pair.site == "auto")
+
+
+IDS = words(2, LENGTH - 4)
+
+
+def compiled(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    torch._dynamo.reset()
+    return torch.compile(run, fullgraph=True, backend="eager")
+
+
+def breaks(model: Any, run: Callable[[Any], Tensor]) -> str | None:
+    """Return why `run` of `model` cannot be compiled into one graph, or None."""
+    try:
+        with torch.no_grad():
+            run(model)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        return str(error)
+    return None
+
+
+def branches(pair: Pair) -> bool:
+    """Return whether stock transformers itself runs the swap, in a rotary module that may branch on the length."""
+    rope = getattr(pair.specimen().config, "rope_parameters", None) or {}
+    return pair.plan.route == "native" and rope.get("rope_type") in ("dynamic", "longrope")
+
+
+def whole(model: Any) -> Tensor:
+    run = compiled(lambda ids, mask: model(input_ids=ids, attention_mask=mask, use_cache=False).logits)
+    return run(IDS, torch.ones_like(IDS))
+
+
+def step(model: Any) -> Tensor:
+    """Return the logits of two static-cache decoding steps after a prefill, the steps compiled."""
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH)
+    model(input_ids=IDS[:, :8], attention_mask=torch.ones(2, 8, dtype=torch.long), past_key_values=cache)
+    run = compiled(lambda ids, mask, at: model(
+        input_ids=ids, attention_mask=mask, position_ids=at, past_key_values=cache, use_cache=True
+    ).logits)  # fmt: skip
+    mask = torch.zeros(2, LENGTH, dtype=torch.long)
+    pieces = []
+    for i in (8, 9):
+        mask[:, : i + 1] = 1
+        pieces.append(run(IDS[:, i : i + 1], mask.clone(), torch.full((2, 1), i)))
+    return torch.cat(pieces, dim=1)
+
+
+@pytest.mark.pairs(lambda pair: pair.causal and chosen(pair))
+def test_a_forward_compiles_into_one_graph(pair: Pair) -> None:
+    assert breaks(pair.native(), whole) is None, "the native model was thought to compile"
+    model = pair.swapped()
+    if branches(pair):
+        pytest.skip(f"stock transformers' own {pair.scheme} branches on the length")
+    with torch.no_grad():
+        assert gap(whole(model), logits(model, IDS)) < NOISE
+
+
+@pytest.mark.pairs(lambda pair: not pair.causal and chosen(pair))
+def test_an_encoder_compiles_into_one_graph(pair: Pair) -> None:
+    model = pair.swapped()
+    run = compiled(lambda ids, mask: model(input_ids=ids, attention_mask=mask).logits)
+    with torch.no_grad():
+        assert gap(run(IDS, torch.ones_like(IDS)), logits(model, IDS)) < NOISE
+
+
+@pytest.mark.pairs(lambda pair: pair.causal and chosen(pair))
+def test_a_static_cache_step_compiles_into_one_graph(pair: Pair) -> None:
+    assert breaks(pair.native(), step) is None, "the native model was thought to compile"
+    if branches(pair):
+        pytest.skip(f"stock transformers' own {pair.scheme} branches on the length")
+    model = pair.swapped()
+    with torch.no_grad():
+        assert gap(step(model), logits(model, IDS[:, :10])[:, 8:]) < NOISE

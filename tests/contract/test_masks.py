@@ -1,0 +1,115 @@
+"""Padding is not seen, documents do not leak, and every attention implementation gives the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.contract.models import LENGTH, PADDING
+from tests.contract.pairs import CHANGE, NOISE, Pair, gap, logits, words
+
+IDS = words(2, 20)
+PADDED = 6
+IMPLEMENTATIONS = ("sdpa", "eager")
+
+
+def left_padded() -> tuple[Tensor, Tensor]:
+    ids, mask = IDS.clone(), torch.ones_like(IDS)
+    ids[1, :PADDED], mask[1, :PADDED] = PADDING, 0
+    return ids, mask
+
+
+def first_position(pair: Pair) -> int:
+    """Return what the model calls position 0 in `position_ids`: RoBERTa counts from its padding id + 1."""
+    table = pair.plan.sites.family.table
+    return pair.plan.sites.table_offset if table is not None and table.offset == "padding" else 0
+
+
+def counted(pair: Pair, mask: Tensor) -> Tensor:
+    """Return the position ids that `generate` makes of a mask."""
+    return (mask.cumsum(1) - 1).clamp(min=0) + first_position(pair)
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_left_padding_with_position_ids(pair: Pair, implementation: str) -> None:
+    model = pair.specimen(implementation)
+    ids, mask = left_padded()
+    found = logits(model, ids, attention_mask=mask, position_ids=counted(pair, mask))
+    assert gap(found[1, PADDED:], logits(model, ids[1:, PADDED:])[0]) < NOISE
+    assert gap(found[0], logits(model, ids[:1])[0]) < NOISE
+
+
+@pytest.mark.pairs(lambda pair: pair.traits.relative)
+def test_left_padding_without_position_ids(pair: Pair) -> None:
+    model = pair.specimen()
+    ids, mask = left_padded()
+    found = logits(model, ids, attention_mask=mask)
+    assert gap(found[1, PADDED:], logits(model, ids[1:, PADDED:])[0]) < NOISE
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_right_padding(pair: Pair, implementation: str) -> None:
+    model = pair.specimen(implementation)
+    ids, mask = IDS.clone(), torch.ones_like(IDS)
+    ids[1, -PADDED:], mask[1, -PADDED:] = PADDING, 0
+    found = logits(model, ids, attention_mask=mask)
+    assert gap(found[1, :-PADDED], logits(model, ids[1:, :-PADDED])[0]) < NOISE
+    assert gap(found[0], logits(model, ids[:1])[0]) < NOISE
+
+
+def packed(model: Any, first: int) -> Tensor:
+    """Return the logits of the second of two documents in one row: no mask, positions that restart, no cache."""
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None] + first
+    return logits(model, IDS[:1], attention_mask=None, position_ids=positions, use_cache=False)[:, 8:]
+
+
+@pytest.mark.pairs(lambda pair: pair.causal)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_packed_documents_do_not_leak(pair: Pair, implementation: str) -> None:
+    native, model = pair.native(attn_implementation=implementation), pair.specimen(implementation)
+    leaks = gap(packed(native, 0), logits(native, IDS[:1, 8:])) > NOISE
+    assert not leaks or pair.model in ("bert (is_decoder)", "opt", "biogpt"), "the native model was thought to be tight"
+    found = gap(packed(model, 0), logits(model, IDS[:1, 8:]))
+    assert found < NOISE or leaks
+
+
+@pytest.mark.pairs(lambda pair: pair.plan.route == "plugin")
+def test_random_positions_are_used_as_given(pair: Pair) -> None:
+    """Positions with holes (PoSE, interpolation) must act: an all-ones mask keeps transformers from packing."""
+    model = pair.specimen()
+    holes = torch.cat([torch.arange(8), torch.arange(19, 31)])[None] + first_position(pair)
+    found = gap(logits(model, IDS[:1], position_ids=holes), logits(model, IDS[:1]))
+    assert (found > CHANGE) == (pair.plan.scheme.kind != "none")
+
+
+def test_sdpa_equals_eager_and_the_choice_is_kept(pair: Pair) -> None:
+    model = pair.swapped()
+    sdpa = logits(model, IDS)
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+    assert gap(logits(model, IDS), sdpa) < NOISE
+    other = pair.native(attn_implementation="eager")
+    pair.patch(other)
+    assert other.config._attn_implementation == "eager"
+    assert gap(logits(other, IDS), sdpa) < NOISE
+    other.set_attn_implementation("sdpa")
+    assert gap(logits(other, IDS), sdpa) == 0
+
+
+def test_embeddings_in_place_of_ids(pair: Pair) -> None:
+    model = pair.specimen()
+    embedded = model.get_input_embeddings()(IDS).detach()
+    mask = torch.ones_like(IDS)
+    with torch.no_grad():
+        found = model(inputs_embeds=embedded, attention_mask=mask).logits
+    assert gap(found, logits(model, IDS)) < NOISE
+
+
+def test_no_mask_at_all_equals_all_ones(pair: Pair) -> None:
+    model = pair.specimen()
+    ids = words(2, LENGTH - 3)
+    assert gap(logits(model, ids, attention_mask=None), logits(model, ids)) < NOISE

@@ -1,0 +1,133 @@
+"""What a scheme promises in its traits, and the swaps that must change nothing, on every model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posswap import patch_model
+from hf_posswap.errors import PositionRangeError, UnsupportedSwapError
+from hf_posswap.families.base import locate
+from hf_posswap.schemes import SCHEMES
+from tests.contract.models import LENGTH, TINY, build
+from tests.contract.pairs import CHANGE, LONGER, NOISE, Pair, gap, logits, refusal, words
+from tests.contract.test_masks import first_position
+
+IDS = words(2, LENGTH)
+ROTARY = [name for name in TINY if name not in ("gpt2", "opt", "bert", "bert (is_decoder)", "roberta", "biogpt")]
+TABLES = ["gpt2", "opt", "bert", "bert (is_decoder)", "roberta"]
+SCALED = ["linear", "ntk", "ntk_by_parts", "yarn", "llama3", "dynamic"]
+NATIVE = [*SCALED, "longrope", "p_rope", "resonance", "resonance_yarn", "nope"]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ROTARY)
+def test_rope_applied_again_inside_attention_equals_native_exactly(name: str, implementation: str) -> None:
+    model = build(name, attn_implementation=implementation)
+    assert locate(model).rotary
+    before = logits(model, IDS)
+    plan = patch_model(model, "rope", site="attention")
+    assert plan.route == "plugin"
+    assert gap(logits(model, IDS), before) == 0
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_rope_applied_again_natively_equals_native_exactly(name: str) -> None:
+    model = build(name)
+    before = logits(model, IDS)
+    assert patch_model(model, "rope").route == "native"
+    assert gap(logits(model, IDS), before) == 0
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_kept_table_changes_nothing(name: str) -> None:
+    model = build(name)
+    before = logits(model, IDS)
+    patch_model(model, "learned")
+    assert gap(logits(model, IDS), before) == 0
+
+
+@pytest.mark.parametrize("site", ["auto", "attention"])
+@pytest.mark.parametrize("scheme", SCALED)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "gpt_neox", "glm"])
+def test_a_factor_of_one_is_plain_rope(name: str, scheme: str, site: Any) -> None:
+    plain, scaled = build(name), build(name)
+    patch_model(plain, "rope", site=site)
+    patch_model(scaled, scheme, site=site, factor=1.0)
+    assert gap(logits(scaled, IDS), logits(plain, IDS)) < NOISE
+
+
+@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize("scheme", NATIVE)
+def test_native_and_attention_site_agree(name: str, scheme: str) -> None:
+    """transformers' own rotary module is the oracle of the attention site, for every rope type."""
+    outside, inside = Pair(name, scheme), Pair(name, scheme, "attention")
+    ids = words(2, LONGER - 3)
+    if refusal(inside) is not None or outside.plan.route != "native":
+        # p-RoPE in a narrowed rotary: stock gives it the width of the whole head
+        assert scheme == "nope" or (scheme == "p_rope" and name in ("gpt_neox", "glm"))
+        return
+    assert gap(logits(inside.specimen(), ids), logits(outside.specimen(), ids)) < NOISE
+
+
+def test_only_differences_of_positions_matter_exactly_where_it_is_promised(pair: Pair) -> None:
+    model, ids = pair.specimen(), words(2, 12)
+    shift = 299 if pair.traits.unbounded and pair.plan.cached_equals_full else 17
+    positions = torch.arange(12).expand(2, -1) + first_position(pair)
+    change = gap(logits(model, ids, position_ids=positions + shift), logits(model, ids, position_ids=positions))
+    if pair.traits.relative:
+        assert change < 4 * NOISE  # the angles of large positions are rounded more
+    else:
+        assert change > CHANGE
+
+
+def test_causal_only_is_refused_where_a_token_sees_its_future(refused: Pair) -> None:
+    causal = locate(build(refused.model)).geometry.causal
+    if "would change nothing" in str(refusal(refused)):
+        assert refused.model == "mistral (sliding_window)"
+    elif SCHEMES.get(refused.scheme)().traits.causal_only:
+        assert not causal
+        with pytest.raises(UnsupportedSwapError, match="sees both sides"):
+            refused.patch(refused.native())
+    else:
+        assert refused.scheme in ("learned", "sinusoidal", "together")
+        assert locate(build(refused.model)).table is None
+
+
+@pytest.mark.pairs(lambda pair: not pair.tabled)
+def test_without_a_table_any_length_runs(pair: Pair) -> None:
+    model, ids = pair.specimen(), words(2, 3 * LONGER)
+    found = logits(model, ids)
+    assert torch.isfinite(found).all()
+    if pair.plan.cached_equals_full and pair.causal:
+        assert gap(found[:, :LONGER], logits(model, ids[:, :LONGER])) < NOISE
+    with torch.no_grad():
+        again = model(input_ids=ids).logits  # a mask left out
+    assert gap(again, found) < NOISE
+
+
+@pytest.mark.pairs(lambda pair: pair.tabled)
+def test_a_table_says_where_it_ends(pair: Pair) -> None:
+    model, end = pair.specimen(), pair.plan.max_length
+    assert torch.isfinite(logits(model, words(1, end))).all()
+    with pytest.raises(PositionRangeError, match=rf"asked for {end + 1} positions.* ends at {end}.*max_length="):
+        logits(model, words(1, end + 1))
+    with pytest.raises(PositionRangeError, match=f"ends at {end}"):
+        model(inputs_embeds=torch.zeros(1, end + 1, 64))
+    first = first_position(pair)
+    last = torch.tensor([[end - 1 + first]])
+    assert torch.isfinite(logits(model, words(1, 1), position_ids=last)).all()
+    with pytest.raises(PositionRangeError, match=rf"asked for {end + 1} positions"):
+        logits(model, words(1, 1), position_ids=last + 1)
+
+
+@pytest.mark.pairs(lambda pair: pair.tabled and pair.causal)
+def test_a_table_ends_in_a_cache_too(pair: Pair) -> None:
+    model, end = pair.specimen(), pair.plan.max_length
+    with torch.no_grad():
+        cache = model(input_ids=words(1, end - 1), use_cache=True).past_key_values
+        model(input_ids=words(1, 1), past_key_values=cache, use_cache=True)
+        with pytest.raises(PositionRangeError, match=rf"asked for {end + 1} positions"):
+            model(input_ids=words(1, 1), past_key_values=cache, use_cache=True)

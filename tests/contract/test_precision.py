@@ -1,0 +1,76 @@
+"""bfloat16 models: angles and slopes stay in float32, wherever the cast happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_posswap.families.base import inv_freq_names
+from hf_posswap.schemes.base import Mechanism
+from tests.contract.models import LENGTH
+from tests.contract.pairs import Pair, gap, logits, words
+
+IDS = words(2, LENGTH - 2)
+
+
+def constants(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor that holds angles or slopes: of native rotary modules and of mechanisms."""
+    for path, module in model.named_modules():
+        for name in inv_freq_names(module):
+            yield f"{path}.{name}", getattr(module, name)
+        if isinstance(module, Mechanism):
+            for name, value in vars(module).items():
+                for tensor in value if isinstance(value, tuple) else [value]:
+                    if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                        yield f"{path}.{name}", tensor
+
+
+def cast(pair: Pair, when: str) -> Any:
+    if when == "before":
+        model = pair.native().to(torch.bfloat16)
+        pair.patch(model)
+        return model
+    return pair.swapped().to(torch.bfloat16)
+
+
+def rounded(pair: Pair) -> Any:
+    """Return the float32 model with weights that bfloat16 can hold: what differs from it is arithmetic alone."""
+    model = pair.native().to(torch.bfloat16)
+    for (_, here), (_, there) in zip(model.named_buffers(), pair.native().named_buffers(), strict=True):
+        here.data = there.data  # its own cast has blurred the native angles
+    model.float()
+    pair.patch(model)
+    return model
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_bfloat16_keeps_angles_in_float32(pair: Pair, when: str) -> None:
+    model = cast(pair, when)
+    logits(model, IDS)
+    exact = dict(constants(pair.swapped()))  # a specimen may hold the angles of a longer run
+    for name, tensor in constants(model):
+        if name.endswith(".native.inv_freq"):  # the native angles, out of use
+            continue
+        assert tensor.dtype == torch.float32, name
+        assert torch.equal(tensor, exact[name]), name
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_bfloat16_is_close_to_float32(pair: Pair, when: str) -> None:
+    found, exact = logits(cast(pair, when), IDS), logits(rounded(pair), IDS)
+    assert found.dtype == torch.bfloat16
+    reference = pair.native().to(torch.bfloat16)
+    usual = gap(logits(reference, IDS), logits(reference.float(), IDS))
+    assert gap(found, exact) < 3 * usual + 0.05
+
+
+def test_float16_does_not_overflow(pair: Pair) -> None:
+    model = pair.swapped().to(torch.float16)
+    ids = IDS.clone()
+    ids[1, :6] = 1
+    mask = (ids != 1).long()
+    assert torch.isfinite(logits(model, ids, attention_mask=mask)).all()

@@ -1,0 +1,99 @@
+"""All ways of running a swapped decoder agree: at once, step by step, in chunks, in a static cache, in generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from tests.contract.models import PADDING, TINY
+from tests.contract.pairs import LONGER, NOISE, Pair, gap, logits, words
+
+CHUNKS = {"steps": [1] * LONGER, "chunks": [7, 1, 9, 2, 40]}
+CACHES = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(config=config, max_cache_len=LONGER),
+}
+
+decoders = pytest.mark.pairs(lambda pair: pair.causal)
+generators = pytest.mark.pairs(lambda pair: TINY[pair.model].generates)
+
+
+def piecewise(model: Any, ids: Tensor, sizes: list[int], cache: Any) -> Tensor:
+    """Return the logits of `ids` fed in pieces of `sizes` through `cache`."""
+    pieces, start = [], 0
+    for size in sizes:
+        end = min(start + size, ids.shape[1])
+        if start < end:
+            mask = torch.ones(ids.shape[0], end, dtype=torch.long)
+            pieces.append(logits(model, ids[:, start:end], attention_mask=mask, past_key_values=cache, use_cache=True))
+        start = end
+    return torch.cat(pieces, dim=1)
+
+
+@pytest.mark.everywhere
+@decoders
+@pytest.mark.parametrize("kind", list(CACHES))
+def test_cached_equals_full(pair: Pair, kind: str) -> None:
+    model = pair.specimen()
+    ids = words(2, pair.consistent_length)
+    full = logits(model, ids)
+    for how, sizes in CHUNKS.items():
+        cache = CACHES[kind](model.config)
+        assert gap(piecewise(model, ids, sizes, cache), full) < NOISE, f"in {how}"
+        assert type(cache) in (DynamicCache, StaticCache)
+
+
+@decoders
+def test_a_prefix_is_consistent_exactly_where_it_is_promised(pair: Pair) -> None:
+    model = pair.specimen()
+    ids = words(1, pair.plan.max_length)
+    full = logits(model, ids)
+    parts = {length: logits(model, ids[:, :length]) for length in (3, 20, 33, 50) if length < ids.shape[1]}
+    worst = max(gap(full[:, :length], part) for length, part in parts.items())
+    if pair.plan.cached_equals_full:
+        assert worst < NOISE
+    else:
+        assert worst > NOISE, "the plan says that cached and full forward differ, and they do not"
+
+
+@generators
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generating_from_a_padded_batch_equals_one_by_one(pair: Pair, beams: int) -> None:
+    model = pair.specimen()
+    prompts = [words(1, length, seed=length) for length in (4, 9)]
+    new = pair.consistent_length - 30 if pair.plan.cached_equals_full else 8
+    kwargs: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "num_beams": beams}
+    alone = [model.generate(p, attention_mask=torch.ones_like(p), **kwargs)[0, p.shape[1] :] for p in prompts]
+    width = max(p.shape[1] for p in prompts)
+    batch = torch.cat([torch.nn.functional.pad(p, (width - p.shape[1], 0), value=PADDING) for p in prompts])
+    together = model.generate(batch, attention_mask=(batch != PADDING).long(), **kwargs)[:, width:]
+    assert together.shape == (2, new)
+    for row, expected in zip(together, alone, strict=True):
+        assert row.tolist() == expected.tolist()
+
+
+@generators
+@pytest.mark.parametrize("kind", list(CACHES))
+def test_a_padded_batch_steps_through_a_cache(pair: Pair, kind: str) -> None:
+    model = pair.specimen()
+    ids, padding, length = words(2, 20), 6, 14
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    expected = logits(model, ids[1:, padding:])[0, -(20 - length) :]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = CACHES[kind](model.config)
+    logits(model, ids[:, :length], attention_mask=mask[:, :length], position_ids=positions[:, :length],
+           past_key_values=cache)  # fmt: skip
+    for i in range(length, 20):
+        step = logits(
+            model,
+            ids[:, i : i + 1],
+            attention_mask=mask[:, : i + 1],
+            position_ids=positions[:, i : i + 1],
+            past_key_values=cache,
+        )
+        assert gap(step[1, -1], expected[i - length]) < NOISE, f"token {i}"

@@ -1,0 +1,139 @@
+"""What is measured in a process of its own stays under what was said before, and what cannot fit is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_posswap import patch_model
+from hf_posswap.errors import NotEnoughMemoryError
+from hf_posswap.evaluation import memory
+from hf_posswap.evaluation.memory import GIB, check_memory, choose_prefill, forward_need
+
+ROOT = Path(__file__).resolve().parents[2]
+PEAK = """
+import json, sys
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+from hf_posswap import patch_model
+from hf_posswap.evaluation import Scorer
+from hf_posswap.evaluation.memory import choose_prefill, forward_need
+
+def status(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+scheme, length, prefill = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(0)
+shape = {"n_embd": 128, "n_layer": 4, "n_head": 4}  # of the quickstart's model
+vocabulary = int(sys.argv[4])
+config = GPT2Config(vocab_size=vocabulary, n_positions=128, **shape, bos_token_id=0, eos_token_id=0)
+model = GPT2LMHeadModel(config).eval()
+patch_model(model, scheme, max_length=length)
+prefill = choose_prefill(model, length) if prefill == "chosen" else int(prefill) or None
+scorer, ids = Scorer(model, prefill=prefill), torch.randint(0, vocabulary, (1, length))
+scorer.nll(ids[:, :64])
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+scorer.nll(ids)
+need = forward_need(model, length, prefill=prefill).total
+print(json.dumps({"peak": status("VmHWM") - before, "need": need, "prefill": prefill}))
+"""
+
+
+def peak(*arguments: object) -> dict[str, int]:
+    """Return what a scoring in a fresh process held beyond the model at most, and what was said before, in bytes."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the peak of a process can be read on Linux alone")
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}  # or freed memory would stay with the process
+    command = [sys.executable, "-c", PEAK, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250, check=True)
+    return json.loads(done.stdout)
+
+
+def test_a_head_of_many_words_is_taken_in_chunks() -> None:
+    found = peak("rope", 2048, 0, 50_000)
+    whole = 2048 * 50_000 * 4
+    assert found["peak"] <= found["need"] < whole < 3 * whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "fire", "t5", "self_extend"])
+@pytest.mark.parametrize("prefill", [0, 256])
+def test_the_peak_stays_under_the_estimate_and_not_far(scheme: str, prefill: int) -> None:
+    found = peak(scheme, 2048, prefill, 257)
+    assert 0.3 * found["need"] <= found["peak"] <= found["need"], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["rope", "alibi"])
+def test_32768_tokens_of_the_quickstarts_model_stay_under_2_gib(scheme: str) -> None:
+    found = peak(scheme, 32_768, "chosen", 257)
+    assert found["peak"] <= 2 * GIB, found
+
+
+def llama(length: int, **more: object) -> PreTrainedModel:
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(max_position_embeddings=length, **more))
+
+
+def test_the_cache_and_the_scores_are_the_formulas_of_the_docstring() -> None:
+    model = llama(4096)  # 7 billion parameters: 32 layers, 32 heads of 128, float32
+    assert forward_need(model, 131_072, prefill=512).cache == 2 * 32 * 4096 * 131_072 * 4
+    assert forward_need(model, 131_072).scores == 0
+    model.config._attn_implementation = "eager"
+    assert forward_need(model, 8192).scores == 3 * 32 * 8192**2 * 4
+
+
+def test_pieces_are_chosen_by_model_and_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=128, n_layer=1, n_head=4))
+    patch_model(model, "alibi", max_length=1 << 16)
+    assert choose_prefill(model, 2048) is None
+    piece = choose_prefill(model, 1 << 16)
+    assert piece is not None
+    assert forward_need(model, 1 << 16, prefill=piece).scores <= GIB
+    dynamic = llama(16, rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0})
+    assert choose_prefill(dynamic, 1 << 20) is None  # each length needs its own whole forward
+
+
+def test_what_does_not_fit_is_refused_with_its_need() -> None:
+    model = llama(4096)
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        check_memory(model, 131_072, prefill=512, free=8 * GIB)
+    message = str(caught.value)
+    total = forward_need(model, 131_072, prefill=512).total / GIB
+    assert message.startswith(f"131,072 tokens of LlamaForCausalLM need about {total:.1f} GiB beyond the weights")
+    assert "cache 128.0" in message
+    assert "and 8.0 GiB are free: measure shorter lengths." in message
+    assert isinstance(caught.value, MemoryError)
+    model.config._attn_implementation = "eager"
+    with pytest.raises(NotEnoughMemoryError, match="attn_implementation='sdpa'"):
+        check_memory(model, 131_072, prefill=None, free=8 * GIB)
+    assert check_memory(model, 128, prefill=None, free=8 * GIB).total < 8 * GIB
+
+
+def test_free_memory_is_read_from_the_system_and_its_control_group(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 10 kB\nMemAvailable:    2048 kB\n")
+    assert memory._meminfo(tmp_path / "meminfo") == 2 << 20
+    assert memory._meminfo(tmp_path / "none") is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+    assert memory._control_group(tmp_path) == 600
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._control_group(tmp_path) is None
+
+
+def test_processes_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_meminfo", lambda: 900)
+    monkeypatch.setattr(memory, "_control_group", lambda: 600)
+    assert memory.available_bytes(torch.device("cpu")) == 600
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert memory.available_bytes(torch.device("cpu")) == 300

@@ -1,0 +1,204 @@
+"""Losses equal the model's own, whatever the family does after its last hidden state, and in little memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    GraniteConfig,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from hf_posswap import patch_model
+from hf_posswap.errors import DataError, NumericError, PositionRangeError
+from hf_posswap.evaluation import Scorer, token_nll
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 99}
+ROTARY = {**SHAPE, "intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": None}
+CONFIGS = {
+    "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=99, n_positions=64),
+    "opt": OPTConfig(**SHAPE, ffn_dim=64, max_position_embeddings=64, word_embed_proj_dim=16),
+    "llama": LlamaConfig(**ROTARY),
+    "gemma2 with soft-capped logits": Gemma2Config(**ROTARY, final_logit_softcapping=0.3),
+    "granite with scaled logits": GraniteConfig(**ROTARY, logits_scaling=3.0),
+    "cohere with scaled logits": CohereConfig(**SHAPE, intermediate_size=64, logit_scale=0.25),
+}
+
+
+def build(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():  # far from the uniform guess of a fresh model
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture
+def gpt2() -> PreTrainedModel:
+    return build(CONFIGS["gpt2"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+def test_the_mean_is_the_models_own_loss(name: str, chunk: int) -> None:
+    model = build(CONFIGS[name])
+    ids = torch.randint(3, 99, (2, 33))
+    scorer = Scorer(model, chunk)
+    assert scorer.chunked
+    losses = scorer.nll(ids)
+    assert losses.shape == (2, 32)
+    assert losses.dtype == torch.float32
+    with torch.no_grad():
+        assert losses.mean().item() == pytest.approx(model(ids, labels=ids).loss.item(), abs=1e-5)
+
+
+def test_each_loss_is_minus_the_log_probability_of_its_token(gpt2: PreTrainedModel) -> None:
+    ids = torch.randint(0, 99, (2, 20))
+    with torch.no_grad():
+        probabilities = gpt2(ids).logits.double().softmax(-1)
+    losses = token_nll(gpt2, ids, chunk=6)
+    for row in range(2):
+        for t in range(19):
+            assert losses[row, t].item() == pytest.approx(-math.log(probabilities[row, t, ids[row, t + 1]]), abs=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "sinusoidal"])
+def test_a_swapped_model_is_scored_as_it_runs(gpt2: PreTrainedModel, scheme: str) -> None:
+    patch_model(gpt2, scheme, max_length=128)
+    ids = torch.randint(0, 99, (1, 100))  # beyond the native table
+    with torch.no_grad():
+        assert token_nll(gpt2, ids).mean().item() == pytest.approx(gpt2(ids, labels=ids).loss.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2 with soft-capped logits"])
+@pytest.mark.parametrize("prefill", [1, 7, 16, 40])
+def test_reading_in_pieces_gives_the_same_losses(name: str, prefill: int) -> None:
+    model, ids = build(CONFIGS[name]), torch.randint(3, 99, (2, 33))
+    whole, pieces = Scorer(model), Scorer(model, prefill=prefill)
+    torch.testing.assert_close(pieces.nll(ids), whole.nll(ids), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(pieces.last_logits(ids, 9), whole.last_logits(ids, 9), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "sinusoidal", "nope", "fire"])
+def test_a_swapped_model_is_read_in_pieces_too(gpt2: PreTrainedModel, scheme: str) -> None:
+    patch_model(gpt2, scheme, max_length=128)
+    ids = torch.randint(0, 99, (1, 100))
+    torch.testing.assert_close(Scorer(gpt2, prefill=32).nll(ids), token_nll(gpt2, ids), atol=2e-5, rtol=1e-5)
+
+
+def test_what_was_read_before_changes_nothing() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    config = LlamaConfig(**ROTARY, max_position_embeddings=16, rope_parameters=rope)
+    ids = torch.randint(3, 99, (1, 64))
+    model = build(config)
+    with torch.no_grad():
+        wanted = model(ids[:, :40], labels=ids[:, :40]).loss.item()
+    scorer = Scorer(build(config))
+    scorer.nll(ids)  # stock dynamic NTK would keep these frequencies for the next text of 40 tokens
+    assert scorer.nll(ids[:, :40]).mean().item() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_model_that_follows_the_total_length_is_not_read_in_pieces() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    model = build(LlamaConfig(**ROTARY, max_position_embeddings=16, rope_parameters=rope))
+    with pytest.raises(DataError, match="by rope type dynamic its losses depend on the total length"):
+        Scorer(model, prefill=8)
+
+
+@pytest.mark.parametrize("scored", [1, 5, 32])
+def test_the_last_tokens_alone(gpt2: PreTrainedModel, scored: int) -> None:
+    ids, seen = torch.randint(0, 99, (3, 33)), []
+    whole, scorer = token_nll(gpt2, ids), Scorer(gpt2, chunk=12)
+    gpt2.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape[:2]))
+    torch.testing.assert_close(scorer.nll(ids, scored=scored), whole[:, -scored:], atol=1e-5, rtol=1e-5)
+    assert sum(shape[1] for shape in seen) == scored  # the head ran on nothing else
+    assert max(shape.numel() for shape in seen) <= 12
+    with pytest.raises(DataError, match="of 33 tokens between 1 and 32 can be scored, got 33"):
+        scorer.nll(ids, scored=33)
+
+
+def test_a_text_can_start_at_any_position(gpt2: PreTrainedModel) -> None:
+    ids = torch.randint(0, 99, (1, 20))
+    with torch.no_grad():
+        logits = gpt2(ids, position_ids=torch.arange(30, 50)[None]).logits[:, :-1]
+    own = nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="none")
+    for prefill in (None, 8):
+        torch.testing.assert_close(Scorer(gpt2, prefill=prefill).nll(ids, start=30)[0], own, atol=1e-5, rtol=1e-5)
+    assert (token_nll(gpt2, ids)[0] - own).abs().max() > 1e-2
+
+
+class Odd(GPT2LMHeadModel):
+    """A model that does something of its own after its head."""
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 1.7
+        return output
+
+
+def test_a_model_with_an_unknown_end_is_scored_from_its_own_logits() -> None:
+    torch.manual_seed(0)
+    model = Odd(CONFIGS["gpt2"]).eval()
+    ids = torch.randint(0, 99, (1, 12))
+    scorer = Scorer(model)
+    assert not scorer.chunked
+    with torch.no_grad():
+        own = nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])
+    assert scorer.nll(ids).mean().item() == pytest.approx(own.item(), abs=1e-5)
+
+
+def test_no_more_logits_than_a_chunk_are_ever_made(gpt2: PreTrainedModel) -> None:
+    seen: list[int] = []
+    scorer = Scorer(gpt2, chunk=8)
+    gpt2.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
+    scorer.nll(torch.randint(0, 99, (1, 50)))
+    assert seen == [8, 8, 8, 8, 8, 8, 1]
+
+
+def test_last_logits_are_those_that_predict_the_last_tokens(gpt2: PreTrainedModel) -> None:
+    ids = torch.randint(0, 99, (1, 15))
+    with torch.no_grad():
+        wanted = gpt2(ids).logits[:, -4:-1]
+    torch.testing.assert_close(Scorer(gpt2).last_logits(ids, 3), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_no_number_is_an_error(gpt2: PreTrainedModel) -> None:
+    scorer = Scorer(gpt2)
+    with torch.no_grad():
+        gpt2.transformer.wpe.weight[0] = math.nan
+    with pytest.raises(NumericError, match=r"GPT2LMHeadModel: the loss of token 1 is not finite; use float32"):
+        scorer.nll(torch.randint(0, 99, (1, 12)))
+    with pytest.raises(NumericError, match=r"logits at length 12 are not finite"):
+        scorer.last_logits(torch.randint(0, 99, (1, 12)), 2)
+
+
+def test_a_table_that_ends_a_missing_head_and_a_bad_chunk_are_errors(gpt2: PreTrainedModel) -> None:
+    with pytest.raises(DataError, match="chunk is a number of tokens, at least 1, got 0"):
+        Scorer(gpt2, chunk=0)
+    with pytest.raises(DataError, match="prefill is a number of tokens, at least 1, got 0"):
+        Scorer(gpt2, prefill=0)
+    with pytest.raises(DataError, match="GPT2Model has no output head"):
+        Scorer(GPT2Model(CONFIGS["gpt2"]))
+    bert = BertForMaskedLM(BertConfig(**SHAPE, intermediate_size=64))
+    with pytest.raises(DataError, match="BertForMaskedLM sees both sides of a token"):
+        Scorer(bert)
+    patch_model(bert, "rope")
+    with pytest.raises(DataError, match="BertForMaskedLM sees both sides of a token"):
+        Scorer(bert)
+    patch_model(gpt2, "learned", max_length=80)
+    with pytest.raises(PositionRangeError):
+        token_nll(gpt2, torch.randint(0, 99, (1, 100)))

@@ -1,0 +1,135 @@
+"""Where the families say that positions live, held against the models themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from hf_posswap.errors import DuplicateNameError, UnsupportedModelError
+from hf_posswap.families import FAMILIES, Family, TableSpec, locate, register
+from hf_posswap.families.base import family_of, rotary_layout
+from tests.contract.models import LENGTH, TINY, build
+from tests.toys.registration import TOY_MODEL, registered
+
+TABLES = {
+    "gpt2": ("transformer.wpe", 0, 0),
+    "opt": ("model.decoder.embed_positions", 2, 0),
+    "bert": ("bert.embeddings.position_embeddings", 0, 0),
+    "roberta": ("roberta.embeddings.position_embeddings", 2, 2),
+}
+ROTARY = [name for name in TINY if name not in TABLES and name not in ("bert (is_decoder)", TOY_MODEL)]
+
+
+def calls_of(module: nn.Module, run: Any) -> int:
+    """Return how often `module` is called in `run()`."""
+    calls = []
+    handle = module.register_forward_hook(lambda *_: calls.append(1))
+    run()
+    handle.remove()
+    return len(calls)
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name != TOY_MODEL])
+def test_every_path_leads_to_a_module_that_a_forward_calls_once(name: str) -> None:
+    model = build(name)
+    sites = locate(model)
+    ids = torch.randint(5, 90, (1, 6))
+    paths = [*sites.attention, *sites.rotary, *([sites.table] if sites.table else []), sites.entry]
+    assert len(sites.attention) == 2
+    for path in paths:
+        assert calls_of(model.get_submodule(path), lambda: model(input_ids=ids)) == 1, path
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_the_first_token_reads_the_row_that_the_offset_says(name: str) -> None:
+    model = build(name)
+    sites = locate(model)
+    path, offset, first = TABLES[name]
+    assert (sites.table, sites.table_offset, sites.first_position) == (path, offset, first)
+    ids = torch.randint(5, 90, (1, 1))
+    model(input_ids=ids).logits.sum().backward()
+    used = model.get_submodule(path).weight.grad.abs().sum(dim=1).nonzero().flatten().tolist()
+    assert used == [offset]
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name != TOY_MODEL])
+def test_the_geometry_is_that_of_the_model(name: str) -> None:
+    model = build(name)
+    geometry = locate(model).geometry
+    assert (geometry.hidden_size, geometry.num_heads, geometry.head_dim) == (64, 4, 16)
+    assert (geometry.num_layers, geometry.original_length) == (2, LENGTH)
+    ids = torch.randint(5, 90, (1, 8))
+    other = ids.clone()
+    other[0, -1] = (other[0, -1] + 1) % 90 + 5
+    with torch.no_grad():
+        change = (model(input_ids=ids).logits - model(input_ids=other).logits)[:, :-1].abs().max()
+    assert geometry.causal == bool(change == 0)
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_the_rotary_width_and_layout_are_what_the_model_does(name: str) -> None:
+    """Rotating a lone 1 shows the dimension that it is paired with."""
+    model = build(name)
+    sites = locate(model)
+    geometry = sites.geometry
+    attention = model.get_submodule(sites.attention[0])
+    code = __import__(type(attention).__module__, fromlist=["apply_rotary_pos_emb"])
+    one = torch.zeros(1, 1, 1, geometry.head_dim)
+    one[..., 0] = 1.0
+    cos, sin = model.get_submodule(sites.rotary[0])(one, torch.tensor([[1]]))
+    turned, _ = code.apply_rotary_pos_emb(one, one, cos, sin)
+    partner = [i for i in turned.flatten().nonzero().flatten().tolist() if i != 0]
+    width = {"gpt_neox": 8, "glm": 8}.get(name, 16)
+    assert geometry.rotary_dim == width
+    assert partner == [width // 2 if geometry.layout == "half" else 1]
+    assert rotary_layout(attention) == geometry.layout
+    assert geometry.base == model.config.rope_parameters["rope_theta"]
+
+
+def test_meta_models_are_located_alike() -> None:
+    for name in ("gpt2", "roberta", "llama"):
+        real = build(name)
+        with torch.device("meta"):
+            meta = type(real)(real.config)
+        assert locate(meta) == locate(real)
+
+
+def test_a_bare_base_model_is_located_without_a_prefix() -> None:
+    sites = locate(build("gpt2").transformer)
+    assert (sites.base, sites.entry, sites.table) == ("", "", "wpe")
+
+
+def test_a_path_that_is_not_there_is_an_error_that_names_it() -> None:
+    with registered():
+        wrong = Family("wrong", "a path too many", "layers.*.nothing", model_types=("biogpt",))
+        FAMILIES.remove(TOY_MODEL)
+        register(wrong)
+        try:
+            with pytest.raises(UnsupportedModelError, match="no self-attention modules at 'layers.\\*.nothing'"):
+                locate(build(TOY_MODEL))
+            FAMILIES.remove("wrong")
+            register(Family("wrong", "no table there", "layers.*.self_attn", ("biogpt",), table=TableSpec("wpe")))
+            with pytest.raises(UnsupportedModelError, match="expects a table at 'wpe', none there"):
+                locate(build(TOY_MODEL))
+            FAMILIES.remove("wrong")
+            register(Family("wrong", "table left out", "layers.*.self_attn", ("biogpt",)))
+            with pytest.raises(UnsupportedModelError, match="'biogpt.embed_positions'.*does not mention it"):
+                locate(build(TOY_MODEL))
+        finally:
+            FAMILIES.remove("wrong")
+
+
+def test_a_taken_name_is_refused() -> None:
+    with pytest.raises(DuplicateNameError, match="family 'gpt2' is already registered"):
+        register(Family("gpt2", "another", "h.*.attn"))
+
+
+def test_a_named_model_type_goes_before_a_rule() -> None:
+    assert family_of(TINY["gpt_neox"].config()).name == "gpt_neox"
+    assert family_of(TINY["llama"].config()).name == "rotary"
+    with pytest.raises(UnsupportedModelError, match="no family describes model type 't5'. Families: bert: "):
+        family_of(transformers.T5Config())

@@ -1,0 +1,205 @@
+"""Plans: made without touching the model, printable, and clear about what cannot be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from hf_posswap import Rope, Yarn, patch_model, plan_swap, unpatch_model
+from hf_posswap.errors import (
+    AlreadyPatchedError,
+    NotPatchedError,
+    OptionError,
+    SchemeError,
+    UnknownNameError,
+    UnsupportedModelError,
+    UnsupportedSwapError,
+)
+from tests.contract.models import LENGTH, TINY, build
+
+Refused = Callable[[], Any]
+
+
+def snapshot(model: PreTrainedModel) -> list[Any]:
+    """Return all that a plan could have touched."""
+    tensors = [(name, id(t), t._version) for name, t in model.state_dict(keep_vars=True).items()]
+    hooks = [
+        (name, dict(module._forward_pre_hooks), dict(module._forward_hooks), sorted(vars(module)))
+        for name, module in model.named_modules()
+    ]
+    return [tensors, hooks, model.config.to_dict(), id(model.config), type(model.config)]
+
+
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "nope", "yarn"])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "glm", "bert (is_decoder)"])
+def test_a_plan_never_touches_the_model(name: str, scheme: str) -> None:
+    model = build(name)
+    before = snapshot(model)
+    plan = plan_swap(model, scheme, max_length=2 * LENGTH)
+    assert plan.edits
+    str(plan)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_a_plan_needs_no_weights(name: str) -> None:
+    if name == "biogpt":  # the toy family's, not registered here
+        return
+    real = build(name)
+    with torch.device("meta"):
+        meta = type(real)(real.config)
+    before = snapshot(meta)
+    assert str(plan_swap(meta, "rope", max_length=64)) == str(plan_swap(real, "rope", max_length=64))
+    assert snapshot(meta) == before
+
+
+def test_a_plan_prints_as_a_table_of_its_edits() -> None:
+    text = str(plan_swap(build("gpt2"), "rope", max_length=128))
+    lines = text.splitlines()
+    assert lines[0].startswith("GPT2LMHeadModel: rope(base=10000.0")
+    assert lines[2].split() == ["site", "path", "before", "after"]
+    assert "embedding" in text
+    assert "transformer.h.*.attn (2 layers)" in text
+    assert "128 positions, runs beyond" in text
+    assert "plugin: the saved checkpoint needs hf_posswap" in text
+    assert "cached and full forward agree" in text
+    assert "transformer.wpe.weight (2048 values, 8 KiB in float32)" in text
+    assert "adaptation  required" in text
+
+
+def test_a_plan_says_where_cached_and_full_differ() -> None:
+    assert "differ beyond the original length" in str(plan_swap(build("llama"), "dynamic", factor=2.0))
+
+
+def test_a_plan_is_json() -> None:
+    plan = plan_swap(build("llama"), Yarn(factor=4.0))
+    data = json.loads(json.dumps(plan.to_dict()))
+    assert (data["route"], data["max_length"]) == ("native", 4 * LENGTH)
+    assert [edit["path"] for edit in data["edits"]] == [edit.path for edit in plan.edits]
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def planted(name: str, module: nn.Module) -> PreTrainedModel:
+    model = build(name)
+    base = model.base_model
+    base.extra = nn.Module()
+    base.extra.add_module("position_table" if isinstance(module, nn.Embedding) else "second_rotary", module)
+    return model
+
+
+def prompt_tuned() -> Any:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    return peft.get_peft_model(build("gpt2"), config)
+
+
+REFUSALS: dict[str, tuple[Refused, type[Exception], str]] = {
+    "unknown scheme": (lambda: patch_model(build("gpt2"), "ropee"), UnknownNameError, "Did you mean 'rope'"),
+    "not a scheme": (lambda: patch_model(build("gpt2"), 3), SchemeError, "an object, a name or a dict, got int"),  # type: ignore[arg-type]
+    "options beside an object": (
+        lambda: patch_model(build("gpt2"), Rope(), base=5.0),
+        OptionError,
+        r"options \['base'\] were given beside the scheme object",
+    ),
+    "unknown option": (lambda: patch_model(build("gpt2"), "alibi", base=5.0), OptionError, "has no option 'base'"),
+    "length as text": (
+        lambda: patch_model(build("gpt2"), "rope", max_length="64"),  # type: ignore[arg-type]
+        SchemeError,
+        "max_length must be a whole number of tokens >= 1, got '64'",
+    ),
+    "length as a truth value": (lambda: patch_model(build("gpt2"), "rope", max_length=True), SchemeError, "got True"),
+    "no length": (lambda: patch_model(build("gpt2"), "rope", max_length=0), SchemeError, "got 0"),
+    "half a token": (lambda: patch_model(build("gpt2"), "rope", max_length=1.5), SchemeError, "got 1.5"),  # type: ignore[arg-type]
+    "unknown site": (
+        lambda: patch_model(build("gpt2"), "rope", site="embedding"),  # type: ignore[arg-type]
+        UnsupportedSwapError,
+        "site must be 'auto' or 'attention', got 'embedding'",
+    ),
+    "shorter table": (
+        lambda: patch_model(build("gpt2"), "learned", max_length=8),
+        SchemeError,
+        "max_length 8 is shorter than the model's table of 32 positions",
+    ),
+    "no factor": (lambda: patch_model(build("llama"), "yarn"), SchemeError, "give factor or max_length"),
+    "a table in attention": (
+        lambda: patch_model(build("gpt2"), "sinusoidal", site="attention"),
+        UnsupportedSwapError,
+        "asked for at the attention site. What works",
+    ),
+    "a module": (lambda: patch_model(nn.Linear(2, 2), "rope"), UnsupportedSwapError, "got Linear"),  # type: ignore[type-var]
+    "a wrapped model": (
+        lambda: patch_model(Wrapper(build("gpt2")), "rope"),  # type: ignore[type-var]
+        UnsupportedSwapError,
+        "got Wrapper; give the model itself, before wrapping",
+    ),
+    "a data-parallel model": (
+        lambda: patch_model(nn.DataParallel(build("gpt2")), "rope"),  # type: ignore[type-var]
+        UnsupportedSwapError,
+        "got DataParallel",
+    ),
+    "a compiled model": (
+        lambda: patch_model(torch.compile(build("gpt2"), backend="eager"), "rope"),
+        UnsupportedSwapError,
+        "before wrapping or compiling it",
+    ),
+    "prompt learning": (
+        lambda: patch_model(prompt_tuned(), "rope"),
+        UnsupportedSwapError,
+        "prompt learning adds tokens without positions",
+    ),
+    "no family": (
+        lambda: patch_model(build("biogpt"), "rope"),
+        UnsupportedModelError,
+        "no family describes model type 'biogpt'. Families: ",
+    ),
+    "a second table": (
+        lambda: patch_model(planted("gpt2", nn.Embedding(4, 4)), "rope"),
+        UnsupportedModelError,
+        r"'transformer.extra.position_table' \(Embedding\) looks like a part of the position mechanism",
+    ),
+    "a second rotary": (
+        lambda: patch_model(planted("gpt2", build("llama").model.rotary_emb), "rope"),
+        UnsupportedModelError,
+        r"'transformer.extra.second_rotary' \(LlamaRotaryEmbedding\) looks like",
+    ),
+    "nothing to undo": (
+        lambda: unpatch_model(build("gpt2")),
+        NotPatchedError,
+        "GPT2LMHeadModel carries no swap: nothing to undo",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("what", list(REFUSALS))
+def test_what_is_refused_and_how_it_is_said(what: str) -> None:
+    attempt, error, message = REFUSALS[what]
+    with pytest.raises(error, match=message):
+        attempt()
+
+
+def test_a_patched_model_is_not_patched_again() -> None:
+    model = build("gpt2")
+    patch_model(model, "rope")
+    before = snapshot(model)
+    with pytest.raises(AlreadyPatchedError, match="already carries rope.*call unpatch_model"):
+        patch_model(model, "alibi")
+    assert snapshot(model) == before
+
+
+def test_a_table_that_needs_its_weights_is_refused_on_meta() -> None:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+    with pytest.raises(SchemeError, match="takes a value from the old table's weights, and this model's are on meta"):
+        patch_model(model, "sinusoidal")

@@ -1,0 +1,100 @@
+"""ALiBi against a double loop, the published slopes, the recursion of the paper's code, and BLOOM's table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+from hf_posswap.geometry import Geometry
+from hf_posswap.schemes.alibi import Alibi, slopes
+
+# Press et al. 2021, the 12-head model
+PUBLISHED = [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625, 0.70711, 0.35355, 0.17678, 0.08839]
+
+
+def recursive_slopes(heads: int) -> list[float]:
+    """The paper's rule by recursion: a geometric sequence whose first term and ratio are 2^(-2^(3 - log2 n))."""
+    exponent = math.log2(heads)
+    if exponent.is_integer():
+        start = 2 ** -(2 ** (3 - exponent))
+        return [start**h for h in range(1, heads + 1)]
+    nearest = 2 ** math.floor(exponent)
+    return recursive_slopes(nearest) + recursive_slopes(2 * nearest)[::2][: heads - nearest]
+
+
+def test_the_published_list() -> None:
+    assert slopes(12) == pytest.approx(PUBLISHED, abs=5e-6)
+    assert slopes(8) == PUBLISHED[:8]
+
+
+@pytest.mark.parametrize("heads", range(1, 65))
+def test_slopes_of_every_head_count(heads: int) -> None:
+    assert slopes(heads) == pytest.approx(recursive_slopes(heads), rel=1e-12)
+    assert len(slopes(heads)) == heads
+
+
+@settings(max_examples=50)
+@given(
+    heads=st.integers(1, 17),
+    rows=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 5000)), min_size=1, max_size=3),
+    queries=st.integers(1, 5),
+    keys=st.integers(1, 7),
+)
+def test_bias_is_the_double_loop(
+    geometry: Callable[..., Geometry], heads: int, rows: list[tuple[int, int]], queries: int, keys: int
+) -> None:
+    query_positions = torch.stack([torch.arange(queries) + q for q, _ in rows])
+    key_positions = torch.stack([torch.arange(keys) + k for _, k in rows])
+    bias = Alibi().mechanism(geometry(num_heads=heads)).bias(query_positions, key_positions)
+    assert bias.dtype == torch.float32
+    assert bias.shape == (len(rows), heads, queries, keys)
+    expected = torch.empty(bias.shape, dtype=torch.float64)
+    for b, (q, k) in enumerate(rows):
+        for h, slope in enumerate(recursive_slopes(heads)):
+            for i in range(queries):
+                for j in range(keys):
+                    expected[b, h, i, j] = -slope * abs(q + i - k - j)
+    torch.testing.assert_close(bias.double(), expected, rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 12])
+def test_under_a_causal_mask_it_is_blooms(geometry: Callable[..., Geometry], heads: int) -> None:
+    length = 11
+    positions = torch.arange(length)[None]
+    causal = torch.full((length, length), -torch.inf).triu(1)
+    ours = Alibi().mechanism(geometry(num_heads=heads)).bias(positions, positions)[0]
+    theirs = build_alibi_tensor(torch.ones(1, length), heads, torch.float32)  # [H, 1, K]: +m j, equal after softmax
+    torch.testing.assert_close((ours + causal).softmax(-1), (theirs + causal).softmax(-1), rtol=1e-5, atol=1e-7)
+
+
+def test_both_sides_weigh_the_same_for_an_encoder(geometry: Callable[..., Geometry]) -> None:
+    positions = torch.tensor([[3, 4, 9]])
+    bias = Alibi().mechanism(geometry(num_heads=6, causal=False)).bias(positions, positions)
+    assert torch.equal(bias, bias.mT)
+    assert (bias < 0).sum() == 6 * 6  # all but the diagonal
+
+
+def test_moving_the_model_to_bf16_leaves_the_slopes_alone(geometry: Callable[..., Geometry]) -> None:
+    mechanism = Alibi().mechanism(geometry(num_heads=12)).to(torch.bfloat16)
+    assert mechanism.slopes.dtype == torch.float32
+    assert mechanism.state_dict() == {}
+    assert mechanism.bias(torch.tensor([[5]]), torch.tensor([[2]])).dtype == torch.float32
+
+
+@pytest.mark.parametrize("factor", [1, 2, 3.5])
+def test_interpolation_makes_stretched_distances_cost_what_they_did(
+    geometry: Callable[..., Geometry], factor: float
+) -> None:
+    positions = torch.arange(8)[None] * 2
+    plain = Alibi().mechanism(geometry(num_heads=6)).bias(positions, positions)
+    interpolated = Alibi(interpolation=factor)
+    stretched = interpolated.mechanism(geometry(num_heads=6)).bias(positions * factor, positions * factor)
+    torch.testing.assert_close(stretched, plain, rtol=1e-6, atol=0)
+    assert interpolated.reach(geometry(original_length=100)) == 100 * factor
+    assert Alibi().reach(geometry()) is None

@@ -1,0 +1,259 @@
+"""Schemes in pieces against a matrix of relative positions, spelled out pair by pair in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_posswap.errors import SchemeError
+from hf_posswap.geometry import Geometry
+from hf_posswap.patching import pieces as site
+from hf_posswap.patching.pieces import attend_in_pieces
+from hf_posswap.rotary import rotate
+from hf_posswap.schemes import DualChunk, Dynamic, LeakyReRope, ReRope, SelfExtend
+
+Relative = Callable[[int, int], float]
+
+
+def geometry(**changes: Any) -> Geometry:
+    """Return the geometry of a small decoder without a rotary of its own, with `changes`."""
+    fields: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 16,
+        "num_layers": 2,
+        "original_length": 128,
+        "causal": True,
+    }
+    return Geometry(**fields | changes)
+
+
+def self_extend(window: int, group: int) -> Relative:
+    """Equations 3 and 4 of the paper: grouped positions, shifted to meet the window."""
+    return lambda i, j: i - j if i - j < window else (i // group) - (j // group) + (window - window // group)
+
+
+def rerope(window: int) -> Relative:
+    return lambda i, j: min(i - j, window)
+
+
+def leaky(window: int, slowdown: float) -> Relative:
+    return lambda i, j: i - j if i - j < window else window + (i - j - window) / slowdown
+
+
+def dual_chunk(chunk: int, local: int) -> Relative:
+    """Section 3 of the paper: intra-chunk, successive-chunk and inter-chunk attention."""
+    size = chunk - local
+
+    def relative(i: int, j: int) -> float:
+        key = j % size
+        if i // size == j // size:
+            return i % size - key
+        if i // size == j // size + 1:
+            return min(i % size + size, chunk) - key
+        return min(2 * size - 1, chunk) - key
+
+    return relative
+
+
+def brute_force(q: Tensor, k: Tensor, v: Tensor, relative: Relative, first: int = 0, base: float = 10000.0) -> Any:
+    """Return causal attention [H, L, D] of one row, half-split pairs; the first `first` tokens are padding."""
+    heads, length, dim = q.shape
+    theta = base ** (-2.0 * np.arange(dim // 2) / dim)
+    complex_q, complex_k = (
+        x[..., : dim // 2].double().numpy() + 1j * x[..., dim // 2 :].double().numpy() for x in (q, k)
+    )
+    groups = k.shape[0]
+    out = np.zeros((heads, length, dim))
+    for h in range(heads):
+        key, value = complex_k[h * groups // heads], v[h * groups // heads].detach().double().numpy()
+        for i in range(first, length):
+            turns = [np.exp(1j * relative(i - first, j - first) * theta) for j in range(first, i + 1)]
+            scores = np.array([(complex_q[h, i] * key[first + n].conj() * t).real.sum() for n, t in enumerate(turns)])
+            weights = np.exp((scores - scores.max()) / math.sqrt(dim))
+            out[h, i] = weights / weights.sum() @ value[first : i + 1]
+    return out
+
+
+def run(scheme: Any, q: Tensor, k: Tensor, v: Tensor, padding: int = 0, past: int = 0) -> Tensor:
+    """Return attention [H, Q, D] of the queries after `past`, keys cached as the scheme has them."""
+    shape = geometry(
+        num_heads=q.shape[0], num_kv_heads=k.shape[0], head_dim=q.shape[-1], rotary_dim=None, base=None, layout=None
+    )
+    resolved = scheme.resolve(shape, None)
+    mechanism = resolved.mechanism(shape)
+    positions = torch.arange(q.shape[1])[None] - padding
+    index, mask = torch.arange(q.shape[1]), None
+    if padding or past:
+        mask = ((index[None] <= index[:, None]) & (index[None] >= padding))[None, None, past:]
+    if mechanism.rotates:
+        k = rotate(k[None], mechanism.prepare(positions, positions.amax()[None]), "half")[0]
+    out, _ = attend_in_pieces(
+        q[None, :, past:],
+        k[None],
+        v[None],
+        mechanism.pieces(positions[:, past:], positions),
+        positions[:, past:],
+        positions,
+        mask,
+        causal=True,
+        scaling=None,
+    )
+    return out[0].transpose(0, 1)
+
+
+CASES = [
+    (SelfExtend(original_length=16, window=4, group=3), self_extend(4, 3)),
+    (SelfExtend(original_length=16, window=5, group=2), self_extend(5, 2)),
+    (ReRope(original_length=16, window=4), rerope(4)),
+    (LeakyReRope(original_length=16, window=4, slowdown=2.5), leaky(4, 2.5)),
+    (DualChunk(original_length=16), dual_chunk(12, 2)),
+    (DualChunk(original_length=16, chunk=9, local=7), dual_chunk(9, 7)),
+]
+
+
+def qkv(length: int, heads: int = 4, groups: int = 2, dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(2 * torch.randn(n, length, dim, generator=generator) for n in (heads, groups, groups))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("rows", [7, 256])
+@pytest.mark.parametrize(("scheme", "relative"), CASES, ids=lambda case: str(case) if not callable(case) else "")
+def test_attention_equals_brute_force(
+    scheme: Any, relative: Relative, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site, "BLOCK", rows)
+    q, k, v = qkv(53)
+    expected = brute_force(q, k, v, relative)
+    np.testing.assert_allclose(run(scheme, q, k, v), expected, atol=2e-5)
+    padded = brute_force(q, k, v, relative, first=6)
+    np.testing.assert_allclose(run(scheme, q, k, v, padding=6)[:, 6:], padded[:, 6:], atol=2e-5)
+    np.testing.assert_allclose(run(scheme, q, k, v, past=40), expected[:, 40:], atol=2e-5)
+    np.testing.assert_allclose(run(scheme, q, k, v, past=52), expected[:, 52:], atol=2e-5)
+
+
+@settings(max_examples=30)
+@given(
+    length=st.integers(1, 40),
+    window=st.integers(1, 15),
+    group=st.integers(2, 9),
+    slowdown=st.floats(1, 20),
+    dim=st.sampled_from([2, 6, 10]),
+    heads=st.sampled_from([(1, 1), (3, 1), (6, 3), (5, 5)]),
+)
+def test_any_parameters(
+    length: int, window: int, group: int, slowdown: float, dim: int, heads: tuple[int, int]
+) -> None:
+    q, k, v = qkv(length, *heads, dim=dim)
+    cases: list[tuple[Any, Relative]] = [
+        (SelfExtend(original_length=16, window=window, group=group), self_extend(window, group)),
+        (ReRope(original_length=16, window=window), rerope(window)),
+        (LeakyReRope(original_length=16, window=window, slowdown=slowdown), leaky(window, slowdown)),
+    ]
+    if window > 1:
+        cases.append((DualChunk(original_length=16, chunk=window, local=window // 2), dual_chunk(window, window // 2)))
+    for scheme, relative in cases:
+        np.testing.assert_allclose(run(scheme, q, k, v), brute_force(q, k, v, relative), atol=5e-5)
+
+
+def test_gradients_are_those_of_one_softmax() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(20))
+    run(ReRope(original_length=16, window=4), q, k, v).square().sum().backward()
+    found = [x.grad.clone() for x in (q, k, v)]  # type: ignore[union-attr]
+    step = 1e-2
+    for x, gradient in zip((q, k, v), found, strict=True):
+        direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+        ends = []
+        for sign in (1, -1):
+            moved = [y.detach() + (sign * step * direction if y is x else 0) for y in (q, k, v)]
+            ends.append(np.square(brute_force(*moved, rerope(4))).sum())
+        assert float((gradient * direction).sum()) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=2e-3)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                self.values = max(self.values, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("scheme", [case[0] for case in CASES[::2]], ids=str)
+def test_nothing_of_the_length_squared_is_ever_held(scheme: Any) -> None:
+    length, heads = 2048, 2
+    q, k, v = qkv(length, heads=heads, groups=1)
+    with Largest() as largest:
+        run(scheme, q, k, v)
+    assert largest.values <= heads * site.BLOCK * length
+    assert largest.values < length * length
+
+
+def test_log_scaling_multiplies_the_queries() -> None:
+    shape = geometry()
+    mechanism = ReRope(original_length=100, log_scaling=True).resolve(shape, None).mechanism(shape)
+    found = mechanism.scale(torch.tensor([[0, 50, 99, 999, 9999]]))
+    expected = [max(1.0, math.log(p + 1) / math.log(100)) for p in (0, 50, 99, 999, 9999)]
+    np.testing.assert_allclose(found[0], expected, rtol=1e-6)
+    assert not ReRope(original_length=100).resolve(shape, None).mechanism(shape).scales
+
+
+@pytest.mark.parametrize("step", [1, 3, 8])
+def test_dynamic_by_query_gives_each_token_the_angles_of_its_own_length(step: int) -> None:
+    q, k, v = qkv(40)
+    dim, original, factor = q.shape[-1], 16, 2.0
+    found = run(Dynamic(original_length=original, factor=factor, follow="query", step=step), q, k, v)
+    for i in (0, 5, 15, 16, 17, 23, 24, 39):
+        length = max(original, original + math.ceil((i + 1 - original) / step) * step)
+        base = 10000.0 * (factor * length / original - (factor - 1)) ** (dim / (dim - 2))
+        expected = brute_force(q[:, : i + 1], k[:, : i + 1], v[:, : i + 1], lambda a, b: a - b, base=base)
+        np.testing.assert_allclose(found[:, i], expected[:, i], atol=2e-5, err_msg=f"token {i}")
+
+
+def test_the_models_own_scaled_angles_are_kept() -> None:
+    own = (0.5, 0.25, 0.125, 0.0625)
+    shape = geometry(head_dim=8, rotary_dim=8, base=10000.0, frequencies=own, attention_factor=1.25)
+    angles = ReRope(window=4).resolve(shape, None).angles(shape)
+    assert tuple(angles.inv_freq.tolist()) == own
+    assert angles.attention_factor == 1.25
+    plain = ReRope(window=4, base=100.0).resolve(shape, None).angles(shape)
+    np.testing.assert_allclose(plain.inv_freq, [100.0 ** (-i / 4) for i in range(4)], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "max_length", "message"),
+    [
+        (SelfExtend(window=4), None, r"self_extend: give group or max_length; the model's own length is 32 tokens"),
+        (SelfExtend(window=32, group=2), None, r"window must be less than the original length, 32 tokens, got 32"),
+        (SelfExtend(window=8, group=2), 64, r"window 8 and group 2 reach 56 tokens, but max_length is 64"),
+        (LeakyReRope(window=8), None, r"leaky_rerope: give slowdown or max_length"),
+        (LeakyReRope(window=8, slowdown=2), 64, r"window 8 and slowdown 2 reach 56 tokens, but max_length is 64"),
+        (DualChunk(chunk=32), None, r"needs local < chunk < original length, got local=4, chunk=32 .* 32 tokens"),
+        (DualChunk(chunk=8, local=8), None, r"needs local < chunk"),
+        (ReRope(original_length=1, log_scaling=True), None, r"window must be less than the original length, 1 "),
+    ],
+)
+def test_what_cannot_be_is_refused(scheme: Any, max_length: int | None, message: str) -> None:
+    with pytest.raises(SchemeError, match=message):
+        scheme.resolve(geometry(original_length=32, head_dim=8), max_length)
+
+
+def test_angles_that_follow_the_length_are_none_to_keep() -> None:
+    with pytest.raises(SchemeError, match=r"self_extend: the model's own angles follow the length of its input.*base="):
+        SelfExtend(group=2).resolve(geometry(base=10000.0, rotary_dim=16, layout="half"), None)

@@ -1,0 +1,94 @@
+"""The suite's own rules hold: each is broken on purpose in a small suite that runs in a fresh pytest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+ROOT = Path(__file__).resolve().parents[1]
+PLANTED = """
+import random
+import warnings
+
+import pytest
+import torch
+from transformers.utils import logging
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_on_real_checkpoints(shared_checkpoints, name):
+    assert (shared_checkpoints / name).exists()
+
+
+def test_logs_a_deprecation():
+    logging.get_logger("transformers.models").warning_once("`torch_dtype` is deprecated! Use `dtype` instead!")
+
+
+def test_warns_as_transformers():
+    warnings.warn_explicit("going away", FutureWarning, "modeling_utils.py", 1, module="transformers.modeling_utils")
+
+
+@pytest.mark.slow
+def test_slow():
+    raise AssertionError("slow tests run only where they are asked for")
+
+
+@pytest.mark.gpu
+def test_gpu():
+    assert torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_seeded(turn):
+    assert (random.random(), torch.rand(()).item()) == (random.Random(0).random(), first_number())
+
+
+def first_number():
+    return torch.rand((), generator=torch.Generator().manual_seed(0)).item()
+"""
+
+
+@pytest.fixture(scope="module")
+def closing_lines(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return what pytest prints of the planted suite, which has no checkpoints beside it."""
+    root = tmp_path_factory.mktemp("nothing-beside") / "project"
+    (root / "tests").mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "conftest.py", root / "tests" / "conftest.py")
+    shutil.copy(ROOT / "pyproject.toml", root / "pyproject.toml")
+    (root / "tests" / "test_planted.py").write_text(PLANTED)
+    command = [sys.executable, "-m", "pytest", "-n1", "-rA", "-p", "no:cacheprovider", "tests"]
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=200).stdout
+
+
+def test_missing_checkpoints_are_announced(closing_lines: str) -> None:
+    assert "2 tests skipped: real checkpoints not beside the project" in closing_lines
+
+
+def test_deprecations_fail(closing_lines: str) -> None:
+    assert "ERROR tests/test_planted.py::test_logs_a_deprecation" in closing_lines
+    assert "FAILED tests/test_planted.py::test_warns_as_transformers" in closing_lines
+
+
+def test_slow_is_left_out_and_gpu_skipped_without_one(closing_lines: str) -> None:
+    assert "test_slow" not in closing_lines
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in closing_lines
+
+
+def test_every_test_starts_from_the_same_seed(closing_lines: str) -> None:
+    assert closing_lines.count("PASSED tests/test_planted.py::test_seeded") == 2
+
+
+def test_this_process_is_offline_and_modest(worker_id: str) -> None:
+    assert constants.HF_HUB_OFFLINE
+    assert constants.HF_HUB_DISABLE_TELEMETRY
+    if worker_id != "master":
+        assert torch.get_num_threads() == 1

@@ -1,0 +1,176 @@
+"""Imports go one way, stay light, and are declared: read from the source of every module, and seen in a process."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FACADE = "__init__"
+LAYERS = (
+    # may import one another
+    {"corpus", "errors", "files", "importing", "registry", "geometry", "layout", "progress", "rotary", "tokens"},
+    {"schemes", "families"},
+    {"patching"},
+    {"checkpoints", "training", "evaluation", "plotting", "report"},
+    {"comparison", "search"},
+    {"harness"},
+    {FACADE},  # the public names
+    {"quickstart"},
+    {"cli"},
+)
+# What design and size keep out of each part, beyond the order of the layers.
+FORBIDDEN = {"schemes": {"transformers"}}
+OPTIONAL = {"peft", "datasets", "accelerate", "matplotlib", "lm_eval"}
+HEAVY = OPTIONAL | {"typer", "rich"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: of `target`, a dotted name, at `where`, in `part` of the package; `eager`: when the file loads."""
+
+    where: str
+    part: str
+    target: str
+    eager: bool
+
+
+def imports_of(package: Path) -> list[Import]:
+    """Return every import in the tree of `package`."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        module = (package.name, *path.relative_to(package).with_suffix("").parts)
+        part = module[1]
+        for node, eager in _statements(ast.parse(path.read_text(encoding="utf-8"))):
+            where = f"{path.relative_to(package.parent)}:{node.lineno}"
+            found += [Import(where, part, target, eager) for target in _targets(node, module)]
+    return found
+
+
+def _statements(tree: ast.AST, eager: bool = True) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node, eager
+        is_late = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        yield from _statements(node, eager and not is_late and not is_typing)
+
+
+def _targets(node: ast.Import | ast.ImportFrom, module: tuple[str, ...]) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    above = module[: -node.level] if node.level else ()
+    start = [*above, *([node.module] if node.module else [])]
+    return [".".join([*start, alias.name]) for alias in node.names]
+
+
+def _part(target: str, package: str) -> str | None:
+    """Return the part of `package` that `target` is in; None: outside."""
+    head, _, rest = target.partition(".")
+    if head != package:
+        return None
+    name = rest.partition(".")[0]
+    return name if any(name in layer for layer in LAYERS) else FACADE
+
+
+def violations(package: Path) -> list[str]:
+    """Return every import in `package` that goes the wrong way, one line each."""
+    level = {part: number for number, layer in enumerate(LAYERS) for part in layer}
+    wrong = []
+    for found in imports_of(package):
+        if found.part not in level:
+            wrong.append(f"{found.where}: {found.part} is in no layer")
+            continue
+        target = _part(found.target, package.name)
+        if target is None:
+            if found.target.partition(".")[0] in FORBIDDEN.get(found.part, ()):
+                wrong.append(f"{found.where}: {found.part} imports {found.target}")
+        elif target != found.part and level[target] >= max(level[found.part], 1):
+            wrong.append(f"{found.where}: {found.part} imports {target}")
+    return wrong
+
+
+def test_imports_go_one_way() -> None:
+    assert violations(ROOT / "hf_posswap") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "message"),
+    [
+        ("rotary.py", "from hf_posswap.schemes import Rope", "rotary imports schemes"),
+        ("schemes/rope.py", "import transformers.models", "schemes imports transformers.models"),
+        ("schemes/rope.py", "def f():\n    from transformers import PreTrainedModel", "schemes imports transformers"),
+        ("schemes/rope.py", "from hf_posswap.families import locate", "schemes imports families"),
+        ("families/bert.py", "from ..schemes.rope import Rope", "families imports schemes"),
+        ("families/bert.py", "from hf_posswap import schemes", "families imports schemes"),
+        ("families/bert.py", "if TYPE_CHECKING:\n    from hf_posswap import patching", "families imports patching"),
+        ("patching/plan.py", "from hf_posswap import load", "patching imports __init__"),
+        ("training/loop.py", "from hf_posswap.evaluation import perplexity", "training imports evaluation"),
+        ("evaluation/loop.py", "import hf_posswap.training.loop", "evaluation imports training"),
+        ("quickstart/run.py", "from hf_posswap.cli import main", "quickstart imports cli"),
+        ("helpers.py", "import os", "helpers is in no layer"),
+    ],
+)
+def test_a_wrong_import_is_caught(tmp_path: Path, path: str, line: str, message: str) -> None:
+    planted = tmp_path / "hf_posswap" / path
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    planted.write_text(line)
+    assert [found for found in violations(tmp_path / "hf_posswap") if message in found]
+
+
+def test_allowed_imports_pass(tmp_path: Path) -> None:
+    package = tmp_path / "hf_posswap"
+    (package / "schemes").mkdir(parents=True)
+    (package / "schemes" / "rope.py").write_text("from . import checks\nfrom ..rotary import rotate\nimport torch")
+    (package / "registry.py").write_text("from hf_posswap import errors")
+    (package / "__init__.py").write_text("from hf_posswap.patching import plan_swap")
+    (package / "cli.py").write_text(
+        "from hf_posswap import plan_swap\nfrom hf_posswap.quickstart import run_quickstart"
+    )
+    assert violations(package) == []
+
+
+def test_optional_packages_are_imported_where_they_are_used() -> None:
+    eager = [found for found in imports_of(ROOT / "hf_posswap") if found.eager]
+    assert [found for found in eager if found.target.partition(".")[0] in OPTIONAL] == []
+
+
+def test_an_eager_import_is_told_from_a_late_one(tmp_path: Path) -> None:
+    (tmp_path / "plot.py").write_text("import matplotlib\ndef f():\n    import matplotlib.pyplot\n")
+    assert [(found.target, found.eager) for found in imports_of(tmp_path)] == [
+        ("matplotlib", True),
+        ("matplotlib.pyplot", False),
+    ]
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *(line for extra in ("train", "plot", "lm-eval") for line in extras[extra])]
+    declared = {re.split(r"[^\w-]", line)[0] for line in lines}
+    homes = packages_distributions()
+    used = {found.target.partition(".")[0] for found in imports_of(ROOT / "hf_posswap")}
+    outside = used - set(sys.stdlib_module_names) - {"hf_posswap"}
+    undeclared = {name: homes.get(name) for name in outside if not declared & set(homes.get(name, ()))}
+    assert undeclared == {}
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    # transformers 5.14 loads rich by itself: only what the package adds counts
+    code = (
+        "import sys, torch, transformers; before = set(sys.modules); import hf_posswap; "
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(run.stdout.split())
+    assert "hf_posswap" in loaded
+    assert loaded & HEAVY == set()
