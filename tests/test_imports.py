@@ -21,7 +21,8 @@ LAYERS = (
     {"corpus", "errors", "files", "importing", "registry", "geometry", "layout", "progress", "rotary", "tokens"},
     {"schemes", "families"},
     {"patching"},
-    {"checkpoints", "training", "evaluation", "plotting", "report"},
+    {"checkpoints", "plotting"},
+    {"training", "evaluation", "report"},
     {"comparison", "search"},
     {"harness"},
     {FACADE},  # the public names
