@@ -1,0 +1,178 @@
+"""Tiny models of every class that transformers' Auto maps name for language models: for the census, and for tests.
+
+A config is shrunk field by field, by the fields' names; what cannot be said by a name is said by `_OWN`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_posswap.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+TINY_LENGTH = 32
+"""Original length of the tiny models, in tokens, where their class can have it."""
+TINY_VOCABULARY = 97
+
+
+def language_models() -> dict[str, tuple[str, ...]]:
+    """Return the names of the classes for causal, masked and seq2seq language modelling, each with its model types."""
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, list[str]] = {}
+    for task in ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
+        for model_type, name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
+            types = found.setdefault(name, [])
+            if model_type not in types:
+                types.append(model_type)
+    return {name: tuple(types) for name, types in found.items()}
+
+
+def tiny_config(cls: type, **changes: Any) -> PreTrainedConfig:
+    """Return a shrunk config of the config class `cls`, its inner configs shrunk too.
+
+    Args:
+        cls: a config class of transformers.
+        changes: fields to set otherwise.
+    """
+    own = _OWN.get(cls.model_type, {}) | changes  # type: ignore[attr-defined]
+    names = {field.name for field in dataclasses.fields(cls)}
+    values = {name: value for name, value in _SMALL.items() if name in names}
+    inner = getattr(cls, "sub_configs", None) or {}
+    if inner:
+        whole = cls(**{name: value for name, value in own.items() if name not in inner})
+        for name in inner:
+            held = getattr(whole, name, None)
+            given = own.get(name, {})
+            if held is not None:
+                values[name] = tiny_config(type(held), **given)
+    return cls(**values | {name: value for name, value in own.items() if name not in inner})
+
+
+def tiny_model(kind: str | type[PreTrainedModel], *, meta: bool = True, seed: int = 0, **changes: Any) -> Any:
+    """Return a tiny model of a class, or of the first class that is known for a model type, in eval mode.
+
+    Args:
+        kind: a model class, its name, or a model type.
+        meta: whether it lies on the meta device, where it costs almost nothing and cannot run; otherwise its weights
+            are random and large enough for positions to show, the same ones for the same `seed`.
+        seed: of the weights.
+        changes: fields of the config to set otherwise.
+
+    Raises:
+        UnknownNameError: no class and no model type of that name.
+
+    Example:
+        >>> model = tiny_model("llama")
+        >>> type(model).__name__, model.device.type
+        ('LlamaForCausalLM', 'meta')
+    """
+    cls = _model_class(kind)
+    config = tiny_config(cls.config_class, **changes)  # type: ignore[arg-type]
+    if meta:
+        with torch.device("meta"):
+            return cls(config).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = cls(config)
+        _randomise(model)
+    return model.eval()
+
+
+def _model_class(kind: str | type[PreTrainedModel]) -> type[PreTrainedModel]:
+    import transformers
+
+    if not isinstance(kind, str):
+        return kind
+    classes = language_models()
+    name = kind if kind in classes else next((name for name, types in classes.items() if kind in types), None)
+    if name is None:
+        raise UnknownNameError("model", kind, [*classes, *(t for types in classes.values() for t in types)])
+    return getattr(transformers, name)
+
+
+def _randomise(model: nn.Module) -> None:
+    """Give every weight a random value: a weight of 0 or 1 hides what it multiplies."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+# what a field of this name becomes, wherever a config class has one
+_SMALL: dict[str, Any] = {
+    **dict.fromkeys(
+        ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size", "word_embed_proj_dim",
+         "pronunciation_embed_dim", "shape_embed_dim", "input_embedding_size", "output_embedding_size",
+         "entity_emb_size", "attention_hidden_size", "d_latents"), 32,
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "hidden_dim", "dff",
+         "dim_ff", "ffn_hidden_size", "dense_intermediate_size", "intermediate_size_mlp"), 48,
+    ),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+         "expert_ffn_hidden_size", "shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 16,
+    ),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
+         "num_decoder_layers", "num_encoder_layers", "depth"), 4,
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
+         "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), 4,
+    ),
+    **dict.fromkeys(("num_key_value_heads", "index_n_heads"), 2),
+    **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "v_head_dim", "index_head_dim", "attention_head_size"), 8),
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num"), 4,
+    ),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), 2),
+    "n_group": 1, "topk_group": 1,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_target_positions"), TINY_LENGTH),
+    "original_max_position_embeddings": TINY_LENGTH,
+    **dict.fromkeys(("sliding_window", "attention_window_size", "local_attention", "attention_chunk_size"), 8),
+    "vocab_size": TINY_VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    **dict.fromkeys(
+        ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout",
+         "hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout", "dropout_rate",
+         "encoder_layerdrop", "decoder_layerdrop", "layerdrop", "embedding_dropout", "resid_dropout",
+         "embed_dropout", "mlp_dropout"), 0.0,
+    ),
+}  # fmt: skip
+
+_HYBRID = ["linear_attention", "full_attention"] * 2
+_LOCAL = ["sliding_attention", "full_attention"] * 2
+_AXIAL = {"axial_pos_shape": [4, 8], "axial_pos_embds_dim": [8, 24], "attn_layers": ["local", "lsh"] * 2,
+          "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 4}  # fmt: skip
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
+_GEMMA_EXTRA = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": TINY_VOCABULARY}
+
+_OWN: dict[str, dict[str, Any]] = {
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "esmc": {"num_key_value_heads": 4},
+    "gemma3n_text": {**_GEMMA_EXTRA, "num_kv_shared_layers": 2, "layer_types": _LOCAL, "laurel_rank": 4},
+    "gemma4_text": _GEMMA_EXTRA,
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {**_MAMBA2, "position_embedding_type": "rope", "layer_types": _HYBRID},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "state_size": 8},
+    "mpt": {"attn_config": {}},
+    "reformer": {**_AXIAL, "is_decoder": True},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "use_mem_rope": True, "mamba_d_state": 8},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What a config of this model type needs besides."""
