@@ -14,6 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import logging
 import random
 import signal
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,8 +78,22 @@ def shared_checkpoints() -> Path:
     return CHECKPOINTS
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", metavar="K/N", help="Run the K-th of N shares of the tests, K from 1 to N.")
+
+
+def _share_of(asked: str | None) -> tuple[int, int]:
+    """Return K - 1 and N of "K/N"; without it everything is the one share."""
+    first, slash, count = (asked or "1/1").partition("/")
+    if not (slash and first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
+        raise pytest.UsageError(f"--share expects K/N with K from 1 to N, got {asked!r}.")
+    return int(first) - 1, int(count)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share, shares = _share_of(config.getoption("--share"))
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == share]
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
         if "shared_checkpoints" in getattr(item, "fixturenames", ()):

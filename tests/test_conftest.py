@@ -92,3 +92,23 @@ def test_this_process_is_offline_and_modest(worker_id: str) -> None:
     assert constants.HF_HUB_DISABLE_TELEMETRY
     if worker_id != "master":
         assert torch.get_num_threads() == 1
+
+
+def test_shares_are_disjoint_and_together_everything() -> None:
+    def collected(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "-n0", "-q", "--collect-only", "-p", "no:cacheprovider", *options]
+        out = subprocess.run(
+            [*command, "tests/schemes/test_rope_types.py"], cwd=ROOT, capture_output=True, text=True, timeout=200
+        )
+        assert out.returncode in (0, 5), out.stdout + out.stderr
+        return [line for line in out.stdout.splitlines() if "::" in line]
+
+    shares = [collected("--share", f"{k}/3") for k in (1, 2, 3)]
+    assert all(shares)
+    assert sorted(sum(shares, [])) == sorted(collected())
+
+
+def test_a_share_that_is_none_is_refused() -> None:
+    command = [sys.executable, "-m", "pytest", "--share", "4/3", "-n0", "tests/test_layout.py"]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert "--share expects K/N with K from 1 to N, got '4/3'." in out.stderr

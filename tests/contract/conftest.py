@@ -1,6 +1,6 @@
 """Runs every test that asks for a `pair` on all of them, the toys registered meanwhile.
 
-Pairs whose code others share run all points only with `-m slow`; without it, those that are marked `everywhere`.
+Pairs whose code others share run only with `-m whole`; the light contract proves them in every run of the slow tests.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pair" in metafunc.fixturenames:
         wanted = metafunc.definition.get_closest_marker("pairs")
         pairs = [pair for pair in supported_pairs() if wanted is None or wanted.args[0](pair)]
-        always = metafunc.definition.get_closest_marker("everywhere") is not None
-        marked = [pytest.param(pair, marks=[] if always or is_daily(pair) else pytest.mark.slow) for pair in pairs]
+        marked = [pytest.param(pair, marks=[] if is_daily(pair) else pytest.mark.whole) for pair in pairs]
         metafunc.parametrize("pair", marked, ids=[str(pair) for pair in pairs], indirect=True)
     if "refused" in metafunc.fixturenames:
         pairs = [pair for pair in all_pairs() if refusal(pair) is not None]

@@ -14,7 +14,7 @@ from hf_posswap import SwapPlan, patch_model, plan_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.base import family_of, locate
 from hf_posswap.patching.describe import stand_ins
-from hf_posswap.schemes import SCHEMES, RotaryScheme
+from hf_posswap.schemes import SCHEMES
 from tests.contract.models import FIRST_WORD, LENGTH, TINY, VOCABULARY, build
 from tests.toys import registration
 
@@ -137,16 +137,17 @@ def supported_pairs() -> list[Pair]:
     return [pair for pair in all_pairs() if refusal(pair) is None]
 
 
+KINDS = ("gpt2", "bert", "llama")
+"""One model of each kind: every scheme runs every point on it."""
+OF_EACH_SITE = ("sinusoidal", "yarn", "rope", "alibi", "self_extend")
+"""Schemes that between them use every site and way of attending: they run every point on every model."""
+
+
 def is_daily(pair: Pair) -> bool:
-    """Return whether the pair runs every point also where slow tests are left out: one of each kind does."""
-    if pair.model in ("gpt2", "llama"):
+    """Return whether the pair runs every point in every run; the others do so where the whole contract is asked for."""
+    if pair.model in KINDS:
         return True
-    scheme = pair.plan.scheme
-    like_rope = isinstance(scheme, RotaryScheme) and not scheme.length_dependent and pair.scheme != "rope"
-    composed = scheme.kind == "mixed" and pair.model != "bert"
-    like_llama = pair.model in ("mistral", "qwen2", "qwen3", "gemma", "cohere") and pair.scheme not in ("rope", "alibi")
-    elsewhere = pair.site == "attention" and pair.model not in ("gpt_neox", "glm")
-    return not (like_rope or composed or like_llama or elsewhere)
+    return pair.scheme in OF_EACH_SITE if pair.site == "auto" else pair.scheme == "rope"
 
 
 def own_pairs() -> list[Pair]:

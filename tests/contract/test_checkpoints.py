@@ -30,7 +30,6 @@ def stock_auto(pair: Pair) -> Any:
     return transformers.AutoModelForCausalLM if pair.causal else transformers.AutoModelForMaskedLM
 
 
-@pytest.mark.everywhere
 def test_save_and_load_give_the_same_logits(pair: Pair, tmp_path: Path) -> None:
     model = pair.swapped()
     expected = logits(model, ids_for(pair))

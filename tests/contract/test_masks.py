@@ -33,7 +33,6 @@ def counted(pair: Pair, mask: Tensor) -> Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0) + first_position(pair)
 
 
-@pytest.mark.everywhere
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_left_padding_with_position_ids(pair: Pair, implementation: str) -> None:
     model = pair.specimen(implementation)

@@ -34,7 +34,6 @@ def piecewise(model: Any, ids: Tensor, sizes: list[int], cache: Any) -> Tensor:
     return torch.cat(pieces, dim=1)
 
 
-@pytest.mark.everywhere
 @decoders
 @pytest.mark.parametrize("kind", list(CACHES))
 def test_cached_equals_full(pair: Pair, kind: str) -> None:

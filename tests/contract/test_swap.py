@@ -57,7 +57,6 @@ def test_the_swap_changes_the_logits_where_it_must(pair: Pair) -> None:
         assert change > CHANGE
 
 
-@pytest.mark.everywhere
 def test_verify_swap_agrees(pair: Pair) -> None:
     verify_swap(pair.swapped())
 
@@ -75,7 +74,6 @@ def test_only_this_instance_changes(pair: Pair) -> None:
     assert type(other.config) is not type(model.config) or pair.plan.route == "native"
 
 
-@pytest.mark.everywhere
 def test_unpatching_is_bit_exact(pair: Pair) -> None:
     model = pair.native()
     before, config, expected = state(model), model.config.to_dict(), logits(model, IDS)
