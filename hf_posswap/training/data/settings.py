@@ -1,0 +1,97 @@
+"""What to train on: the sources, their shares, and how windows are cut from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from hf_posswap.errors import OptionError
+
+Packing = Literal["none", "documents", "pose", "random-positions"]
+PACKINGS: tuple[Packing, ...] = get_args(Packing)
+PYTHON = "python"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where documents come from.
+
+    Attributes:
+        path: "python": the running Python's own sources and documentation. Otherwise a file, or a folder of them:
+            .txt, .md, .rst and .py files are one document each, .jsonl and .json lines and .parquet rows one each; or
+            "org/name" or "org/name:split" of a data set on the Hub.
+        weight: share of the windows that come from here, in proportion to the other sources' weights.
+        column: that holds the text of a row.
+        documents: most documents to take, in order; None: all.
+        streaming: whether a data set on the Hub is read row by row, or downloaded as a whole first.
+    """
+
+    path: str = PYTHON
+    weight: float = 1.0
+    column: str = "text"
+    documents: int | None = None
+    streaming: bool = True
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.path:
+            problems.append("path is a file, a folder, org/name of a data set, or 'python'; got an empty text")
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            problems.append(f"weight is a number above 0, got {self.weight!r}; leave the source out for a share of 0")
+        if self.documents is not None and self.documents < 2:
+            problems.append(f"documents is a whole number of at least 2, got {self.documents!r}")
+        _refuse(problems, "source")
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What to train on, and how windows are cut from it.
+
+    Attributes:
+        sources: where documents come from.
+        length: tokens of a window.
+        packing: "none": a window holds tokens of one document, padded where that ends. "documents": as many whole
+            documents as fit, with no attention across. "pose": two pieces of one document, as far apart in position as
+            the target length allows, with attention across (https://arxiv.org/abs/2309.10400). "random-positions":
+            one piece of a document at sorted random positions below the target length, with attention across
+            (https://arxiv.org/abs/2305.16843).
+        seed: of the order, of the positions and of the masking.
+        cache: folder that keeps tokens, so that they are made once; None: $HF_POSSWAP_CACHE, or the user's cache.
+        held_out: share of the documents that training never sees.
+        mask_share: share of the tokens that an encoder has to guess.
+    """
+
+    sources: tuple[Source, ...] = field(default_factory=lambda: (Source(),))
+    length: int = 512
+    packing: Packing = "none"
+    seed: int = 0
+    cache: Path | None = None
+    held_out: float = 0.05
+    mask_share: float = 0.15
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.sources:
+            problems.append("sources names at least one source of documents, got none")
+        if self.length < 4:
+            problems.append(f"length is a whole number of at least 4 tokens, got {self.length!r}")
+        if self.packing not in PACKINGS:
+            problems.append(f"packing is one of {', '.join(PACKINGS)}, got {self.packing!r}")
+        if self.seed < 0:
+            problems.append(f"seed is a whole number of at least 0, got {self.seed!r}")
+        for name in ("held_out", "mask_share"):
+            if not 0 < getattr(self, name) < 1:
+                problems.append(f"{name} is a share between 0 and 1, got {getattr(self, name)!r}")
+        _refuse(problems, "data")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON."""
+        return dataclasses.asdict(self) | {"cache": None if self.cache is None else str(self.cache)}
+
+
+def _refuse(problems: list[str], what: str) -> None:
+    if problems:
+        raise OptionError(f"{what}: {'; '.join(problems)}.")
