@@ -1,0 +1,160 @@
+"""The light contract: what every scheme does in every language model class that transformers has, in a moment each.
+
+One tiny random model of the class is patched with one scheme after another. Each cell is refused with a reason, or
+proved: the swap is in force and positions matter (`verify_swap`, identities included), a cached forward equals the
+full one where the plan says so and the native class does it, what was saved comes back, and unpatching is bit-exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hf_posswap
+from hf_posswap import patch_model, plan_swap, unpatch_model, verify_swap
+from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.families.base import Sites, locate
+from hf_posswap.families.tiny import TINY_VOCABULARY, tiny_model
+from hf_posswap.patching.describe import stand_ins
+from hf_posswap.schemes import SCHEMES
+from tests.contract.pairs import NOISE, OF_EACH_SITE
+
+LENGTH = 12
+"""Tokens of the input."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What became of one scheme in one class.
+
+    Attributes:
+        outcome: "native", "attention", or "no" (refused).
+        reason: why it is refused, or "".
+    """
+
+    outcome: str
+    reason: str = ""
+
+
+class Subject:
+    """A tiny model of one class, and what it does unswapped.
+
+    Args:
+        name: of the class.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.model = tiny_model(name, meta=False)
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(5, TINY_VOCABULARY, (2, LENGTH), generator=generator)
+        self.sites: Sites = locate(self.model)
+        self.before = self.run(self.ids)
+        self.state = {name: (held, held._version) for name, held in self.model.state_dict(keep_vars=True).items()}
+        self.config = self.model.config.to_dict()
+        self.consistent = self._consistency()
+
+    @property
+    def paired(self) -> bool:
+        """Whether the model has an encoder that feeds its decoder."""
+        return bool(getattr(self.model.config, "is_encoder_decoder", False))
+
+    def run(self, ids: Tensor, model: Any = None, **kwargs: Any) -> Tensor:
+        """Return the logits [B, Q, V] of `ids`, behind the same source text where there is an encoder."""
+        given = {"decoder_input_ids": ids, "input_ids": self.ids} if self.paired else {"input_ids": ids}
+        if not self.paired:
+            past = kwargs.get("past_key_values")
+            seen = past.get_seq_length() if past is not None else 0
+            given["attention_mask"] = torch.ones(len(ids), seen + ids.shape[1], dtype=torch.long)
+        with torch.no_grad():
+            out = (self.model if model is None else model)(**given, **kwargs)
+        return out.logits if kwargs.get("use_cache") is None else out
+
+    def cached(self) -> Tensor:
+        """Return the logits of the ids fed in three parts through the model's own cache."""
+        parts, cache = [], None
+        for start, stop in ((0, 5), (5, 6), (6, LENGTH)):
+            out: Any = self.run(self.ids[:, start:stop], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits)
+        return torch.cat(parts, dim=1)
+
+    def _consistency(self) -> float | None:
+        """Return how far the native class itself is from consistent; None: it is no decoder with a cache."""
+        if not self.sites.geometry.causal:
+            return None
+        try:
+            return gap(self.cached(), self.before)
+        except Exception:  # whatever a class without such a cache raises
+            return None
+
+    def assert_untouched(self) -> None:
+        """Assert that the model is what it was, bit for bit."""
+        state = self.model.state_dict(keep_vars=True)
+        assert {name: (id(held), held._version) for name, held in state.items()} == {
+            name: (id(held), version) for name, (held, version) in self.state.items()
+        }, "unpatching left other tensors"
+        assert self.model.config.to_dict() == self.config, "unpatching left another config"
+        assert torch.equal(self.run(self.ids), self.before), "unpatching left other logits"
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    """Return the largest absolute difference over the size of `a`; NaN counts as infinite."""
+    scale = max(1.0, float(a.abs().max()))
+    return float((a - b).abs().nan_to_num(nan=torch.inf).max()) / scale
+
+
+def cells(name: str, folder: Path) -> Iterator[tuple[str, Cell | Exception]]:
+    """Yield every registered scheme with what became of it in the class called `name`.
+
+    Args:
+        name: of a model class of transformers.
+        folder: for checkpoints.
+    """
+    try:
+        subject = Subject(name)
+    except UnsupportedModelError as error:
+        yield from ((scheme, Cell("no", str(error))) for scheme in SCHEMES)
+        return
+    for scheme in SCHEMES:
+        try:
+            yield scheme, prove(subject, scheme, folder / scheme)
+        except Exception as error:  # collected, so that one class shows all that fails
+            yield scheme, error
+            subject = Subject(name)
+
+
+def prove(subject: Subject, scheme: str, folder: Path) -> Cell:
+    """Return what became of `scheme`, each claim asserted.
+
+    Raises:
+        AssertionError, PosswapError: a claim does not hold.
+    """
+    options = stand_ins(scheme, subject.sites.geometry)
+    if hasattr(SCHEMES.get(scheme), "init_std"):  # at zero it would be no mechanism yet
+        options["init_std"] = 1.0
+    try:
+        plan = plan_swap(subject.model, scheme, **options)
+    except (UnsupportedSwapError, UnsupportedModelError) as error:
+        return Cell("no", str(error))
+    patch_model(subject.model, scheme, **options)
+    verify_swap(subject.model, tokens=LENGTH)
+    swapped = subject.run(subject.ids)
+    assert torch.isfinite(swapped).all()
+    if subject.consistent is not None and plan.cached_equals_full:
+        assert gap(subject.cached(), swapped) < max(NOISE, 3 * subject.consistent), "cached and full forward differ"
+    if scheme in OF_EACH_SITE:
+        _comes_back(subject, swapped, folder)
+    unpatch_model(subject.model)
+    subject.assert_untouched()
+    return Cell({"native": "native", "plugin": "attention"}[plan.route])
+
+
+def _comes_back(subject: Subject, swapped: Tensor, folder: Path) -> None:
+    hf_posswap.save(subject.model, folder)
+    loaded = hf_posswap.load(folder)
+    assert gap(subject.run(subject.ids, loaded), swapped) < NOISE, "the loaded model has other logits"

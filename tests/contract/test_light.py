@@ -1,0 +1,29 @@
+"""The light contract on every class; what it finds is written to support/, from which the README's table is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from hf_posswap.families.tiny import language_models
+from hf_posswap.files import write_json
+from hf_posswap.schemes import SCHEMES
+from tests.contract.light import Cell, cells
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(language_models()))
+def test_every_scheme_is_proved_or_refused_with_a_reason(name: str, tmp_path: Path) -> None:
+    found = dict(cells(name, tmp_path))
+    failed = {scheme: what for scheme, what in found.items() if not isinstance(what, Cell)}
+    assert not failed, "\n".join(f"{name} x {scheme}: {what!r}" for scheme, what in failed.items())
+    assert list(found) == list(SCHEMES)
+    assert all(cell.reason for cell in found.values() if cell.outcome == "no")
+    rows = {scheme: {"outcome": cell.outcome, "reason": cell.reason} for scheme, cell in found.items()}
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    write_json(ROOT / "support" / f"{name}.json", {"class": name, **versions, "schemes": rows})
