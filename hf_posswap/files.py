@@ -171,6 +171,15 @@ def writable_folder(path: Path) -> Path:
     return path
 
 
+def cache_folder(chosen: Path | None) -> Path:
+    """Return where what is made once is kept: `chosen`, $HF_POSSWAP_CACHE, or the user's cache folder."""
+    if chosen is not None:
+        return chosen
+    if named := os.environ.get("HF_POSSWAP_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_posswap"
+
+
 def _sweep(folder: Path, ending: str = "") -> None:
     """Remove the temporaries in `folder` whose names have that ending and whose processes are gone."""
     for leftover in folder.iterdir() if folder.is_dir() else ():

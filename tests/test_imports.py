@@ -18,7 +18,20 @@ ROOT = Path(__file__).resolve().parents[1]
 FACADE = "__init__"
 LAYERS = (
     # may import one another
-    {"corpus", "errors", "files", "importing", "registry", "geometry", "layout", "progress", "rotary", "tokens"},
+    {
+        "corpus",
+        "documents",
+        "errors",
+        "files",
+        "hub_text",
+        "importing",
+        "registry",
+        "geometry",
+        "layout",
+        "progress",
+        "rotary",
+        "tokens",
+    },  # fmt: skip
     {"schemes", "families"},
     {"patching"},
     {"checkpoints", "plotting"},

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_posswap.comparison.hub_text import HubText, hub_text, require_datasets, stream_documents
+from hf_posswap.comparison.hub_text import stream_documents
 from hf_posswap.corpus import Document, python_corpus
-from hf_posswap.errors import DataError, MissingDependencyError
+from hf_posswap.documents import GIVE, file_documents, files_below, row_documents
+from hf_posswap.errors import DataError
+from hf_posswap.hub_text import HubText, hub_text, require_datasets
 from hf_posswap.tokens import leading_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEXT = "text"
-_GIVE = "give text files, a folder of them, .jsonl or .parquet, or org/name of a data set on the Hub"
-_PLAIN = (".txt", ".md", ".rst", ".py")
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def read_documents(
         if source and all(isinstance(item, Path) for item in source):
             documents, said = _of_paths(source, column, stream), ", ".join(map(str, source))
         else:
-            documents, said = list(_of_rows(source, "text", column)), f"{len(source)} texts"
+            documents, said = list(row_documents(source, "text", column)), f"{len(source)} texts"
     if not documents:
         raise DataError(f"{said}: there is no document to measure on.")
     names, tokens = leading_tokens(documents, tokenizer, length=length, limit=limit)
@@ -109,7 +108,7 @@ def check_paths(source: Any) -> None:
         if hub_text(path) is not None:
             require_datasets()
         elif not path.expanduser().exists():
-            raise DataError(f"{path} does not exist; {_GIVE}.")
+            raise DataError(f"{path} does not exist; {GIVE}.")
 
 
 def _of_paths(paths: Iterable[Path], column: str, stream: Callable[[HubText], list[Document]]) -> list[Document]:
@@ -117,55 +116,6 @@ def _of_paths(paths: Iterable[Path], column: str, stream: Callable[[HubText], li
     for path in paths:
         if (source := hub_text(path)) is not None:
             found += stream(source)
-            continue
-        path = path.expanduser()
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix in (*_PLAIN, ".jsonl", ".parquet") and p.is_file())
-            found += _of_paths(inside, column, stream)
         else:
-            found += _of_file(path, column)
+            found += [document for file in files_below(path) for document in file_documents(file, column)]
     return found
-
-
-def _of_file(path: Path, column: str) -> list[Document]:
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; {_GIVE}.")
-    if path.suffix == ".parquet":
-        documents = list(_of_rows(_parquet(path), path.name, column))
-    elif path.suffix in (".jsonl", ".json"):
-        documents = list(_of_rows(_json_lines(path), path.name, column))
-    elif path.suffix in _PLAIN:
-        try:
-            documents = [Document(str(path), path.read_text(encoding="utf-8"))]
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} cannot be read as UTF-8 text: {error}.") from error
-    else:
-        raise DataError(f"{path} is of an unknown kind; known: {', '.join((*_PLAIN, '.jsonl', '.json', '.parquet'))}.")
-    if not any(document.text for document in documents):
-        raise DataError(f"{path} is empty: there is no document in it.")
-    return documents
-
-
-def _json_lines(path: Path) -> Iterator[Any]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}, line {number} is no JSON ({error}): give one object a line.") from error
-
-
-def _parquet(path: Path) -> Any:
-    try:
-        from datasets import Dataset
-    except ImportError as error:
-        raise MissingDependencyError("datasets", "train") from error
-    return Dataset.from_parquet(str(path))
-
-
-def _of_rows(rows: Iterable[Any], name: str, column: str) -> Iterator[Document]:
-    for number, row in enumerate(rows):
-        text = row.get(column) if isinstance(row, dict) else row
-        if not isinstance(text, str):
-            held = f"columns {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-            raise DataError(f"{name} {number} has no text under {column!r}, it has {held}: name the column of text.")
-        yield Document(f"{name} {number}", text)

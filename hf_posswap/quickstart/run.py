@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from hf_posswap import __version__
-from hf_posswap.files import write_json, write_text
+from hf_posswap.files import cache_folder, write_json, write_text
 from hf_posswap.progress import Reporter, quiet_transformers
 from hf_posswap.quickstart.base import Base, given_base, trained_base
 from hf_posswap.quickstart.folder import claim_folder, open_folder
@@ -32,7 +32,7 @@ from hf_posswap.quickstart.results import (
     describe_passkey,
     environment,
 )
-from hf_posswap.quickstart.settings import QuickstartSettings, cache_folder, resolve_device
+from hf_posswap.quickstart.settings import QuickstartSettings, resolve_device
 from hf_posswap.quickstart.show import show
 from hf_posswap.quickstart.variants import adapted_model, choose_variants, max_length
 from hf_posswap.training import Corpus, Windows, check_token_ids, python_corpus, token_stream

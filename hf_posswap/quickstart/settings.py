@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,15 +87,6 @@ class QuickstartSettings:
 def digest(value: Any) -> str:
     """Return 16 hex digits that stand for the JSON of `value`."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def cache_folder(chosen: Path | None) -> Path:
-    """Return where trained bases are kept: `chosen`, $HF_POSSWAP_CACHE, or the user's cache folder."""
-    if chosen is not None:
-        return chosen
-    if named := os.environ.get("HF_POSSWAP_CACHE"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_posswap"
 
 
 def resolve_device(name: str) -> torch.device:

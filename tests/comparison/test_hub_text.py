@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from hf_posswap import hub_text as reading
 from hf_posswap.comparison import hub_text as module
 from hf_posswap.comparison import read_documents
 from hf_posswap.comparison.documents import check_paths
-from hf_posswap.comparison.hub_text import HubText, hub_text, stream_documents
+from hf_posswap.comparison.hub_text import stream_documents
 from hf_posswap.errors import DataError, MissingDependencyError
+from hf_posswap.hub_text import HubText, hub_text
 from hf_posswap.training import byte_tokenizer
 
 TEXTS = [f"document {number} is long enough" if number % 2 else "short" for number in range(9)]
@@ -55,12 +57,12 @@ def test_without_a_split_it_is_the_test_part(data_set: str) -> None:
 def test_no_more_rows_are_read_than_are_needed(data_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 
-    def counted(source: HubText) -> Any:
+    def counted(source: HubText, splits: tuple[str, ...], streaming: bool) -> Any:
         for number in range(10**9):
             read.append(number)
             yield {"text": TEXTS[number % 9]}
 
-    monkeypatch.setattr(module, "_rows", counted)
+    monkeypatch.setattr(reading, "_rows", counted)
     assert len(stream(HubText(data_set))) == 3
     assert read[-1] == 5
     monkeypatch.setattr(module, "_MOST_ROWS", 50)

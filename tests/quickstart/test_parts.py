@@ -18,13 +18,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import hf_posswap
 from hf_posswap import progress
 from hf_posswap.errors import CheckpointError, DataError, OptionError
+from hf_posswap.files import cache_folder
 from hf_posswap.progress import Reporter
 from hf_posswap.quickstart.folder import claim_folder, open_folder
 from hf_posswap.quickstart.measure import Yardstick, running_limits
 from hf_posswap.quickstart.reload import check_reload, probe_logits
 from hf_posswap.quickstart.report import trend
 from hf_posswap.quickstart.results import cautions, choose_best, command
-from hf_posswap.quickstart.settings import QuickstartSettings, cache_folder, digest, resolve_device
+from hf_posswap.quickstart.settings import QuickstartSettings, digest, resolve_device
 from hf_posswap.quickstart.variants import choose_variants, learning_rate
 
 
