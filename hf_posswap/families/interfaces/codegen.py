@@ -1,0 +1,51 @@
+"""CodeGen: GPT-J with one projection for q, v and k, in four parts as for four TPU cores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.codegen.modeling_codegen import CodeGenAttention, apply_rotary_pos_emb
+
+from hf_posswap.families.interfaces.eager import ThroughInterface
+
+PARTS = 4
+
+
+class CodeGenInterface(ThroughInterface, CodeGenAttention):
+    """CodeGenAttention, through the AttentionInterface."""
+
+    upcasts = True
+
+    def forward(
+        self,
+        hidden_states: Any,
+        layer_past: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
+        stacked = self.qkv_proj(hidden_states).unflatten(-1, (PARTS, 3, -1))
+        shape = (*hidden_states.shape[:-1], self.num_attention_heads, self.head_dim)
+        query, value, key = (part.reshape(shape) for part in stacked.unbind(dim=-2))  # [B, Q, H, D]
+        if self.native_positions:
+            query, key = self._rotated(query, key, position_ids)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if layer_past is not None:
+            key, value = layer_past.update(key.to(hidden_states.dtype), value, self.layer_idx)
+        out, weights = self.attend(
+            query, key, value, attention_mask, scaling=self.head_dim**-0.5, dropout=self.attn_dropout.p, **kwargs
+        )
+        out = self.out_proj(out)
+        return self.resid_dropout(out), weights
+
+    def _rotated(self, query: Tensor, key: Tensor, position_ids: Any) -> tuple[Tensor, Tensor]:
+        sin, cos = self.embed_positions.to(position_ids.device)[position_ids].chunk(2, dim=-1)  # [B or 1, Q, R/2] each
+        width = self.rotary_dim or self.head_dim
+        turned = [apply_rotary_pos_emb(x[..., :width], sin, cos) for x in (query, key)]
+        query, key = (torch.cat((t, x[..., width:]), dim=-1) for t, x in zip(turned, (query, key), strict=True))
+        return query, key

@@ -1,0 +1,49 @@
+"""Falcon: rotary positions from the model, or ALiBi inside the mask; one key head for all, or groups of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
+
+from hf_posswap.families.interfaces.eager import ThroughInterface
+
+
+class FalconInterface(ThroughInterface, FalconAttention):
+    """FalconAttention, through the AttentionInterface.
+
+    With ALiBi the model has it in the mask already; eager code of transformers adds it once more, this does not.
+    """
+
+    @property
+    def num_key_value_groups(self) -> int:
+        """Heads of the query for each key head, as the functions behind the interface ask for it."""
+        return 1 if self.new_decoder_architecture else self.num_heads // int(self.num_kv_heads)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        alibi: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
+        parts = self._split_heads(self.query_key_value(hidden_states))  # [B, Q, H or G, D] each
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        if alibi is None and position_embeddings is not None:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_idx)
+        # the original drops no weights of rotary models
+        dropout = self.attention_dropout.p if self.config.alibi else 0.0
+        kwargs["position_ids"] = position_ids
+        out, weights = self.attend(
+            query, key, value, attention_mask, scaling=self.inv_norm_factor, dropout=dropout, **kwargs
+        )
+        return self.dense(out), weights

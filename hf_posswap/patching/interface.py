@@ -1,0 +1,71 @@
+"""Giving one attention module a class that attends through transformers' AttentionInterface, and taking it back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_posswap.patching.actions import Undo
+
+NATIVE_POSITIONS = "native_positions"
+"""Attribute of an attention class: whether it applies the positions that its original applies inside attention."""
+
+
+def give_class(module: Any, cls: Any) -> None:
+    """Make `module` an instance of `cls`, its accelerate hooks included: they keep the forward that they wrap."""
+    module.__class__ = cls
+    if "_old_forward" in vars(module):
+        module._old_forward = cls.forward.__get__(module)
+
+
+@dataclass
+class RestoreClass:
+    """Gives an attention module its own class back, and takes away the attributes that it was given."""
+
+    path: str
+    native: type
+    given: tuple[str, ...]
+
+    def __call__(self, model: nn.Module) -> None:
+        module = model.get_submodule(self.path)
+        for name in self.given:
+            delattr(module, name)
+        give_class(module, self.native)
+
+
+@dataclass(frozen=True)
+class AttendThroughInterface:
+    """Makes an attention module attend through the AttentionInterface.
+
+    Attributes:
+        path: of the attention module.
+        cls: a subclass of its class, with the interface.
+        layer: of the cache that it writes.
+        native_positions: whether positions that are native inside attention stay.
+    """
+
+    path: str
+    cls: Any
+    layer: int
+    native_positions: bool
+
+    def apply(self, model: Any, undo: list[Undo]) -> None:
+        module = model.get_submodule(self.path)
+        wanted = {"config": model.config, "layer_idx": self.layer}
+        given = {name: value for name, value in wanted.items() if not hasattr(module, name)}
+        if hasattr(self.cls, NATIVE_POSITIONS) and not self.native_positions:
+            given[NATIVE_POSITIONS] = False
+        undo.insert(0, RestoreClass(self.path, type(module), tuple(given)))
+        give_class(module, self.cls)
+        for name, value in given.items():
+            setattr(module, name, value)
+
+    def problem(self, model: Any) -> str | None:
+        """Return what is wrong where this was carried out, or None."""
+        module = model.get_submodule(self.path)
+        if not isinstance(module, self.cls):
+            return f"its class is {type(module).__name__} instead of {self.cls.__name__}"
+        positions = getattr(module, NATIVE_POSITIONS, self.native_positions)
+        return None if positions == self.native_positions else "its native positions are in force again"
