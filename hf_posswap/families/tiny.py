@@ -39,18 +39,22 @@ def tiny_config(cls: type, **changes: Any) -> PreTrainedConfig:
 
     Args:
         cls: a config class of transformers.
-        changes: fields to set otherwise.
+        changes: fields to set otherwise; for an inner config, a dict of its fields.
     """
-    own = _OWN.get(cls.model_type, {}) | changes  # type: ignore[attr-defined]
+    model_type: str = cls.model_type  # type: ignore[attr-defined]
+    own = _OWN.get(model_type, {}) | changes
     names = {field.name for field in dataclasses.fields(cls)}
     values = {name: value for name, value in _SMALL.items() if name in names}
+    if "qk_rope_head_dim" in names or model_type == "esmc":  # as many keys as queries
+        values["num_key_value_heads"] = values["num_attention_heads"]
     inner = getattr(cls, "sub_configs", None) or {}
     if inner:
-        whole = cls(**{name: value for name, value in own.items() if name not in inner})
+        typed = {name: value for name, value in own.items() if name not in inner or "model_type" in value}
+        whole = cls(**typed)  # says of which class the inner configs are
         for name in inner:
             held = getattr(whole, name, None)
-            given = own.get(name, {})
             if held is not None:
+                given = {key: value for key, value in own.get(name, {}).items() if key != "model_type"}
                 values[name] = tiny_config(type(held), **given)
     return cls(**values | {name: value for name, value in own.items() if name not in inner})
 
@@ -74,6 +78,8 @@ def tiny_model(kind: str | type[PreTrainedModel], *, meta: bool = True, seed: in
         ('LlamaForCausalLM', 'meta')
     """
     cls = _model_class(kind)
+    if _decodes(cls):
+        changes = {"is_decoder": True} | changes
     config = tiny_config(cls.config_class, **changes)  # type: ignore[arg-type]
     if meta:
         with torch.device("meta"):
@@ -97,6 +103,16 @@ def _model_class(kind: str | type[PreTrainedModel]) -> type[PreTrainedModel]:
     return getattr(transformers, name)
 
 
+def _decodes(cls: type[PreTrainedModel]) -> bool:
+    """Return whether `cls` is causal only where its config says so."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config: Any = cls.config_class
+    names = {field.name for field in dataclasses.fields(config)}
+    encodes_too = {"encoder_layers", "num_encoder_layers"} & names
+    return cls.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and "is_decoder" in names and not encodes_too
+
+
 def _randomise(model: nn.Module) -> None:
     """Give every weight a random value: a weight of 0 or 1 hides what it multiplies."""
     with torch.no_grad():
@@ -112,7 +128,7 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(
         ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size", "word_embed_proj_dim",
          "pronunciation_embed_dim", "shape_embed_dim", "input_embedding_size", "output_embedding_size",
-         "entity_emb_size", "attention_hidden_size", "d_latents"), 32,
+         "entity_emb_size", "d_latents"), 32,
     ),
     **dict.fromkeys(
         ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "hidden_dim", "dff",
@@ -132,7 +148,22 @@ _SMALL: dict[str, Any] = {
     ),
     **dict.fromkeys(("num_key_value_heads", "index_n_heads"), 2),
     **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "v_head_dim", "index_head_dim", "attention_head_size"), 8),
-    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+    **dict.fromkeys(
+        ("qk_rope_head_dim", "qk_nope_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim",
+         "mamba_head_dim", "ssm_state_size", "state_size", "mamba_d_state", "index_topk"), 8,
+    ),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "router_hidden_size", "hc_lowrank"), 16),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "linear_chunk_size"), 16),
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "num_filters": 2,
+    "audio_hidden_size": 32, "blank_token_id": 3,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_num_heads": 4,
+    "mamba_n_heads": 8, "mamba_num_heads": 8, "rotary_dim": 4,
+    **dict.fromkeys(
+        ("src_vocab_size", "tgt_vocab_size", "shape_vocab_size", "pronunciation_vocab_size", "entity_vocab_size",
+         "encoder_hash_byte_group_vocab", "vocab_size_per_layer_input"), TINY_VOCABULARY,
+    ),
+    "hidden_size_per_layer_input": 8, "downsample_hidden_size": 16, "ext_pw_out_channel": 32, "nemo_conv_channels": 32,
+    "max_encoder_position_embeddings": TINY_LENGTH, "max_decoder_position_embeddings": TINY_LENGTH,
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num"), 4,
     ),
@@ -150,29 +181,48 @@ _SMALL: dict[str, Any] = {
     ),
 }  # fmt: skip
 
-_HYBRID = ["linear_attention", "full_attention"] * 2
+_LINEAR = ["linear_attention", "full_attention"] * 2
+_MAMBA = ["linear_attention", "hybrid"] * 2
 _LOCAL = ["sliding_attention", "full_attention"] * 2
 _AXIAL = {"axial_pos_shape": [4, 8], "axial_pos_embds_dim": [8, 24], "attn_layers": ["local", "lsh"] * 2,
           "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 4}  # fmt: skip
-_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
-_GEMMA_EXTRA = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": TINY_VOCABULARY}
+_INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+            "indexer_compress_ratio": 2}  # fmt: skip
+_NO_LAYER_INPUT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 
 _OWN: dict[str, dict[str, Any]] = {
-    "bamba": {**_MAMBA2, "attn_layer_indices": [1, 3]},
+    "bailing_hybrid": {"layer_group_size": 2},
+    "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "dots1": {"n_shared_experts": 1},
-    "dots3_note_text": {"num_key_value_heads": 4},
-    "esmc": {"num_key_value_heads": 4},
-    "gemma3n_text": {**_GEMMA_EXTRA, "num_kv_shared_layers": 2, "layer_types": _LOCAL, "laurel_rank": 4},
-    "gemma4_text": _GEMMA_EXTRA,
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _LOCAL, "laurel_rank": 4},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_NO_LAYER_INPUT}},
+    "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text"}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "granitemoehybrid": {**_MAMBA2, "position_embedding_type": "rope", "layer_types": _HYBRID},
+    "granitemoehybrid": {"position_embedding_type": "rope", "layer_types": _LINEAR},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": _LINEAR},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "mamba2": {"num_heads": 8, "state_size": 8},
-    "mpt": {"attn_config": {}},
-    "reformer": {**_AXIAL, "is_decoder": True},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "use_mem_rope": True, "mamba_d_state": 8},
+    "mamba2": {"num_heads": 8},
+    "mpt": {"attn_config": {"attn_pdrop": 0}},
+    "neomme": {"head_dim": 16},
+    "qwen4_exp_text": _INDEXER,
+    "led": {"attention_window": 4},
+    "reformer": _AXIAL,
+    "xlnet": {"d_inner": 48},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": _MAMBA},
+    "zamba2": {"layers_block_type": _MAMBA, "use_mem_rope": True},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a config of this model type needs besides."""
