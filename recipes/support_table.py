@@ -1,10 +1,10 @@
-"""Write the README's table of what works with what, from what the contract suite found.
+"""Write the README's table of what works with what, from what the light contract found.
 
-    pytest tests/contract                       # writes support.json
-    python recipes/support_table.py             # rewrites the region of README.md
-    python recipes/support_table.py --check     # changes nothing; exit code 1: the README is stale
+    pytest -m slow tests/contract/test_light.py   # writes support/, one file a model class
+    python recipes/support_table.py               # rewrites the region of README.md
+    python recipes/support_table.py --check       # changes nothing; exit code 1: the README is stale
 
-Exit code 2: the file or the README cannot be used; the message says why.
+Exit code 2: the files or the README cannot be used; the message says why.
 """
 
 from __future__ import annotations
@@ -17,72 +17,115 @@ import typer
 
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.files import read_json, write_text
+from hf_posswap.schemes import SCHEMES
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- support table -->", "<!-- /support table -->"
-KEYS = {"family", "model_type", "scheme", "kind", "promises", "outcome", "reason", "transformers", "torch"}
+KEYS = {"class", "model_types", "family", "transformers", "torch", "schemes"}
 CELLS = {"native": "native", "attention": "plugin", "no": "–"}
-HELP = (
+PROMISES = (
+    "Promises, with a scheme's defaults, each held to by a test: **P**refix-consistent (a cached and a full forward "
+    "agree), **C**ausal only, **R**elative, **T**raining-free, **U**nbounded, **S**hardable (context parallelism); "
+    "`posswap schemes` tells what each means."
+)
+WORDS = (
     "**native**: stock transformers loads the saved checkpoint, no plugin needed. **plugin**: the scheme acts inside "
-    "attention; loading needs `hf_posswap`, and plain transformers refuses. **–**: `UnsupportedSwapError`, for the "
-    "reason below the table. Promises, with a scheme's defaults, each held to by a test: **P**refix-consistent (a "
-    "cached and a full forward agree), **C**ausal only, **R**elative, **T**raining-free, **U**nbounded, **S**hardable "
-    "(context parallelism); `posswap schemes` tells what each means."
+    "attention; loading needs `hf_posswap`, and plain transformers refuses. **–**: `UnsupportedSwapError`, with the "
+    "reason."
 )
 
 Row = dict[str, Any]
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of the contract suite's file: one a family, model type and scheme.
+def read_rows(folder: Path) -> list[Row]:
+    """Return what the light contract wrote, one row a model class, by name.
 
     Raises:
-        CheckpointError: no such file, or no JSON in it.
-        DataError: a row lacks a key or has an unknown outcome, a pair has two outcomes, or the versions differ.
+        CheckpointError: a file cannot be read.
+        DataError: there are none, one lacks a key or has an unknown outcome, or the versions or schemes differ.
     """
-    rows = read_json(path)
-    if not isinstance(rows, list) or not rows:
-        raise DataError(f"{path}: expected a list of rows, got {str(rows)[:60]}. Run the contract suite again.")
-    seen: dict[tuple[str, str, str], str] = {}
+    rows = [read_json(path) for path in sorted(folder.glob("*.json"))]
+    if not rows:
+        raise DataError(f"{folder} holds no .json file. Run pytest -m slow tests/contract/test_light.py first.")
     for row in rows:
-        if not isinstance(row, dict) or set(row) != KEYS or row["outcome"] not in CELLS:
-            raise DataError(f"{path}: expected rows with {sorted(KEYS)} and outcome in {list(CELLS)}, got {row!r}.")
-        pair = (row["family"], row["model_type"], row["scheme"])
-        if seen.setdefault(pair, row["outcome"]) != row["outcome"]:
-            raise DataError(f"{path}: {pair} is both {seen[pair]!r} and {row['outcome']!r}: run the suite again.")
+        if not isinstance(row, dict) or set(row) != KEYS or not _outcomes(row) <= set(CELLS):
+            raise DataError(f"{folder}: expected {sorted(KEYS)} and outcomes in {list(CELLS)}, got {str(row)[:80]}.")
     versions = {(row["transformers"], row["torch"]) for row in rows}
-    if len(versions) > 1:
-        raise DataError(f"{path}: rows of several versions, {sorted(versions)}: run the suite once, whole.")
+    if len(versions) > 1 or len({tuple(sorted(row["schemes"])) for row in rows}) > 1:
+        raise DataError(f"{folder}: rows of several runs, {sorted(versions)}: delete it and run the contract again.")
     return rows
 
 
+def _outcomes(row: Row) -> set[str]:
+    return {cell.get("outcome") for cell in row["schemes"].values()}
+
+
 def render(rows: list[Row]) -> str:
-    """Return the region's Markdown: the table, what its words mean, and why each missing pair is missing."""
-    models = sorted({(row["family"], row["model_type"]) for row in rows})
-    schemes = sorted({(row["scheme"], row["kind"], row["promises"]) for row in rows})
-    outcomes = {(row["model_type"], row["scheme"]): CELLS[row["outcome"]] for row in rows}
-    lines = [_line(["scheme", "kind", "promises", *(f"`{model}`" for _, model in models)])]
-    lines.append(_line(["---"] * (3 + len(models))))
-    for scheme, kind, promises in schemes:
-        cells = [outcomes.get((model, scheme), "not run") for _, model in models]
-        lines.append(_line([scheme, kind, f"`{promises}`", *cells]))
-    made = (
-        f"Made by the contract suite with transformers {rows[0]['transformers']} and torch {_public(rows[0]['torch'])}."
+    """Return the region's Markdown: the schemes, classes x schemes with the count, and the classes left out."""
+    able = [row for row in rows if _outcomes(row) != {"no"}]
+    cells = sum(cell["outcome"] != "no" for row in able for cell in row["schemes"].values())
+    head = (
+        f"**{len(able)} of {len(rows)} classes** for causal, masked and sequence-to-sequence language modelling in "
+        f"transformers {rows[0]['transformers']} can be patched, {cells} pairs of a class and a scheme. Each pair was "
+        f"run on a tiny model by the light contract, with torch {rows[0]['torch'].partition('+')[0]}."
     )
-    return "\n".join([*lines, "", HELP, "", *_reasons(rows), made])
+    parts = [_schemes_table(), PROMISES, head, _pairs_table(able), WORDS, _refusals(able)]
+    left = _folded(f"Classes that cannot be patched, and why ({len(rows) - len(able)})", _left_out(rows, able))
+    return "\n\n".join([*parts, left])
 
 
-def _reasons(rows: list[Row]) -> list[str]:
-    """Return a list item for each reason: which schemes it keeps out of which model types."""
-    kept_out: dict[tuple[str, str], set[str]] = defaultdict(set)
+def _schemes_table() -> str:
+    lines = [_line(["scheme", "kind", "promises", "what it is"]), _line(["---"] * 4)]
+    for name, scheme in SCHEMES.items():
+        lines.append(_line([f"`{name}`", scheme.kind, f"`{scheme().traits.letters()}`", scheme.summary]))
+    return "\n".join(lines)
+
+
+def _pairs_table(rows: list[Row]) -> str:
+    """Return one line for all classes that fare alike, one column for all schemes that do."""
+    columns: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for scheme in SCHEMES:
+        columns[tuple(row["schemes"][scheme]["outcome"] for row in rows)].append(scheme)
+    lines: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        lines[tuple(column[index] for column in columns)].append(row)
+    out = [_line(["classes", "model types", *(", ".join(schemes) for schemes in columns.values())])]
+    out.append(_line(["---"] * (2 + len(columns))))
+    for outcomes, members in sorted(lines.items(), key=lambda line: -len(line[1])):
+        types = sorted({f"`{model_type}`" for row in members for model_type in row["model_types"]})
+        out.append(_line([str(len(members)), ", ".join(types), *(CELLS[outcome] for outcome in outcomes)]))
+    return "\n".join(out)
+
+
+def _refusals(rows: list[Row]) -> str:
+    """Return a folded list of the pairs that are refused in classes that can be patched otherwise."""
+    kept_out: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for row in rows:
-        if row["outcome"] == "no":
-            kept_out[row["scheme"], _flat(row["reason"])].add(row["model_type"])
-    items = [
-        f"- {scheme} in {', '.join(f'`{model_type}`' for model_type in sorted(model_types))}: {reason}"
-        for (scheme, reason), model_types in sorted(kept_out.items())
-    ]
-    return [*items, ""] if items else []
+        for scheme, cell in row["schemes"].items():
+            if cell["outcome"] == "no":
+                reason = _flat(cell["reason"].replace(row["class"], "the model").replace(f"{scheme} ", "it ", 1))
+                kept_out[reason][scheme].update(row["model_types"])
+    items = [f"- {_who(schemes)}: {reason}" for reason, schemes in sorted(kept_out.items())]
+    return _folded(f"Why the pairs marked – are refused ({len(items)} reasons)", items)
+
+
+def _who(schemes: dict[str, set[str]]) -> str:
+    """Return schemes and model types of one reason: those of all schemes together."""
+    types = sorted({f"`{model_type}`" for found in schemes.values() for model_type in found})
+    return f"{', '.join(sorted(schemes))} in {', '.join(types)}"
+
+
+def _left_out(rows: list[Row], able: list[Row]) -> list[str]:
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row not in able:
+            reason = next(iter(row["schemes"].values()))["reason"]
+            reasons[_flat(reason.replace(row["class"], "the model"))].append(f"`{row['class']}`")
+    return [f"- {', '.join(names)}: {reason}" for reason, names in sorted(reasons.items(), key=lambda item: item[1])]
+
+
+def _folded(title: str, items: list[str]) -> str:
+    return "\n".join([f"<details><summary>{title}</summary>", "", *items, "", "</details>"])
 
 
 def _line(cells: list[str]) -> str:
@@ -91,11 +134,6 @@ def _line(cells: list[str]) -> str:
 
 def _flat(text: str) -> str:
     return " ".join(text.split())
-
-
-def _public(version: str) -> str:
-    """Return a version without what a build adds to it: 2.13.0+cpu is 2.13.0."""
-    return version.partition("+")[0]
 
 
 def replace_region(readme: str, table: str) -> str:
@@ -112,11 +150,11 @@ def replace_region(readme: str, table: str) -> str:
 
 
 def main(
-    support: Annotated[Path, typer.Option(help="What the contract suite wrote.")] = ROOT / "support.json",
+    support: Annotated[Path, typer.Option(help="What the light contract wrote.")] = ROOT / "support",
     readme: Annotated[Path, typer.Option(help="The file to rewrite.")] = ROOT / "README.md",
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit code 1 where it is stale.")] = False,
 ) -> None:
-    """Write the README's support table from what the contract suite found."""
+    """Write the README's support table from what the light contract found."""
     try:
         old = readme.read_text(encoding="utf-8")
         new = replace_region(old, render(read_rows(support)))
@@ -128,7 +166,7 @@ def main(
     except (PosswapError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
-    typer.echo(f"{readme.name}: {'as the contract suite found it' if new == old else 'rewritten'}")
+    typer.echo(f"{readme.name}: {'as the light contract found it' if new == old else 'rewritten'}")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def test_the_readme_shows_files_as_they_are() -> None:
 
 def test_the_support_table_is_there() -> None:
     table = README.partition("<!-- support table -->")[2].partition("<!-- /support table -->")[0]
-    assert "| scheme | kind | promises |" in table, "run the contract suite, then python recipes/support_table.py"
+    assert "| scheme | kind | promises |" in table, "run the light contract, then python recipes/support_table.py"
 
 
 def test_public_names_are_sorted_importable_and_documented() -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_posswap import SwapPlan, patch_model, plan_swap
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.base import family_of, locate
+from hf_posswap.families.base import locate
 from hf_posswap.patching.describe import stand_ins
 from hf_posswap.schemes import SCHEMES
 from tests.contract.models import FIRST_WORD, LENGTH, TINY, VOCABULARY, build
@@ -148,17 +148,6 @@ def is_daily(pair: Pair) -> bool:
     if pair.model in KINDS:
         return True
     return pair.scheme in OF_EACH_SITE if pair.site == "auto" else pair.scheme == "rope"
-
-
-def own_pairs() -> list[Pair]:
-    """Return one pair for each cell of the README's table: no toys, no second site."""
-    toys = {registration.TOY_SCHEME, registration.TOY_MODEL}
-    return [pair for pair in all_pairs() if pair.site == "auto" and not toys & {pair.model, pair.scheme}]
-
-
-def family_name(pair: Pair) -> str:
-    """Return the name of the family that the pair's model belongs to."""
-    return family_of(TINY[pair.model].config()).name
 
 
 def words(batch: int, length: int, seed: int = 1) -> Tensor:

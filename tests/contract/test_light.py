@@ -8,16 +8,27 @@ import pytest
 import torch
 import transformers
 
-from hf_posswap.families.tiny import language_models
+from hf_posswap.errors import UnsupportedModelError
+from hf_posswap.families.base import locate
+from hf_posswap.families.tiny import language_models, tiny_model
 from hf_posswap.files import write_json
 from hf_posswap.schemes import SCHEMES
 from tests.contract.light import Cell, cells
 
+MODELS = language_models()
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def family_name(name: str) -> str | None:
+    """Return the family of the class called `name`; None: it has none."""
+    try:
+        return locate(tiny_model(name)).family.name
+    except UnsupportedModelError:
+        return None
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(language_models()))
+@pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_scheme_is_proved_or_refused_with_a_reason(name: str, tmp_path: Path) -> None:
     found = dict(cells(name, tmp_path))
     failed = {scheme: what for scheme, what in found.items() if not isinstance(what, Cell)}
@@ -26,4 +37,5 @@ def test_every_scheme_is_proved_or_refused_with_a_reason(name: str, tmp_path: Pa
     assert all(cell.reason for cell in found.values() if cell.outcome == "no")
     rows = {scheme: {"outcome": cell.outcome, "reason": cell.reason} for scheme, cell in found.items()}
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    write_json(ROOT / "support" / f"{name}.json", {"class": name, **versions, "schemes": rows})
+    told = {"class": name, "model_types": list(MODELS[name]), "family": family_name(name)}
+    write_json(ROOT / "support" / f"{name}.json", {**told, **versions, "schemes": rows})
