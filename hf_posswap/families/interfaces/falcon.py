@@ -16,10 +16,12 @@ class FalconInterface(ThroughInterface, FalconAttention):
     With ALiBi the model has it in the mask already; eager code of transformers adds it once more, this does not.
     """
 
+    num_kv_heads: Any
+
     @property
     def num_key_value_groups(self) -> int:
         """Heads of the query for each key head, as the functions behind the interface ask for it."""
-        return 1 if self.new_decoder_architecture else self.num_heads // int(self.num_kv_heads)
+        return 1 if self.new_decoder_architecture else self.num_heads // self.num_kv_heads
 
     def forward(
         self,

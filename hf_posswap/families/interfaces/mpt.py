@@ -13,6 +13,8 @@ from hf_posswap.families.interfaces.eager import ThroughInterface
 class MptInterface(ThroughInterface, MptAttention):
     """MptAttention, through the AttentionInterface."""
 
+    softmax_scale: Any
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -34,6 +36,6 @@ class MptInterface(ThroughInterface, MptAttention):
         if attention_mask is not None:
             attention_mask = ~attention_mask
         out, weights = self.attend(
-            query, key, value, attention_mask, scaling=float(self.softmax_scale), dropout=self.attn_dropout_p, **kwargs
+            query, key, value, attention_mask, scaling=self.softmax_scale, dropout=self.attn_dropout_p, **kwargs
         )
         return self.out_proj(out), weights
