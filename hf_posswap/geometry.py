@@ -27,6 +27,7 @@ class Geometry:
         frequencies: theta_i of the native rotary's R/2 pairs as it turns them now, scaling included, radians per
             position; None where there is none, or where they follow the length of the input.
         attention_factor: what the native rotary multiplies cos and sin by.
+        table_width: width of the position table's rows where it is not E: some models project their embeddings.
         sliding_window: keys that a query sees at most, in every layer; None: some layer sees all.
     """
 
@@ -43,3 +44,9 @@ class Geometry:
     frequencies: tuple[float, ...] | None = None
     attention_factor: float = 1.0
     sliding_window: int | None = None
+    table_width: int | None = None
+
+    @property
+    def row_width(self) -> int:
+        """Width of the position table's rows."""
+        return self.table_width or self.hidden_size

@@ -125,7 +125,7 @@ def load_with_base(source: str | Path, found: AdapterSource, load: Any, **kwargs
         ) from error
     if found.record is not None and not found.base_is_swapped and getattr(model, "_posswap", None) is None:
         record = found.record
-        patch_model(model, record.make_scheme(), max_length=record.max_length, site=record.site)
+        patch_model(model, record.choice(), max_length=record.max_length, site=record.site)
     _refuse_other(unwrap(model), found, str(source), trust_unrecorded=False)
     adapted = _with_adapter(model, source, False, hub)
     for config in adapted.peft_config.values():
@@ -169,7 +169,7 @@ def _refuse_other(model: Any, found: AdapterSource, source: str, trust_unrecorde
 
 def _same(one: SwapRecord, other: SwapRecord) -> bool:
     """Return whether two records say the same mechanism; a table's length is part of it."""
-    equal = one.scheme == other.scheme and one.base_type == other.base_type
+    equal = (one.scheme, one.stacks) == (other.scheme, other.stacks) and one.base_type == other.base_type
     return equal and (one.make_scheme().kind != "table" or one.max_length == other.max_length)
 
 

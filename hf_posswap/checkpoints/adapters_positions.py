@@ -104,9 +104,11 @@ def _is_trained(base: Any, path: str, module: nn.Module) -> bool:
     if lies_on_disk(base):  # as it was loaded
         return False
     patch = base._posswap
-    action = next(edit.action for edit in patch.plan.edits if getattr(edit.action, "path", None) == path)
+    edit = next(edit for edit in patch.plan.edits if getattr(edit.action, "path", None) == path)
+    action = edit.action
     if isinstance(action, AddMechanism):
-        fresh = dict(patch.plan.scheme.mechanism(patch.plan.sites.geometry).named_parameters())
+        scheme, geometry = patch.plan.place(edit)
+        fresh = dict(scheme.mechanism(geometry).named_parameters())
         return any(
             not torch.equal(p.detach().cpu(), fresh[n].detach().to(p.dtype)) for n, p in module.named_parameters()
         )

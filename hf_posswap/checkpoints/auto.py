@@ -122,12 +122,12 @@ def restore_swap(model: Any, record: SwapRecord) -> None:
     Raises:
         RecordError: this version of the package would carry out another swap than the one recorded.
     """
-    plan = plan_swap(model, record.make_scheme(), max_length=record.max_length, site=record.site)
+    plan = plan_swap(model, record.choice(), max_length=record.max_length, site=record.site)
     if plan.route != record.route:
         raise RecordError(
-            f"config.posswap records a {record.route} swap to {plan.scheme}, but here it would be {plan.route}: "
+            f"config.posswap records a {record.route} swap to {plan.named}, but here it would be {plan.route}: "
             f"use the version of transformers that the checkpoint was made with."
         )
     carry_out(model, plan)
-    if not isinstance(plan.scheme, Blend):  # a blend holds the old mechanism too
+    if not all(isinstance(scheme, Blend) for scheme in plan.schemes.values()):  # a blend holds the old mechanism too
         model._posswap.undo.clear()

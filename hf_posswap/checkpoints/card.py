@@ -170,7 +170,7 @@ def _swap(plan: SwapPlan) -> str:
     edits = table(list(EDIT_HEADER), [[str(cell) for cell in row] for row in edit_rows(plan)])
     facts = table(["", ""], [[name, text] for name, text in fact_rows(plan)])
     record = json.dumps(plan.record.to_dict(), indent=2)
-    return f"`{plan.scheme}`\n\n{edits}\n\n{facts}\n\nThe record, `config.posswap`:\n\n```json\n{record}\n```"
+    return f"`{plan.named}`\n\n{edits}\n\n{facts}\n\nThe record, `config.posswap`:\n\n```json\n{record}\n```"
 
 
 def _loading(plan: SwapPlan | None, repo_id: str, architecture: str) -> str:
@@ -202,7 +202,7 @@ def _limits(plan: SwapPlan | None, license: str | None) -> str:
         lines.append(f"Made for {plan.max_length} tokens. Adaptation: {plan.adaptation}.")
         if not plan.cached_equals_full:
             lines.append("Decoding with a cache may differ from one full forward at long lengths.")
-        if not plan.scheme.traits.unbounded:
+        if not plan.unbounded:
             lines.append("Beyond that length it stops with an error.")
         lines += [note for note in plan.notes]
     lines.append("A longer reach does not show that far context is used: measure it on your task.")

@@ -111,7 +111,7 @@ def families(json: Json = False) -> None:
         {
             "name": name,
             "summary": family.summary,
-            "mechanism": "rotary" if family.rotary else "table" if family.table else "none",
+            "mechanism": "rotary" if family.rotary else "table" if any(part.table for part in family.parts) else "none",
             "model_types": list(family.model_types),
             "by_rule": family.matches is not None,
         }

@@ -80,7 +80,7 @@ def show_plan(plan: SwapPlan) -> None:
     """Print `plan`: its edits, and what follows from them."""
     from hf_posswap.patching.show import EDIT_HEADER, edit_rows, fact_rows
 
-    show_text(f"{plan.model}: {plan.scheme}", "")
+    show_text(f"{plan.model}: {plan.named}", "")
     show_table(EDIT_HEADER, edit_rows(plan))
     show_text("")
     show_pairs(fact_rows(plan))

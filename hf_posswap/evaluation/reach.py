@@ -55,7 +55,7 @@ def reach_of(model: PreTrainedModel) -> Reach:
     patch: Any = getattr(model, "_posswap", None)
     if patch is not None:
         plan = patch.plan
-        limit = None if plan.scheme.traits.unbounded else plan.max_length
+        limit = None if plan.unbounded else plan.max_length
         g = plan.sites.geometry
         return Reach(limit, g.original_length, plan.cached_equals_full and g.causal, "the plan of its swap", g.causal)
     record = getattr(model.config, "posswap", None)

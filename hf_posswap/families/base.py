@@ -34,12 +34,33 @@ class TableSpec:
         offset: rows before position 0; "padding" is the padding index + 1 (RoBERTa).
         config_counts_offset: whether `config.max_position_embeddings` counts those rows too.
         buffers: buffers [1, P] with one entry a position, from the base model; they grow with the length.
+        config_name: the config value that says how long the table is.
     """
 
     path: str
     offset: int | Literal["padding"] = 0
     config_counts_offset: bool = False
     buffers: tuple[str, ...] = ()
+    config_name: str = "max_position_embeddings"
+
+
+@dataclass(frozen=True)
+class StackSpec:
+    """One stack of layers of a family whose models have several: an encoder-decoder's encoder, or its decoder.
+
+    Attributes:
+        name: by which users and records call it; "" where a model has one stack only.
+        attention: pattern of the self-attention modules' paths, from the base model; "*" is one path segment.
+        entry: path, from the base model, of the module that takes input ids, position ids and the cache.
+        table: where the learned table is; None: no table.
+        heads: the config value that counts its query heads, which are as many as its key heads; None: the usual ones.
+    """
+
+    name: str
+    attention: str
+    entry: str = ""
+    table: TableSpec | None = None
+    heads: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,26 +78,35 @@ class Family:
         attention_proved: model types whose attention is known to treat all layers and dimensions alike, so that a
             scheme can be put inside; None: all of the family.
         matches: for families by rule: whether a config belongs, asked after every `model_types` has missed.
+        stacks: of an encoder-decoder, the decoder last; they say what `attention`, `entry` and `table` say of the
+            others. A stack whose entry a model lacks (a decoder alone) is left out.
+        kept: paths, from the base model, of position parts that are never swapped.
     """
 
     name: str
     summary: str
-    attention: str
+    attention: str = ""
     model_types: tuple[str, ...] = ()
     entry: str = ""
     table: TableSpec | None = None
     rotary: Callable[[nn.Module], list[str]] | None = None
     attention_proved: frozenset[str] | None = None
     matches: Callable[[PreTrainedConfig], bool] | None = None
+    stacks: tuple[StackSpec, ...] = ()
+    kept: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> tuple[StackSpec, ...]:
+        """The stacks of its models: one without a name where it states none."""
+        return self.stacks or (StackSpec("", self.attention, self.entry, self.table),)
 
 
 @dataclass(frozen=True)
-class Sites:
-    """The full paths of one model's position sites.
+class Stack:
+    """The full paths of the position sites of one stack of a model.
 
     Attributes:
-        family: whose data found them.
-        base: path of the base model; "" where the model is one.
+        spec: whose data found them.
         entry: path of the module that takes input ids, position ids and the cache.
         attention: paths of the self-attention modules, in layer order.
         table: path of the learned table, or None.
@@ -86,8 +116,7 @@ class Sites:
         geometry: what a scheme may know of the model.
     """
 
-    family: Family
-    base: str
+    spec: StackSpec
     entry: str
     attention: tuple[str, ...]
     table: str | None
@@ -97,14 +126,85 @@ class Sites:
     geometry: Geometry
 
     @property
+    def name(self) -> str:
+        """By which users and records call it; "" where the model has one stack only."""
+        return self.spec.name
+
+    @property
     def first_position(self) -> int:
         """What the model's `position_ids` call position 0: where padding shifts a table, they count its rows."""
-        return self.table_offset if self.family.table is not None and self.family.table.offset == "padding" else 0
+        return self.table_offset if self.spec.table is not None and self.spec.table.offset == "padding" else 0
+
+    @property
+    def config_name(self) -> str:
+        """The config value that says how long the model is."""
+        return TableSpec.config_name if self.spec.table is None else self.spec.table.config_name
 
     def config_length(self, length: int) -> int:
-        """Return what `config.max_position_embeddings` says for `length` tokens."""
-        counts = self.family.table is not None and self.family.table.config_counts_offset
+        """Return what that config value says for `length` tokens."""
+        counts = self.spec.table is not None and self.spec.table.config_counts_offset
         return length + self.table_offset if counts else length
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Where positions live in one model: its stacks, of which most models have one.
+
+    What it says itself is of its main stack: the only one, or the decoder.
+
+    Attributes:
+        family: whose data found them.
+        base: path of the base model; "" where the model is one.
+        stacks: of the model, the main one last.
+    """
+
+    family: Family
+    base: str
+    stacks: tuple[Stack, ...]
+
+    def stack(self, name: str) -> Stack:
+        """Return the stack called `name`."""
+        return next(stack for stack in self.stacks if stack.name == name)
+
+    @property
+    def main(self) -> Stack:
+        """The only stack, or the decoder."""
+        return self.stacks[-1]
+
+    @property
+    def entry(self) -> str:
+        """Path of the module that takes the main stack's input."""
+        return self.main.entry
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """Paths of the main stack's self-attention modules, in layer order."""
+        return self.main.attention
+
+    @property
+    def table(self) -> str | None:
+        """Path of the main stack's table, or None."""
+        return self.main.table
+
+    @property
+    def table_offset(self) -> int:
+        """Rows of the main stack's table before position 0."""
+        return self.main.table_offset
+
+    @property
+    def first_position(self) -> int:
+        """What the main stack's `position_ids` call position 0."""
+        return self.main.first_position
+
+    @property
+    def rotary(self) -> tuple[str, ...]:
+        """Paths of the main stack's native rotary modules."""
+        return self.main.rotary
+
+    @property
+    def geometry(self) -> Geometry:
+        """What a scheme may know of the main stack."""
+        return self.main.geometry
 
 
 def register(family: Family) -> Family:
@@ -139,29 +239,36 @@ def locate(model: PreTrainedModel) -> Sites:
     family = family_of(model.config)
     base = model.base_model_prefix if getattr(model, model.base_model_prefix, None) is not None else ""
     root = model.get_submodule(base)
-    attention = _matching(root, family.attention)
+    present = [spec for spec in family.parts if not spec.name or _get(root, spec.entry) is not None]
+    if not present:
+        entries = ", ".join(repr(spec.entry) for spec in family.parts)
+        raise UnsupportedModelError(f"{_who(model)}: none of the stacks of family {family.name!r} is there: {entries}.")
+    sites = Sites(family, base, tuple(_stack(model, root, base, family, spec) for spec in present))
+    _refuse_unclaimed(model, sites)
+    return sites
+
+
+def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, spec: StackSpec) -> Stack:
+    attention = _matching(root, spec.attention)
     rotary = family.rotary(root) if family.rotary else []
-    table = family.table
+    table = spec.table
     if table is not None and _get(root, table.path) is None:
         raise UnsupportedModelError(
             f"{_who(model)}: family {family.name!r} expects a table at {table.path!r}, none there."
         )
     if not attention:
-        raise UnsupportedModelError(f"{_who(model)}: no self-attention modules at {family.attention!r}.")
+        raise UnsupportedModelError(f"{_who(model)}: no self-attention modules at {spec.attention!r}.")
     offset = _table_offset(table, root) if table else 0
-    sites = Sites(
-        family=family,
-        base=base,
-        entry=_join(base, family.entry),
+    return Stack(
+        spec=spec,
+        entry=_join(base, spec.entry),
         attention=tuple(_join(base, path) for path in attention),
         table=_join(base, table.path) if table else None,
         table_offset=offset,
         buffers=tuple(_join(base, path) for path in table.buffers if _has_buffer(root, path)) if table else (),
         rotary=tuple(_join(base, path) for path in rotary),
-        geometry=_geometry(model, root, family, attention, rotary, offset),
+        geometry=_geometry(model, root, spec, attention, rotary, offset),
     )
-    _refuse_unclaimed(model, sites)
-    return sites
 
 
 def modeling_module(module: nn.Module) -> ModuleType:
@@ -176,18 +283,21 @@ def inv_freq_names(module: nn.Module) -> list[str]:
 
 
 def _geometry(
-    model: PreTrainedModel, root: nn.Module, family: Family, attention: list[str], rotary: list[str], offset: int
+    model: PreTrainedModel, root: nn.Module, spec: StackSpec, attention: list[str], rotary: list[str], offset: int
 ) -> Geometry:
     config: Any = model.config
-    heads = config.num_attention_heads
+    heads = getattr(config, spec.heads or "num_attention_heads")
+    kv_heads = None if spec.heads else getattr(config, "num_key_value_heads", None)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     causal = {bool(getattr(root.get_submodule(path), "is_causal", True)) for path in attention}
     if len(causal) > 1:
         raise UnsupportedModelError(f"{_who(model)}: some attention layers are causal and some are not.")
-    length = config.max_position_embeddings
-    if family.table is not None:
-        table: Any = root.get_submodule(family.table.path)
-        length = table.weight.shape[0] - offset
+    width = config.hidden_size
+    if spec.table is None:
+        length = config.max_position_embeddings
+    else:
+        table: Any = root.get_submodule(spec.table.path)
+        length, width = table.weight.shape[0] - offset, table.weight.shape[1]
     rotary_dim = base = layout = frequencies = None
     factor = 1.0
     if rotary:
@@ -199,8 +309,9 @@ def _geometry(
         length = (config.rope_parameters or {}).get("original_max_position_embeddings") or length
     return Geometry(
         hidden_size=config.hidden_size,
+        table_width=None if width == config.hidden_size else width,
         num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        num_kv_heads=kv_heads or heads,
         head_dim=head_dim,
         num_layers=len(attention),
         original_length=length,
@@ -250,7 +361,9 @@ def rotary_layout(attention: nn.Module) -> Layout | None:
 
 def _refuse_unclaimed(model: PreTrainedModel, sites: Sites) -> None:
     """Refuse a model with a rotary module or a position table that its family does not mention."""
-    claimed = {*sites.rotary, *([sites.table] if sites.table else [])}
+    claimed = {_join(sites.base, path) for path in sites.family.kept}
+    for stack in sites.stacks:
+        claimed |= {*stack.rotary, *([stack.table] if stack.table else [])}
     for path, module in model.named_modules():
         leaf = path.rsplit(".", 1)[-1]
         table_like = isinstance(module, nn.Embedding) and ("position" in leaf or leaf in {"wpe", "pos_embed"})

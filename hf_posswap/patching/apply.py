@@ -5,19 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from hf_posswap.errors import NotPatchedError, SchemeError
-from hf_posswap.patching.actions import Undo
+from hf_posswap.patching.actions import ReplaceTable, Undo
 from hf_posswap.patching.attention import register_attention
 from hf_posswap.patching.config_class import native_config_class, plugin_config_class
-from hf_posswap.patching.plan import SiteChoice, SwapPlan, plan_swap, unwrap
+from hf_posswap.patching.plan import SchemeChoice, SiteChoice, SwapPlan, plan_swap, unwrap
 from hf_posswap.patching.verify import check_structure, check_untouched, fingerprint
 from hf_posswap.schemes.base import Scheme, make_scheme
-from hf_posswap.schemes.table import TableScheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +41,7 @@ class Patch:
 
 def patch_model(
     model: PreTrainedModel,
-    scheme: Scheme | str,
+    scheme: SchemeChoice,
     *,
     max_length: int | None = None,
     site: SiteChoice = "auto",
@@ -55,7 +54,8 @@ def patch_model(
 
     Args:
         model: a transformers model, or a PEFT model around one.
-        scheme: an object, or a name with its fields as `options`: see `list_schemes()`.
+        scheme: an object, or a name with its fields as `options`: see `list_schemes()`. An encoder-decoder has it in
+            both stacks; a mapping, {"encoder": ..., "decoder": ...}, says otherwise, and leaves out what is to stay.
         max_length: positions the swapped model is meant for, in tokens; None keeps the model's own (or what a given
             factor reaches).
         site: "auto" expresses the swap natively where it can be; "attention" always applies it inside attention.
@@ -78,9 +78,9 @@ def patch_model(
     """
     target = unwrap(model)
     plan = plan_swap(target, scheme, max_length=max_length, site=site, **options)
-    if plan.scheme.table_part is not None:
-        fitted = _fit(target, plan, plan.scheme.table_part)
-        plan = plan_swap(target, plan.scheme.with_table(fitted), max_length=max_length, site=site)
+    fitted = {name: _fit(target, plan, name) for name, one in plan.schemes.items() if one.table_part is not None}
+    if fitted:
+        plan = plan_swap(target, replace(plan, schemes=plan.schemes | fitted).choice, max_length=max_length, site=site)
     carry_out(target, plan, owner=model)
     return plan
 
@@ -123,7 +123,7 @@ def unpatch_model(model: M) -> M:
         raise NotPatchedError(f"{type(target).__name__} carries no swap: nothing to undo.")
     if not patch.undo:
         raise NotPatchedError(
-            f"{type(target).__name__} was loaded from a checkpoint saved after the swap to {patch.plan.scheme}: "
+            f"{type(target).__name__} was loaded from a checkpoint saved after the swap to {patch.plan.named}: "
             "the original mechanism is not in it. Load the base checkpoint instead."
         )
     _undo(target, patch, owner=model)
@@ -131,7 +131,7 @@ def unpatch_model(model: M) -> M:
 
 
 @contextmanager
-def patched(model: M, scheme: Scheme | str, **options: Any) -> Iterator[M]:
+def patched(model: M, scheme: SchemeChoice, **options: Any) -> Iterator[M]:
     """Swap inside a `with` block; takes the same arguments as `patch_model`.
 
     Example:
@@ -172,11 +172,14 @@ def _set_config(owner: nn.Module, old: Any, new: Any) -> None:
             module.config = new
 
 
-def _fit(model: Any, plan: SwapPlan, scheme: TableScheme) -> TableScheme:
-    action: Any = plan.edits[0].action  # a table plan begins with its ReplaceTable
+def _fit(model: Any, plan: SwapPlan, stack: str) -> Scheme:
+    """Return the scheme of a stack with what its table takes from the old one's weights filled in."""
+    whole = plan.schemes[stack]
+    scheme = whole.table_part
+    action = next(e.action for e in plan.edits if e.stack == stack and isinstance(e.action, ReplaceTable))
     weight = model.get_submodule(action.path).weight
     if weight.is_meta:
         if make_scheme(scheme.to_dict()) != scheme.fit(weight.new_ones(weight.shape, device="cpu"), action.geometry):
             raise SchemeError(f"{scheme} takes a value from the old table's weights, and this model's are on meta.")
-        return scheme
-    return scheme.fit(weight.detach()[action.offset :], action.geometry)
+        return whole
+    return whole.with_table(scheme.fit(weight.detach()[action.offset :], action.geometry))

@@ -39,13 +39,12 @@ def set_blend(model: Any, weight: float) -> None:
     plan = _plan(target)
     blend: Any = plan.scheme
     scheme = dataclasses.replace(blend, weight=weight)  # which checks it
-    record = dataclasses.replace(plan.record, scheme=scheme.to_dict())
     actions = [_moved(target, edit.action, scheme.weight) for edit in plan.edits]
     edits = tuple(dataclasses.replace(edit, action=action) for edit, action in zip(plan.edits, actions, strict=True))
-    target._posswap.plan = dataclasses.replace(
-        plan, scheme=scheme, record=record, edits=edits, notes=tuple(scheme.notes())
-    )
-    target.config.posswap = record.to_dict()
+    blends: dict[str, Any] = dict(plan.schemes)
+    moved = {name: dataclasses.replace(one, weight=weight) for name, one in blends.items()}
+    target._posswap.plan = dataclasses.replace(plan.with_schemes(moved), edits=edits, notes=tuple(scheme.notes()))
+    target.config.posswap = target._posswap.plan.record.to_dict()
 
 
 def finish_blend(model: Any, *, max_length: int | None = None) -> SwapPlan:
@@ -71,9 +70,10 @@ def finish_blend(model: Any, *, max_length: int | None = None) -> SwapPlan:
     unpatch_model(model)
     try:
         length = max_length or (plan.max_length if scheme.old == "rotary" else None)
-        ended = patch_model(model, scheme.new, max_length=length, site=plan.record.site)
+        new = dataclasses.replace(plan, schemes=_new_schemes(plan)).choice
+        ended = patch_model(model, new, max_length=length, site=plan.record.site)
     except BaseException:
-        patch_model(model, scheme, max_length=plan.max_length, site=plan.record.site)
+        patch_model(model, plan.choice, max_length=plan.max_length, site=plan.record.site)
         _fill(_new_tensors(target, _plan(target)), learned)
         raise
     if learned:
@@ -83,10 +83,15 @@ def finish_blend(model: Any, *, max_length: int | None = None) -> SwapPlan:
 
 def _plan(target: Any) -> SwapPlan:
     patch = getattr(target, "_posswap", None)
-    if patch is None or not isinstance(patch.plan.scheme, Blend):
-        carried = "no swap" if patch is None else str(patch.plan.scheme)
+    if patch is None or not all(isinstance(scheme, Blend) for scheme in patch.plan.schemes.values()):
+        carried = "no swap" if patch is None else patch.plan.named
         raise NotPatchedError(f"{type(target).__name__} carries {carried}: patch_model(model, Blend(...)) first.")
     return patch.plan
+
+
+def _new_schemes(plan: SwapPlan) -> dict[str, Any]:
+    blends: dict[str, Any] = dict(plan.schemes)
+    return {name: blend.new for name, blend in blends.items()}
 
 
 def _moved(model: Any, action: Any, weight: float) -> Any:
@@ -117,11 +122,12 @@ def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, torch.Tensor]:
         if isinstance(action, AddMechanism):
             carried: Any = model.get_submodule(action.path)
             learning = carried.new if isinstance(plan.scheme, Blend) else carried
-            found |= dict(learning.named_parameters()) if learning is not None else {}
+            held = dict(learning.named_parameters()) if learning is not None else {}
+            found |= {f"{action.path}.{name}": parameter for name, parameter in held.items()}
         elif isinstance(action, BlendTable) and model.get_submodule(action.path).new is not None:
-            found["table"] = model.get_submodule(action.path).new
+            found[action.path] = model.get_submodule(action.path).new
         elif isinstance(action, ReplaceTable):
-            found["table"] = model.get_submodule(action.path).weight[action.offset :]
+            found[action.path] = model.get_submodule(action.path).weight[action.offset :]
     return found
 
 

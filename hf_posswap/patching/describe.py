@@ -89,7 +89,7 @@ def describe_positions(model: PreTrainedModel) -> PositionReport:
     if patch is None:
         sites = locate(target)
         return _report(target, sites, sites.geometry.original_length, swapped=None)
-    return _report(target, patch.plan.sites, patch.plan.max_length, swapped=str(patch.plan.scheme))
+    return _report(target, patch.plan.sites, patch.plan.max_length, swapped=patch.plan.named)
 
 
 def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> PositionReport:
@@ -99,8 +99,11 @@ def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> Positi
         native = f"rope, theta {g.base:g}, {g.rotary_dim} of {g.head_dim} dims a head, {g.layout or 'unknown'} layout"
         if not swapped:
             native += f", type {(model.config.rope_parameters or {}).get('rope_type', 'default')}"
-    places = {"embedding": sites.table or "-", "rotary": ", ".join(sites.rotary) or "-"}
-    places["attention"] = f"{sites.attention[0]} ... {sites.attention[-1]}"
+    places = {
+        "embedding": ", ".join(stack.table for stack in sites.stacks if stack.table) or "-",
+        "rotary": ", ".join(sites.rotary) or "-",
+        "attention": ", ".join(f"{stack.attention[0]} ... {stack.attention[-1]}" for stack in sites.stacks),
+    }
     return PositionReport(type(model).__name__, sites.family.name, native, swapped, g, places, limit)
 
 
@@ -237,7 +240,7 @@ def on_meta(model: Any) -> Any:
         skeleton = model_class_of(config)(config if values is None else native_config(config))
     if values is not None:
         record = SwapRecord.from_dict(values)
-        plan = plan_swap(skeleton, record.make_scheme(), max_length=record.max_length, site=record.site)
+        plan = plan_swap(skeleton, record.choice(), max_length=record.max_length, site=record.site)
         skeleton._posswap = Patch(plan, [], skeleton.config)
     return skeleton
 

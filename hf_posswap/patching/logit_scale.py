@@ -42,15 +42,15 @@ def set_logit_scale(model: Any, logit_scale: float) -> None:
         >>> logit_scale_of(model), model.config.posswap["scheme"]["logit_scale"]
         (0.2, 0.2)
     """
-    target, plan = unwrap(model), _plan(model)
+    target: Any = unwrap(model)
+    plan = _plan(model)
     old: Any = plan.scheme
     scheme = dataclasses.replace(old, logit_scale=logit_scale)  # which checks it
     for module in target.modules():
         if isinstance(module, NoPEMechanism) and module.scheme.logit_scale is not None:
             module.scheme = dataclasses.replace(module.scheme, logit_scale=scheme.logit_scale)
-    record = dataclasses.replace(plan.record, scheme=scheme.to_dict())
-    target._posswap.plan = dataclasses.replace(plan, scheme=scheme, record=record)
-    target.config.posswap = record.to_dict()
+    target._posswap.plan = plan.with_schemes(dict.fromkeys(plan.schemes, scheme))
+    target.config.posswap = target._posswap.plan.record.to_dict()
 
 
 def _plan(model: Any) -> SwapPlan:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_posswap.errors import AlreadyPatchedError, SchemeError, UnsupportedSwapError
-from hf_posswap.families.base import Sites, locate
+from hf_posswap.errors import AlreadyPatchedError, OptionError, SchemeError, UnsupportedSwapError
+from hf_posswap.families.base import Sites, Stack, locate
+from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import (
     Action,
 )
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SiteChoice = Literal["auto", "attention"]
+SchemeChoice = Scheme | str | Mapping[str, Any]
+"""A scheme, its name, or a mapping of an encoder-decoder's stacks to schemes."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Edit:
         before: what is there.
         after: what will be there.
         action: does it.
+        stack: name of the stack that it is in.
     """
 
     site: str
@@ -37,6 +42,7 @@ class Edit:
     before: str
     after: str
     action: Action = field(repr=False, compare=False)
+    stack: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,9 @@ class SwapPlan:
 
     Attributes:
         model: class name of the model.
-        scheme: with every parameter that can be known before the weights are read.
+        scheme: with every parameter that can be known before the weights are read; the decoder's, where a model has
+            several stacks and it is swapped.
+        schemes: that of every stack which is swapped, by the stack's name: "" where a model has one.
         edits: in order.
         route: "native": stock transformers will run the saved checkpoint; "plugin": only hf_posswap will.
         cached_equals_full: whether decoding with a cache gives what one full forward gives, at any length.
@@ -60,6 +68,7 @@ class SwapPlan:
 
     model: str
     scheme: Scheme
+    schemes: dict[str, Scheme]
     edits: tuple[Edit, ...]
     route: Literal["native", "plugin"]
     cached_equals_full: bool
@@ -76,11 +85,40 @@ class SwapPlan:
 
         return plan_table(self)
 
+    @property
+    def unbounded(self) -> bool:
+        """Whether the swapped model runs at any length."""
+        return all(scheme.traits.unbounded for scheme in self.schemes.values())
+
+    @property
+    def named(self) -> str:
+        """The scheme, or those of the stacks where they differ, as text."""
+        if len(set(map(str, self.schemes.values()))) == 1:
+            return str(self.scheme)
+        return ", ".join(f"{stack}: {scheme}" for stack, scheme in self.schemes.items())
+
+    @property
+    def choice(self) -> Scheme | dict[str, Scheme]:
+        """What `plan_swap` takes to make this plan again."""
+        return self.schemes.get("", dict(self.schemes))
+
+    def with_schemes(self, schemes: dict[str, Scheme]) -> SwapPlan:
+        """Return the plan, and its record, with other schemes for the same stacks."""
+        main = list(schemes.values())[-1]
+        stacks = None if "" in schemes else {name: scheme.to_dict() for name, scheme in schemes.items()}
+        record = replace(self.record, scheme=main.to_dict(), stacks=stacks)
+        return replace(self, scheme=main, schemes=schemes, record=record)
+
+    def place(self, edit: Edit) -> tuple[Scheme, Geometry]:
+        """Return the scheme and the geometry of the stack in which `edit` lies."""
+        return self.schemes[edit.stack], self.sites.stack(edit.stack).geometry
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON."""
         return {
             "model": self.model,
             "scheme": self.scheme.to_dict(),
+            **({} if "" in self.schemes else {"stacks": {n: scheme.to_dict() for n, scheme in self.schemes.items()}}),
             "edits": [{k: getattr(e, k) for k in ("site", "path", "before", "after")} for e in self.edits],
             "route": self.route,
             "cached_equals_full": self.cached_equals_full,
@@ -94,7 +132,7 @@ class SwapPlan:
 
 def plan_swap(
     model: PreTrainedModel,
-    scheme: Scheme | str,
+    scheme: SchemeChoice,
     *,
     max_length: int | None = None,
     site: SiteChoice = "auto",
@@ -104,7 +142,8 @@ def plan_swap(
 
     Args:
         model: a transformers model, or a PEFT model around one.
-        scheme: an object, or a name with its fields as `options`.
+        scheme: an object, or a name with its fields as `options`; for an encoder-decoder also a mapping of its stacks
+            to schemes, {"encoder": ..., "decoder": ...}: a stack that it leaves out keeps what it has.
         max_length: positions the swapped model is meant for, in tokens; None keeps the model's own (or what a given
             factor reaches).
         site: "auto" expresses the swap natively where it can be; "attention" always applies it inside attention.
@@ -129,27 +168,59 @@ def plan_swap(
     carried: Any = getattr(model, "_posswap", None)
     if carried is not None:
         raise AlreadyPatchedError(
-            f"{type(model).__name__} already carries {carried.plan.scheme}: call unpatch_model(model) first."
+            f"{type(model).__name__} already carries {carried.plan.named}: call unpatch_model(model) first."
         )
     if site not in ("auto", "attention"):
         raise UnsupportedSwapError(f"site must be 'auto' or 'attention', got {site!r}.")
     if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
         raise SchemeError(f"max_length must be a whole number of tokens >= 1, got {max_length!r}.")
-    chosen = make_scheme(scheme, **options)
     sites = locate(model)
-    if chosen.traits.causal_only and not sites.geometry.causal:
-        raise UnsupportedSwapError(
-            f"{chosen.name} needs a causal model; {type(model).__name__} sees both sides. What works: rope, alibi, "
-            "sinusoidal, learned."
-        )
-    resolved = chosen.resolve(sites.geometry, max_length)
-    length = max_length or resolved.reach(sites.geometry) or sites.geometry.original_length
+    chosen = choose(scheme, sites, options)
+    for name, one in chosen.items():
+        _refuse_two_sided(model, sites.stack(name), one)
+    resolved = {name: one.resolve(sites.stack(name).geometry, max_length) for name, one in chosen.items()}
+    length = max_length or max(_length(one, sites.stack(name).geometry) for name, one in resolved.items())
     if length > LONGEST:
         raise SchemeError(
-            f"{resolved}: the model would be meant for {length} tokens; the most is {LONGEST}. Give a smaller "
-            "max_length or factor."
+            f"{', '.join(map(str, resolved.values()))}: the model would be meant for {length} tokens; the most is "
+            f"{LONGEST}. Give a smaller max_length or factor."
         )
     return Planner(model, sites, resolved, length, site).plan()
+
+
+def choose(scheme: SchemeChoice, sites: Sites, options: dict[str, Any]) -> dict[str, Scheme]:
+    """Return the scheme of every stack that is to be swapped, by the stack's name, the main stack's last.
+
+    Raises:
+        SchemeError: a mapping names a stack that the model does not have, or none.
+        OptionError: options were given beside a mapping.
+    """
+    names = [stack.name for stack in sites.stacks]
+    if not isinstance(scheme, Mapping) or not scheme or "name" in scheme or not all(isinstance(k, str) for k in scheme):
+        one = make_scheme(scheme, **options)
+        return dict.fromkeys(names, one)
+    if options:
+        raise OptionError(f"options {sorted(options)} were given beside schemes by stack: set them on the schemes.")
+    unknown = [name for name in scheme if name not in names]
+    if unknown or names == [""]:
+        stacks = ", ".join(names) if names != [""] else "one stack only, without a name"
+        raise SchemeError(f"schemes were given by stack, for {', '.join(scheme)}; this model has {stacks}.")
+    return {name: make_scheme(scheme[name]) for name in names if name in scheme}
+
+
+def _refuse_two_sided(model: Any, stack: Stack, scheme: Scheme) -> None:
+    if stack.geometry.causal or not scheme.traits.causal_only:
+        return
+    whole = type(model).__name__
+    raise UnsupportedSwapError(
+        f"{scheme.name} needs a causal model; {f'the {stack.name} of ' if stack.name else ''}{whole} sees both sides. "
+        "What works: rope, alibi, sinusoidal, learned"
+        + (f'; or {{"decoder": "{scheme.name}"}}, which leaves the {stack.name} as it is.' if stack.name else ".")
+    )
+
+
+def _length(scheme: Scheme, geometry: Geometry) -> int:
+    return scheme.reach(geometry) or geometry.original_length
 
 
 def unwrap(model: Any) -> Any:

@@ -7,10 +7,11 @@ from typing import Any, Literal
 import torch
 
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.base import Sites
+from hf_posswap.families.base import Sites, Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching import rotary as rotary_site
 from hf_posswap.patching.actions import (
+    Action,
     AddMechanism,
     BlendTable,
     EditConfig,
@@ -33,20 +34,51 @@ from hf_posswap.schemes.table import TableScheme
 
 
 class Planner:
-    """Collects the edits for one model and one resolved scheme."""
+    """Collects the edits for one model and a resolved scheme for each of its stacks, one stack after another."""
 
-    def __init__(self, model: Any, sites: Sites, scheme: Scheme, length: int, site: SiteChoice) -> None:
-        self.model, self.sites, self.scheme, self.length, self.site = model, sites, scheme, length, site
-        self.geometry: Geometry = sites.geometry
+    stack: Stack
+    scheme: Scheme
+    geometry: Geometry
+
+    def __init__(self, model: Any, sites: Sites, schemes: dict[str, Scheme], length: int, site: SiteChoice) -> None:
+        self.model, self.sites, self.schemes, self.length, self.site = model, sites, schemes, length, site
         self.edits: list[Edit] = []
-        self.values: dict[str, Any] = {"max_position_embeddings": sites.config_length(length)}
+        self.values: dict[str, Any] = {}
         self.unused: dict[str, int] = {}
         self.added: dict[str, int] = {}
         self.notes: list[str] = []
         self.route: Literal["native", "plugin"] = "native"
 
     def plan(self) -> SwapPlan:
+        adaptation: dict[str, str] = {}
+        for stack in self.sites.stacks:
+            if stack.name in self.schemes:
+                self.stack, self.scheme, self.geometry = stack, self.schemes[stack.name], stack.geometry
+                self._of_stack()
+                adaptation.setdefault(self._adaptation(), stack.name)
+        self._left_alone()
+        self._config()
+        several = len(adaptation) > 1
+        notes = dict.fromkeys(note for scheme in self.schemes.values() for note in scheme.notes())
+        return SwapPlan(
+            model=type(self.model).__name__,
+            scheme=self.scheme,
+            schemes=self.schemes,
+            edits=tuple(self.edits),
+            route=self.route,
+            cached_equals_full=all(scheme.traits.prefix_consistent for scheme in self.schemes.values()),
+            unused=self.unused,
+            added=self.added,
+            adaptation="; ".join(f"{name}: {what}" if several else what for what, name in adaptation.items()),
+            max_length=self.length,
+            notes=(*self.notes, *notes),
+            record=self._record(),
+            sites=self.sites,
+        )
+
+    def _of_stack(self) -> None:
         scheme = self.scheme
+        self.values[self.stack.config_name] = self.stack.config_length(self.length)
         if isinstance(scheme, Blend):
             self._blend(scheme)
         elif scheme.table_part is not None:
@@ -54,31 +86,29 @@ class Planner:
             if scheme.acts_inside:
                 self._conceal(scheme.table_part)
                 self._attention()
-        elif self.sites.rotary:
+        elif self.stack.rotary:
             self._rotary_family()
         elif not scheme.acts_inside and self.site == "auto":
-            self._drop_table(rows=self.length + self.sites.table_offset)
+            self._drop_table(rows=self.length + self.stack.table_offset)
         else:
             self._drop_table(rows=None)
             self._attention()
-        self._config()
-        return SwapPlan(
-            model=type(self.model).__name__,
-            scheme=scheme,
-            edits=tuple(self.edits),
-            route=self.route,
-            cached_equals_full=scheme.traits.prefix_consistent,
-            unused=self.unused,
-            added=self.added,
-            adaptation=self._adaptation(),
-            max_length=self.length,
-            notes=(*self.notes, *self.scheme.notes()),
-            record=self._record(),
-            sites=self.sites,
-        )
+
+    def _left_alone(self) -> None:
+        """Note the stacks that keep what they have; where their tables end elsewhere, no config can say both."""
+        for stack in self.sites.stacks:
+            if stack.name in self.schemes:
+                continue
+            self.notes.append(f"The {stack.name} keeps its positions, {stack.geometry.original_length} of them.")
+            own = stack.config_length(stack.geometry.original_length)
+            if self.values.get(stack.config_name, own) != own:
+                self.route = "plugin"
+
+    def _edit(self, site: str, path: str, before: str, after: str, action: Action) -> None:
+        self.edits.append(Edit(site, path, before, after, action, self.stack.name))
 
     def _table(self, scheme: TableScheme) -> None:
-        path = self.sites.table
+        path = self.stack.table
         if path is None or self.site == "attention":
             raise UnsupportedSwapError(
                 f"{scheme.name} needs a position table to stand in, and {type(self.model).__name__} "
@@ -87,40 +117,40 @@ class Planner:
             )
         rows = scheme.rows(self.geometry, self.length)
         before = f"learned table, {self.geometry.original_length} positions"
-        replace = ReplaceTable(path, scheme, rows, self.sites.table_offset, self.geometry)
-        self.edits.append(Edit("embedding", path, before, f"{scheme.name}, {rows} positions", replace))
+        replace = ReplaceTable(path, scheme, rows, self.stack.table_offset, self.geometry)
+        self._edit("embedding", path, before, f"{scheme.name}, {rows} positions", replace)
         self._guard(capacity=rows)
-        grown = (rows - self.geometry.original_length) * self.geometry.hidden_size
+        grown = (rows - self.geometry.original_length) * self.geometry.row_width
         if grown > 0 and scheme.trainable:
             self.added[f"{path}.weight (new rows)"] = grown
 
     def _conceal(self, scheme: TableScheme) -> None:
         """Plan a table that is kept beside another mechanism under a name that stock classes do not know."""
-        path = self.sites.table
+        path = self.stack.table
         assert path is not None
-        conceal = BlendTable(path, None, 0.0, self.sites.table_offset, self.geometry)
-        self.edits.append(Edit("embedding", path, f"{path}.weight", f"{path}.old, unknown to stock classes", conceal))
-        rows = scheme.rows(self.geometry, self.length) + self.sites.table_offset
+        conceal = BlendTable(path, None, 0.0, self.stack.table_offset, self.geometry)
+        self._edit("embedding", path, f"{path}.weight", f"{path}.old, unknown to stock classes", conceal)
+        rows = scheme.rows(self.geometry, self.length) + self.stack.table_offset
         self.unused[f"{path}.weight"] = self.model.get_submodule(path).weight.numel()
         self.added.pop(f"{path}.weight (new rows)", None)
-        self.added[f"{path}.old"] = rows * self.geometry.hidden_size
+        self.added[f"{path}.old"] = rows * self.geometry.row_width
 
     def _drop_table(self, rows: int | None) -> None:
-        path = self.sites.table
+        path = self.stack.table
         assert path is not None
         weight = self.model.get_submodule(path).weight
         before = f"learned table, {self.geometry.original_length} positions"
-        self.edits.append(Edit("embedding", path, before, "nothing added", RemoveTable(path, rows)))
+        self._edit("embedding", path, before, "nothing added", RemoveTable(path, rows))
         self.unused[f"{path}.weight"] = weight.numel()
         self._guard(capacity=None)
 
     def _guard(self, capacity: int | None) -> None:
-        sites = self.sites
-        guard = GuardLength(sites.entry, capacity, sites.table_offset, sites.first_position, sites.buffers, self.length)
-        if capacity is None and not self.sites.buffers:
+        stack = self.stack
+        guard = GuardLength(stack.entry, capacity, stack.table_offset, stack.first_position, stack.buffers, self.length)
+        if capacity is None and not self.stack.buffers:
             return
         after = f"a clear error past {capacity} positions" if capacity else "buffers that grow with the length"
-        self.edits.append(Edit("embedding", self.sites.entry or "(model)", "no length check", after, guard))
+        self._edit("embedding", self.stack.entry or "(model)", "no length check", after, guard)
 
     def _rotary_family(self) -> None:
         values = None if self.site == "attention" else self._native_rope()
@@ -128,9 +158,9 @@ class Planner:
         if values is not None:
             length = self._native_length(values)
             trial = rotary_site.trial_config(self.model.config, values, length)
-            for path in self.sites.rotary:
+            for path in self.stack.rotary:
                 rebuild = RebuildRotary(path, trial)
-                self.edits.append(Edit("rotary", path, before, self.scheme.name, rebuild))
+                self._edit("rotary", path, before, self.scheme.name, rebuild)
             self._settings(trial)
             self.values["max_position_embeddings"] = length
             self.values["rope_parameters"] = trial.rope_parameters
@@ -139,7 +169,7 @@ class Planner:
         self._attention()
 
     def _blend(self, scheme: Blend) -> None:
-        table, path = scheme.new.table_part, self.sites.table
+        table, path = scheme.new.table_part, self.stack.table
         if path is None:
             if table is not None:
                 self._table(table)  # which says that there is none
@@ -150,14 +180,14 @@ class Planner:
             if table is not None and table.rows(self.geometry, self.length) != self.geometry.original_length:
                 raise UnsupportedSwapError(f"{scheme}: both tables must have the same number of positions.")
             rows = self.model.get_submodule(path).weight.numel()
-            blend = BlendTable(path, table, scheme.weight, self.sites.table_offset, self.geometry)
+            blend = BlendTable(path, table, scheme.weight, self.stack.table_offset, self.geometry)
             after = "faded" if table is None else f"blended with {table.name}"
             before = f"learned table, {self.geometry.original_length} positions"
-            self.edits.append(Edit("embedding", path, before, after, blend))
+            self._edit("embedding", path, before, after, blend)
             self.unused[f"{path}.weight"] = rows
             self.added[f"{path}.old"] = rows
             if table is not None and table.trainable:
-                self.added[f"{path}.new"] = self.geometry.original_length * self.geometry.hidden_size
+                self.added[f"{path}.new"] = self.geometry.original_length * self.geometry.row_width
             self._guard(capacity=self.geometry.original_length)
         if path is None or scheme.new.acts_inside:
             self._attention()
@@ -166,8 +196,8 @@ class Planner:
     def _neutralise(self) -> None:
         """Plan native rotary modules that rotate by nothing, and a config that stock transformers refuses."""
         before = f"rope, theta {self.geometry.base:g}, {self.geometry.rotary_dim} of {self.geometry.head_dim} dims"
-        for path in self.sites.rotary:
-            self.edits.append(Edit("rotary", path, before, "rotates by nothing", NeutraliseRotary(path)))
+        for path in self.stack.rotary:
+            self._edit("rotary", path, before, "rotates by nothing", NeutraliseRotary(path))
         self.values["rope_parameters"] = rotary_site.with_rope(self.model.config, {}) | {
             "rope_type": rotary_site.POSSWAP_ROPE_TYPE,
             "rope_theta": self.geometry.base,
@@ -177,15 +207,15 @@ class Planner:
         """Plan what a fresh model of the `trial` config has otherwise, outside its rotary modules."""
         with torch.device("meta"):
             fresh = type(self.model)(trial)
-        for path, name, old, new in rotary_site.changed_settings(self.model, fresh, self.sites.rotary):
+        for path, name, old, new in rotary_site.changed_settings(self.model, fresh, self.stack.rotary):
             edit = SetAttribute(path, name, old, new)
-            self.edits.append(Edit("rotary", f"{path}.{name}".lstrip("."), _brief(old), _brief(new), edit))
+            self._edit("rotary", f"{path}.{name}".lstrip("."), _brief(old), _brief(new), edit)
 
     def _native_rope(self) -> dict[str, Any] | None:
         """Return rope parameters with which the model's own rotary module does the same, proved by building it."""
         scheme, width = self.scheme, self.geometry.rotary_dim
         assert width is not None
-        for path in self.sites.rotary:
+        for path in self.stack.rotary:
             module = self.model.get_submodule(path)
             if not scheme.acts_inside:
                 values: dict[str, Any] | None = {
@@ -232,32 +262,33 @@ class Planner:
                 "it is not proved that all layers and dimensions are treated alike. What works: what its config "
                 "expresses natively (rope, linear, ntk, yarn, llama3, ..., nope)."
             )
-        for path in self.sites.attention:
+        for path in self.stack.attention:
             if not has_interface(self.model.get_submodule(path)):
                 raise UnsupportedSwapError(
                     f"{path} ({type(self.model.get_submodule(path)).__name__}) does not attend through transformers' "
                     "AttentionInterface, so a scheme cannot be put inside."
                 )
         seen, exact = self.geometry.sliding_window, self.scheme.exact_below
-        if self.sites.rotary and seen is not None and exact is not None and seen <= exact:
+        if self.stack.rotary and seen is not None and exact is not None and seen <= exact:
             raise UnsupportedSwapError(
                 f"{self.scheme.name} with window {exact} would change nothing: {type(self.model).__name__} sees only "
                 f"the last {seen} keys in every layer. What works: a smaller window."
             )
         mechanism, memo = self.scheme.mechanism(self.geometry), ForwardMemo()
         turning = any(part.rotates or part.splits for part in mechanism.modules() if isinstance(part, Mechanism))
-        if turning and self.sites.rotary and self.geometry.layout is None:
+        if turning and self.stack.rotary and self.geometry.layout is None:
             raise UnsupportedSwapError(
                 f"how {type(self.model).__name__} pairs its rotary dimensions is unknown, so {self.scheme.name} cannot "
                 "be applied at the attention site. What works: alibi, nope, and what its config expresses natively."
             )
-        where = ".".join(part for part in (self.sites.base, "posswap") if part)
-        add = AddMechanism(where, self.sites.entry, mechanism, memo)
-        self.edits.append(Edit("attention", where, "-", self.scheme.name, add))
-        for layer, path in enumerate(self.sites.attention):
-            patch = PatchAttention(path, where, memo, self.sites.first_position, layer)
+        owner = self.stack.entry if self.stack.name else self.sites.base
+        where = ".".join(part for part in (owner, "posswap") if part)
+        add = AddMechanism(where, self.stack.entry, mechanism, memo)
+        self._edit("attention", where, "-", self.scheme.name, add)
+        for layer, path in enumerate(self.stack.attention):
+            patch = PatchAttention(path, where, memo, self.stack.first_position, layer)
             effect = self._effect(mechanism.for_layer(layer))
-            self.edits.append(Edit("attention", path, "raw q and k", effect, patch))
+            self._edit("attention", path, "raw q and k", effect, patch)
         self.added |= {f"{where}.{name}": p.numel() for name, p in mechanism.named_parameters()}
 
     def _effect(self, mechanism: Mechanism) -> str:
@@ -280,7 +311,7 @@ class Planner:
             before = getattr(self.model.config, name)
             edit = EditConfig(name, value)
             if before != value:
-                self.edits.append(Edit("config", name, _brief(before), _brief(value), edit))
+                self._edit("config", name, _brief(before), _brief(value), edit)
 
     def _record(self) -> SwapRecord:
         original = {name: getattr(self.model.config, name) for name in self.values}
@@ -291,6 +322,7 @@ class Planner:
             max_length=self.length,
             site=self.site,
             original=original,
+            stacks={name: scheme.to_dict() for name, scheme in self.schemes.items()} if self.stack.name else None,
         )
 
     def _native_pairs(self, scheme: RotaryScheme) -> bool:
@@ -299,7 +331,7 @@ class Planner:
         return same and scheme.rotary_dim(self.geometry) == self.geometry.rotary_dim and scheme.traits.training_free
 
     def _adaptation(self) -> str:
-        scheme, native_kind = self.scheme, "rotary" if self.sites.rotary else "table"
+        scheme, native_kind = self.scheme, "rotary" if self.stack.rotary else "table"
         if isinstance(scheme, Blend):
             return "as the weight moves: none at 0, where it is the old mechanism"
         if self.scheme.kind != native_kind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import reprlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from hf_posswap.errors import PosswapError, RecordError
@@ -28,6 +28,8 @@ class SwapRecord:
         site: "auto" or "attention", as asked of `patch_model`.
         original: config values that the swap changed, as they were.
         version: of this format.
+        stacks: `Scheme.to_dict` of every swapped stack's scheme, by its name; None for a model of one stack, and then
+            left out of the JSON.
     """
 
     scheme: dict[str, Any]
@@ -37,10 +39,14 @@ class SwapRecord:
     site: Literal["auto", "attention"]
     original: dict[str, Any]
     version: int = RECORD_VERSION
+    stacks: dict[str, dict[str, Any]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON."""
-        return asdict(self)
+        values = asdict(self)
+        if self.stacks is None:
+            del values["stacks"]
+        return values
 
     def make_scheme(self) -> Scheme:
         """Return the resolved scheme.
@@ -52,6 +58,16 @@ class SwapRecord:
             return make_scheme(self.scheme)
         except PosswapError as error:
             raise RecordError(f"config.posswap holds a scheme that cannot be built: {error}") from error
+
+    def choice(self) -> Scheme | dict[str, Scheme]:
+        """Return what `plan_swap` takes to do it again: the scheme, or those of the stacks.
+
+        Raises:
+            RecordError: as `make_scheme` does.
+        """
+        if self.stacks is None:
+            return self.make_scheme()
+        return {name: replace(self, scheme=values, stacks=None).make_scheme() for name, values in self.stacks.items()}
 
     def __post_init__(self) -> None:
         # here, so that a record which could not be read again is not written either
@@ -80,7 +96,7 @@ hf_posswap, or check the file.
                 "update hf_posswap, or check the file."
             )
         names = {field.name for field in fields(cls)}
-        missing, unknown = sorted(names - set(data)), sorted(map(reprlib.repr, set(data) - names))
+        missing, unknown = sorted(names - {"stacks"} - set(data)), sorted(map(reprlib.repr, set(data) - names))
         if missing or unknown:
             raise RecordError(
                 f"config.posswap: missing fields: {', '.join(missing) or 'none'}; unknown fields: "

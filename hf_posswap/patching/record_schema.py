@@ -50,10 +50,17 @@ def check_record(values: dict[str, Any]) -> None:
             )
         _need(known[0](value), f"original.{name}", value, known[1])
     _check_scheme(values["scheme"], "scheme", 1)
+    for name, scheme in (values["stacks"] or {}).items():
+        _check_scheme(scheme, f"stacks.{name}", 1)
 
 
 def _is_length(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LONGEST
+
+
+def _is_stacks(value: Any) -> bool:
+    named = isinstance(value, dict) and bool(value) and set(value) <= {"encoder", "decoder"}
+    return named and all(isinstance(scheme, dict) for scheme in value.values())
 
 
 _Rule = tuple[Callable[[Any], bool], str]
@@ -65,9 +72,14 @@ _FIELDS: dict[str, _Rule] = {
     "max_length": _LENGTH,
     "site": (lambda value: value in ("auto", "attention"), "'auto' or 'attention'"),
     "original": (lambda value: isinstance(value, dict), "an object with the config values that the swap changed"),
+    "stacks": (
+        lambda value: value is None or _is_stacks(value),
+        "an object with the schemes of encoder and decoder, or left out",
+    ),
 }
 _ORIGINAL: dict[str, _Rule] = {
     "max_position_embeddings": _LENGTH,
+    "max_target_positions": _LENGTH,
     "rope_parameters": (lambda value: value is None or isinstance(value, dict), "an object or null"),
 }
 
@@ -122,7 +134,7 @@ def _check_scheme(value: Any, where: str, depth: int) -> None:
     if not isinstance(value, dict | list | tuple):
         return
     named = isinstance(value, dict) and "name" in value
-    _need(named or where != "scheme", where, value, "a scheme with its name under 'name'")
+    _need(named or depth > 1, where, value, "a scheme with its name under 'name'")
     if named and depth > MOST_NESTED:
         raise RecordError(f"config.posswap: {where} is a scheme inside more than {MOST_NESTED - 1} others.")
     for key, child in value.items() if isinstance(value, dict) else enumerate(value):

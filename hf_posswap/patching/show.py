@@ -14,16 +14,16 @@ def plan_table(plan: SwapPlan) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([f"{plan.model}: {plan.scheme}", "", *lines, "", *(f"{k:<11} {v}" for k, v in fact_rows(plan))])
+    return "\n".join([f"{plan.model}: {plan.named}", "", *lines, "", *(f"{k:<11} {v}" for k, v in fact_rows(plan))])
 
 
 def fact_rows(plan: SwapPlan) -> list[tuple[str, str]]:
     """Return what follows from `plan`: names and values."""
     return [
         ("route", "native: stock transformers runs the saved checkpoint" if plan.route == "native" else _PLUGIN),
-        ("length", f"{plan.max_length} positions" + ("" if not plan.scheme.traits.unbounded else ", runs beyond")),
+        ("length", f"{plan.max_length} positions" + ("" if not plan.unbounded else ", runs beyond")),
         ("cache", _CONSISTENT if plan.cached_equals_full else _INCONSISTENT),
-        ("parallel", _SHARDABLE if plan.scheme.traits.shardable else _WHOLE),
+        ("parallel", _SHARDABLE if all(s.traits.shardable for s in plan.schemes.values()) else _WHOLE),
         ("unused", _sizes(plan.unused)),
         ("new", _sizes(plan.added)),
         ("adaptation", plan.adaptation),

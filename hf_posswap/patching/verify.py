@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.errors import NotPatchedError, SwapVerificationError
+from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import (
     AddMechanism,
     BlendTable,
@@ -25,7 +26,7 @@ from hf_posswap.patching.attention import PositionHook, StartHook
 from hf_posswap.patching.config_view import ConfigView
 from hf_posswap.patching.embedding import BlendedTable, LengthHook, NoPositions
 from hf_posswap.patching.rotary import NeutralRotary, is_still, matches
-from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.rope import RotaryScheme
 
 Fingerprint = dict[str, tuple[int, int]]
@@ -58,9 +59,9 @@ def check_structure(model: Any) -> None:
     """
     plan = model._posswap.plan
     for edit in plan.edits:
-        problem = _problem(model, edit.action, plan)
+        problem = _problem(model, edit, plan)
         if problem:
-            raise SwapVerificationError(f"{edit.path}: {problem}, so the swap to {plan.scheme} is not what it was.")
+            raise SwapVerificationError(f"{edit.path}: {problem}, so the swap to {plan.named} is not what it was.")
     if getattr(model.config, "posswap", None) is None:
         raise SwapVerificationError("config.posswap is gone: a checkpoint saved now would load as the native model.")
 
@@ -80,8 +81,10 @@ def check_untouched(model: Any, before: Fingerprint) -> None:
         raise SwapVerificationError(f"parameters outside the plan changed: {', '.join(changed)}.")
 
 
-def _problem(model: Any, action: Any, plan: Any) -> str | None:
-    """Return what is wrong where `action` was carried out, or None."""
+def _problem(model: Any, edit: Any, plan: Any) -> str | None:
+    """Return what is wrong where `edit` was carried out, or None."""
+    action = edit.action
+    scheme, geometry = plan.place(edit)
     match action:
         case EditConfig(name, value):
             held = getattr(model.config, name)
@@ -95,11 +98,12 @@ def _problem(model: Any, action: Any, plan: Any) -> str | None:
         case ReplaceTable():
             return _table_problem(model.get_submodule(action.path), action)
         case RebuildRotary():
-            return _rotary_problem(model.get_submodule(action.path), plan)
+            return _rotary_problem(model.get_submodule(action.path), scheme, geometry)
         case BlendTable():
             return _blend_problem(model.get_submodule(action.path), action)
         case AddMechanism():
-            return _mechanism_problem(model.get_submodule(action.path), plan, model.get_submodule(action.entry))
+            fresh = scheme.mechanism(geometry)
+            return _mechanism_problem(model.get_submodule(action.path), fresh, model.get_submodule(action.entry))
     return _removal_problem(model.get_submodule(action.path), action)
 
 
@@ -141,17 +145,17 @@ def _blend_problem(module: Any, action: BlendTable) -> str | None:
     return None if module.share == action.share else f"the table fades by {module.share} instead of {action.share}"
 
 
-def _rotary_problem(module: Any, plan: Any) -> str | None:
-    if isinstance(plan.scheme, RotaryScheme):
-        good = matches(module, plan.scheme, plan.sites.geometry)
+def _rotary_problem(module: Any, scheme: Scheme, geometry: Geometry) -> str | None:
+    if isinstance(scheme, RotaryScheme):
+        good = matches(module, scheme, geometry)
     else:
-        good = is_still(module, plan.sites.geometry.rotary_dim)
+        assert geometry.rotary_dim is not None
+        good = is_still(module, geometry.rotary_dim)
     return None if good else "the rotary module does not have the planned frequencies"
 
 
-def _mechanism_problem(carried: Any, plan: Any, entry: Any) -> str | None:
+def _mechanism_problem(carried: Any, fresh: Mechanism, entry: Any) -> str | None:
     mechanism = getattr(carried, "original_module", carried)  # PEFT wraps what it trains in full
-    fresh = plan.scheme.mechanism(plan.sites.geometry)
     if type(mechanism) is not type(fresh):
         return f"a {type(mechanism).__name__} stands where a {type(fresh).__name__} should"
     held, expected = _constants(mechanism), _constants(fresh)

@@ -51,10 +51,10 @@ class Sinusoidal(TableScheme):
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
         super().resolve(geometry, max_length)
-        if geometry.hidden_size % 2:
+        if geometry.row_width % 2:
             raise SchemeError(
                 f"{self.name}: needs an even hidden size, a sine and a cosine a frequency; this model's is "
-                f"{geometry.hidden_size}. Scheme 'learned' works with any."
+                f"{geometry.row_width}. Scheme 'learned' works with any."
             )
         return self
 
@@ -72,7 +72,7 @@ class Sinusoidal(TableScheme):
     def table(self, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
         if self.scale == "match":
             raise SchemeError(f"{self.name}: scale is still 'match': call fit(old, geometry) first, or give a number.")
-        width = geometry.hidden_size
+        width = geometry.row_width
         exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width  # [E/2]
         positions = torch.arange(rows, dtype=torch.float64, device="cpu")[:, None]  # [P, 1]
         angles = positions * self.base**-exponents  # [P, E/2]
