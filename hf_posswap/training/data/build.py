@@ -7,12 +7,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
+from hf_posswap.errors import DataError
+from hf_posswap.files import cache_folder
+from hf_posswap.training.data.cutting import Cut, cut_pieces, pack_pieces
+from hf_posswap.training.data.masking import make_masking
+from hf_posswap.training.data.order import Order
 from hf_posswap.training.data.settings import DataSettings
+from hf_posswap.training.data.sources import check_source
+from hf_posswap.training.data.store import TokenStore, token_stores
+from hf_posswap.training.data.windows import Collate, TokenWindows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_JUMPING = ("pose", "random-positions")
 
 
 @dataclass(frozen=True)
@@ -23,14 +33,14 @@ class TokenData:
         train: item i is a dict of the model's arguments without the batch dimension ("input_ids", "labels",
             "attention_mask" or not, "position_ids" or not), and depends on the settings and i alone. Its length is one
             pass over the text; `train.sized(n)` has n items, later passes in other orders: read it in order.
-        collate: makes a batch of items, a dict for `model(**batch)`; it says `use_cache=False`, because a cache would
-            switch the masks of packed documents off.
+        collate: makes a batch of items, a dict for `model(**batch)`; for causal models it says `use_cache=False`,
+            because a cache would switch the masks of packed documents off.
         held_out: token ids of the documents that training never sees, whole, int32 [any length].
-        summary: counts of documents, tokens and windows, of each source and in sum, as JSON.
+        summary: documents, tokens and windows of each source, as JSON.
     """
 
-    train: torch.utils.data.Dataset[dict[str, torch.Tensor]]
-    collate: Callable[[list[dict[str, torch.Tensor]]], dict[str, Any]]
+    train: TokenWindows
+    collate: Callable[[list[dict[str, Tensor]]], dict[str, Any]]
     held_out: Sequence[np.ndarray]
     summary: dict[str, Any]
 
@@ -43,14 +53,110 @@ def build_data(
     scheme_length: int,
     first_position: int = 0,
 ) -> TokenData:
-    """Return what to train on.
+    """Return what to train on. Documents are tokenized whole, once; later calls find the tokens in the cache.
 
     Args:
         settings: what, and how windows are cut.
         tokenizer: of the model.
         causal: whether the model predicts the next token; otherwise masked ones.
-        scheme_length: positions the swapped model is meant for, `SwapRecord.max_length`: "pose" and "random-positions"
+        scheme_length: positions the swapped model is meant for, `SwapPlan.max_length`: "pose" and "random-positions"
             reach up to it.
         first_position: what the model's `position_ids` call position 0, `Sites.first_position`.
+
+    Raises:
+        DataError: a source cannot be read or has no window, the window is longer than `scheme_length`, or the
+            tokenizer has no mask token for an encoder.
+        MissingDependencyError: a source needs the package datasets.
+        CheckpointError: the cache cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from hf_posswap.training import byte_tokenizer
+        >>> from hf_posswap.training.data import Source
+        >>> with tempfile.TemporaryDirectory() as cache:
+        ...     settings = DataSettings((Source(documents=40),), length=64, packing="pose", cache=Path(cache))
+        ...     data = build_data(settings, byte_tokenizer(), causal=True, scheme_length=256)
+        ...     data.collate([data.train[0], data.train[1]])["position_ids"].shape
+        torch.Size([2, 64])
     """
-    raise NotImplementedError
+    _check_length(settings, scheme_length)
+    for source in settings.sources:
+        check_source(source)
+    masking = None if causal else make_masking(tokenizer, settings.mask_share)
+    around = 0 if masking is None else masking.around
+    folder = cache_folder(settings.cache) / "tokens"
+    stores, held_out, cuts = [], [], []
+    for source in settings.sources:
+        store, measured = token_stores(source, tokenizer, begin=causal, held_out=settings.held_out, cache=folder)
+        stores.append(store)
+        held_out.append(measured)
+        cuts.append(_cut(store, settings, around, source.path))
+    train = TokenWindows(
+        stores=tuple(stores),
+        cuts=tuple(cuts),
+        order=Order([len(cut) for cut in cuts], [source.weight for source in settings.sources], settings.seed),
+        length=settings.length,
+        target=scheme_length,
+        packing=settings.packing,
+        masking=masking,
+        filler=_filler(tokenizer),
+        first_position=first_position,
+        seed=settings.seed,
+        count=sum(map(len, cuts)),
+    )
+    measured_documents = [document for part in held_out for document in part[:]]
+    return TokenData(train, Collate(causal), measured_documents, _summary(settings, stores, held_out, cuts))
+
+
+def _check_length(settings: DataSettings, target: int) -> None:
+    if settings.length > target:
+        raise DataError(
+            f"windows of {settings.length} tokens do not fit into the {target} positions that the model is meant for: "
+            "take a smaller length, or swap with a larger max_length."
+        )
+    if settings.packing in _JUMPING and settings.length == target:
+        raise DataError(
+            f"packing {settings.packing!r} trains positions beyond the window, and window and target are both "
+            f"{target}: take a smaller length, or packing 'none' or 'documents'."
+        )
+
+
+def _cut(store: TokenStore, settings: DataSettings, around: int, name: str) -> Cut:
+    size = settings.length - around
+    jumping = settings.packing in _JUMPING
+    cut = cut_pieces(store.offsets, size, whole=jumping)
+    if len(cut) == 0:
+        longest = int(np.diff(store.offsets).max())
+        raise DataError(
+            f"{name} has no window for packing {settings.packing!r}: its longest document has {longest} tokens, and "
+            f"{size if jumping else 2} are needed. Give longer documents or take a smaller length."
+        )
+    return pack_pieces(cut, settings.length, around=around) if settings.packing == "documents" else cut
+
+
+def _filler(tokenizer: PreTrainedTokenizerBase) -> int:
+    for found in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(found, int):
+            return found
+    return 0
+
+
+def _summary(
+    settings: DataSettings, stores: list[TokenStore], held_out: list[TokenStore], cuts: list[Cut]
+) -> dict[str, Any]:
+    rows = [
+        {
+            "source": source.path,
+            "weight": source.weight,
+            "documents": len(store),
+            "tokens": len(store.tokens),
+            "windows": len(cut),
+            "tokens_in_windows": int(cut.lengths.sum()),
+            "tokens_left_out": cut.left,
+            "held_out_documents": len(measured),
+            "held_out_tokens": len(measured.tokens),
+        }
+        for source, store, measured, cut in zip(settings.sources, stores, held_out, cuts, strict=True)
+    ]
+    return {"packing": settings.packing, "length": settings.length, "sources": rows}

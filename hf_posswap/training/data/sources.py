@@ -1,0 +1,78 @@
+"""The documents of a source, and what identifies them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.corpus import Document, python_corpus
+from hf_posswap.documents import file_documents, files_below
+from hf_posswap.hub_text import hub_documents, hub_text, require_datasets
+from hf_posswap.training.data.settings import PYTHON, Source
+
+_SPLITS = ("train", "validation", "test")
+
+
+def check_source(source: Source) -> None:
+    """Check that the files of `source` exist, or that data sets can be read: cheap, so it comes before all else.
+
+    Raises:
+        DataError: a path does not exist.
+        MissingDependencyError: it is a data set, and the package datasets is not installed.
+
+    Example:
+        >>> check_source(Source())
+    """
+    if source.path == PYTHON:
+        return
+    if hub_text(source.path) is not None:
+        require_datasets()
+    else:
+        files_below(Path(source.path))
+
+
+def source_documents(source: Source) -> Iterator[tuple[Document, bool | None]]:
+    """Give each document of `source`, and whether it is held out; None: not decided by the source.
+
+    Of the Python corpus that part is held out on which models are measured by default.
+
+    Raises:
+        DataError, MissingDependencyError: it cannot be read.
+    """
+    return islice(_documents(source), source.documents)
+
+
+def _documents(source: Source) -> Iterator[tuple[Document, bool | None]]:
+    if source.path == PYTHON:
+        corpus = python_corpus()
+        # alternating, so that a limit leaves some of both
+        held_out = iter(corpus.held_out)
+        every = max(1, len(corpus.train) // len(corpus.held_out))
+        for number, document in enumerate(corpus.train):
+            if number % every == 0 and (measured := next(held_out, None)) is not None:
+                yield measured, True
+            yield document, False
+        yield from ((document, True) for document in held_out)
+    elif (data_set := hub_text(source.path)) is not None:
+        documents = hub_documents(data_set, column=source.column, splits=_SPLITS, streaming=source.streaming)
+        yield from ((document, None) for document in documents)
+    else:
+        for path in files_below(Path(source.path)):
+            yield from ((document, None) for document in file_documents(path, source.column))
+
+
+def source_identity(source: Source) -> dict[str, Any]:
+    """Return what the documents of `source` depend on, as JSON: of files their sizes and times, of a data set its name.
+
+    Raises:
+        DataError: a path does not exist.
+    """
+    identity: dict[str, Any] = {"column": source.column, "documents": source.documents}
+    if source.path == PYTHON:
+        return identity | {"corpus": python_corpus().digest}
+    if (data_set := hub_text(source.path)) is not None:
+        return identity | {"data set": str(data_set)}
+    files = [(str(path.resolve()), path.stat()) for path in files_below(Path(source.path))]
+    return identity | {"files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files]}

@@ -1,0 +1,144 @@
+"""Tokens of whole documents on disk, made once: another process that asks meanwhile waits and gets the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from filelock import FileLock
+
+from hf_posswap.corpus import Document
+from hf_posswap.errors import DataError
+from hf_posswap.files import replacing, writable_folder, write_json
+from hf_posswap.training.data.settings import Source
+from hf_posswap.training.data.sources import source_documents, source_identity
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LAYOUT = 1
+_AT_ONCE = 64  # documents that are tokenized together: the fast tokenizers share them out
+_PARTS = ("train", "held_out")
+
+
+@dataclass(frozen=True)
+class TokenStore(Sequence[np.ndarray]):
+    """Documents as token ids.
+
+    Attributes:
+        tokens: of all, one after another, int32 [N].
+        offsets: where each begins, and the end, int64 [documents + 1].
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(index, slice):
+            return [self[k] for k in range(*index.indices(len(self)))]
+        k = range(len(self))[index]
+        return self.tokens[self.offsets[k] : self.offsets[k + 1]]
+
+
+def token_stores(
+    source: Source, tokenizer: PreTrainedTokenizerBase, *, begin: bool, held_out: float, cache: Path
+) -> tuple[TokenStore, TokenStore]:
+    """Return the documents of `source` to learn from and those held out, from `cache` where they lie there.
+
+    Equal texts land in the same part.
+
+    Args:
+        source: of the documents.
+        tokenizer: of the model.
+        begin: whether each begins with the tokenizer's begin-of-text token, where it has one.
+        held_out: share to hold out, where the source does not say which.
+        cache: folder that keeps them.
+
+    Raises:
+        DataError: the source cannot be read, or one of the parts would be empty.
+        CheckpointError: the cache cannot be written.
+    """
+    identity = {
+        "layout": _LAYOUT,
+        "source": source_identity(source),
+        "tokenizer": _tokenizer_identity(tokenizer),
+        "begin": begin,
+        "held_out": held_out,
+    }
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    folder = writable_folder(cache) / f"tokens-{name}"
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            with replacing(folder) as temporary:
+                temporary.mkdir()
+                _write(source, tokenizer, begin, held_out, temporary)
+                write_json(temporary / "identity.json", identity)
+    train, measured = (_open(folder, part) for part in _PARTS)
+    return train, measured
+
+
+def _write(source: Source, tokenizer: PreTrainedTokenizerBase, begin: bool, held_out: float, folder: Path) -> None:
+    lengths: dict[str, list[int]] = {part: [] for part in _PARTS}
+    with (folder / "train.bin").open("wb") as train, (folder / "held_out.bin").open("wb") as measured:
+        documents = source_documents(source)
+        while group := list(islice(documents, _AT_ONCE)):
+            for (document, out), ids in zip(group, _encode(group, tokenizer, begin), strict=True):
+                if not document.text:
+                    continue
+                aside = _place(document.text) < held_out if out is None else out
+                (measured if aside else train).write(ids.tobytes())
+                lengths[_PARTS[aside]].append(len(ids))
+    for part, found in lengths.items():
+        if not found:
+            raise DataError(
+                f"{source.path} has {sum(map(len, lengths.values()))} documents, and none of them is left to "
+                f"{'learn from' if part == 'train' else 'measure on'} with held_out={held_out:g}: give more documents."
+            )
+        np.save(folder / f"{part}.npy", np.cumsum([0, *found], dtype=np.int64))
+
+
+def _encode(
+    group: list[tuple[Document, bool | None]], tokenizer: PreTrainedTokenizerBase, begin: bool
+) -> Iterator[np.ndarray]:
+    texts = [document.text for document, _ in group]
+    first = [tokenizer.bos_token_id] if begin and tokenizer.bos_token_id is not None else []
+    for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+        yield np.array([*first, *ids], dtype=np.int32)
+
+
+def _open(folder: Path, part: str) -> TokenStore:
+    try:
+        offsets = np.load(folder / f"{part}.npy")
+        tokens = np.memmap(folder / f"{part}.bin", dtype=np.int32, mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"the kept tokens in {folder} cannot be read: {error}. Delete that folder.") from error
+    if len(tokens) != offsets[-1]:
+        raise DataError(
+            f"{folder} holds {len(tokens)} tokens where {offsets[-1]} were written: it is damaged. Delete that folder."
+        )
+    return TokenStore(tokens, offsets)
+
+
+def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    held = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
+    digest = hashlib.sha256(held.encode()).hexdigest()
+    return {"class": type(tokenizer).__name__, "digest": digest, "bos": tokenizer.bos_token_id}
+
+
+def _place(text: str) -> float:
+    """Return a number in [0, 1) that depends on `text` alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") / 2**56
