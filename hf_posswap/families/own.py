@@ -1,0 +1,43 @@
+"""What is peculiar to the attention of some kinds of model: a class with the interface, positions inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+NativeScheme = dict[str, Any]
+"""A position mechanism as `Scheme.to_dict` writes it: families know schemes by name alone."""
+
+
+@dataclass(frozen=True)
+class OwnAttention:
+    """What differs in the attention of one stack from what transformers promises of its newer models.
+
+    Attributes:
+        interface: of a self-attention module, the class with transformers' AttentionInterface that equals its own, or
+            why there is none; None: its own class has the interface.
+        positions: of a config, the position mechanism that is native inside attention; None: none is.
+        switch: path, from the base model, and name of the attribute that is true where that mechanism is made.
+        causal: of a config, whether a query sees only its past; None: the attention modules say it.
+        length_name: the config value that says how many positions the model was made for; None: it has none.
+        length: positions that it was made for, where its config does not say.
+    """
+
+    interface: Callable[[nn.Module], type | str] | None = None
+    positions: Callable[[Any], NativeScheme | None] | None = None
+    switch: tuple[str, str] | None = None
+    causal: Callable[[Any], bool] | None = None
+    length_name: str | None = "max_position_embeddings"
+    length: int = 2048
+
+    def inside(self, config: Any) -> NativeScheme | None:
+        """Return the position mechanism that is native inside attention, or None."""
+        return None if self.positions is None else self.positions(config)
+
+    def made_for(self, config: Any) -> int:
+        """Return the positions, in tokens, that a model of `config` was made for."""
+        said = None if self.length_name is None else getattr(config, self.length_name, None)
+        return self.length if said is None else said
