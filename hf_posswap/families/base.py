@@ -16,8 +16,20 @@ import torch
 from torch import nn
 
 from hf_posswap.errors import UnsupportedModelError
+from hf_posswap.families.own import NativeScheme, OwnAttention
+from hf_posswap.families.rope_config import (
+    buffer_name,
+    config_at,
+    config_path,
+    factor_of,
+    inv_freq_names,
+    parameters_of,
+    reaching,
+    rope_sets,
+)
 from hf_posswap.geometry import Geometry, Layout
 from hf_posswap.registry import Registry
+from hf_posswap.rotary import default_inv_freq
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -27,7 +39,7 @@ FAMILIES: Registry[Family] = Registry("family", "hf_posswap.families")
 
 @dataclass(frozen=True)
 class TableSpec:
-    """The additive position table of a family.
+    """The additive position table of a family: an embedding, or sinusoids that a module computes for itself.
 
     Attributes:
         path: of the table, from the base model.
@@ -35,6 +47,8 @@ class TableSpec:
         config_counts_offset: whether `config.max_position_embeddings` counts those rows too.
         buffers: buffers [1, P] with one entry a position, from the base model; they grow with the length.
         config_name: the config value that says how long the table is.
+        kind: what stands in it.
+        computed: whether its module makes its rows itself, at any length, as `weights` that no checkpoint holds.
     """
 
     path: str
@@ -42,6 +56,8 @@ class TableSpec:
     config_counts_offset: bool = False
     buffers: tuple[str, ...] = ()
     config_name: str = "max_position_embeddings"
+    kind: Literal["learned", "sinusoidal"] = "learned"
+    computed: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,8 @@ class StackSpec:
         entry: path, from the base model, of the module that takes input ids, position ids and the cache.
         table: where the learned table is; None: no table.
         heads: the config value that counts its query heads, which are as many as its key heads; None: the usual ones.
+        causal: whether a query sees only its past; None: what its attention modules say.
+        own: what is peculiar to its attention; None: nothing is.
     """
 
     name: str
@@ -61,6 +79,8 @@ class StackSpec:
     entry: str = ""
     table: TableSpec | None = None
     heads: str | None = None
+    causal: bool | None = None
+    own: OwnAttention | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +90,8 @@ class Family:
     Attributes:
         name: shown by `list_families`.
         summary: one line: what position mechanism it has natively.
-        attention: pattern of the self-attention modules' paths, from the base model; "*" is one path segment.
+        attention: pattern of the self-attention modules' paths, from the base model; "*" is one path segment, and
+            "a|b" a segment that is one of the two.
         model_types: `config.model_type`s that belong to it.
         entry: path, from the base model, of the module that takes input ids, position ids and the cache.
         table: where the learned table is; None: no table.
@@ -80,7 +101,10 @@ class Family:
         matches: for families by rule: whether a config belongs, asked after every `model_types` has missed.
         stacks: of an encoder-decoder, the decoder last; they say what `attention`, `entry` and `table` say of the
             others. A stack whose entry a model lacks (a decoder alone) is left out.
-        kept: paths, from the base model, of position parts that are never swapped.
+        kept: paths, from the base model, of position parts that are never swapped, or of what they all lie in.
+        towers: paths, from the base model, where the part that all other paths count from may lie: in a model of
+            several modalities, its language model.
+        attention_class: part of the class name of the self-attention modules, where others lie at such paths too.
     """
 
     name: str
@@ -94,6 +118,8 @@ class Family:
     matches: Callable[[PreTrainedConfig], bool] | None = None
     stacks: tuple[StackSpec, ...] = ()
     kept: tuple[str, ...] = ()
+    towers: tuple[str, ...] = ("",)
+    attention_class: str = ""
 
     @property
     def parts(self) -> tuple[StackSpec, ...]:
@@ -114,6 +140,9 @@ class Stack:
         buffers: paths of the buffers with one entry a position.
         rotary: paths of the native rotary modules.
         geometry: what a scheme may know of the model.
+        config: path of its part of the model's config; "": all of it.
+        turning: the sets of native frequencies that a rotary scheme replaces; see `rope_config`.
+        inside: the position mechanism that is native inside attention, as `Scheme.to_dict` writes it; None: none is.
     """
 
     spec: StackSpec
@@ -124,6 +153,9 @@ class Stack:
     buffers: tuple[str, ...]
     rotary: tuple[str, ...]
     geometry: Geometry
+    config: str = ""
+    turning: tuple[str, ...] = ()
+    inside: NativeScheme | None = None
 
     @property
     def name(self) -> str:
@@ -136,9 +168,12 @@ class Stack:
         return self.table_offset if self.spec.table is not None and self.spec.table.offset == "padding" else 0
 
     @property
-    def config_name(self) -> str:
-        """The config value that says how long the model is."""
-        return TableSpec.config_name if self.spec.table is None else self.spec.table.config_name
+    def config_name(self) -> str | None:
+        """The config value that says how long the model is, by its path in the config; None: none does."""
+        if self.spec.own is not None and self.spec.table is None:
+            return self.spec.own.length_name
+        name = TableSpec.config_name if self.spec.table is None else self.spec.table.config_name
+        return _join(self.config, name)
 
     def config_length(self, length: int) -> int:
         """Return what that config value says for `length` tokens."""
@@ -237,20 +272,33 @@ def locate(model: PreTrainedModel) -> Sites:
         UnsupportedModelError: no family, a path that is missing, or a position part that the family does not mention.
     """
     family = family_of(model.config)
-    base = model.base_model_prefix if getattr(model, model.base_model_prefix, None) is not None else ""
+    base = root_path = model.base_model_prefix if getattr(model, model.base_model_prefix, None) is not None else ""
+    root = model.get_submodule(base)
+    base = _join(base, _tower(root, family))
+    kept = [_join(root_path, path) for path in family.kept]
     root = model.get_submodule(base)
     present = [spec for spec in family.parts if not spec.name or _get(root, spec.entry) is not None]
     if not present:
         entries = ", ".join(repr(spec.entry) for spec in family.parts)
         raise UnsupportedModelError(f"{_who(model)}: none of the stacks of family {family.name!r} is there: {entries}.")
     sites = Sites(family, base, tuple(_stack(model, root, base, family, spec) for spec in present))
-    _refuse_unclaimed(model, sites)
+    _refuse_unclaimed(model, sites, kept)
     return sites
+
+
+def _tower(root: nn.Module, family: Family) -> str:
+    """Return where in `root` the part lies that the family's paths count from."""
+    held = [tower for tower in family.towers if _get(root, tower) is not None]
+    for tower in held:
+        if any(_matching(root.get_submodule(tower), spec.attention) for spec in family.parts):
+            return tower
+    return ""
 
 
 def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, spec: StackSpec) -> Stack:
     attention = _matching(root, spec.attention)
-    rotary = family.rotary(root) if family.rotary else []
+    attention = [path for path in attention if family.attention_class in type(root.get_submodule(path)).__name__]
+    rotary = [path for path in (family.rotary(root) if family.rotary else []) if path.startswith(spec.entry)]
     table = spec.table
     if table is not None and _get(root, table.path) is None:
         raise UnsupportedModelError(
@@ -258,7 +306,10 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
         )
     if not attention:
         raise UnsupportedModelError(f"{_who(model)}: no self-attention modules at {spec.attention!r}.")
+    if family.rotary and not rotary:
+        raise UnsupportedModelError(f"{_who(model)} has no rotary module, nor any other positions: its config says so.")
     offset = _table_offset(table, root) if table else 0
+    part = _config_of(model, root, rotary)
     return Stack(
         spec=spec,
         entry=_join(base, spec.entry),
@@ -267,8 +318,23 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
         table_offset=offset,
         buffers=tuple(_join(base, path) for path in table.buffers if _has_buffer(root, path)) if table else (),
         rotary=tuple(_join(base, path) for path in rotary),
-        geometry=_geometry(model, root, spec, attention, rotary, offset),
+        geometry=_geometry(model, config_at(model.config, part), root, spec, attention, rotary, offset),
+        config=part,
+        turning=reaching(rope_sets(root.get_submodule(rotary[0]))) if rotary else (),
+        inside=None if spec.own is None else spec.own.inside(model.config),
     )
+
+
+def _config_of(model: PreTrainedModel, root: nn.Module, rotary: list[str]) -> str:
+    """Return the path of the part of the model's config that its rotary modules were built from."""
+    held = (getattr(root.get_submodule(path), "config", None) for path in rotary)
+    paths = {config_path(model.config, config) for config in held if config is not None}
+    if len(paths) > 1 or None in paths:
+        raise UnsupportedModelError(
+            f"{_who(model)}: its rotary modules ({', '.join(rotary)}) were built from different or altered copies of "
+            "the config, so no one config says what they do."
+        )
+    return paths.pop() or "" if paths else ""
 
 
 def modeling_module(module: nn.Module) -> ModuleType:
@@ -276,37 +342,54 @@ def modeling_module(module: nn.Module) -> ModuleType:
     return sys.modules[type(module).__module__]
 
 
-def inv_freq_names(module: nn.Module) -> list[str]:
-    """Return the names of the frequency buffers that `module` itself owns: a rotary module has some."""
-    names = [name for name, _ in module.named_buffers(recurse=False)]
-    return [name for name in names if name.endswith("inv_freq") and "original" not in name]
+def table_of(module: nn.Module) -> torch.Tensor:
+    """Return the rows [P, E] of a table's module: its `weight`, or the `weights` that it has computed."""
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, torch.Tensor) else module.weights  # type: ignore[return-value]
 
 
 def _geometry(
-    model: PreTrainedModel, root: nn.Module, spec: StackSpec, attention: list[str], rotary: list[str], offset: int
+    model: PreTrainedModel,
+    config: Any,
+    root: nn.Module,
+    spec: StackSpec,
+    attention: list[str],
+    rotary: list[str],
+    offset: int,
 ) -> Geometry:
-    config: Any = model.config
     heads = getattr(config, spec.heads or "num_attention_heads")
     kv_heads = None if spec.heads else getattr(config, "num_key_value_heads", None)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     causal = {bool(getattr(root.get_submodule(path), "is_causal", True)) for path in attention}
+    if spec.own is not None and spec.own.causal is not None:
+        causal = {spec.own.causal(config)}
+    if spec.causal is not None:
+        causal = {spec.causal}
     if len(causal) > 1:
         raise UnsupportedModelError(f"{_who(model)}: some attention layers are causal and some are not.")
     width = config.hidden_size
     if spec.table is None:
-        length = config.max_position_embeddings
+        length = config.max_position_embeddings if spec.own is None else spec.own.made_for(config)
     else:
-        table: Any = root.get_submodule(spec.table.path)
-        length, width = table.weight.shape[0] - offset, table.weight.shape[1]
+        rows, width = table_of(root.get_submodule(spec.table.path)).shape
+        length = config.max_position_embeddings if spec.table.computed else rows - offset
     rotary_dim = base = layout = frequencies = None
     factor = 1.0
     if rotary:
         first = root.get_submodule(rotary[0])
-        frequencies, factor = _own_angles(first, config)
-        rotary_dim = 2 * getattr(first, inv_freq_names(first)[0]).shape[-1]
-        base = float((config.rope_parameters or {}).get("rope_theta") or 10000.0)
+        turning = reaching(rope_sets(first))
+        parameters = _common(model, config, turning)
+        frequencies, factor = _own_angles(first, config, turning[0])
+        rotary_dim = 2 * getattr(first, buffer_name(turning[0])).shape[-1]
+        if turning[0]:  # layers of several types may have heads of several widths
+            head_dim = _head_dim(config, root, attention, turning[0]) or head_dim
+        base = float(parameters.get("rope_theta") or 10000.0)
         layout = rotary_layout(root.get_submodule(attention[0]))
-        length = (config.rope_parameters or {}).get("original_max_position_embeddings") or length
+        length = parameters.get("original_max_position_embeddings") or length
+    inside = None if spec.own is None else spec.own.inside(config)
+    if inside is not None and inside["name"] == "rope":
+        rotary_dim, base, layout = round(head_dim * inside["partial"]), inside["base"], inside["layout"]
+        frequencies = tuple(default_inv_freq(base, rotary_dim).tolist())
     return Geometry(
         hidden_size=config.hidden_size,
         table_width=None if width == config.hidden_size else width,
@@ -325,6 +408,25 @@ def _geometry(
     )
 
 
+def _common(model: PreTrainedModel, config: Any, turning: tuple[str, ...]) -> dict[str, Any]:
+    """Return the rope parameters of the layers that a rotary scheme replaces, which must be the same in all of them."""
+    parameters = [parameters_of(config, name) for name in turning]
+    if any(one != parameters[0] for one in parameters):
+        raise UnsupportedModelError(
+            f"{_who(model)}: its layers of types {', '.join(turning)} see all tokens and rotate differently, so no one "
+            "scheme takes their place."
+        )
+    return parameters[0]
+
+
+def _head_dim(config: Any, root: nn.Module, attention: list[str], rope_set: str) -> int | None:
+    """Return the width of a head in the layers of one type, where their attention modules say it."""
+    types = getattr(config, "layer_types", None) or []
+    layers = [root.get_submodule(path) for path in attention]
+    widths = {getattr(m, "head_dim", None) for m in layers if types[getattr(m, "layer_idx", 0)] == rope_set}
+    return widths.pop() if len(widths) == 1 else None
+
+
 def _sliding_window(config: Any) -> int | None:
     """Return how many keys a query sees at most where that holds in all layers."""
     window = getattr(config, "sliding_window", None)
@@ -333,20 +435,20 @@ def _sliding_window(config: Any) -> int | None:
     return None if some_see_all or getattr(config, "use_sliding_window", True) is False else window
 
 
-def _own_angles(rotary: Any, config: PreTrainedConfig) -> tuple[tuple[float, ...] | None, float]:
-    """Return theta_i of the module `rotary` as it is, and its factor on cos and sin; None where they follow the length.
+def _own_angles(rotary: Any, config: Any, rope_set: str) -> tuple[tuple[float, ...] | None, float]:
+    """Return theta_i of a set of the module `rotary`, and its factor on cos and sin; None where they follow the length.
 
     A module on meta has none, and one that was cast to another dtype has lost digits: both are built again.
     """
-    name = inv_freq_names(rotary)[0]
-    if (config.rope_parameters or {}).get("rope_type") in ("dynamic", "longrope"):
+    name = buffer_name(rope_set)
+    if parameters_of(config, rope_set).get("rope_type") in ("dynamic", "longrope"):
         return None, 1.0
     held = getattr(rotary, name)
     if held.is_meta or held.dtype != torch.float32:
         with torch.device("cpu"):
             rotary = type(rotary)(config)
         held = getattr(rotary, name)
-    return tuple(held.detach().cpu().tolist()), float(getattr(rotary, "attention_scaling", 1.0))
+    return tuple(held.detach().cpu().tolist()), factor_of(rotary, rope_set)
 
 
 def rotary_layout(attention: nn.Module) -> Layout | None:
@@ -359,15 +461,17 @@ def rotary_layout(attention: nn.Module) -> Layout | None:
     return layouts.get(tuple(turned))
 
 
-def _refuse_unclaimed(model: PreTrainedModel, sites: Sites) -> None:
+def _refuse_unclaimed(model: PreTrainedModel, sites: Sites, kept: list[str]) -> None:
     """Refuse a model with a rotary module or a position table that its family does not mention."""
-    claimed = {_join(sites.base, path) for path in sites.family.kept}
+    claimed: set[str] = set()
     for stack in sites.stacks:
         claimed |= {*stack.rotary, *([stack.table] if stack.table else [])}
     for path, module in model.named_modules():
         leaf = path.rsplit(".", 1)[-1]
         table_like = isinstance(module, nn.Embedding) and ("position" in leaf or leaf in {"wpe", "pos_embed"})
-        if (inv_freq_names(module) or table_like) and path not in claimed:
+        mentioned = path in claimed or any(path == one or path.startswith(f"{one}.") for one in kept)
+        computed = "PositionalEmbedding" in type(module).__name__
+        if (inv_freq_names(module) or table_like or computed) and not mentioned:
             raise UnsupportedModelError(
                 f"{_who(model)}: {path!r} ({type(module).__name__}) looks like a part of the position mechanism, and "
                 f"family {sites.family.name!r} does not mention it; patching the rest would leave it half-swapped."
@@ -375,12 +479,14 @@ def _refuse_unclaimed(model: PreTrainedModel, sites: Sites) -> None:
 
 
 def _matching(root: nn.Module, pattern: str) -> list[str]:
-    """Return the paths below `root` that match `pattern`, "*" standing for one segment, in module order."""
+    """Return the paths below `root` that match `pattern` (see `Family.attention`), in module order."""
     wanted = pattern.split(".")
 
     def matches(path: str) -> bool:
         parts = path.split(".")
-        return len(parts) == len(wanted) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=True))
+        return len(parts) == len(wanted) and all(
+            w == "*" or p in w.split("|") for w, p in zip(wanted, parts, strict=True)
+        )
 
     return [path for path, _ in root.named_modules() if matches(path)]
 

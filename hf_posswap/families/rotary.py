@@ -1,19 +1,14 @@
-"""Families with a standard rotary module, by rule: a config with one set of rope parameters, layers in `layers`.
+"""Families with a standard rotary module, most of them by rule: a config with rope parameters, layers in `layers`.
 
 What differs from transformers' own conventions is refused by `locate`, never guessed.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
-from hf_posswap.families.base import Family, inv_freq_names, paths_of, register
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
+from hf_posswap.families.base import Family, StackSpec, paths_of, register
+from hf_posswap.families.rope_config import has_rope, inv_freq_names
 
 ATTENTION_PROVED = frozenset(
     """
@@ -28,25 +23,28 @@ ATTENTION_PROVED = frozenset(
 runs each. Others may leave RoPE out of some layers, or rotate part of a wider head: their attention site is refused."""
 
 
-def has_rope(config: PreTrainedConfig) -> bool:
-    """Return whether `config` has one flat set of rope parameters (not one for each layer type)."""
-    parameters = getattr(config, "rope_parameters", None)
-    return isinstance(parameters, dict) and "rope_type" in parameters
-
-
 def rotary_modules(root: nn.Module) -> list[str]:
     """Return the paths below `root` of the modules that own rotary frequencies."""
     return paths_of(root, lambda module: bool(inv_freq_names(module)))
 
 
+_MODALITIES = (
+    "acoustic_tokenizer_encoder", "audio_tower", "embed_audio", "embed_tokens_extend", "embed_vision", "encoder",
+    "multi_modal_projector", "pos_emb", "projector", "semantic_tokenizer_encoder", "time_embedding", "vision_embedder",
+    "vision_model", "vision_tower", "visual", "word_timestamp_encoder",
+)  # fmt: skip
+"""What other modalities' towers are called: they keep their positions."""
+
 register(
     Family(
         name="rotary",
-        summary="every model with a standard rotary module: Llama, Mistral, Qwen, Gemma, Cohere, GLM, ...",
+        summary="every model with a standard rotary module: Llama, Mistral, Qwen, Gemma, Cohere, GLM, ModernBERT, ...",
         rotary=rotary_modules,
-        attention="layers.*.self_attn",
+        attention="layers.*.self_attn|attn|attention|self_attention",
         attention_proved=ATTENTION_PROVED,
         matches=has_rope,
+        towers=("", "language_model", "text_model", "model"),
+        kept=_MODALITIES,
     )
 )
 register(
@@ -56,5 +54,73 @@ register(
         model_types=("gpt_neox",),
         rotary=rotary_modules,
         attention="layers.*.attention",
+    )
+)
+register(
+    Family(
+        name="dbrx",
+        summary="DBRX: rotary, attention beside a norm in each block, causal",
+        model_types=("dbrx",),
+        rotary=rotary_modules,
+        attention="blocks.*.norm_attn_norm.attn",
+        attention_proved=ATTENTION_PROVED,
+    )
+)
+register(
+    Family(
+        name="hrm_text",
+        summary="HRM: two modules of layers that are passed several times share one rotary, causal",
+        model_types=("hrm_text",),
+        rotary=rotary_modules,
+        attention="L_module|H_module.layers.*.self_attn",
+        attention_proved=ATTENTION_PROVED,
+    )
+)
+register(
+    Family(
+        name="zamba2",
+        summary="Zamba2: rotary in the attention blocks that its Mamba layers share, causal",
+        model_types=("zamba2",),
+        rotary=rotary_modules,
+        attention="layers.*.shared_transformer.self_attn",
+        attention_proved=ATTENTION_PROVED,
+    )
+)
+register(
+    Family(
+        name="recurrent_gemma",
+        summary="RecurrentGemma: rotary in its attention blocks, one each, causal",
+        model_types=("recurrent_gemma",),
+        rotary=rotary_modules,
+        attention="layers.*.temporal_block",
+        attention_class="Attention",
+        attention_proved=ATTENTION_PROVED,
+    )
+)
+register(
+    Family(
+        name="t5gemma",
+        summary="T5Gemma: rotary in encoder and decoder",
+        model_types=("t5gemma",),
+        rotary=rotary_modules,
+        attention_proved=ATTENTION_PROVED,
+        stacks=(
+            StackSpec("encoder", "encoder.layers.*.self_attn", entry="encoder"),
+            StackSpec("decoder", "decoder.layers.*.self_attn", entry="decoder"),
+        ),
+    )
+)
+register(
+    Family(
+        name="t5gemma2",
+        summary="T5Gemma 2: rotary in the text encoder and the decoder",
+        model_types=("t5gemma2",),
+        rotary=rotary_modules,
+        attention_proved=ATTENTION_PROVED,
+        stacks=(
+            StackSpec("encoder", "encoder.text_model.layers.*.self_attn", entry="encoder"),
+            StackSpec("decoder", "decoder.layers.*.self_attn", entry="decoder"),
+        ),
+        kept=("encoder.vision_tower",),
     )
 )

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_posswap.families.base import table_of
+from hf_posswap.families.rope_config import config_at
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.attention import PositionHook, StartHook, cache_argument
 from hf_posswap.patching.config_view import ConfigView
@@ -58,6 +60,8 @@ class RestoreChild:
         if substitute is not None:
             for parameter in self.module.parameters():
                 parameter.data = parameter.data.to(substitute.dtype)
+            if "weights" in dict(self.module.named_buffers(recurse=False)):  # a table that is computed
+                self.module.weights = self.module.weights.to(substitute.dtype)  # type: ignore[operator]
         model.set_submodule(self.path, self.module)
 
 
@@ -205,22 +209,56 @@ class RemoveTable:
     def apply(self, model: Any, undo: list[Undo]) -> None:
         table = model.get_submodule(self.path)
         undo.insert(0, RestoreChild(self.path, table))
-        shape = SENTINEL_SHAPE if self.rows is None else (self.rows, table.weight.shape[1])
-        model.set_submodule(self.path, NoPositions(table.weight.new_zeros(shape).detach()))
+        old = table_of(table)
+        shape = SENTINEL_SHAPE if self.rows is None else (self.rows, old.shape[1])
+        model.set_submodule(self.path, NoPositions(old.new_zeros(shape).detach()))
+
+
+@dataclass
+class RestoreSavedKeys:
+    """Lets the model's class say again what is left out of its checkpoints."""
+
+    before: Any
+
+    def __call__(self, model: nn.Module) -> None:
+        held: Any = model
+        if held._keys_to_ignore_on_save is not self.before:
+            held._keys_to_ignore_on_save = self.before
+        if getattr(type(held), "_keys_to_ignore_on_save", None) == self.before:
+            vars(held).pop("_keys_to_ignore_on_save", None)
+
+
+@dataclass(frozen=True)
+class SaveKeys:
+    """Makes the model save keys that its class leaves out of checkpoints."""
+
+    keys: tuple[str, ...]
+
+    def apply(self, model: Any, undo: list[Undo]) -> None:
+        before = model._keys_to_ignore_on_save
+        undo.insert(0, RestoreSavedKeys(before))
+        model._keys_to_ignore_on_save = [key for key in before if key not in self.keys]
 
 
 @dataclass(frozen=True)
 class RebuildRotary:
-    """Replaces a rotary module by a new one of its class, built from the config with the new rope parameters."""
+    """Replaces a rotary module by a new one of its class, built from the config with the new rope parameters.
+
+    Attributes:
+        path: of the module.
+        config: the part of the swapped model's config that says them.
+        part: path of that part.
+    """
 
     path: str
     config: Any
+    part: str
 
     def apply(self, model: Any, undo: list[Undo]) -> None:
         old = model.get_submodule(self.path)
         undo.insert(0, RestoreChild(self.path, old))
         new: Any = rebuilt(old, self.config)
-        new.config = model.config
+        new.config = config_at(model.config, self.part)
         device = next(old.buffers()).device
         new.register_forward_pre_hook(KeepAngles(new))
         model.set_submodule(self.path, new.to(device))
@@ -339,10 +377,11 @@ class GuardLength:
 
 @dataclass(frozen=True)
 class EditConfig:
-    """Sets a value of the model's config, which is the swapped model's own copy and needs no undo."""
+    """Sets a value, by its path, of the model's config, which is the swapped model's own copy and needs no undo."""
 
     name: str
     value: Any
 
     def apply(self, model: Any, undo: list[Undo]) -> None:
-        setattr(model.config, self.name, self.value)
+        part, _, leaf = self.name.rpartition(".")
+        setattr(config_at(model.config, part), leaf, self.value)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from hf_posswap.errors import NotPatchedError, SchemeError
+from hf_posswap.families.rope_config import config_parts
 from hf_posswap.patching.actions import ReplaceTable, Undo
 from hf_posswap.patching.attention import register_attention
 from hf_posswap.patching.config_class import native_config_class, plugin_config_class
@@ -167,9 +168,13 @@ def _own_config(config: Any, plan: SwapPlan) -> Any:
 
 
 def _set_config(owner: nn.Module, old: Any, new: Any) -> None:
+    """Give `owner` and all in it `new` for `old`, and the configs inside the one for those inside the other."""
+    before, after = config_parts(old), config_parts(new)
+    instead = {id(part): after[path] for path, part in before.items() if path in after}
     for module in owner.modules():
-        if vars(module).get("config") is old:
-            module.config = new
+        held = vars(module).get("config")
+        if id(held) in instead:
+            module.config = instead[id(held)]
 
 
 def _fit(model: Any, plan: SwapPlan, stack: str) -> Scheme:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from hf_posswap.errors import SwapVerificationError
 from hf_posswap.families.base import Stack
-from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import ReplaceTable
 from hf_posswap.patching.apply import unpatch_model
+from hf_posswap.patching.own_attention import native_scheme
 from hf_posswap.patching.plan import SwapPlan
 from hf_posswap.patching.probe import Probe, make_probe
 from hf_posswap.patching.rotary import matches_within
@@ -73,6 +73,8 @@ def _is_kept(model: Any, plan: SwapPlan, stack: Stack, old: dict[str, Any]) -> b
         before, now = old[first.path].weight, model.get_submodule(first.path).weight
         rows = min(len(before), len(now))
         return torch.equal(before[:rows].to(now), now[:rows])
+    if stack.inside is not None:
+        return stack.table is None and scheme == native_scheme(stack.inside, geometry)
     if not stack.rotary:
         return False
     natives = [old[path].module for path in stack.rotary]
@@ -80,15 +82,16 @@ def _is_kept(model: Any, plan: SwapPlan, stack: Stack, old: dict[str, Any]) -> b
         schemes = {scheme.of_layer(layer) for layer in range(geometry.num_layers)}
     else:
         schemes = {scheme.new if isinstance(scheme, Blend) else scheme}
-    return all(_same_angles(native, one, geometry) for native in natives for one in schemes)
+    return all(_same_angles(native, one, stack) for native in natives for one in schemes)
 
 
-def _same_angles(native: nn.Module, scheme: Scheme, geometry: Geometry) -> bool:
+def _same_angles(native: nn.Module, scheme: Scheme, stack: Stack) -> bool:
     """Return whether `native` rotates as `scheme` does within the original length."""
     if not isinstance(scheme, RotaryScheme):
         return False
+    geometry = stack.geometry
     plain = scheme.native_rope(geometry) is not None and scheme.layout == (geometry.layout or scheme.layout)
-    return plain and matches_within(native, scheme, geometry)
+    return plain and all(matches_within(native, scheme, geometry, name) for name in stack.turning)
 
 
 def _difference(plan: Any, expected: str | None, here: Tensor, native: Tensor | None, noise: float) -> str:

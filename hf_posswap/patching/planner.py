@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Literal
 
 import torch
 
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.base import Sites, Stack
+from hf_posswap.families.rope_config import config_at
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching import rotary as rotary_site
 from hf_posswap.patching.actions import (
     Action,
     AddMechanism,
@@ -21,16 +22,25 @@ from hf_posswap.patching.actions import (
     RebuildRotary,
     RemoveTable,
     ReplaceTable,
+    SaveKeys,
     SetAttribute,
 )
 from hf_posswap.patching.attention import has_interface
+from hf_posswap.patching.own_attention import native_scheme, ready_edits
 from hf_posswap.patching.plan import Edit, SiteChoice, SwapPlan
 from hf_posswap.patching.positions import ForwardMemo
 from hf_posswap.patching.record import SwapRecord
+from hf_posswap.patching.rotary import changed_settings
+from hf_posswap.patching.rotary_plan import native_swap, neutral_values
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.schemes.table import TableScheme
+
+LENGTH_NAMES = ("max_position_embeddings", "max_target_positions")
+"""Config values that say how long a model is."""
+UNKNOWN_TO_STOCK = "posswap"
+"""The name of an activation function that transformers does not have: a config with it builds no stock model."""
 
 
 class Planner:
@@ -57,6 +67,8 @@ class Planner:
                 self._of_stack()
                 adaptation.setdefault(self._adaptation(), stack.name)
         self._left_alone()
+        self._save_tables()
+        self._follow_length()
         self._config()
         several = len(adaptation) > 1
         notes = dict.fromkeys(note for scheme in self.schemes.values() for note in scheme.notes())
@@ -78,7 +90,8 @@ class Planner:
 
     def _of_stack(self) -> None:
         scheme = self.scheme
-        self.values[self.stack.config_name] = self.stack.config_length(self.length)
+        if self.stack.config_name is not None:
+            self.values[self.stack.config_name] = self.stack.config_length(self.length)
         if isinstance(scheme, Blend):
             self._blend(scheme)
         elif scheme.table_part is not None:
@@ -86,6 +99,8 @@ class Planner:
             if scheme.acts_inside:
                 self._conceal(scheme.table_part)
                 self._attention()
+        elif self.stack.inside is not None:
+            self._inside()
         elif self.stack.rotary:
             self._rotary_family()
         elif not scheme.acts_inside and self.site == "auto":
@@ -104,6 +119,32 @@ class Planner:
             if self.values.get(stack.config_name, own) != own:
                 self.route = "plugin"
 
+    def _save_tables(self) -> None:
+        """Plan that tables are saved which the model's class leaves out, because it can compute what it had there."""
+        ignored = getattr(type(self.model), "_keys_to_ignore_on_save", None) or ()
+        keys = tuple(f"{path}.weight" for path in _table_paths(self.sites) if f"{path}.weight" in ignored)
+        if keys:
+            self._edit("embedding", ", ".join(keys), "not saved", "saved", SaveKeys(keys))
+
+    def _follow_length(self) -> None:
+        """Plan what a fresh model of the new length has otherwise, outside its tables."""
+        lengths = {name: value for name, value in self.values.items() if name in LENGTH_NAMES}
+        if self.sites.rotary or all(getattr(self.model.config, name) == value for name, value in lengths.items()):
+            return
+        trial = copy.deepcopy(self.model.config)
+        for name, value in lengths.items():
+            setattr(trial, name, value)
+        with torch.device("meta"):
+            fresh = getattr(type(self.model), "posswap_native", type(self.model))(trial)
+        tables = {f"{stack.table}.weight" for stack in self.sites.stacks}
+        if _shapes(fresh, tables) != _shapes(self.model, tables):
+            self.route = "plugin"
+            self.notes.append("Stock transformers would change other weights with the length.")
+            return
+        for path, name, old, new in changed_settings(self.model, fresh, _table_paths(self.sites)):
+            edit = SetAttribute(path, name, old, new)
+            self._edit("embedding", f"{path}.{name}".lstrip("."), _brief(old), _brief(new), edit)
+
     def _edit(self, site: str, path: str, before: str, after: str, action: Action) -> None:
         self.edits.append(Edit(site, path, before, after, action, self.stack.name))
 
@@ -115,10 +156,10 @@ class Planner:
                 + ("has none" if path is None else "was asked for at the attention site")
                 + ". What works: rope and its scalings, alibi, nope."
             )
+        self._refuse_computed(scheme)
         rows = scheme.rows(self.geometry, self.length)
-        before = f"learned table, {self.geometry.original_length} positions"
         replace = ReplaceTable(path, scheme, rows, self.stack.table_offset, self.geometry)
-        self._edit("embedding", path, before, f"{scheme.name}, {rows} positions", replace)
+        self._edit("embedding", path, self._table_before(), f"{scheme.name}, {rows} positions", replace)
         self._guard(capacity=rows)
         grown = (rows - self.geometry.original_length) * self.geometry.row_width
         if grown > 0 and scheme.trainable:
@@ -138,11 +179,29 @@ class Planner:
     def _drop_table(self, rows: int | None) -> None:
         path = self.stack.table
         assert path is not None
-        weight = self.model.get_submodule(path).weight
-        before = f"learned table, {self.geometry.original_length} positions"
-        self._edit("embedding", path, before, "nothing added", RemoveTable(path, rows))
-        self.unused[f"{path}.weight"] = weight.numel()
+        if self._is_computed:  # no checkpoint holds it, so stock classes would not miss it
+            rows, self.route = None, "plugin"
+            self.values["activation_function"] = UNKNOWN_TO_STOCK
+        else:
+            self.unused[f"{path}.weight"] = self.model.get_submodule(path).weight.numel()
+        self._edit("embedding", path, self._table_before(), "nothing added", RemoveTable(path, rows))
         self._guard(capacity=None)
+
+    @property
+    def _is_computed(self) -> bool:
+        return self.stack.spec.table is not None and self.stack.spec.table.computed
+
+    def _table_before(self) -> str:
+        spec = self.stack.spec.table
+        assert spec is not None
+        return f"{spec.kind} table, {self.geometry.original_length} positions"
+
+    def _refuse_computed(self, scheme: Scheme) -> None:
+        if self._is_computed:
+            raise UnsupportedSwapError(
+                f"{scheme.name} needs a table that checkpoints hold, and {type(self.model).__name__} computes its "
+                "sinusoids itself, for any length, and saves none. What works: rope and its scalings, alibi."
+            )
 
     def _guard(self, capacity: int | None) -> None:
         stack = self.stack
@@ -153,23 +212,22 @@ class Planner:
         self._edit("embedding", self.stack.entry or "(model)", "no length check", after, guard)
 
     def _rotary_family(self) -> None:
-        values = None if self.site == "attention" else self._native_rope()
+        native = None if self.site == "attention" else native_swap(self.model, self.stack, self.scheme, self.length)
         before = f"rope, theta {self.geometry.base:g}, {self.geometry.rotary_dim} of {self.geometry.head_dim} dims"
-        if values is not None:
-            length = self._native_length(values)
-            trial = rotary_site.trial_config(self.model.config, values, length)
+        if native is not None:
+            part = config_at(native.trial, self.stack.config)
             for path in self.stack.rotary:
-                rebuild = RebuildRotary(path, trial)
-                self._edit("rotary", path, before, self.scheme.name, rebuild)
-            self._settings(trial)
-            self.values["max_position_embeddings"] = length
-            self.values["rope_parameters"] = trial.rope_parameters
+                self._edit("rotary", path, before, self.scheme.name, RebuildRotary(path, part, self.stack.config))
+            self._settings(native.trial)
+            self.values |= native.values
+            self.notes += native.notes
             return
         self._neutralise()
         self._attention()
 
     def _blend(self, scheme: Blend) -> None:
         table, path = scheme.new.table_part, self.stack.table
+        self._refuse_computed(scheme)
         if path is None:
             if table is not None:
                 self._table(table)  # which says that there is none
@@ -182,8 +240,7 @@ class Planner:
             rows = self.model.get_submodule(path).weight.numel()
             blend = BlendTable(path, table, scheme.weight, self.stack.table_offset, self.geometry)
             after = "faded" if table is None else f"blended with {table.name}"
-            before = f"learned table, {self.geometry.original_length} positions"
-            self._edit("embedding", path, before, after, blend)
+            self._edit("embedding", path, self._table_before(), after, blend)
             self.unused[f"{path}.weight"] = rows
             self.added[f"{path}.old"] = rows
             if table is not None and table.trainable:
@@ -198,61 +255,21 @@ class Planner:
         before = f"rope, theta {self.geometry.base:g}, {self.geometry.rotary_dim} of {self.geometry.head_dim} dims"
         for path in self.stack.rotary:
             self._edit("rotary", path, before, "rotates by nothing", NeutraliseRotary(path))
-        self.values["rope_parameters"] = rotary_site.with_rope(self.model.config, {}) | {
-            "rope_type": rotary_site.POSSWAP_ROPE_TYPE,
-            "rope_theta": self.geometry.base,
-        }
+        self.values |= neutral_values(self.model, self.stack)
 
     def _settings(self, trial: Any) -> None:
         """Plan what a fresh model of the `trial` config has otherwise, outside its rotary modules."""
         with torch.device("meta"):
             fresh = type(self.model)(trial)
-        for path, name, old, new in rotary_site.changed_settings(self.model, fresh, self.stack.rotary):
+        for path, name, old, new in changed_settings(self.model, fresh, self.stack.rotary):
             edit = SetAttribute(path, name, old, new)
             self._edit("rotary", f"{path}.{name}".lstrip("."), _brief(old), _brief(new), edit)
 
-    def _native_rope(self) -> dict[str, Any] | None:
-        """Return rope parameters with which the model's own rotary module does the same, proved by building it."""
-        scheme, width = self.scheme, self.geometry.rotary_dim
-        assert width is not None
-        for path in self.stack.rotary:
-            module = self.model.get_submodule(path)
-            if not scheme.acts_inside:
-                values: dict[str, Any] | None = {
-                    "rope_type": "proportional",
-                    "rope_theta": self.geometry.base,
-                    "partial_rotary_factor": 0.0,
-                }
-            elif isinstance(scheme, RotaryScheme) and scheme.layout == (self.geometry.layout or scheme.layout):
-                values = scheme.native_rope(self.geometry)
-            else:
-                values = None
-            if values is None:
-                return None
-            if not rotary_site.follows_config(module, self.model.config):
-                raise UnsupportedSwapError(
-                    f"{path} does not follow the model's config (a new one built from it has other frequencies), "
-                    "so it cannot be rebuilt from another config."
-                )
-            trial = rotary_site.trial_config(self.model.config, values, self._native_length(values))
-            if not rotary_site.says(trial, values):
-                return None
-            new = rotary_site.rebuilt(module, trial)
-            same = (
-                rotary_site.is_still(new, width)
-                if not scheme.acts_inside
-                else isinstance(scheme, RotaryScheme) and rotary_site.matches(new, scheme, self.geometry)
-            )
-            if not same:
-                return None
-        return values
-
-    def _native_length(self, values: dict[str, Any]) -> int:
-        """Return `max_position_embeddings` for these rope parameters: rope type "dynamic" takes L from there."""
-        return self.geometry.original_length if values["rope_type"] == "dynamic" else self.length
-
     def _attention(self) -> None:
         self.route = "plugin"
+        if self.scheme.acts_inside or self.stack.inside is not None:
+            for edit in ready_edits(self.model, self.stack, self.sites.base):
+                self._edit("attention", *edit)
         if not self.scheme.acts_inside:
             return
         proved = self.sites.family.attention_proved
@@ -262,7 +279,8 @@ class Planner:
                 "it is not proved that all layers and dimensions are treated alike. What works: what its config "
                 "expresses natively (rope, linear, ntk, yarn, llama3, ..., nope)."
             )
-        for path in self.stack.attention:
+        own = self.stack.spec.own
+        for path in self.stack.attention if own is None or own.interface is None else ():
             if not has_interface(self.model.get_submodule(path)):
                 raise UnsupportedSwapError(
                     f"{path} ({type(self.model.get_submodule(path)).__name__}) does not attend through transformers' "
@@ -308,13 +326,13 @@ class Planner:
 
     def _config(self) -> None:
         for name, value in self.values.items():
-            before = getattr(self.model.config, name)
+            before = config_at(self.model.config, name)
             edit = EditConfig(name, value)
             if before != value:
                 self._edit("config", name, _brief(before), _brief(value), edit)
 
     def _record(self) -> SwapRecord:
-        original = {name: getattr(self.model.config, name) for name in self.values}
+        original = {name: config_at(self.model.config, name) for name in self.values}
         return SwapRecord(
             scheme=self.scheme.to_dict(),
             route=self.route,
@@ -332,6 +350,10 @@ class Planner:
 
     def _adaptation(self) -> str:
         scheme, native_kind = self.scheme, "rotary" if self.stack.rotary else "table"
+        if self.stack.inside is not None:
+            native_kind = native_scheme(self.stack.inside, self.geometry).kind
+            if str(scheme) == str(native_scheme(self.stack.inside, self.geometry)) and self.stack.table is None:
+                return "none: the same mechanism"
         if isinstance(scheme, Blend):
             return "as the weight moves: none at 0, where it is the old mechanism"
         if self.scheme.kind != native_kind:
@@ -347,6 +369,14 @@ class Planner:
         if scheme.name == "rope" and scheme.base == self.geometry.base and self.length <= self.geometry.original_length:  # type: ignore[attr-defined]
             return "none within the original window: the same mechanism"
         return "optional: usable untrained, better after a few hundred steps at the new length"
+
+
+def _shapes(model: Any, left_out: set[str]) -> dict[str, Any]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items() if name not in left_out}
+
+
+def _table_paths(sites: Sites) -> tuple[str, ...]:
+    return tuple(stack.table for stack in sites.stacks if stack.table)
 
 
 def _brief(value: Any) -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from hf_posswap.errors import PosswapError, RecordError
+from hf_posswap.families.rope_config import config_at
 from hf_posswap.patching.config_class import native_config_class
 from hf_posswap.patching.record_schema import check_record
 from hf_posswap.schemes import Scheme, make_scheme
@@ -112,5 +113,6 @@ def native_config(config: Any) -> Any:
     native.__class__ = native_config_class(config)
     del native.posswap
     for name, value in record.original.items():
-        setattr(native, name, value)
+        part, _, leaf = name.rpartition(".")
+        setattr(config_at(native, part), leaf, value)
     return native

@@ -42,7 +42,8 @@ def check_record(values: dict[str, Any]) -> None:
     for name, (good, expected) in _FIELDS.items():
         _need(good(values[name]), name, values[name], expected)
     for name, value in values["original"].items():
-        known = _ORIGINAL.get(name)
+        part, _, leaf = name.rpartition(".")
+        known = _ORIGINAL.get(leaf) if not part or _PART.fullmatch(part) else None
         if known is None:
             raise RecordError(
                 f"config.posswap: original.{name} is no config value that a swap changes; those are "
@@ -77,9 +78,12 @@ _FIELDS: dict[str, _Rule] = {
         "an object with the schemes of encoder and decoder, or left out",
     ),
 }
+_PART = re.compile(r"[a-z]\w*(\.[a-z]\w*){0,3}")
+"""The path of a config inside the config: text_config."""
 _ORIGINAL: dict[str, _Rule] = {
     "max_position_embeddings": _LENGTH,
     "max_target_positions": _LENGTH,
+    "activation_function": (lambda value: isinstance(value, str), "the name of an activation function"),
     "rope_parameters": (lambda value: value is None or isinstance(value, dict), "an object or null"),
 }
 

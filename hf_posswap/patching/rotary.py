@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.families.base import inv_freq_names
+from hf_posswap.families.rope_config import buffer_name, config_at, factor_of, inv_freq_names, parameters_of, rope_sets
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.rope import RotaryScheme
 
@@ -64,18 +64,29 @@ class KeepAngles:
                 module.max_seq_len_cached = getattr(module, "original_max_seq_len", 0)  # angles of that length
 
 
-def with_rope(config: PreTrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the `rope_parameters` of `config` with the rope keys replaced by `values`, the model's own keys kept."""
-    kept = {key: value for key, value in (config.rope_parameters or {}).items() if key not in _ROPE_KEYS}
-    return kept | values
+def with_rope(config: Any, values: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the `rope_parameters` of `config` with the rope keys of the sets in `values` replaced.
+
+    Args:
+        config: the part of a config that has them.
+        values: new rope keys, by the name of their set; the model's own keys, and the other sets, are kept.
+    """
+    changed = {}
+    for name, given in values.items():
+        old = parameters_of(config, name)
+        changed[name] = {key: value for key, value in old.items() if key not in _ROPE_KEYS} | given
+    return changed[""] if "" in changed else copy.deepcopy(config.rope_parameters) | changed
 
 
-def trial_config(config: PreTrainedConfig, values: dict[str, Any], length: int) -> PreTrainedConfig:
-    """Return a copy of `config` with these rope parameters and this `max_position_embeddings`."""
+def trial_config(
+    config: PreTrainedConfig, part: str, values: dict[str, dict[str, Any]], length: int
+) -> PreTrainedConfig:
+    """Return a copy of `config` whose part at the path `part` has these rope parameters and this length."""
     trial = copy.deepcopy(config)
-    trial.max_position_embeddings = length
-    trial.rope_parameters = with_rope(config, values)
-    trial.standardize_rope_params()
+    text = config_at(trial, part)
+    text.max_position_embeddings = length
+    text.rope_parameters = with_rope(text, values)
+    text.standardize_rope_params()
     return trial
 
 
@@ -129,28 +140,29 @@ def _scalars(module: nn.Module) -> dict[str, Scalar]:
     return {k: v for k, v in plain.items() if v is None or isinstance(v, (bool, int, float, str))}
 
 
-def matches(module: nn.Module, scheme: RotaryScheme, geometry: Geometry) -> bool:
+def matches(module: nn.Module, scheme: RotaryScheme, geometry: Geometry, rope_set: str = "") -> bool:
     """Return whether a rebuilt rotary `module` has the frequencies and the factor of `scheme`; on meta, their shape."""
-    return matches_within(module, scheme, geometry) and _matches_beyond(module, scheme, geometry)
+    within = matches_within(module, scheme, geometry, rope_set)
+    return within and _matches_beyond(module, scheme, geometry, rope_set)
 
 
-def matches_within(module: nn.Module, scheme: RotaryScheme, geometry: Geometry) -> bool:
+def matches_within(module: nn.Module, scheme: RotaryScheme, geometry: Geometry, rope_set: str = "") -> bool:
     """Return whether rotary `module` does within the original length what `scheme` does; on meta, their shape."""
     frequencies = scheme.angles(geometry)
-    name = inv_freq_names(module)[0]
+    name = buffer_name(rope_set)
     # what follows the length holds the angles of the last one that it met
-    found: Tensor = getattr(module, f"original_{name}" if scheme.length_dependent else name, getattr(module, name))
-    factor = float(getattr(module, "attention_scaling", 1.0))
+    original = name.replace("inv_freq", "original_inv_freq") if scheme.length_dependent else name
+    found: Tensor = getattr(module, original, getattr(module, name))
     same_shape = found.shape == frequencies.inv_freq.shape
     return bool(
         scheme.only_rotates
         and same_shape
         and (found.is_meta or torch.allclose(found.float().cpu(), frequencies.inv_freq, rtol=1e-5, atol=0))
-        and abs(factor - frequencies.attention_factor) < 1e-6
+        and abs(factor_of(module, rope_set) - frequencies.attention_factor) < 1e-6
     )
 
 
-def _matches_beyond(module: nn.Module, scheme: RotaryScheme, geometry: Geometry) -> bool:
+def _matches_beyond(module: nn.Module, scheme: RotaryScheme, geometry: Geometry, rope_set: str) -> bool:
     """Return whether stock transformers computes the frequencies of `scheme` past the original length as well."""
     if not scheme.length_dependent:
         return True
@@ -158,16 +170,35 @@ def _matches_beyond(module: nn.Module, scheme: RotaryScheme, geometry: Geometry)
 
     config: Any = module.config
     length = 3 * geometry.original_length
-    stock, _ = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, "cpu", seq_len=length)
+    kind = parameters_of(config, rope_set)["rope_type"]
+    stock, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length, layer_type=rope_set or None)
     return torch.allclose(stock, scheme.angles(geometry, torch.tensor([length])).inv_freq, rtol=1e-5, atol=0)
 
 
-def says(config: PreTrainedConfig, values: dict[str, Any]) -> bool:
+def says(config: Any, values: dict[str, dict[str, Any]]) -> bool:
     """Return whether `config` still says `values` after transformers has standardised it: some models override them."""
-    return all((config.rope_parameters or {}).get(name) == value for name, value in values.items())
+    held = {name: parameters_of(config, name) for name in values}
+    return all(held[name].get(key) == value for name, given in values.items() for key, value in given.items())
 
 
-def is_still(module: nn.Module, width: int) -> bool:
-    """Return whether a rebuilt rotary `module` rotates nothing, in the native width R; on meta, the width alone."""
-    found: Tensor = getattr(module, inv_freq_names(module)[0])
-    return found.shape[-1] == width // 2 and (found.is_meta or not bool(found.any()))
+def is_still(module: nn.Module) -> bool:
+    """Return whether a rebuilt rotary `module` turns nothing; always so on meta."""
+    found: list[Tensor] = [getattr(module, name) for name in inv_freq_names(module)]
+    return all(buffer.is_meta or not bool(buffer.any()) for buffer in found)
+
+
+def same_widths(module: nn.Module, old: nn.Module) -> bool:
+    """Return whether two rotary modules turn as many pairs, in each of their sets."""
+    widths, before = ({n: getattr(m, n).shape[-1] for n in inv_freq_names(m)} for m in (module, old))
+    return widths == before
+
+
+def keeps(module: nn.Module, old: nn.Module, config: Any, turning: tuple[str, ...]) -> bool:
+    """Return whether a rebuilt rotary `module` has in all sets but those that are `turning` what the `old` one has."""
+    before = rebuilt(old, config)
+    others = [name for name in rope_sets(old) if name not in turning]
+    return all(
+        torch.equal(getattr(module, buffer_name(name)), getattr(before, buffer_name(name)))
+        and factor_of(module, name) == factor_of(before, name)
+        for name in others
+    )

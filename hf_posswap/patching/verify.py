@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_posswap.errors import NotPatchedError, SwapVerificationError
-from hf_posswap.geometry import Geometry
+from hf_posswap.families.base import Stack
+from hf_posswap.families.rope_config import config_at
 from hf_posswap.patching.actions import (
     AddMechanism,
     BlendTable,
@@ -20,11 +21,13 @@ from hf_posswap.patching.actions import (
     RebuildRotary,
     RemoveTable,
     ReplaceTable,
+    SaveKeys,
     SetAttribute,
 )
 from hf_posswap.patching.attention import PositionHook, StartHook
 from hf_posswap.patching.config_view import ConfigView
 from hf_posswap.patching.embedding import BlendedTable, LengthHook, NoPositions
+from hf_posswap.patching.interface import AttendThroughInterface
 from hf_posswap.patching.rotary import NeutralRotary, is_still, matches
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.rope import RotaryScheme
@@ -87,18 +90,23 @@ def _problem(model: Any, edit: Any, plan: Any) -> str | None:
     scheme, geometry = plan.place(edit)
     match action:
         case EditConfig(name, value):
-            held = getattr(model.config, name)
+            held = config_at(model.config, name)
             return None if held == value else f"the config says {held!r} instead of {value!r}"
         case SetAttribute(path, name, _, value):
-            held = getattr(model.get_submodule(path), name)
+            held = getattr(model.get_submodule(path), name, value)  # BigBird exchanges modules by itself
             return None if held == value else f"it is {held!r} instead of {value!r}"
+        case SaveKeys(keys):
+            left_out = [key for key in keys if key in (model._keys_to_ignore_on_save or ())]
+            return f"{', '.join(left_out)} would not be saved" if left_out else None
+        case AttendThroughInterface():
+            return action.problem(model)
         case GuardLength():
             guarded = _has_hook(model.get_submodule(action.entry), LengthHook)
             return None if guarded else "the hook that watches the length is gone"
         case ReplaceTable():
             return _table_problem(model.get_submodule(action.path), action)
         case RebuildRotary():
-            return _rotary_problem(model.get_submodule(action.path), scheme, geometry)
+            return _rotary_problem(model.get_submodule(action.path), scheme, plan.sites.stack(edit.stack))
         case BlendTable():
             return _blend_problem(model.get_submodule(action.path), action)
         case AddMechanism():
@@ -145,12 +153,11 @@ def _blend_problem(module: Any, action: BlendTable) -> str | None:
     return None if module.share == action.share else f"the table fades by {module.share} instead of {action.share}"
 
 
-def _rotary_problem(module: Any, scheme: Scheme, geometry: Geometry) -> str | None:
+def _rotary_problem(module: Any, scheme: Scheme, stack: Stack) -> str | None:
     if isinstance(scheme, RotaryScheme):
-        good = matches(module, scheme, geometry)
+        good = all(matches(module, scheme, stack.geometry, name) for name in stack.turning)
     else:
-        assert geometry.rotary_dim is not None
-        good = is_still(module, geometry.rotary_dim)
+        good = is_still(module)
     return None if good else "the rotary module does not have the planned frequencies"
 
 

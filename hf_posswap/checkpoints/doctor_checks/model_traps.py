@@ -15,7 +15,8 @@ from hf_posswap.checkpoints.auto import plugin_model_class
 from hf_posswap.checkpoints.doctor_checks.findings import Finding
 from hf_posswap.checkpoints.doctor_checks.reading import Chart, Shapes
 from hf_posswap.errors import UnsupportedModelError
-from hf_posswap.families.base import Sites, inv_freq_names, locate
+from hf_posswap.families.base import Sites, locate
+from hf_posswap.families.rope_config import inv_freq_names
 from hf_posswap.patching.config_class import native_config_class
 from hf_posswap.patching.describe import model_class_of, read_config
 

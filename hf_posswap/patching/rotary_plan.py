@@ -1,0 +1,121 @@
+"""Whether stock transformers can say a scheme in a rotary model's config: found by building what that config says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.families.base import Stack
+from hf_posswap.families.rope_config import config_at, parameters_of, rope_sets
+from hf_posswap.patching import rotary as rotary_site
+from hf_posswap.schemes.base import Scheme
+from hf_posswap.schemes.rope import RotaryScheme
+
+RopeValues = dict[str, dict[str, Any]]
+"""Rope parameters by the name of their set; see `families.rope_config`."""
+
+
+@dataclass(frozen=True)
+class NativeSwap:
+    """A scheme as a stock config says it.
+
+    Attributes:
+        trial: the whole config of the swapped model.
+        values: what differs from the model's own, by path in the config.
+        notes: what the plan should say of it.
+    """
+
+    trial: Any
+    values: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def native_swap(model: Any, stack: Stack, scheme: Scheme, length: int) -> NativeSwap | None:
+    """Return how a stock config says `scheme` in a stack of a rotary model; None where none does.
+
+    Raises:
+        UnsupportedSwapError: a rotary module of the model does not do what the model's config says.
+    """
+    for values in _candidates(model, stack, scheme):
+        reach = _native_length(stack, values, length)
+        trial = rotary_site.trial_config(model.config, stack.config, values, reach)
+        part = config_at(trial, stack.config)
+        if rotary_site.says(part, values) and _all_follow(model, stack, scheme, part):
+            prefix = f"{stack.config}." if stack.config else ""
+            changed = {f"{prefix}max_position_embeddings": reach, f"{prefix}rope_parameters": part.rope_parameters}
+            return NativeSwap(trial, changed, _notes(model, stack, values))
+    return None
+
+
+def neutral_values(model: Any, stack: Stack) -> dict[str, Any]:
+    """Return config values that stock transformers refuses, by path, for a stack whose rotation acts elsewhere."""
+    part = config_at(model.config, stack.config)
+    refused = {
+        name: {"rope_type": rotary_site.POSSWAP_ROPE_TYPE, "rope_theta": _base(part, name)}
+        for name in _sets(model, stack)
+    }
+    return {f"{stack.config}.rope_parameters".lstrip("."): rotary_site.with_rope(part, refused)}
+
+
+def _sets(model: Any, stack: Stack) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for path in stack.rotary for name in rope_sets(model.get_submodule(path))))
+
+
+def _base(config: Any, rope_set: str) -> float:
+    return float(parameters_of(config, rope_set).get("rope_theta") or 10000.0)
+
+
+def _candidates(model: Any, stack: Stack, scheme: Scheme) -> list[RopeValues]:
+    """Return rope parameters that may say the scheme, most natural first."""
+    if not scheme.acts_inside:
+        part = config_at(model.config, stack.config)
+        still: dict[str, Any] = {"rope_type": "proportional", "partial_rotary_factor": 0.0}
+        return [{name: still | {"rope_theta": _base(part, name)} for name in _sets(model, stack)}]
+    if not isinstance(scheme, RotaryScheme) or scheme.layout != (stack.geometry.layout or scheme.layout):
+        return []
+    values = scheme.native_rope(stack.geometry)
+    if values is None:
+        return []
+    wide = values | {"partial_rotary_factor": scheme.filled("partial")}  # some read it, some have it by themselves
+    return [dict.fromkeys(stack.turning, one) for one in (values, wide)]
+
+
+def _native_length(stack: Stack, values: RopeValues, length: int) -> int:
+    """Return `max_position_embeddings` for these rope parameters: rope type "dynamic" takes L from there."""
+    follows = any(one["rope_type"] == "dynamic" for one in values.values())
+    return stack.geometry.original_length if follows else length
+
+
+def _all_follow(model: Any, stack: Stack, scheme: Scheme, part: Any) -> bool:
+    """Return whether every rotary module of the stack, built from the config `part`, does what the scheme does."""
+    own = config_at(model.config, stack.config)
+    for path in stack.rotary:
+        old: nn.Module = model.get_submodule(path)
+        if not rotary_site.follows_config(old, own):
+            raise UnsupportedSwapError(
+                f"{path} does not follow the model's config (a new one built from it has other frequencies), "
+                "so it cannot be rebuilt from another config."
+            )
+        new = rotary_site.rebuilt(old, part)
+        if not scheme.acts_inside:
+            if not rotary_site.is_still(new) or not rotary_site.same_widths(new, old):
+                return False
+            continue
+        assert isinstance(scheme, RotaryScheme)
+        turned = all(rotary_site.matches(new, scheme, stack.geometry, name) for name in stack.turning)
+        if not turned or not rotary_site.keeps(new, old, own, stack.turning):
+            return False
+    return True
+
+
+def _notes(model: Any, stack: Stack, values: RopeValues) -> tuple[str, ...]:
+    others = [name for name in _sets(model, stack) if name not in values]
+    if not others:
+        return ()
+    return (
+        f"Layers of type {', '.join(others)} keep their own rotation: they see only the last tokens, and a longer "
+        f"context is a matter of {', '.join(values)}.",
+    )
