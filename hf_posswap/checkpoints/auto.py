@@ -103,6 +103,7 @@ def plugin_model_class(native: Any, config_class: Any) -> Any:
         "__module__": native.__module__,
         "__qualname__": native.__qualname__,
         "config_class": config_class,
+        "posswap_native": native,
         "from_pretrained": classmethod(from_pretrained),
         "_from_config": classmethod(_from_config),
     }

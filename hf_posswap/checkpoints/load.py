@@ -13,7 +13,7 @@ from hf_posswap.checkpoints.adapters_load import HUB_ARGUMENTS, adapter_source, 
 from hf_posswap.checkpoints.auto import plugin_model_class
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.files import settle
-from hf_posswap.patching.actions import GuardLength, RebuildRotary, RemoveTable, ReplaceTable
+from hf_posswap.patching.actions import GuardLength, RebuildRotary, RemoveTable, ReplaceTable, SaveKeys
 from hf_posswap.patching.apply import Patch
 from hf_posswap.patching.config_class import native_config_class
 from hf_posswap.patching.describe import model_class_of, read_config
@@ -104,7 +104,7 @@ def _dress(model: Any, record: SwapRecord) -> None:
         skeleton = type(model)(native_config(model.config))
     plan = plan_swap(skeleton, record.choice(), max_length=record.max_length, site=record.site)
     for edit in plan.edits:
-        if isinstance(edit.action, GuardLength | RemoveTable):
+        if isinstance(edit.action, GuardLength | RemoveTable | SaveKeys):
             edit.action.apply(model, [])
         elif isinstance(edit.action, RebuildRotary):
             rotary = model.get_submodule(edit.path)

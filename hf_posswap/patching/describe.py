@@ -94,7 +94,8 @@ def describe_positions(model: PreTrainedModel) -> PositionReport:
 
 def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> PositionReport:
     g = sites.geometry
-    native = f"learned table, {g.original_length} positions"
+    spec = sites.main.spec.table
+    native = f"{spec.kind if spec else 'no'} table, {g.original_length} positions"
     if sites.rotary:
         native = f"rope, theta {g.base:g}, {g.rotary_dim} of {g.head_dim} dims a head, {g.layout or 'unknown'} layout"
         if not swapped:
