@@ -290,13 +290,13 @@ def _tower(root: nn.Module, family: Family) -> str:
     """Return where in `root` the part lies that the family's paths count from."""
     held = [tower for tower in family.towers if _get(root, tower) is not None]
     for tower in held:
-        if any(_matching(root.get_submodule(tower), spec.attention) for spec in family.parts):
+        if any(matching(root.get_submodule(tower), spec.attention) for spec in family.parts):
             return tower
     return ""
 
 
 def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, spec: StackSpec) -> Stack:
-    attention = _matching(root, spec.attention)
+    attention = matching(root, spec.attention)
     attention = [path for path in attention if family.attention_class in type(root.get_submodule(path)).__name__]
     rotary = [path for path in (family.rotary(root) if family.rotary else []) if path.startswith(spec.entry)]
     table = spec.table
@@ -478,7 +478,7 @@ def _refuse_unclaimed(model: PreTrainedModel, sites: Sites, kept: list[str]) -> 
             )
 
 
-def _matching(root: nn.Module, pattern: str) -> list[str]:
+def matching(root: nn.Module, pattern: str) -> list[str]:
     """Return the paths below `root` that match `pattern` (see `Family.attention`), in module order."""
     wanted = pattern.split(".")
 

@@ -21,6 +21,7 @@ class OwnAttention:
             why there is none; None: its own class has the interface.
         positions: of a config, the position mechanism that is native inside attention; None: none is.
         switch: path, from the base model, and name of the attribute that is true where that mechanism is made.
+        made_from: pattern of the embeddings, from the base model, that it is made from; "": none.
         causal: of a config, whether a query sees only its past; None: the attention modules say it.
         length_name: the config value that says how many positions the model was made for; None: it has none.
         length: positions that it was made for, where its config does not say.
@@ -29,6 +30,7 @@ class OwnAttention:
     interface: Callable[[nn.Module], type | str] | None = None
     positions: Callable[[Any], NativeScheme | None] | None = None
     switch: tuple[str, str] | None = None
+    made_from: str = ""
     causal: Callable[[Any], bool] | None = None
     length_name: str | None = "max_position_embeddings"
     length: int = 2048

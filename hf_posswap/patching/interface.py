@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from hf_posswap.patching.actions import Undo
+from hf_posswap.patching.actions import RestoreChild, Undo
+from hf_posswap.patching.embedding import SENTINEL_SHAPE, NoPositions
 
 NATIVE_POSITIONS = "native_positions"
 """Attribute of an attention class: whether it applies the positions that its original applies inside attention."""
@@ -69,3 +71,48 @@ class AttendThroughInterface:
             return f"its class is {type(module).__name__} instead of {self.cls.__name__}"
         positions = getattr(module, NATIVE_POSITIONS, self.native_positions)
         return None if positions == self.native_positions else "its native positions are in force again"
+
+
+class NoRows(NoPositions):
+    """Stands where an embedding was from which a model makes positions inside attention; all its rows are zero.
+
+    Args:
+        weight: one lone zero, [1]: the native class fails to load it with a size mismatch; or zeros, [P, W].
+        width: W, of a row.
+    """
+
+    def __init__(self, weight: Tensor, width: int) -> None:
+        super().__init__(weight)
+        self.width = width
+
+    def forward(self, index: Any = None, *_: Any, **__: Any) -> Tensor:
+        """Return zeros, [..., W] for an `index` [...], or one row [1, W] where the model gives no index."""
+        shape = index.shape if isinstance(index, Tensor) else (1,)
+        return self.weight.new_zeros((*shape, self.width))
+
+
+@dataclass(frozen=True)
+class RemoveRows:
+    """Takes away the rows of an embedding that positions inside attention are made from.
+
+    Attributes:
+        path: of the embedding.
+        native: whether zeros of its shape stand for it in the state dict, so that stock classes run it; otherwise they
+            refuse it.
+    """
+
+    path: str
+    native: bool
+
+    def apply(self, model: Any, undo: list[Undo]) -> None:
+        embedding = model.get_submodule(self.path)
+        undo.insert(0, RestoreChild(self.path, embedding))
+        weight = embedding.weight
+        zeros = weight.new_zeros(weight.shape if self.native else SENTINEL_SHAPE).detach()
+        model.set_submodule(self.path, NoRows(zeros, weight.shape[1]))
+
+    def problem(self, model: Any) -> str | None:
+        """Return what is wrong where this was carried out, or None."""
+        held = model.get_submodule(self.path)
+        gone = isinstance(held, NoRows) and (held.weight.is_meta or not bool(torch.any(held.weight)))
+        return None if gone else "the rows that native positions are made from are still there"

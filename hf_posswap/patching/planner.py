@@ -26,7 +26,8 @@ from hf_posswap.patching.actions import (
     SetAttribute,
 )
 from hf_posswap.patching.attention import has_interface
-from hf_posswap.patching.own_attention import native_scheme, ready_edits
+from hf_posswap.patching.interface import AttendThroughInterface
+from hf_posswap.patching.own_attention import native_scheme, ready_edits, rows_of
 from hf_posswap.patching.plan import Edit, SiteChoice, SwapPlan
 from hf_posswap.patching.positions import ForwardMemo
 from hf_posswap.patching.record import SwapRecord
@@ -108,6 +109,8 @@ class Planner:
         else:
             self._drop_table(rows=None)
             self._attention()
+        if self.stack.table is not None and (self.length > self.geometry.original_length or not scheme.table_part):
+            self._ready(native_positions=True)  # a causal mask of the original length does not go on
 
     def _left_alone(self) -> None:
         """Note the stacks that keep what they have; where their tables end elsewhere, no config can say both."""
@@ -250,6 +253,22 @@ class Planner:
             self._attention()
         self.route = "plugin"
 
+    def _inside(self) -> None:
+        """Plan a mechanism in the place of one that is native inside attention, and of the table beside it."""
+        if self.stack.table is not None:
+            self._drop_table(rows=None)
+        self._attention()
+
+    def _ready(self, *, native_positions: bool) -> None:
+        """Plan attention classes with the interface where the model's own lack it, once."""
+        if any(isinstance(edit.action, AttendThroughInterface) for edit in self.edits):
+            return
+        for edit in ready_edits(self.model, self.stack, self.sites.base, native_positions=native_positions):
+            self._edit("attention", *edit)
+        if not native_positions:
+            for path in rows_of(self.model, self.stack, self.sites.base):
+                self.unused[f"{path}.weight"] = self.model.get_submodule(path).weight.numel()
+
     def _neutralise(self) -> None:
         """Plan native rotary modules that rotate by nothing, and a config that stock transformers refuses."""
         before = f"rope, theta {self.geometry.base:g}, {self.geometry.rotary_dim} of {self.geometry.head_dim} dims"
@@ -268,8 +287,7 @@ class Planner:
     def _attention(self) -> None:
         self.route = "plugin"
         if self.scheme.acts_inside or self.stack.inside is not None:
-            for edit in ready_edits(self.model, self.stack, self.sites.base):
-                self._edit("attention", *edit)
+            self._ready(native_positions=self.stack.inside is None)
         if not self.scheme.acts_inside:
             return
         proved = self.sites.family.attention_proved

@@ -27,7 +27,7 @@ from hf_posswap.patching.actions import (
 from hf_posswap.patching.attention import PositionHook, StartHook
 from hf_posswap.patching.config_view import ConfigView
 from hf_posswap.patching.embedding import BlendedTable, LengthHook, NoPositions
-from hf_posswap.patching.interface import AttendThroughInterface
+from hf_posswap.patching.interface import AttendThroughInterface, RemoveRows
 from hf_posswap.patching.rotary import NeutralRotary, is_still, matches
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.rope import RotaryScheme
@@ -77,7 +77,11 @@ def check_untouched(model: Any, before: Fingerprint) -> None:
     """
     after = fingerprint(model)
     actions = [edit.action for edit in model._posswap.plan.edits]
-    edited = [f"{a.path}." for a in actions if isinstance(a, RemoveTable | ReplaceTable | BlendTable | AddMechanism)]
+    edited = [
+        f"{a.path}."
+        for a in actions
+        if isinstance(a, RemoveTable | ReplaceTable | BlendTable | AddMechanism | RemoveRows)
+    ]
     names = before.keys() | after.keys()
     changed = sorted(n for n in names if before.get(n) != after.get(n) and not n.startswith(tuple(edited)))
     if changed:
@@ -98,7 +102,7 @@ def _problem(model: Any, edit: Any, plan: Any) -> str | None:
         case SaveKeys(keys):
             left_out = [key for key in keys if key in (model._keys_to_ignore_on_save or ())]
             return f"{', '.join(left_out)} would not be saved" if left_out else None
-        case AttendThroughInterface():
+        case AttendThroughInterface() | RemoveRows():
             return action.problem(model)
         case GuardLength():
             guarded = _has_hook(model.get_submodule(action.entry), LengthHook)

@@ -38,7 +38,7 @@ class FalconInterface(ThroughInterface, FalconAttention):
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
         parts = self._split_heads(self.query_key_value(hidden_states))  # [B, Q, H or G, D] each
         query, key, value = (part.transpose(1, 2) for part in parts)
-        if alibi is None and position_embeddings is not None:
+        if alibi is None and self.native_positions and position_embeddings is not None:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
