@@ -81,12 +81,28 @@ class DataError(PosswapError, ValueError):
     """Text, tokens or a tokenizer that cannot be used as asked."""
 
 
+class ConfigError(PosswapError, ValueError):
+    """A recipe that cannot be run as it stands: the message lists every problem, each with its key."""
+
+
+class TrainingError(PosswapError, RuntimeError):
+    """A training that must not begin or go on: the message gives the likely cause and the last good checkpoint."""
+
+
 class NumericError(PosswapError, RuntimeError):
     """A loss or a model's output is no longer a finite number."""
 
 
 class NotEnoughMemoryError(PosswapError, MemoryError):
     """What was asked for needs more memory than there is; the message says how much, and what would fit."""
+
+
+class TrainingWarning(UserWarning):
+    """A training goes on, but not as it would have: the message says what it does without."""
+
+
+class BackendWarning(UserWarning):
+    """A faster way of computing attention is not to be had here: the message says why, and what is used instead."""
 
 
 class MissingDependencyError(PosswapError, ImportError):

@@ -22,6 +22,7 @@ from hf_posswap.cli import (
     starting,
     swapping,
     to_native,
+    training,
 )
 from hf_posswap.cli.outcome import DEBUG, MEANING, PosswapGroup
 
@@ -73,6 +74,7 @@ app.command()(doctor.doctor)
 app.command()(export.export)
 app.command()(push.push)
 app.command()(searching.search)
+app.command()(training.train)
 app.command("eval")(evaluating.evaluate)
 app.command()(comparing.compare)
 app.command()(key_spans.key_spans)

@@ -37,7 +37,7 @@ MEANING = {
 }
 
 _CODES: tuple[tuple[Code, tuple[type[Exception], ...]], ...] = (
-    (Code.USAGE, (errors.UnknownNameError, errors.OptionError, errors.SchemeError)),
+    (Code.USAGE, (errors.UnknownNameError, errors.OptionError, errors.SchemeError, errors.ConfigError)),
     (
         Code.UNSUPPORTED,
         (

@@ -1,0 +1,138 @@
+"""From YAML files that include one another, and KEY=VALUE on the command line, to one mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import ConfigError
+
+INCLUDE = "include"
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Return the mapping in the YAML file `path`, on top of the files that it includes.
+
+    `include:` names a file, or several, relative to the one that says it. Later ones win, the file itself over all;
+    mappings are merged key by key, everything else is replaced. A scheme with another name replaces the one below.
+
+    Raises:
+        ConfigError: a file is missing, no YAML or no mapping, or includes itself.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     base, mine = Path(folder) / "base.yaml", Path(folder) / "mine.yaml"
+        ...     _ = base.write_text("optimizer: {steps: 10, warmup: 2}")
+        ...     _ = mine.write_text("include: base.yaml\\noptimizer: {steps: 20}")
+        ...     read_yaml(mine)
+        {'optimizer': {'steps': 20, 'warmup': 2}}
+    """
+    return _read(Path(path), ())
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    import yaml
+
+    chain = (*above, path.resolve())
+    if path.resolve() in above:
+        raise ConfigError(f"{above[0]} includes itself: {' -> '.join(p.name for p in chain)}.")
+    try:
+        held = yaml.load(path.read_text(encoding="utf-8"), _unique_loader()) or {}
+    except OSError as error:
+        told = f", which {above[-1]} includes" if above else ""
+        raise ConfigError(f"{path}{told}, cannot be read: {error.strerror or error}. Give a recipe's file.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(held, dict):
+        raise ConfigError(f"{path} must hold keys and values, got a {type(held).__name__}.")
+    included = held.pop(INCLUDE, [])
+    names = [included] if isinstance(included, str) else included
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: include must be a file name or a list of them, got {included!r}.")
+    merged: dict[str, Any] = {}
+    for name in names:
+        merged = merge(merged, _read(path.parent / name, chain))
+    return merge(merged, held)
+
+
+def _unique_loader() -> Any:
+    """Return a safe loader that refuses a key that is given twice: YAML lets the last one win, silently."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+            if twice:
+                raise yaml.YAMLError(f"{', '.join(twice)} given twice, {node.start_mark}")
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `below` with what `above` says in its place.
+
+    Example:
+        >>> merge({"a": {"b": 1, "c": 2}, "d": [1]}, {"a": {"b": 3}, "d": []})
+        {'a': {'b': 3, 'c': 2}, 'd': []}
+        >>> merge({"scheme": {"name": "yarn", "factor": 4}}, {"scheme": {"name": "rope"}})
+        {'scheme': {'name': 'rope'}}
+    """
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        is_another = isinstance(value, Mapping) and isinstance(old, Mapping) and _renames(old, value)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping) and not is_another
+        merged[key] = merge(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _renames(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Return whether two mappings are schemes of different names, whose fields have nothing to do with each other."""
+    return "name" in old and "name" in new and old["name"] != new["name"] and "scheme" not in new
+
+
+def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """Return `values` with each of `settings`, KEY.SUB=VALUE, put in; a VALUE is read as YAML.
+
+    Raises:
+        ConfigError: a setting is not KEY=VALUE, no YAML, or goes below a value that has no keys.
+
+    Example:
+        >>> override({"optimizer": {"steps": 10}}, ["optimizer.steps=20", "watch.report_to=[]"])
+        {'optimizer': {'steps': 20}, 'watch': {'report_to': []}}
+    """
+    changed = dict(values)
+    problems = []
+    for setting in settings:
+        try:
+            changed = merge(changed, _nested(setting, changed))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(" ".join(problems))
+    return changed
+
+
+def _nested(setting: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    import yaml
+
+    path, equals, text = setting.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"{setting!r}: expected KEY=VALUE, for example optimizer.steps=100.")
+    try:
+        value = yaml.load(text, _unique_loader())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{setting!r}: the value is no YAML: {' '.join(str(error).split())}.") from error
+    held: Any = values
+    for number, key in enumerate(keys[:-1]):
+        held = held.get(key, {})
+        if not isinstance(held, Mapping):
+            raise ConfigError(f"{setting!r}: {'.'.join(keys[: number + 1])} is {held!r}, which has no keys.")
+    for key in reversed(keys):
+        value = {key: value}
+    return value

@@ -1,0 +1,71 @@
+"""A recipe of several stages as recipes of one stage each, run one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_posswap.training.config.reading import merge
+from hf_posswap.training.config.settings import Recipe, SchemeValue, StageSettings
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a training that has one length, one scheme and one schedule.
+
+    Attributes:
+        name: of its folder; "" where there is only one.
+        recipe: without stages.
+        stage: when to advance; None where there is only one.
+    """
+
+    name: str
+    recipe: Recipe
+    stage: StageSettings | None = None
+
+
+def phases_of(recipe: Recipe) -> list[Phase]:
+    """Return the phases of `recipe`, in order.
+
+    Example:
+        >>> from hf_posswap.training.config.settings import SwapSettings
+        >>> stages = (StageSettings(steps=5, length=64), StageSettings(steps=3, scheme={"base": 5e5}))
+        >>> for phase in phases_of(Recipe(swap=SwapSettings({"name": "rope", "base": 1e5}), stages=stages)):
+        ...     print(phase.name, phase.recipe.optimizer.steps, phase.recipe.data.length, phase.recipe.swap.scheme)
+        stage-1 5 64 {'name': 'rope', 'base': 100000.0}
+        stage-2 3 512 {'name': 'rope', 'base': 500000.0}
+    """
+    if not recipe.stages:
+        return [Phase("", recipe)]
+    numbered = enumerate(recipe.stages, 1)
+    return [Phase(f"stage-{number}", _as_one(recipe, stage), stage) for number, stage in numbered]
+
+
+def _as_one(recipe: Recipe, stage: StageSettings) -> Recipe:
+    swap = dataclasses.replace(
+        recipe.swap, scheme=scheme_of(recipe, stage), max_length=stage.max_length or recipe.swap.max_length
+    )
+    optimizer = dataclasses.replace(
+        recipe.optimizer,
+        steps=stage.steps,
+        warmup=min(recipe.optimizer.warmup, stage.steps),
+        learning_rate=stage.learning_rate or recipe.optimizer.learning_rate,
+    )
+    data = dataclasses.replace(recipe.data, length=stage.length or recipe.data.length)
+    return dataclasses.replace(recipe, swap=swap, optimizer=optimizer, data=data, stages=())
+
+
+def scheme_of(recipe: Recipe, stage: StageSettings) -> SchemeValue:
+    """Return the scheme of a stage: the recipe's, with the fields that the stage gives, or another one."""
+    if stage.scheme is None:
+        return recipe.swap.scheme
+    below, above = _as_mapping(recipe.swap.scheme), _as_mapping(stage.scheme)
+    return merge({"scheme": below}, {"scheme": above})["scheme"]
+
+
+def _as_mapping(scheme: SchemeValue) -> Mapping[str, Any]:
+    if scheme is None:
+        return {}
+    return {"name": scheme} if isinstance(scheme, str) else scheme

@@ -1,0 +1,129 @@
+"""What happens beside the steps: health, the share of a gradual swap, evaluation, and when a stage is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_posswap.errors import NumericError
+from hf_posswap.patching.blending import set_blend
+from hf_posswap.training.config import GateSettings, StageSettings
+from hf_posswap.training.engine.log import RunLog
+from hf_posswap.training.engine.schedule import blend_share
+
+ADVANCED = "stage_done"
+
+
+class Health(TrainerCallback):
+    """Stops a training whose loss explodes. It goes by the log that the checkpoints carry, so it outlives a stop.
+
+    Args:
+        settings: of the recipe.
+        last_good: returns a sentence that names the last good checkpoint.
+    """
+
+    def __init__(self, settings: GateSettings, last_good: Callable[[], str]) -> None:
+        self.settings, self.last_good = settings, last_good
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        problem = explosion(losses, self.settings)
+        if problem and "loss" in state.log_history[-1]:
+            raise NumericError(
+                f"the loss exploded by step {state.global_step}: {problem}. {self.last_good()} Take a smaller learning "
+                "rate or a longer warm-up; gates.explosion says how far it may rise."
+            )
+
+
+def explosion(losses: list[float], settings: GateSettings) -> str | None:
+    """Return what is wrong with the last of `losses`, or None.
+
+    Example:
+        >>> explosion([3.0, 2.0, 2.0, 9.0], GateSettings(explosion=3.0, window=2))
+        '9.00, 7.00 nats above the best mean of 2 (2.00)'
+        >>> explosion([3.0, 2.0, 2.0, 4.0], GateSettings(explosion=3.0, window=2))
+    """
+    window, before = settings.window, losses[:-1]
+    if not settings.explosion or len(before) < window:
+        return None
+    sums = np.convolve(before, np.ones(window), mode="valid")
+    best = float(sums.min()) / window
+    above = losses[-1] - best
+    if above <= settings.explosion:
+        return None
+    return f"{losses[-1]:.2f}, {above:.2f} nats above the best mean of {window} ({best:.2f})"
+
+
+class Gradual(TrainerCallback):
+    """Moves a blend on at the beginning of each step.
+
+    Args:
+        model: that carries the blend.
+        steps: until the new mechanism is alone.
+    """
+
+    def __init__(self, model: Any, steps: int) -> None:
+        self.model, self.steps = model, steps
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        set_blend(self.model, blend_share(state.global_step, self.steps))
+
+
+class Recovered(TrainerCallback):
+    """Ends a stage once the loss on short text is back.
+
+    Args:
+        stage: how near, and when to look.
+        measure: returns the loss on short text.
+        before: that of the unswapped model.
+        log: where each look is written.
+    """
+
+    def __init__(self, stage: StageSettings, measure: Callable[[], float], before: float, log: RunLog) -> None:
+        self.stage, self.measure, self.before, self.log = stage, measure, before, log
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        step = state.global_step
+        if self.stage.recovered is None or step < max(1, self.stage.least_steps) or step % self.stage.check_every:
+            return
+        loss = self.measure()
+        self.log.write({"step": step, "short_loss": loss, "short_loss_before": self.before})
+        if loss <= self.before + self.stage.recovered:
+            state.log_history.append({ADVANCED: True, "step": step})  # which the checkpoints carry
+            control.should_training_stop = True
+
+
+class Evaluates(TrainerCallback):
+    """Measures the loss at the recipe's lengths every so many steps, without touching what is random in training.
+
+    Args:
+        every: steps.
+        measure: returns the loss of each length.
+        log: where it is written.
+    """
+
+    def __init__(self, every: int, measure: Callable[[], dict[int, float]], log: RunLog) -> None:
+        self.every, self.measure, self.log = every, measure, log
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.every and state.global_step % self.every == 0:
+            devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+            with torch.random.fork_rng(devices=devices):
+                found = self.measure()
+            self.log.write({"step": state.global_step, "nll": {str(length): nll for length, nll in found.items()}})
+
+
+def stage_done_at(checkpoint: Path | None) -> int | None:
+    """Return the step at which a stage was found done, if `checkpoint` was written then; None: it goes on."""
+    if checkpoint is None:
+        return None
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    ends = [entry["step"] for entry in state.log_history if entry.get(ADVANCED)]
+    return ends[-1] if ends and ends[-1] == state.global_step else None

@@ -1,0 +1,111 @@
+"""The end of a run: the saved model loaded again, proved and measured; the report; the picture; the push."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.checkpoints import load, push
+from hf_posswap.files import read_json, write_json, write_text
+from hf_posswap.patching.plan import unwrap
+from hf_posswap.patching.verify import verify_swap
+from hf_posswap.training.config import Recipe
+from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.data import build_data
+from hf_posswap.training.engine.log import RunLog
+from hf_posswap.training.engine.phase import LOG, PhaseResult, Run
+from hf_posswap.training.engine.picture import draw_losses
+
+REPORT = "report.json"
+
+
+def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -> dict[str, Any]:
+    """Prove and measure the saved model, write the report, push where that is asked for; return the report.
+
+    Where all that was done before, the report that is there is returned.
+
+    Args:
+        recipe: as a whole.
+        run: that is at its end.
+        results: of its phases.
+        saved: folder of the finished model.
+    """
+    if (run.folder / REPORT).is_file():
+        report: dict[str, Any] = read_json(run.folder / REPORT)
+        return report
+    model = load(saved, dtype="auto")
+    swapped = getattr(unwrap(model), "_posswap", None) is not None
+    report = {
+        "model": str(recipe.model.name),
+        "saved": str(saved.relative_to(run.folder)),
+        "recipe": to_dict(recipe),
+        "processes": run.launch.processes,
+        "phases": [asdict(result) for result in results],
+        "verified": verify_swap(model).checks if swapped else {},
+        "nll": _nll(recipe, run, model),
+    }
+    pushed = _push(recipe, saved, report)
+    if pushed:
+        report["pushed"] = pushed
+    curves = [(r.name or "training", RunLog(run.folder / r.name / LOG).entries()) for r in results]
+    if recipe.watch.picture and any("loss" in entry for _, entries in curves for entry in entries):
+        draw_losses(curves, run.folder / "loss.png", below=f"{recipe.model.name}, {_swap_in_words(report)}")
+    write_text(run.folder / "report.md", as_markdown(report))
+    write_json(run.folder / REPORT, report)
+    for line in as_markdown(report).splitlines():
+        run.say(line)
+    return report
+
+
+def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float]:
+    watch = recipe.watch
+    if not watch.evaluate_lengths:
+        return {}
+    from transformers import AutoTokenizer
+
+    assert run.services.evaluate is not None
+    words = recipe.model.tokenizer or recipe.model.name
+    data = build_data(recipe.data, AutoTokenizer.from_pretrained(words), causal=True, scheme_length=recipe.data.length)
+    found = run.services.evaluate(model, data.held_out, watch.evaluate_lengths, watch.evaluate_documents)
+    return {str(length): nll for length, nll in found.items()}
+
+
+def _push(recipe: Recipe, saved: Path, report: dict[str, Any]) -> str | None:
+    if recipe.save.push is None:
+        return None
+    measured = {f"nll_{length}": nll for length, nll in report["nll"].items()}
+    done = push(saved, recipe.save.push, private=recipe.save.private, recipe=report["recipe"], results=measured or None)
+    return done.url
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """Return the report for people."""
+    rows = ["| phase | steps | tokens | first loss | last loss |", "|---|---|---|---|---|"]
+    for phase in report["phases"]:
+        losses = " | ".join("" if phase[n] is None else f"{phase[n]:.3f}" for n in ("first_loss", "last_loss"))
+        rows.append(f"| {phase['name'] or 'training'} | {phase['steps']} | {phase['tokens']:,} | {losses} |")
+    lines = [
+        f"# {_swap_in_words(report)}",
+        "",
+        f"Started from {report['model']}; saved in `{report['saved']}`.",
+        "",
+        *rows,
+    ]
+    for phase in report["phases"]:
+        lines += ["", *(f"- {said}" for said in phase["gates"])]
+    if report["nll"]:
+        lines += ["", "| tokens read | nats a token |", "|---|---|"]
+        lines += [f"| {length} | {nll:.4f} |" for length, nll in report["nll"].items()]
+    if report["verified"]:
+        lines += ["", "The saved model, loaded again: " + "; ".join(f"{k}: {v}" for k, v in report["verified"].items())]
+    if report.get("pushed"):
+        lines += ["", f"Pushed: {report['pushed']}"]
+    return "\n".join(lines) + "\n"
+
+
+def _swap_in_words(report: dict[str, Any]) -> str:
+    plan = report["phases"][-1]["plan"]
+    if plan is None:
+        return "No swap: the control"
+    return f"Swapped to {plan['scheme']['name']}, for {plan['max_length']} tokens"

@@ -1,0 +1,148 @@
+"""What must hold before the first step: positions in range, and a first loss such as the plan predicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_posswap.errors import PositionRangeError, TrainingError
+from hf_posswap.patching.plan import SwapPlan
+from hf_posswap.training.engine.objectives import whole_loss
+
+_ROWS = 2
+_SHORT_WINDOWS = 8
+_NONE, _SOME, _UNIFORM = 0.25, 1.5, 1.5
+"""Nats above the unswapped model's loss that a plan predicts: without need of training, with; and above guessing."""
+
+
+@dataclass(frozen=True)
+class FirstLoss:
+    """One batch's loss.
+
+    Attributes:
+        before: of the unswapped model, on as much of the batch as its window holds.
+        vocabulary: of the model.
+    """
+
+    before: float
+    vocabulary: int
+
+    @property
+    def uniform(self) -> float:
+        """The loss of guessing every token alike."""
+        return math.log(self.vocabulary)
+
+
+def probe(model: Any, batch: dict[str, Any], *, causal: bool, plain: int | None = None) -> float:
+    """Return the mean loss of `model` on two rows of `batch`, in eval mode, without a gradient.
+
+    Args:
+        model: on any device.
+        batch: arguments of its forward, with labels.
+        causal: whether it predicts the next token.
+        plain: read so many tokens of each row only, from position 0 on, whatever positions and mask say.
+    """
+    rows = {k: v[:_ROWS].to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    if plain is not None:
+        rows = {k: rows[k][:, :plain] for k in ("input_ids", "labels")}
+        rows["attention_mask"] = torch.ones_like(rows["input_ids"])
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return float(whole_loss(model, rows, None, causal=causal))
+    finally:
+        model.train(training)
+
+
+def check_positions(batch: dict[str, Any], length: int, reach: int, first: int, *, unbounded: bool) -> None:
+    """Check that no position of `batch` lies beyond what the model is meant for.
+
+    Args:
+        batch: arguments of the forward.
+        length: tokens of a window.
+        reach: positions that the model is meant for.
+        first: what its `position_ids` call position 0.
+        unbounded: whether the scheme runs at any length.
+
+    Raises:
+        PositionRangeError: one does; says which settings disagree.
+    """
+    positions = batch.get("position_ids")
+    farthest = length if positions is None else int(positions.max()) - first + 1
+    if farthest > reach and not unbounded:
+        raise PositionRangeError(
+            f"the windows reach position {farthest - 1}, and the model is meant for {reach} positions (0 to "
+            f"{reach - 1}): set swap.max_length to {farthest}, or a smaller data.length than {length}."
+        )
+
+
+def predicted_limit(plan: SwapPlan | None, first: FirstLoss, above: float | None) -> float:
+    """Return the first loss that `plan` allows for.
+
+    Args:
+        plan: of the swap; None: there is none.
+        first: of the unswapped model.
+        above: nats above that, as the recipe says; None: what the plan predicts.
+    """
+    if above is not None:
+        return first.before + above
+    if plan is None or plan.adaptation.startswith("none"):
+        return first.before + _NONE
+    if "required" in plan.adaptation:
+        return max(first.before + _SOME, first.uniform + _UNIFORM)
+    return first.before + _SOME
+
+
+def check_first_loss(loss: float, plain: float, first: FirstLoss, plan: SwapPlan | None, above: float | None) -> str:
+    """Return a sentence on the first loss, which is as predicted.
+
+    Args:
+        loss: of the swapped model on the batch as it is.
+        plain: of the swapped model on the tokens that the unswapped one read, at positions 0, 1, 2, ...
+        first: of the unswapped model.
+        plan: of the swap; None: there is none.
+        above: as in `predicted_limit`.
+
+    Raises:
+        TrainingError: it is not; with the likely cause.
+    """
+    limit = predicted_limit(plan, first, above)
+    said = f"first loss {loss:.3f}, {first.before:.3f} before the swap"
+    if math.isfinite(loss) and loss <= limit:
+        return said + f" (at most {limit:.2f} was predicted)"
+    raise TrainingError(
+        f"{said}: the plan predicts at most {limit:.2f}. Likely cause: {_cause(plain, limit, first, plan)} "
+        "gates.start_above says how far it may stand above; gates.start=false starts all the same."
+    )
+
+
+def _cause(plain: float, limit: float, first: FirstLoss, plan: SwapPlan | None) -> str:
+    if first.before > first.uniform - 0.1:
+        return (
+            f"the unswapped model itself is no better than guessing ({first.uniform:.2f}): another model's tokenizer, "
+            "or weights that were never trained."
+        )
+    if math.isfinite(plain) and plain <= limit:
+        return (
+            f"the positions or masks of data.packing, or windows longer than the scheme carries the model: on the same "
+            f"tokens at positions 0, 1, 2, ... the swapped model has {plain:.3f}."
+        )
+    if plan is None:
+        return "the data: there is no swap, so the model reads windows it was not made for."
+    return f"the fields of {plan.scheme}: base, layout, factor or original_length do not fit this model."
+
+
+def short_windows(documents: Sequence[np.ndarray], window: int) -> Tensor:
+    """Return the first `window` tokens of up to eight held-out `documents`, [N, window]; of shorter ones, fewer."""
+    long = [document[:window] for document in documents if len(document) >= window][:_SHORT_WINDOWS]
+    if not long:
+        longest = max(documents, key=len)
+        long = [longest]
+    return torch.from_numpy(np.stack(long).astype(np.int64))

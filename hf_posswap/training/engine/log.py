@@ -1,0 +1,135 @@
+"""The log of a run: a line of JSON a measurement, true to the steps that count, after a stop too; and the bar."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_posswap.errors import CheckpointError
+from hf_posswap.files import write_text
+from hf_posswap.progress import Reporter, Task
+
+_KEPT = ("loss", "grad_norm", "learning_rate")
+
+
+class RunLog:
+    """Lines of JSON in one file.
+
+    Args:
+        path: of the file.
+        writes: whether this process is the one that writes.
+    """
+
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
+        self.path, self.writes = path, writes
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Add a line."""
+        if self.writes:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the lines that are there; one that a kill cut off is no line."""
+        if not self.path.exists():
+            return []
+        found = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+    def go_back_to(self, step: int) -> None:
+        """Drop what was written after `step`: a run that goes on from there writes it again."""
+        if self.writes and self.path.exists():
+            kept = [entry for entry in self.entries() if entry["step"] <= step]
+            write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+class Watch(TrainerCallback):
+    """Writes the log and moves the bar.
+
+    Args:
+        log: of the run.
+        reporter: of this process; None: it shows nothing.
+        label: of the bar.
+        tokens: that one step reads, over all processes.
+    """
+
+    def __init__(self, log: RunLog, reporter: Reporter | None, label: str, tokens: int) -> None:
+        self.log, self.reporter, self.label, self.tokens = log, reporter, label, tokens
+        self._stack = ExitStack()
+        self._task: Task | None = None
+        self._loss: float | None = None
+        self._began, self._first = 0.0, 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.log.go_back_to(state.global_step)
+        self._began, self._first = time.monotonic(), state.global_step
+        if self.reporter is not None:
+            self._task = self._stack.enter_context(self.reporter.task(self.label, state.max_steps))
+            self._task.skip(state.global_step)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._task is not None:
+            self._task.advance(self.tokens, self._loss)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if not logs or "loss" not in logs:
+            return
+        self._loss = float(logs["loss"])
+        seconds = time.monotonic() - self._began
+        done = state.global_step - self._first
+        self.log.write(
+            {
+                "step": state.global_step,
+                **{name: logs[name] for name in _KEPT if name in logs},
+                "tokens": state.global_step * self.tokens,
+                "tokens_per_second": round(done * self.tokens / max(seconds, 1e-9), 1),
+                "seconds": round(seconds, 3),
+                "peak_memory": peak_memory(),
+            }
+        )
+
+    def close(self) -> None:
+        """Take the bar away, whether the training ended well or not."""
+        self._stack.close()
+        self._task = None
+
+
+def peak_memory() -> int:
+    """Return the most memory that this process has held, in bytes: of its GPU where it has one."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held if sys.platform == "darwin" else 1024 * held
+
+
+def tensorboard_callback(folder: Path) -> TrainerCallback:
+    """Return what writes to tensorboard, in `folder`.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations import TensorBoardCallback
+
+    try:
+        writer = SummaryWriter(str(folder))
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder}: {error.strerror or error}. Choose another out.") from error
+    return TensorBoardCallback(writer)

@@ -1,0 +1,111 @@
+"""What a launcher has set up, and what of it this swap cannot be trained under."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.training.config import Recipe
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a launcher (accelerate, torchrun) has started this process.
+
+    Attributes:
+        processes: in all.
+        fsdp: version of FSDP; 0: none.
+        deepspeed: ZeRO stage; 0: no DeepSpeed.
+        context: processes that share one sequence by torch's context parallelism.
+        ulysses: processes that share one sequence by DeepSpeed's Ulysses.
+    """
+
+    processes: int = 1
+    fsdp: int = 0
+    deepspeed: int = 0
+    context: int = 1
+    ulysses: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Processes that read windows of their own."""
+        return self.processes // (self.context * self.ulysses)
+
+    @property
+    def shards(self) -> bool:
+        """Whether no process holds all weights."""
+        return bool(self.fsdp) or self.deepspeed == 3
+
+
+def launch_of_environment() -> Launch:
+    """Return what the environment of this process says."""
+    use = {name: os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true" for name in ("FSDP", "DEEPSPEED")}
+    split = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    return Launch(
+        processes=_number("WORLD_SIZE", 1),
+        fsdp=_number("FSDP_VERSION", 1) if use["FSDP"] else 0,
+        deepspeed=_number("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2) if use["DEEPSPEED"] else 0,
+        context=_number("PARALLELISM_CONFIG_CP_SIZE", 1) if split else 1,
+        ulysses=_number("PARALLELISM_CONFIG_SP_SIZE", 1) if split else 1,
+    )
+
+
+def _number(name: str, default: int) -> int:
+    return int(os.environ.get(name) or default)
+
+
+def refuse_silent_errors(recipe: Recipe, scheme: Any, launch: Launch) -> None:
+    """Refuse what the engine would compute wrongly without a word under `launch`.
+
+    Args:
+        recipe: without stages.
+        scheme: that the swap puts in, resolved; None: no swap.
+        launch: how the process was started.
+
+    Raises:
+        UnsupportedSwapError: names the scheme or the setting, and what works.
+    """
+    for refused in (_splitting(recipe, scheme, launch), _sharding(recipe, launch)):
+        if refused:
+            raise UnsupportedSwapError(refused)
+
+
+def _splitting(recipe: Recipe, scheme: Any, launch: Launch) -> str | None:
+    if launch.context == launch.ulysses == 1:
+        return None
+    pieces = launch.context * launch.ulysses
+    kind = "context parallelism" if launch.context > 1 else "Ulysses sequence parallelism"
+    if scheme is not None and not scheme.traits.shardable:
+        dynamic = getattr(scheme, "length_dependent", False)
+        why = (
+            "its angles follow the length that each process sees, and they see different ones"
+            if dynamic
+            else "accelerate's hook drops the mask that carries a bias, and pieces need the whole sequence"
+        )
+        return (
+            f"{scheme.name} cannot be trained under {kind}: {why}. Use a scheme whose rotation follows from a token's "
+            "own position (rope, linear, ntk, yarn, longrope below its own length), or no sequence parallelism."
+        )
+    if recipe.data.packing == "documents":
+        return f"data.packing documents cannot be trained under {kind}: the mask between documents would be dropped."
+    if recipe.objective.kind not in ("next-token",):
+        return f"objective.kind {recipe.objective.kind} cannot be trained under {kind}: only next-token can."
+    if recipe.objective.chunk:
+        return f"objective.chunk must be 0 under {kind}: labels are shifted before the sequence is split."
+    if recipe.data.length % (2 * pieces):
+        return f"data.length {recipe.data.length} must be a multiple of {2 * pieces} under {kind} by {pieces}."
+    return None
+
+
+def _sharding(recipe: Recipe, launch: Launch) -> str | None:
+    if launch.fsdp == 1:
+        return "FSDP version 1 is not supported: it flattens the parameters a swap adds. Set fsdp_version: 2."
+    if launch.shards and recipe.swap.gradual_steps:
+        return "a gradual swap cannot be ended where weights are sharded (FSDP, ZeRO-3): use DDP or one process."
+    if launch.shards and recipe.train.what == "new_rows":
+        return "train.what new_rows masks rows of a gradient, which sharding cuts: use DDP or one process."
+    if launch.shards and recipe.objective.kind in ("distill", "embedding"):
+        return f"objective.kind {recipe.objective.kind} needs the unswapped model whole beside a sharded one: use DDP."
+    return None

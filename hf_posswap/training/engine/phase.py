@@ -1,0 +1,231 @@
+"""One phase of a training, from where it stands to its finished model."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import set_seed
+
+from hf_posswap.checkpoints import save
+from hf_posswap.errors import CheckpointError
+from hf_posswap.files import read_json, replacing, write_json
+from hf_posswap.patching.blending import finish_blend
+from hf_posswap.training.config import Phase, Recipe
+from hf_posswap.training.engine.arguments import training_arguments
+from hf_posswap.training.engine.callbacks import Evaluates, Gradual, Health, Recovered, stage_done_at
+from hf_posswap.training.engine.checkpoints import differences
+from hf_posswap.training.engine.gates import probe
+from hf_posswap.training.engine.log import RunLog, Watch, tensorboard_callback
+from hf_posswap.training.engine.parallel import Launch
+from hf_posswap.training.engine.preparing import Prepared, prepare
+from hf_posswap.training.engine.schedule import rate_share
+from hf_posswap.training.engine.services import Services
+from hf_posswap.training.engine.trainer import PosswapTrainer
+from hf_posswap.training.trainable import parameter_groups
+
+DONE = "done.json"
+MODEL = "model"
+LOG = "log.jsonl"
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    """What one phase gave.
+
+    Attributes:
+        name: of the phase; "" where there is only one.
+        steps: optimizer steps.
+        tokens: read, over all processes.
+        first_loss: of the first line of the log; None: nothing was logged.
+        last_loss: of the last one.
+        plan: of the swap, as JSON; None: there was none.
+        gates: what they found.
+        data: what was read.
+    """
+
+    name: str
+    steps: int
+    tokens: int
+    first_loss: float | None
+    last_loss: float | None
+    plan: dict[str, Any] | None
+    gates: list[str]
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the phases of one run share.
+
+    Attributes:
+        folder: of the run.
+        identity: of the training.
+        launch: how the process was started.
+        services: from the layers above.
+        main: whether this process writes and speaks.
+    """
+
+    folder: Path
+    identity: dict[str, Any]
+    launch: Launch
+    services: Services
+    main: bool
+
+    def say(self, line: str) -> None:
+        """Show a line, on the main process."""
+        if self.main and self.services.reporter is not None:
+            self.services.reporter.line(line)
+
+
+def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
+    """Train one phase, or go on with it; return what it gave, also where it was finished before.
+
+    Args:
+        phase: of the recipe.
+        run: that it belongs to.
+        weights: the finished model of the phase before.
+    """
+    place = run.folder / phase.name
+    done = _finished(place, run.identity)
+    if done is not None:
+        return done
+    recipe = phase.recipe
+    (place / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    set_seed(recipe.optimizer.seed)
+    resumes = any((place / _CHECKPOINTS).glob("checkpoint-*"))
+    prepared = prepare(recipe, run.launch, run.services, weights=weights, resumes=resumes)
+    for line in prepared.said:
+        run.say(line)
+    log = RunLog(place / LOG, writes=run.main)
+    trainer = _trainer(phase, run, prepared, place)
+    watch = Watch(log, run.services.reporter if run.main else None, phase.name or "training", _step_tokens(recipe, run))
+    for callback in (watch, *_callbacks(phase, run, prepared, trainer, log, place)):
+        trainer.add_callback(callback)
+    checkpoint = trainer.newest_checkpoint()
+    _end_at(trainer, stage_done_at(checkpoint), prepared, recipe, run)
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    finally:
+        watch.close()
+    prepared.model.config.use_cache = True  # the Trainer had it off
+    if recipe.swap.gradual_steps:
+        prepared.plan = finish_blend(prepared.model, max_length=recipe.swap.max_length)
+    _write_model(trainer, prepared, place, run)
+    result = _result(phase, prepared, trainer.state.global_step, log)
+    if run.main:
+        write_json(place / DONE, {"identity": run.identity, "result": asdict(result)})
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.free_memory()
+    del trainer, prepared
+    gc.collect()
+    return result
+
+
+def _windows(recipe: Recipe, run: Run) -> int:
+    """Return how many windows one step reads, over all processes."""
+    return recipe.optimizer.batch * recipe.optimizer.accumulate * run.launch.replicas
+
+
+def _step_tokens(recipe: Recipe, run: Run) -> int:
+    return _windows(recipe, run) * recipe.data.length
+
+
+def _trainer(phase: Phase, run: Run, prepared: Prepared, place: Path) -> PosswapTrainer:
+    recipe, optimizer = phase.recipe, phase.recipe.optimizer
+    return PosswapTrainer(
+        prepared.model,
+        training_arguments(recipe, place / _CHECKPOINTS),
+        objective=prepared.objective,
+        groups=lambda model: parameter_groups(
+            model, recipe.train, learning_rate=optimizer.learning_rate, weight_decay=optimizer.weight_decay
+        ),
+        share_of_rate=lambda step: rate_share(step, optimizer),
+        identity=run.identity,
+        keep=recipe.save.keep,
+        tokenizer=prepared.tokenizer,
+        data_collator=prepared.data.collate,
+        train_dataset=prepared.windows(optimizer.steps * _windows(recipe, run)),
+    )
+
+
+def _callbacks(
+    phase: Phase, run: Run, prepared: Prepared, trainer: PosswapTrainer, log: RunLog, place: Path
+) -> list[Any]:
+    recipe, stage = phase.recipe, phase.stage
+    wanted: list[Any] = [Health(recipe.gates, trainer.last_good)]
+    if recipe.swap.gradual_steps:
+        wanted.append(Gradual(prepared.model, recipe.swap.gradual_steps))
+    if stage is not None and stage.recovered is not None:
+        short = {"input_ids": prepared.short, "labels": prepared.short}
+        wanted.append(Recovered(stage, lambda: probe(prepared.model, short, causal=True), prepared.short_before, log))
+    if recipe.watch.evaluate_every:
+        wanted.append(Evaluates(recipe.watch.evaluate_every, _measure(recipe, run, prepared), log))
+    if "tensorboard" in recipe.watch.report_to and run.main:
+        wanted.append(tensorboard_callback(place / "tensorboard"))
+    return wanted
+
+
+def _measure(recipe: Recipe, run: Run, prepared: Prepared) -> Callable[[], dict[int, float]]:
+    watch, evaluate = recipe.watch, run.services.evaluate
+    assert evaluate is not None
+    documents = prepared.data.held_out
+    return lambda: evaluate(prepared.model, documents, watch.evaluate_lengths, watch.evaluate_documents)
+
+
+def _end_at(trainer: PosswapTrainer, step: int | None, prepared: Prepared, recipe: Recipe, run: Run) -> None:
+    """Have `trainer` do no step more where a stage was found done just before the process was stopped."""
+    if step is not None:
+        trainer.args.max_steps = step
+        trainer.train_dataset = prepared.windows(step * _windows(recipe, run))
+
+
+def _write_model(trainer: PosswapTrainer, prepared: Prepared, place: Path, run: Run) -> None:
+    """Write the finished model, whole or not at all."""
+    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        if run.main:
+            save(prepared.model.eval(), place / MODEL, tokenizer=prepared.tokenizer, overwrite=True)
+        return
+    gathered = place / ".unfinished-model"
+    if run.main:
+        shutil.rmtree(gathered, ignore_errors=True)
+    trainer.write_model(gathered)
+    if run.main:
+        with replacing(place / MODEL) as temporary:
+            gathered.rename(temporary)
+
+
+def _result(phase: Phase, prepared: Prepared, steps: int, log: RunLog) -> PhaseResult:
+    losses = [entry for entry in log.entries() if "loss" in entry]
+    return PhaseResult(
+        name=phase.name,
+        steps=steps,
+        tokens=losses[-1]["tokens"] if losses else 0,
+        first_loss=losses[0]["loss"] if losses else None,
+        last_loss=losses[-1]["loss"] if losses else None,
+        plan=None if prepared.plan is None else prepared.plan.to_dict(),
+        gates=prepared.said,
+        data=prepared.data.summary,
+    )
+
+
+def _finished(place: Path, identity: dict[str, Any]) -> PhaseResult | None:
+    """Return what a finished phase gave; None: it is not finished.
+
+    Raises:
+        CheckpointError: it was another training's.
+    """
+    if not (place / DONE).is_file() or not (place / MODEL).is_dir():
+        return None
+    held = read_json(place / DONE)
+    changes = [f"{key}: {was!r}, now {now!r}" for key, was, now in differences(held["identity"], identity)]
+    if changes:
+        raise CheckpointError(
+            f"{place} holds another training, which is finished ({'; '.join(changes)}). Choose another folder (out)."
+        )
+    return PhaseResult(**held["result"])

@@ -1,0 +1,171 @@
+"""From a recipe to a model that is ready to train: loaded, planned, swapped, proved, and its weights chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_posswap.checkpoints import load
+from hf_posswap.errors import CheckpointError
+from hf_posswap.families.base import locate
+from hf_posswap.patching.apply import patch_model
+from hf_posswap.patching.plan import SwapPlan, plan_swap
+from hf_posswap.patching.verify import verify_swap
+from hf_posswap.schemes import Scheme, make_scheme
+from hf_posswap.schemes.blend import Blend
+from hf_posswap.tokens import check_token_ids
+from hf_posswap.training.chunk_proof import chunking_problem
+from hf_posswap.training.config import Recipe
+from hf_posswap.training.data import TokenData, build_data, prove_packing
+from hf_posswap.training.distill import make_teacher
+from hf_posswap.training.engine.gates import FirstLoss, check_first_loss, check_positions, probe, short_windows
+from hf_posswap.training.engine.memory import refuse_too_much, training_need
+from hf_posswap.training.engine.objectives import Objective, make_objective
+from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
+from hf_posswap.training.engine.services import Services
+from hf_posswap.training.engine.weights import load_weights
+from hf_posswap.training.trainable import prepare_trainable
+
+
+@dataclass
+class Prepared:
+    """A model ready to train.
+
+    Attributes:
+        model: swapped, adapters around it where the recipe wants them.
+        tokenizer: of it.
+        data: what it reads.
+        objective: what is minimised.
+        plan: of the swap; None: there is none.
+        short: held-out tokens within the unswapped model's window, [N, L].
+        short_before: the unswapped model's loss on them.
+        said: what the gates found, in sentences.
+    """
+
+    model: Any
+    tokenizer: Any
+    data: TokenData
+    objective: Objective
+    plan: SwapPlan | None
+    short: torch.Tensor
+    short_before: float
+    said: list[str] = field(default_factory=list)
+
+    def windows(self, count: int) -> Any:
+        """Return the first `count` windows of what is read, in order."""
+        return self.data.train.sized(count)
+
+
+def prepare(
+    recipe: Recipe, launch: Launch, services: Services, *, weights: Path | None = None, resumes: bool = False
+) -> Prepared:
+    """Return what `recipe` trains, all gates passed.
+
+    Args:
+        recipe: without stages.
+        launch: how this process was started.
+        services: from the layers above.
+        weights: a checkpoint of the stage before, whose weights the swapped model takes over.
+        resumes: whether training goes on from a checkpoint: the first loss has been checked then.
+
+    Raises:
+        PosswapError: of many kinds, each before anything is trained.
+    """
+    model, tokenizer = load_model(recipe)
+    sites = locate(model)
+    causal, window = sites.geometry.causal, sites.geometry.original_length
+    scheme = chosen_scheme(recipe)
+    length = _max_length(recipe, scheme, has_table=sites.geometry.base is None)
+    plan = None if scheme is None else plan_swap(model, scheme, max_length=length, site=recipe.swap.site)
+    refuse_silent_errors(recipe, plan.scheme if plan else None, launch)
+    reach = plan.max_length if plan else window
+    first_position = sites.first_position
+    data = build_data(recipe.data, tokenizer, causal=causal, scheme_length=reach, first_position=first_position)
+    batch = data.collate([data.train[i] for i in range(2)])
+    check_token_ids(model, batch["input_ids"].numpy())
+    unbounded = bool(plan and plan.unbounded) or (plan is None and sites.table is None)
+    check_positions(batch, recipe.data.length, reach, first_position, unbounded=unbounded)
+    short = short_windows(data.held_out, window)
+    short_batch = {"input_ids": short, "labels": short}
+    before = FirstLoss(probe(model, batch, causal=causal, plain=window), model.config.get_text_config().vocab_size)
+    short_before = probe(model, short_batch, causal=causal) if causal else 0.0
+    if scheme is not None:
+        plan = patch_model(model, scheme, max_length=length, site=recipe.swap.site)
+    said = [] if plan is None else [f"swap verified: {', '.join(verify_swap(model).checks)}"]
+    if recipe.gates.start and not resumes and weights is None:
+        loss, plain = probe(model, batch, causal=causal), probe(model, batch, causal=causal, plain=window)
+        said.append(check_first_loss(loss, plain, before, plan, recipe.gates.start_above))
+        prove_packing(model, data)
+        said.append(f"data.packing {recipe.data.packing} proved on one batch")
+    wants_teacher = recipe.objective.kind in ("distill", "embedding")
+    teacher = make_teacher(model) if wants_teacher else None
+    model = prepare_trainable(model, recipe.train)
+    if weights is not None:
+        load_weights(model, weights)
+    chunk, note = chosen_chunk(recipe, model, batch, causal=causal)
+    said += [note] if note else []
+    said.append(_check_memory(recipe, model, launch, services, chunk))
+    objective = make_objective(recipe.objective, causal=causal, teacher=teacher, window=window, chunk=chunk)
+    return Prepared(model, tokenizer, data, objective, plan, short, short_before, said)
+
+
+def load_model(recipe: Recipe) -> tuple[Any, Any]:
+    """Return the model to start from and its tokenizer.
+
+    Raises:
+        CheckpointError: one of them cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    wanted = recipe.model
+    options: dict[str, Any] = {"dtype": "auto" if wanted.dtype == "auto" else getattr(torch, wanted.dtype)}
+    if wanted.revision is not None:
+        options["revision"] = wanted.revision
+    if wanted.attention is not None:
+        options["attn_implementation"] = wanted.attention
+    model = load(wanted.name, **options)
+    words = wanted.tokenizer or wanted.name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(words)
+    except Exception as error:  # a tokenizer's own code may raise anything
+        raise CheckpointError(
+            f"the tokenizer of {words!r} cannot be read; name one as model.tokenizer: {error}"
+        ) from error
+    return model, tokenizer
+
+
+def chosen_scheme(recipe: Recipe) -> Scheme | None:
+    """Return the scheme that `recipe` puts in, inside a blend where that is gradual; None: no swap."""
+    held = recipe.swap.scheme
+    if held is None:
+        return None
+    scheme = make_scheme(held if isinstance(held, str) else dict(held))
+    return Blend(new=scheme, weight=0.0) if recipe.swap.gradual_steps else scheme
+
+
+def _max_length(recipe: Recipe, scheme: Scheme | None, *, has_table: bool) -> int | None:
+    """Return the length to swap for: an old table that still fades cannot be longer than it is."""
+    return None if isinstance(scheme, Blend) and has_table else recipe.swap.max_length
+
+
+def chosen_chunk(recipe: Recipe, model: Any, batch: dict[str, Any], *, causal: bool) -> tuple[int, str]:
+    """Return the tokens whose logits are held at once, and a note where the recipe's wish cannot be met."""
+    chunk = recipe.objective.chunk
+    if not chunk or recipe.objective.kind not in ("next-token", "masked"):
+        return chunk, ""
+    problem = chunking_problem(model, batch, chunk=chunk, causal=causal)
+    return (0, f"logits are held whole: {problem}") if problem else (chunk, "")
+
+
+def _check_memory(recipe: Recipe, model: Any, launch: Launch, services: Services, chunk: int) -> str:
+    held = getattr(getattr(model, "_posswap", None), "plan", None)
+    biased = bool(held and held.scheme.kind in ("bias", "mixed")) or model.config._attn_implementation == "eager"
+    need = training_need(model, recipe, launch, biased=biased, chunk=chunk)
+    on_cpu = recipe.compute.device == "cpu" or not torch.cuda.is_available()
+    free = services.free_bytes(torch.device("cpu" if on_cpu else "cuda")) if services.free_bytes else None
+    if recipe.gates.start:
+        refuse_too_much(need, free + (need.weights if on_cpu else 0) if free is not None else None, recipe)
+    return f"memory needed: {need}"

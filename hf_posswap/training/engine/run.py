@@ -1,0 +1,105 @@
+"""A whole training: every phase, the finished model, its report; cut off anywhere, the same call goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import CheckpointError, ConfigError
+from hf_posswap.files import writable_folder, write_json
+from hf_posswap.progress import quiet_transformers
+from hf_posswap.training.config import Recipe, phases_of
+from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.engine.finish import finish
+from hf_posswap.training.engine.parallel import Launch, launch_of_environment
+from hf_posswap.training.engine.phase import MODEL, Run, run_phase
+from hf_posswap.training.engine.services import Services
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a training leaves behind.
+
+    Attributes:
+        folder: of the run.
+        model: folder of the finished model, for `hf_posswap.load`.
+        report: as in report.json; empty on all processes but the main one.
+    """
+
+    folder: Path
+    model: Path
+    report: dict[str, Any]
+
+
+def run_recipe(recipe: Recipe, services: Services | None = None) -> Finished:
+    """Train as `recipe` says, and return what it left behind.
+
+    The same call after a stop, even by SIGKILL, goes on from the newest whole checkpoint and ends with the same
+    weights; after the end it returns what is there.
+
+    Args:
+        recipe: from `load_recipe`.
+        services: from the layers above; None: nothing is shown, evaluated, or checked against the free memory.
+
+    Raises:
+        ConfigError: the recipe needs a service that is not given, or does not fit the model.
+        CheckpointError: the folder belongs to another training, another process writes there, or nothing can be
+            written.
+        TrainingError, NumericError, NotEnoughMemoryError, PositionRangeError: a gate stopped it.
+        UnsupportedSwapError: the swap is not possible, or not under this kind of parallelism.
+    """
+    given = services or Services()
+    if recipe.watch.evaluate_lengths and given.evaluate is None:
+        raise ConfigError(
+            "watch.evaluate_lengths needs Services.evaluate, which posswap train and recipes/train.py give."
+        )
+    launch = launch_of_environment()
+    folder = Path(recipe.out).expanduser().resolve()
+    main = int(os.environ.get("RANK", "0")) == 0
+    run = Run(folder, identity_of(recipe, launch), launch, given, main)
+    with ExitStack() as stack:
+        stack.enter_context(quiet_transformers())
+        if main:
+            stack.enter_context(_alone_in(writable_folder(folder)))
+            write_json(folder / "recipe.json", to_dict(recipe))
+        results, weights = [], None
+        phases = phases_of(recipe)
+        for phase in phases:
+            results.append(run_phase(phase, run, weights))
+            weights = folder / phase.name / MODEL
+        assert weights is not None
+        report = finish(recipe, run, results, weights) if main else {}
+    return Finished(folder, weights, report)
+
+
+def identity_of(recipe: Recipe, launch: Launch) -> dict[str, Any]:
+    """Return what makes two trainings the same: all that has a part in the weights that come out."""
+    held = to_dict(recipe)
+    for name in ("out", "watch", "save", "compute", "gates"):
+        del held[name]
+    del held["data"]["cache"]
+    return held | {"processes": launch.processes}
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the folder of a run while the block lasts.
+
+    Raises:
+        CheckpointError: another process holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise CheckpointError(f"another training writes to {folder}: wait for it, or choose another out.") from error
+    try:
+        yield
+    finally:
+        lock.release()

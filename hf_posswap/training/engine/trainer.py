@@ -1,0 +1,164 @@
+"""transformers' Trainer, changed only where positions, losses and checkpoints need it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from hf_posswap.checkpoints.adapters import write_sidecars
+from hf_posswap.checkpoints.adapters_positions import refuse_lost_positions
+from hf_posswap.errors import NumericError
+from hf_posswap.training.engine.checkpoints import UNFINISHED, newest, rotate, seal, take_place
+from hf_posswap.training.engine.objectives import Objective
+
+Groups = Callable[[Any], list[dict[str, Any]]]
+"""From the model, wrapped or not, to the parameter groups of the optimizer."""
+
+
+class PosswapTrainer(Trainer):
+    """A Trainer that reads windows in order, minimises an objective, and never tears a checkpoint.
+
+    Args:
+        model: prepared: swapped, and its trainable parameters chosen.
+        args: of transformers.
+        objective: the loss.
+        groups: makes the parameter groups.
+        share_of_rate: from a step, counted from 0, to its learning rate as a share of the whole.
+        identity: of this training: a checkpoint of another one is refused.
+        keep: checkpoints that are kept.
+        tokenizer: saved beside the model; None: none is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        *,
+        objective: Objective,
+        groups: Groups,
+        share_of_rate: Callable[[int], float],
+        identity: dict[str, Any],
+        keep: int,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.groups, self.identity, self.keep, self.tokenizer = groups, identity, keep, tokenizer
+        self.objective: Objective = objective
+        self.share_of_rate = share_of_rate
+        self._writing: Path | None = None
+        super().__init__(model=model, args=args, **kwargs)
+        self.remove_callback(PrinterCallback)
+        self.model_accepts_loss_kwargs = True  # so that counted tokens of all micro-batches are summed
+        self.loss_is_scaled_for_ga = True
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoints lie."""
+        return Path(str(self.args.output_dir))
+
+    def newest_checkpoint(self) -> Path | None:
+        """Return what to go on from, after all that a killed process left half-written is gone.
+
+        Raises:
+            CheckpointError: the checkpoints belong to another training.
+        """
+        if self.args.should_save:
+            shutil.rmtree(self.folder / UNFINISHED, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        return newest(self.folder, self.identity)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Make AdamW with the recipe's parameter groups."""
+        if self.optimizer is None:
+            _, options = self.get_optimizer_cls_and_kwargs(self.args)
+            self.optimizer = torch.optim.AdamW(self.groups(self.model if model is None else model), **options)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make the recipe's schedule: every group's rate times the share of the step."""
+        if self.lr_scheduler is None:
+            chosen = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.share_of_rate)  # type: ignore[arg-type]
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the objective's loss, so scaled that the mean over processes divides by the tokens of all of them.
+
+        Raises:
+            NumericError: it is no number; the message names the last good checkpoint.
+        """
+        if self._splits_by_deepspeed():
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = self.objective(model, inputs, num_items_in_batch)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        if not bool(torch.isfinite(loss)):
+            raise NumericError(
+                f"the loss became {loss.item()} at step {self.state.global_step + 1} of {self.state.max_steps} "
+                f"(learning rate {self._get_learning_rate():.2g}). {self.last_good()} Take a smaller learning rate or "
+                "a longer warm-up."
+            )
+        return (loss, {}) if return_outputs else loss
+
+    def _splits_by_deepspeed(self) -> bool:
+        config = getattr(self.accelerator, "parallelism_config", None)
+        return config is not None and getattr(config, "sp_enabled", False)
+
+    def last_good(self) -> str:
+        """Return a sentence that names the newest whole checkpoint."""
+        found = newest(self.folder, self.identity)
+        return "There is no checkpoint yet." if found is None else f"The last good checkpoint is {found}."
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._writing is None else str(self._writing)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint beside the others, seal it, and only then give it its name."""
+        name = f"checkpoint-{self.state.global_step}"
+        self._writing = self.folder / UNFINISHED
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._writing = None
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            seal(self.folder / UNFINISHED / name, self.state.global_step, self.identity)
+            take_place(self.folder / UNFINISHED / name, self.folder / name)
+            rotate(self.folder, self.keep)
+        self.accelerator.wait_for_everyone()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the model with its swap, and its tokenizer; no pickled arguments."""
+        if not self.args.should_save:
+            return
+        folder = Path(output_dir or self.folder)
+        os.makedirs(folder, exist_ok=True)
+        target: Any = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        refuse_lost_positions(target)
+        target.save_pretrained(folder, state_dict=state_dict)
+        write_sidecars(target, folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    def write_model(self, folder: Path) -> None:
+        """Write the model as it stands to `folder`, which is new; every process has to call it."""
+        state = None
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            state = self.accelerator.get_state_dict(self.model_wrapped)
+        self._save(str(folder), state)
+        self.accelerator.wait_for_everyone()

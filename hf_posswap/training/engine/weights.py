@@ -1,0 +1,51 @@
+"""The weights of a checkpoint, into a model that has been prepared in the same way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from hf_posswap.errors import CheckpointError
+
+_ADAPTER = "adapter_model.safetensors"
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Put the weights in `folder` into `model`; an adapter's into a PEFT model.
+
+    Args:
+        model: of the same classes and shapes as the one that was saved.
+        folder: a checkpoint of a training, or a saved model.
+
+    Raises:
+        CheckpointError: they do not fit, or none are there.
+    """
+    if hasattr(model, "peft_config"):
+        _load_adapter(model, folder)
+        return
+    files = sorted(path for path in folder.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no model*.safetensors to go on from.")
+    state: dict[str, Any] = {}
+    for file in files:
+        state |= load_file(file)
+    found = model.load_state_dict(state, strict=False)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    missing = sorted(set(found.missing_keys) - tied)
+    if missing or found.unexpected_keys:
+        raise CheckpointError(
+            f"the weights in {folder} do not fit the model: missing {missing[:8]}, unknown "
+            f"{sorted(found.unexpected_keys)[:8]}."
+        )
+
+
+def _load_adapter(model: Any, folder: Path) -> None:
+    from peft import set_peft_model_state_dict
+
+    if not (folder / _ADAPTER).is_file():
+        raise CheckpointError(f"{folder} holds no {_ADAPTER} to go on from.")
+    found: Any = set_peft_model_state_dict(model, load_file(folder / _ADAPTER))
+    if found.unexpected_keys:
+        raise CheckpointError(f"the adapter in {folder} does not fit: unknown {sorted(found.unexpected_keys)[:8]}.")
