@@ -23,6 +23,7 @@ from hf_posswap.families.rope_config import (
     config_path,
     factor_of,
     inv_freq_names,
+    layer_config,
     parameters_of,
     reaching,
     rope_sets,
@@ -306,7 +307,7 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
         )
     if not attention:
         raise UnsupportedModelError(f"{_who(model)}: no self-attention modules at {spec.attention!r}.")
-    if family.rotary and not rotary:
+    if family.rotary and not rotary and (spec.own is None or spec.own.inside(model.config) is None):
         raise UnsupportedModelError(f"{_who(model)} has no rotary module, nor any other positions: its config says so.")
     offset = _table_offset(table, root) if table else 0
     part = _config_of(model, root, rotary)
@@ -357,9 +358,12 @@ def _geometry(
     rotary: list[str],
     offset: int,
 ) -> Geometry:
+    turning = reaching(rope_sets(root.get_submodule(rotary[0]))) if rotary else ("",)
+    config, whole = layer_config(config, turning[0]), config
     heads = getattr(config, spec.heads or "num_attention_heads")
     kv_heads = None if spec.heads else getattr(config, "num_key_value_heads", None)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    own_width = _head_dim(whole, root, attention, turning[0]) if turning[0] else None
+    head_dim = own_width or getattr(config, "head_dim", None) or config.hidden_size // heads
     causal = {bool(getattr(root.get_submodule(path), "is_causal", True)) for path in attention}
     if spec.own is not None and spec.own.causal is not None:
         causal = {spec.own.causal(config)}
@@ -369,7 +373,9 @@ def _geometry(
         raise UnsupportedModelError(f"{_who(model)}: some attention layers are causal and some are not.")
     width = config.hidden_size
     if spec.table is None:
-        length = config.max_position_embeddings if spec.own is None else spec.own.made_for(config)
+        length = getattr(config, TableSpec.config_name, None) if spec.own is None else spec.own.made_for(config)
+        if length is None:
+            raise UnsupportedModelError(f"{_who(model)}: its config says no length ({TableSpec.config_name}).")
     else:
         rows, width = table_of(root.get_submodule(spec.table.path)).shape
         length = config.max_position_embeddings if spec.table.computed else rows - offset
@@ -377,12 +383,9 @@ def _geometry(
     factor = 1.0
     if rotary:
         first = root.get_submodule(rotary[0])
-        turning = reaching(rope_sets(first))
-        parameters = _common(model, config, turning)
-        frequencies, factor = _own_angles(first, config, turning[0])
+        parameters = _common(model, whole, turning)
+        frequencies, factor = _own_angles(first, whole, turning[0])
         rotary_dim = 2 * getattr(first, buffer_name(turning[0])).shape[-1]
-        if turning[0]:  # layers of several types may have heads of several widths
-            head_dim = _head_dim(config, root, attention, turning[0]) or head_dim
         base = float(parameters.get("rope_theta") or 10000.0)
         layout = rotary_layout(root.get_submodule(attention[0]))
         length = parameters.get("original_max_position_embeddings") or length

@@ -57,6 +57,12 @@ def parameters_of(config: Any, rope_set: str) -> dict[str, Any]:
     return (parameters.get(rope_set) if rope_set else parameters) or {}
 
 
+def layer_config(config: Any, rope_set: str) -> Any:
+    """Return what `config` says of the layers of one type: some values may differ from one layer to the next."""
+    types = getattr(config, "layer_types", None) or []
+    return config.per_layer_config[types.index(rope_set)] if rope_set in types else config
+
+
 def has_rope(config: PreTrainedConfig) -> bool:
     """Return whether `config`, or its text part, has rope parameters: one set, or one for each type of layers."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None)

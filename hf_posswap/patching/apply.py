@@ -171,6 +171,7 @@ def _set_config(owner: nn.Module, old: Any, new: Any) -> None:
     """Give `owner` and all in it `new` for `old`, and the configs inside the one for those inside the other."""
     before, after = config_parts(old), config_parts(new)
     instead = {id(part): after[path] for path, part in before.items() if path in after}
+    module: Any
     for module in owner.modules():
         held = vars(module).get("config")
         if id(held) in instead:
