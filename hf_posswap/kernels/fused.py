@@ -1,0 +1,139 @@
+"""One fused attention call that also gives the logarithm of its softmax sums, and its gradient.
+
+PyTorch's public `scaled_dot_product_attention` keeps those sums to itself; the operators beneath it give them, but are
+promised to nobody. So they are asked for by name, and tried once in each process against the formula: where that
+fails, `available` says no, and callers take the plain path.
+
+Dao et al. 2022, https://arxiv.org/abs/2205.14135, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posswap.errors import BackendWarning
+
+TOLERANCE = 1e-5
+"""How far a fused result in float32 may lie from the formula."""
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return attention [B, H, Q, D] and the logarithm of each query's sum of exp(score) [B, H, Q].
+
+    Args:
+        query: [B, H, Q, D].
+        key: [B, G, K, D], G a divisor of H.
+        value: [B, G, K, D].
+        scaling: multiplies the scores.
+        causal: whether query i sees the keys up to i only.
+        bias: added to the scaled scores, [1 or B, 1 or H, 1 or Q, K], of dtype `bias_dtype`; together with `causal`
+            only those of the first key that is seen may be -inf.
+    """
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return operator(query, key, value, 0.0, causal, attn_mask=bias, scale=scaling)
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    *,
+    scaling: float,
+    causal: bool,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value.
+
+    `out` [B, H, Q, D] and `sums` [B, H, Q] need not be those of this call: given those of a softmax over more keys, the
+    gradients are this call's share of the whole's.
+    """
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return operator(grad, query, key, value, out, sums, 0.0, causal, attn_mask=bias, scale=scaling)
+
+
+def bias_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a bias needs beside queries of `dtype`: float32, or the queries' where that is wider.
+
+    A bias in bfloat16 would be wrong by units where it is large, not by a rounding.
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether the fused call takes such tensors, and is right in this process."""
+    same = query.shape[-1] == key.shape[-1] == value.shape[-1] and query.dtype == key.dtype == value.dtype
+    return same and query.device.type == "cpu" and query.dtype in DTYPES and available()
+
+
+@functools.cache
+def available() -> bool:
+    """Return whether this PyTorch has the fused call, and it is right; warn, once, where not."""
+    try:
+        error = _error()
+    except Exception as problem:  # whatever an unknown PyTorch raises here, it means no
+        reason = f"{type(problem).__name__}: {problem}"
+    else:
+        if error <= TOLERANCE:
+            return True
+        reason = f"its results differ from the formula by {error:.1e}"
+    warnings.warn(
+        f"hf_posswap's fused attention does not work on torch {torch.__version__} ({reason.splitlines()[0]}). The "
+        "plain paths are used instead: the same results, slower and with more memory.",
+        BackendWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+def _error() -> float:
+    """Return the largest difference between the fused call and the formula, over what the kernels use of it."""
+    source = torch.Generator(device="cpu").manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source, device="cpu")
+
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        query, key, value = noise(2, 4, 5, 8), noise(2, 2, 5, 8), noise(2, 2, 5, 8)
+        row, dense, grad = noise(1, 4, 1, 5), noise(1, 4, 5, 5), noise(2, 4, 5, 8)
+        cases: list[dict[str, Any]] = [
+            {"causal": True, "bias": None}, {"causal": True, "bias": row}, {"causal": False, "bias": dense}
+        ]  # fmt: skip
+        return max(_case_error(query, key, value, grad, case) for case in cases)
+
+
+def _case_error(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, case: dict[str, Any]) -> float:
+    settings = {"scaling": 0.4, **case}
+    out, sums = forward(query, key, value, **settings)
+    found = (out, sums, *backward(grad, query, key, value, out, sums, **settings))
+    expected = _formula(query, key, value, grad, **settings)
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+def _formula(
+    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, *, scaling: float, causal: bool, bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Return out, sums and gradients, written out."""
+    share = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(share, dim=1) for x in (key, value))  # [B, H, K, D]
+    scores = query @ keys.transpose(-1, -2) * scaling  # [B, H, Q, K]
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    chances = scores.softmax(-1)
+    out = chances @ values
+    change = chances * (grad @ values.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scaling  # of q k
+    by_group = (change.transpose(-1, -2) @ query, chances.transpose(-1, -2) @ grad)  # of each head's key and value
+    shared = tuple(x.unflatten(1, (-1, share)).sum(2) for x in by_group)
+    return out, scores.logsumexp(-1), change @ keys, *shared
