@@ -12,6 +12,7 @@ from hf_posswap.errors import SwapVerificationError
 from hf_posswap.families.base import Stack
 from hf_posswap.patching.actions import ReplaceTable
 from hf_posswap.patching.apply import unpatch_model
+from hf_posswap.patching.interface import CopyRows
 from hf_posswap.patching.own_attention import native_scheme
 from hf_posswap.patching.plan import SwapPlan
 from hf_posswap.patching.probe import Probe, make_probe
@@ -74,7 +75,9 @@ def _is_kept(model: Any, plan: SwapPlan, stack: Stack, old: dict[str, Any]) -> b
         rows = min(len(before), len(now))
         return torch.equal(before[:rows].to(now), now[:rows])
     if stack.inside is not None:
-        return stack.table is None and scheme == native_scheme(stack.inside, geometry)
+        learned = stack.inside["name"] == "t5"
+        held = not learned or any(isinstance(e.action, CopyRows) for e in plan.edits if e.stack == stack.name)
+        return held and stack.table is None and scheme == native_scheme(stack.inside, geometry)
     if not stack.rotary:
         return False
     natives = [old[path].module for path in stack.rotary]

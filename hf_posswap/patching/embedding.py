@@ -155,14 +155,14 @@ def _past(cache: Any) -> int:
 
 
 def grow_buffer(root: nn.Module, path: str, length: int) -> None:
-    """Make the buffer [1, P] at `path` at least `length` long: position ids go on counting, others go on with zeros."""
+    """Make the buffer [1, P] or [P] at `path` at least `length` long: position ids go on counting, others are zeros."""
     owner_path, _, leaf = path.rpartition(".")
     owner = root.get_submodule(owner_path)
     old = getattr(owner, leaf)
     if old.shape[-1] >= length:
         return
     if leaf == "position_ids":
-        new = torch.arange(length, dtype=old.dtype, device=old.device).expand((1, -1))
+        new = torch.arange(length, dtype=old.dtype, device=old.device).expand((*old.shape[:-1], -1))
     else:
         new = torch.zeros((1, length), dtype=old.dtype, device=old.device)
     setattr(owner, leaf, new)

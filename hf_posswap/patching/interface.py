@@ -116,3 +116,25 @@ class RemoveRows:
         held = model.get_submodule(self.path)
         gone = isinstance(held, NoRows) and (held.weight.is_meta or not bool(torch.any(held.weight)))
         return None if gone else "the rows that native positions are made from are still there"
+
+
+@dataclass(frozen=True)
+class CopyRows:
+    """Begins a scheme's learned table with the rows from which the same mechanism was made natively.
+
+    Attributes:
+        source: path of the embedding that holds them.
+        carried: path of the scheme's mechanism, whose `table` takes them.
+    """
+
+    source: str
+    carried: str
+
+    def apply(self, model: Any, undo: list[Undo]) -> None:
+        rows, table = model.get_submodule(self.source).weight, model.get_submodule(self.carried).table
+        if not rows.is_meta and not table.is_meta:
+            table.data.copy_(rows.detach())
+
+    def problem(self, model: Any) -> str | None:
+        """Return None: the rows may have been trained since."""
+        return None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.base import Stack, matching
 from hf_posswap.families.own import NativeScheme
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import Action, SetAttribute
-from hf_posswap.patching.interface import AttendThroughInterface, RemoveRows
+from hf_posswap.patching.interface import AttendThroughInterface
 from hf_posswap.schemes.base import Scheme, make_scheme
 
 EditText = tuple[str, str, str, Action]
@@ -36,7 +38,12 @@ def ready_edits(model: Any, stack: Stack, base: str, *, native_positions: bool) 
     own = stack.spec.own
     if own is None:
         return []
-    edits = [] if native_positions or stack.inside is None else _cleared(model, stack, base)
+    edits: list[EditText] = []
+    for path in () if native_positions else rows_of(model, stack, base):
+        _refuse_other_sinusoids(path, model.get_submodule(path))
+    if own.switch is not None and not native_positions:
+        path, name = _join(base, own.switch[0]), own.switch[1]
+        edits.append((_join(path, name), "True", "False", SetAttribute(path, name, True, False)))
     before = "no interface" if stack.inside is None else native_scheme(stack.inside, stack.geometry).name
     for layer, path in enumerate(stack.attention if own.interface else ()):
         found = own.interface(model.get_submodule(path))  # type: ignore[misc]
@@ -50,25 +57,23 @@ def ready_edits(model: Any, stack: Stack, base: str, *, native_positions: bool) 
     return edits
 
 
-def _cleared(model: Any, stack: Stack, base: str) -> list[EditText]:
-    """Return the edits that keep the model from making the positions which are native inside attention."""
-    own, edits = stack.spec.own, list[EditText]()
-    assert own is not None
-    if own.switch is not None:
-        path, name = _join(base, own.switch[0]), own.switch[1]
-        edits.append((_join(path, name), "True", "False", SetAttribute(path, name, True, False)))
-    for path in rows_of(model, stack, base):
-        rows = model.get_submodule(path).weight.shape[0]
-        edits.append((path, f"{rows} rows", "nothing added", RemoveRows(path, native=False)))
-    return edits
-
-
 def rows_of(model: Any, stack: Stack, base: str) -> list[str]:
     """Return the paths of the embeddings from which the positions native inside attention are made."""
     own = stack.spec.own
     if own is None or not own.made_from:
         return []
     return [_join(base, path) for path in matching(model.get_submodule(base), own.made_from)]
+
+
+def _refuse_other_sinusoids(path: str, embedding: Any) -> None:
+    """Refuse a frozen table of sinusoids that does not hold what its class computes: the native angles are unknown."""
+    if not hasattr(embedding, "create_weight") or embedding.weight.is_meta:
+        return
+    if not torch.allclose(embedding.weight.float().cpu(), embedding.create_weight().float(), atol=1e-2):
+        raise UnsupportedSwapError(
+            f"{path} holds other numbers than the sinusoids that {type(embedding).__name__} computes, so the angles by "
+            "which this model turns are unknown. What works: a checkpoint whose table was never changed."
+        )
 
 
 def _join(*parts: str) -> str:

@@ -59,7 +59,8 @@ class Probe:
         if self.features is not None:
             first = {"input_features": self.features}
         given = first | {"decoder_input_ids": ids, "decoder_attention_mask": mask} | given
-        return model.base_model(**given).last_hidden_state.float()
+        out = model.base_model(**given)  # T5 has no base model: it is its own
+        return (out.last_hidden_state if "last_hidden_state" in out else out.logits).float()
 
     def reordered(self) -> Tensor:
         """Return the tokens with all but the last one reversed, [1, Q]."""

@@ -27,7 +27,7 @@ from hf_posswap.patching.actions import (
 from hf_posswap.patching.attention import PositionHook, StartHook
 from hf_posswap.patching.config_view import ConfigView
 from hf_posswap.patching.embedding import BlendedTable, LengthHook, NoPositions
-from hf_posswap.patching.interface import AttendThroughInterface, RemoveRows
+from hf_posswap.patching.interface import AttendThroughInterface, CopyRows, RemoveRows
 from hf_posswap.patching.rotary import NeutralRotary, is_still, matches
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.rope import RotaryScheme
@@ -102,7 +102,7 @@ def _problem(model: Any, edit: Any, plan: Any) -> str | None:
         case SaveKeys(keys):
             left_out = [key for key in keys if key in (model._keys_to_ignore_on_save or ())]
             return f"{', '.join(left_out)} would not be saved" if left_out else None
-        case AttendThroughInterface() | RemoveRows():
+        case AttendThroughInterface() | RemoveRows() | CopyRows():
             return action.problem(model)
         case GuardLength():
             guarded = _has_hook(model.get_submodule(action.entry), LengthHook)
