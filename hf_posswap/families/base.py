@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.own import NativeScheme, OwnAttention
+from hf_posswap.families.refused import REFUSED
 from hf_posswap.families.rope_config import (
     buffer_name,
     config_at,
@@ -46,7 +47,7 @@ class TableSpec:
         path: of the table, from the base model.
         offset: rows before position 0; "padding" is the padding index + 1 (RoBERTa).
         config_counts_offset: whether `config.max_position_embeddings` counts those rows too.
-        buffers: buffers [1, P] with one entry a position, from the base model; they grow with the length.
+        buffers: buffers [1, P] or [P] with one entry a position, from the base model; they grow with the length.
         config_name: the config value that says how long the table is.
         kind: what stands in it.
         computed: whether its module makes its rows itself, at any length, as `weights` that no checkpoint holds.
@@ -105,7 +106,6 @@ class Family:
         kept: paths, from the base model, of position parts that are never swapped, or of what they all lie in.
         towers: paths, from the base model, where the part that all other paths count from may lie: in a model of
             several modalities, its language model.
-        attention_class: part of the class name of the self-attention modules, where others lie at such paths too.
     """
 
     name: str
@@ -120,7 +120,6 @@ class Family:
     stacks: tuple[StackSpec, ...] = ()
     kept: tuple[str, ...] = ()
     towers: tuple[str, ...] = ("",)
-    attention_class: str = ""
 
     @property
     def parts(self) -> tuple[StackSpec, ...]:
@@ -252,13 +251,15 @@ def family_of(config: PreTrainedConfig) -> Family:
     """Return the family that `config` belongs to.
 
     Raises:
-        UnsupportedModelError: none does; the message lists the families.
+        UnsupportedModelError: none does; the message says why, or lists the families.
     """
     model_type = getattr(config, "model_type", None)
     families = [family for _, family in FAMILIES.items()]
     for family in families:
         if model_type in family.model_types:
             return family
+    if model_type in REFUSED:
+        raise UnsupportedModelError(f"model type {model_type!r} is not supported: {REFUSED[model_type]}.")
     for family in families:
         if family.matches is not None and family.matches(config):
             return family
@@ -298,7 +299,6 @@ def _tower(root: nn.Module, family: Family) -> str:
 
 def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, spec: StackSpec) -> Stack:
     attention = matching(root, spec.attention)
-    attention = [path for path in attention if family.attention_class in type(root.get_submodule(path)).__name__]
     rotary = [path for path in (family.rotary(root) if family.rotary else []) if path.startswith(spec.entry)]
     table = spec.table
     if table is not None and _get(root, table.path) is None:

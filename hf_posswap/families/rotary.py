@@ -88,17 +88,6 @@ register(
 )
 register(
     Family(
-        name="recurrent_gemma",
-        summary="RecurrentGemma: rotary in its attention blocks, one each, causal",
-        model_types=("recurrent_gemma",),
-        rotary=rotary_modules,
-        attention="layers.*.temporal_block",
-        attention_class="Attention",
-        attention_proved=ATTENTION_PROVED,
-    )
-)
-register(
-    Family(
         name="t5gemma",
         summary="T5Gemma: rotary in encoder and decoder",
         model_types=("t5gemma",),

@@ -114,9 +114,9 @@ def _decodes(cls: type[PreTrainedModel]) -> bool:
 
 
 def _randomise(model: nn.Module) -> None:
-    """Give every weight a random value: a weight of 0 or 1 hides what it multiplies."""
+    """Give every weight that can be trained a random value: a weight of 0 or 1 hides what it multiplies."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.2)
             else:
@@ -128,7 +128,7 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(
         ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size", "word_embed_proj_dim",
          "pronunciation_embed_dim", "shape_embed_dim", "input_embedding_size", "output_embedding_size",
-         "entity_emb_size", "d_latents"), 32,
+         "entity_emb_size", "d_latents", "audio_hidden_size"), 64,
     ),
     **dict.fromkeys(
         ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "hidden_dim", "dff",
@@ -147,7 +147,7 @@ _SMALL: dict[str, Any] = {
          "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), 4,
     ),
     **dict.fromkeys(("num_key_value_heads", "index_n_heads"), 2),
-    **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "v_head_dim", "index_head_dim", "attention_head_size"), 8),
+    **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "v_head_dim", "index_head_dim", "attention_head_size"), 16),
     **dict.fromkeys(
         ("qk_rope_head_dim", "qk_nope_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim",
          "mamba_head_dim", "ssm_state_size", "state_size", "mamba_d_state", "index_topk"), 8,
@@ -155,7 +155,7 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "router_hidden_size", "hc_lowrank"), 16),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "linear_chunk_size"), 16),
     "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "num_filters": 2,
-    "audio_hidden_size": 32, "blank_token_id": 3,
+    "blank_token_id": 3,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_num_heads": 4,
     "mamba_n_heads": 8, "mamba_num_heads": 8, "rotary_dim": 4,
     **dict.fromkeys(
@@ -184,9 +184,9 @@ _SMALL: dict[str, Any] = {
 _LINEAR = ["linear_attention", "full_attention"] * 2
 _MAMBA = ["linear_attention", "hybrid"] * 2
 _LOCAL = ["sliding_attention", "full_attention"] * 2
-_AXIAL = {"axial_pos_shape": [4, 8], "axial_pos_embds_dim": [8, 24], "attn_layers": ["local", "lsh"] * 2,
+_AXIAL = {"axial_pos_shape": [4, 8], "axial_pos_embds_dim": [16, 48], "attn_layers": ["local", "lsh"] * 2,
           "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 4}  # fmt: skip
-_INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+_INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
             "indexer_compress_ratio": 2}  # fmt: skip
 _NO_LAYER_INPUT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 
@@ -195,6 +195,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_v4": {"head_dim": 32, "index_head_dim": 32},
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _LOCAL, "laurel_rank": 4},
     "dots3_note_text": {
@@ -213,9 +214,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": _LINEAR},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8},
+    "mimo_v2_flash": {"head_dim": 24},
     "mpt": {"attn_config": {"attn_pdrop": 0}},
-    "neomme": {"head_dim": 16},
     "qwen4_exp_text": _INDEXER,
     "led": {"attention_window": 4},
     "reformer": _AXIAL,

@@ -25,6 +25,8 @@ from hf_posswap.patching.embedding import (
     NoPositions,
     entry_signature,
     grow_buffer,
+    grown_mask,
+    is_mask,
     replace_weight,
 )
 from hf_posswap.patching.positions import ForwardMemo
@@ -94,7 +96,9 @@ class RestoreBuffer:
         owner, _, leaf = self.path.rpartition(".")
         current = getattr(model.get_submodule(owner), leaf)
         # a model that was built on meta has what it began with in what it has now
-        old = current[..., : self.buffer.shape[-1]] if self.buffer.is_meta else self.buffer.to(current.device)
+        old = self.buffer.to(current.device) if not self.buffer.is_meta else current[..., : self.buffer.shape[-1]]
+        if self.buffer.is_meta and is_mask(self.buffer):
+            old = old[..., : self.buffer.shape[-2], :]
         setattr(model.get_submodule(owner), leaf, old)
 
 
@@ -239,6 +243,11 @@ class SaveKeys:
         undo.insert(0, RestoreSavedKeys(before))
         model._keys_to_ignore_on_save = [key for key in before if key not in self.keys]
 
+    def problem(self, model: Any) -> str | None:
+        """Return what is wrong where this was carried out, or None."""
+        left_out = [key for key in self.keys if key in (model._keys_to_ignore_on_save or ())]
+        return f"{', '.join(left_out)} would not be saved" if left_out else None
+
 
 @dataclass(frozen=True)
 class RebuildRotary:
@@ -289,16 +298,28 @@ class SetAttribute:
         undo.insert(0, RestoreAttribute(self.path, self.name, self.before))
         setattr(model.get_submodule(self.path), self.name, self.after)
 
+    def problem(self, model: Any) -> str | None:
+        """Return what is wrong where this was carried out, or None."""
+        held = getattr(model.get_submodule(self.path), self.name, self.after)  # BigBird exchanges modules by itself
+        return None if held == self.after else f"it is {held!r} instead of {self.after!r}"
+
 
 @dataclass(frozen=True)
 class NeutraliseRotary:
-    """Makes a rotary module rotate by nothing, so that raw keys reach the attention site."""
+    """Makes a rotary module rotate by nothing, so that raw keys reach the attention site.
+
+    Attributes:
+        path: of the module.
+        config: the part of the config, as it was, that the module goes on reading.
+    """
 
     path: str
+    config: Any
 
     def apply(self, model: Any, undo: list[Undo]) -> None:
         native = model.get_submodule(self.path)
         undo.insert(0, RestoreChild(self.path, native))
+        native.config = self.config
         model.set_submodule(self.path, NeutralRotary(native))
 
 
@@ -318,9 +339,9 @@ class AddMechanism:
         model.set_submodule(self.path, self.mechanism)
         undo.insert(0, RemoveChild(self.path))
         entry = model.get_submodule(self.entry)
-        start = StartHook(self.memo)
-        undo.insert(0, RemoveHook(entry.register_forward_pre_hook(start)))
-        undo.insert(0, RemoveHook(entry.register_forward_hook(start)))
+        start = StartHook(self.memo, entry_signature(entry))
+        undo.insert(0, RemoveHook(entry.register_forward_pre_hook(start, with_kwargs=True)))
+        undo.insert(0, RemoveHook(entry.register_forward_hook(start.stop)))
 
 
 @dataclass(frozen=True)
@@ -346,7 +367,6 @@ class PatchAttention:
         module.config = ConfigView(module.config)
         undo.insert(0, RestoreConfigView(self.path))
         name = cache_argument(module)
-        assert name is not None, "the plan has checked has_interface()"
         owner, _, leaf = self.carried.rpartition(".")
         hook = PositionHook(model.get_submodule(owner), leaf, self.memo, name, self.first, self.layer)
         undo.insert(0, RemoveHook(module.register_forward_pre_hook(hook, with_kwargs=True)))
@@ -373,6 +393,26 @@ class GuardLength:
         signature = entry_signature(entry)
         hook = LengthHook(type(model).__name__, self.capacity, self.offset, self.first, below, signature)
         undo.insert(0, RemoveHook(entry.register_forward_pre_hook(hook, with_kwargs=True)))
+
+
+@dataclass(frozen=True)
+class GrowMask:
+    """Gives a causal mask [..., P, P] the length that the config says: stock code makes it again of that size."""
+
+    path: str
+    length: int
+
+    def apply(self, model: Any, undo: list[Undo]) -> None:
+        owner_path, _, leaf = self.path.rpartition(".")
+        owner = model.get_submodule(owner_path)
+        old = getattr(owner, leaf)
+        undo.insert(0, RestoreBuffer(self.path, old))
+        setattr(owner, leaf, grown_mask(owner, old, self.length))
+
+    def problem(self, model: Any) -> str | None:
+        """Return what is wrong where this was carried out, or None."""
+        held = model.get_buffer(self.path).shape[-1]
+        return None if held == self.length else f"its mask is of {held} positions instead of {self.length}"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hf_posswap.patching.actions import (
     AddMechanism,
     BlendTable,
     EditConfig,
+    GrowMask,
     GuardLength,
     NeutraliseRotary,
     PatchAttention,
@@ -26,12 +27,13 @@ from hf_posswap.patching.actions import (
     SetAttribute,
 )
 from hf_posswap.patching.attention import has_interface
-from hf_posswap.patching.interface import AttendThroughInterface
+from hf_posswap.patching.embedding import is_mask
+from hf_posswap.patching.interface import AttendThroughInterface, CopyRows, RemoveRows, Resize
 from hf_posswap.patching.own_attention import native_scheme, ready_edits, rows_of
 from hf_posswap.patching.plan import Edit, SiteChoice, SwapPlan
 from hf_posswap.patching.positions import ForwardMemo
 from hf_posswap.patching.record import SwapRecord
-from hf_posswap.patching.rotary import changed_settings
+from hf_posswap.patching.rotary import Scalar, changed_settings
 from hf_posswap.patching.rotary_plan import native_swap, neutral_values
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.blend import Blend
@@ -119,7 +121,7 @@ class Planner:
                 continue
             self.notes.append(f"The {stack.name} keeps its positions, {stack.geometry.original_length} of them.")
             own = stack.config_length(stack.geometry.original_length)
-            if self.values.get(stack.config_name, own) != own:
+            if stack.config_name is not None and self.values.get(stack.config_name, own) != own:
                 self.route = "plugin"
 
     def _save_tables(self) -> None:
@@ -139,6 +141,7 @@ class Planner:
             setattr(trial, name, value)
         with torch.device("meta"):
             fresh = getattr(type(self.model), "posswap_native", type(self.model))(trial)
+        self._grow_masks(fresh)
         tables = {f"{stack.table}.weight" for stack in self.sites.stacks}
         if _shapes(fresh, tables) != _shapes(self.model, tables):
             self.route = "plugin"
@@ -147,6 +150,29 @@ class Planner:
         for path, name, old, new in changed_settings(self.model, fresh, _table_paths(self.sites)):
             edit = SetAttribute(path, name, old, new)
             self._edit("embedding", f"{path}.{name}".lstrip("."), _brief(old), _brief(new), edit)
+
+    def _grow_masks(self, fresh: Any) -> None:
+        """Plan causal masks of the new length; what else follows the length, the family must say how."""
+        own, grown = dict(self.model.named_buffers()), {path for stack in self.sites.stacks for path in stack.buffers}
+        unread = {edit.path for edit in self.edits if isinstance(edit.action, AttendThroughInterface)}
+        for name, buffer in fresh.named_buffers():
+            computed = name.rpartition(".")[0] in _table_paths(self.sites)
+            if name not in own or own[name].shape == buffer.shape or name in grown or computed:
+                continue
+            if name.rpartition(".")[0] in unread:
+                shape = tuple(buffer.shape)
+                self._edit(
+                    "attention", name, str(list(own[name].shape)), f"{list(shape)}, read no more", Resize(name, shape)
+                )
+            elif is_mask(buffer) and is_mask(own[name]):
+                before, after = (f"mask of {mask.shape[-1]} positions" for mask in (own[name], buffer))
+                self._edit("embedding", name, before, after, GrowMask(name, buffer.shape[-1]))
+            else:
+                raise UnsupportedSwapError(
+                    f"buffer {name!r} of {type(self.model).__name__} follows the length, {list(own[name].shape)} would "
+                    f"be {list(buffer.shape)}, and family {self.sites.family.name!r} does not say how. What works: "
+                    "the length that the model has."
+                )
 
     def _edit(self, site: str, path: str, before: str, after: str, action: Action) -> None:
         self.edits.append(Edit(site, path, before, after, action, self.stack.name))
@@ -221,7 +247,7 @@ class Planner:
             part = config_at(native.trial, self.stack.config)
             for path in self.stack.rotary:
                 self._edit("rotary", path, before, self.scheme.name, RebuildRotary(path, part, self.stack.config))
-            self._settings(native.trial)
+            self._settings(native.settings)
             self.values |= native.values
             self.notes += native.notes
             return
@@ -258,6 +284,21 @@ class Planner:
         if self.stack.table is not None:
             self._drop_table(rows=None)
         self._attention()
+        for path in self._rows:
+            embedding = self.model.get_submodule(path)
+            before = f"{embedding.weight.shape[0]} rows"
+            self._edit("attention", path, before, "nothing added", RemoveRows(path, native=False))
+            self.unused[f"{path}.weight"] = embedding.weight.numel()
+
+    @property
+    def _rows(self) -> list[str]:
+        return rows_of(self.model, self.stack, self.sites.base)
+
+    @property
+    def _is_native(self) -> bool:
+        """Whether the scheme is the one that is native inside attention."""
+        inside = self.stack.inside
+        return inside is not None and self.scheme == native_scheme(inside, self.geometry)
 
     def _ready(self, *, native_positions: bool) -> None:
         """Plan attention classes with the interface where the model's own lack it, once."""
@@ -265,22 +306,18 @@ class Planner:
             return
         for edit in ready_edits(self.model, self.stack, self.sites.base, native_positions=native_positions):
             self._edit("attention", *edit)
-        if not native_positions:
-            for path in rows_of(self.model, self.stack, self.sites.base):
-                self.unused[f"{path}.weight"] = self.model.get_submodule(path).weight.numel()
 
     def _neutralise(self) -> None:
         """Plan native rotary modules that rotate by nothing, and a config that stock transformers refuses."""
         before = f"rope, theta {self.geometry.base:g}, {self.geometry.rotary_dim} of {self.geometry.head_dim} dims"
+        own = config_at(self.model.config, self.stack.config)
         for path in self.stack.rotary:
-            self._edit("rotary", path, before, "rotates by nothing", NeutraliseRotary(path))
+            self._edit("rotary", path, before, "rotates by nothing", NeutraliseRotary(path, own))
         self.values |= neutral_values(self.model, self.stack)
 
-    def _settings(self, trial: Any) -> None:
-        """Plan what a fresh model of the `trial` config has otherwise, outside its rotary modules."""
-        with torch.device("meta"):
-            fresh = type(self.model)(trial)
-        for path, name, old, new in changed_settings(self.model, fresh, self.stack.rotary):
+    def _settings(self, changed: list[tuple[str, str, Scalar, Scalar]]) -> None:
+        """Plan what a fresh model of the new config has otherwise, outside its rotary modules."""
+        for path, name, old, new in changed:
             edit = SetAttribute(path, name, old, new)
             self._edit("rotary", f"{path}.{name}".lstrip("."), _brief(old), _brief(new), edit)
 
@@ -326,6 +363,9 @@ class Planner:
             effect = self._effect(mechanism.for_layer(layer))
             self._edit("attention", path, "raw q and k", effect, patch)
         self.added |= {f"{where}.{name}": p.numel() for name, p in mechanism.named_parameters()}
+        if self._is_native and self.scheme.name == "t5" and len(self._rows) == 1:
+            copy_rows = CopyRows(self._rows[0], where)
+            self._edit("attention", f"{where}.table", "zeros", f"the rows of {self._rows[0]}", copy_rows)
 
     def _effect(self, mechanism: Mechanism) -> str:
         effects = []
@@ -370,7 +410,7 @@ class Planner:
         scheme, native_kind = self.scheme, "rotary" if self.stack.rotary else "table"
         if self.stack.inside is not None:
             native_kind = native_scheme(self.stack.inside, self.geometry).kind
-            if str(scheme) == str(native_scheme(self.stack.inside, self.geometry)) and self.stack.table is None:
+            if self._is_native and self.stack.table is None and len(self._rows) < 2:
                 return "none: the same mechanism"
         if isinstance(scheme, Blend):
             return "as the weight moves: none at 0, where it is the old mechanism"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,9 @@ def with_rope(config: Any, values: dict[str, dict[str, Any]]) -> dict[str, Any]:
     changed = {}
     for name, given in values.items():
         old = parameters_of(config, name)
-        changed[name] = {key: value for key, value in old.items() if key not in _ROPE_KEYS} | given
+        # the attention of Ministral 3 and its kin scales queries by it, whatever the rope type
+        kept = _ROPE_KEYS - ({"original_max_position_embeddings"} if "llama_4_scaling_beta" in old else set())
+        changed[name] = {key: value for key, value in old.items() if key not in kept} | given
     return changed[""] if "" in changed else copy.deepcopy(config.rope_parameters) | changed
 
 
@@ -88,6 +91,14 @@ def trial_config(
     text.rope_parameters = with_rope(text, values)
     text.standardize_rope_params()
     return trial
+
+
+def read_back(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Return what a checkpoint with `config` would be read with; None: its class refuses to read it."""
+    try:
+        return type(config).from_dict(config.to_dict())
+    except Exception:  # validators of configs raise what they like
+        return None
 
 
 def rebuilt(module: nn.Module, config: PreTrainedConfig) -> nn.Module:
@@ -185,6 +196,33 @@ def is_still(module: nn.Module) -> bool:
     """Return whether a rebuilt rotary `module` turns nothing; always so on meta."""
     found: list[Tensor] = [getattr(module, name) for name in inv_freq_names(module)]
     return all(buffer.is_meta or not bool(buffer.any()) for buffer in found)
+
+
+def running(old: nn.Module, own: Any, config: Any) -> nn.Module | None:
+    """Return a new rotary module of the class of `old` for `config`, None where it cannot be built or does not run.
+
+    Args:
+        old: a module of the model.
+        own: its config: what does not run the probe with this one either is not held against `config`.
+        config: the new one.
+    """
+    try:
+        _probe(rebuilt(old, own))
+    except Exception:  # code of any model
+        return rebuilt(old, config)
+    try:
+        new = rebuilt(old, config)
+        _probe(new)
+    except Exception:  # code of any model, written for other rope parameters
+        return None
+    return new
+
+
+def _probe(module: nn.Module) -> None:
+    wanted = inspect.signature(type(module).forward).parameters
+    for name in rope_sets(module):
+        given = {"layer_type": name} if "layer_type" in wanted and name else {}
+        module(torch.zeros(1, 2, 8, device="cpu"), torch.arange(2, device="cpu")[None], **given)
 
 
 def same_widths(module: nn.Module, old: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_posswap.errors import UnsupportedSwapError
@@ -24,11 +25,13 @@ class NativeSwap:
 
     Attributes:
         trial: the whole config of the swapped model.
+        settings: what a model of that config has otherwise outside its rotary modules: path, name, old, new.
         values: what differs from the model's own, by path in the config.
         notes: what the plan should say of it.
     """
 
     trial: Any
+    settings: list[tuple[str, str, rotary_site.Scalar, rotary_site.Scalar]]
     values: dict[str, Any]
     notes: tuple[str, ...]
 
@@ -43,11 +46,30 @@ def native_swap(model: Any, stack: Stack, scheme: Scheme, length: int) -> Native
         reach = _native_length(stack, values, length)
         trial = rotary_site.trial_config(model.config, stack.config, values, reach)
         part = config_at(trial, stack.config)
-        if rotary_site.says(part, values) and _all_follow(model, stack, scheme, part):
-            prefix = f"{stack.config}." if stack.config else ""
-            changed = {f"{prefix}max_position_embeddings": reach, f"{prefix}rope_parameters": part.rope_parameters}
-            return NativeSwap(trial, changed, _notes(model, stack, values))
+        read = rotary_site.read_back(trial)
+        if read is None or not rotary_site.says(config_at(read, stack.config), values):
+            continue  # it could be set, and never be loaded again
+        if not rotary_site.says(part, values) or not _all_follow(model, stack, scheme, part):
+            continue
+        settings = _settings(model, stack, trial)
+        if any(_is_width(name, old, new) for _, name, old, new in settings):
+            continue
+        prefix = f"{stack.config}." if stack.config else ""
+        changed = {f"{prefix}max_position_embeddings": reach, f"{prefix}rope_parameters": part.rope_parameters}
+        return NativeSwap(trial, settings, changed, _notes(model, stack, values))
     return None
+
+
+def _settings(model: Any, stack: Stack, trial: Any) -> list[tuple[str, str, rotary_site.Scalar, rotary_site.Scalar]]:
+    with torch.device("meta"):
+        fresh = type(model)(trial)
+    return rotary_site.changed_settings(model, fresh, stack.rotary)
+
+
+def _is_width(name: str, old: Any, new: Any) -> bool:
+    """Return whether a setting says how many dimensions turn: attention would cut its heads otherwise."""
+    whole = isinstance(new, int) and not isinstance(new, bool) and isinstance(old, int)
+    return whole and any(part in name for part in ("rot", "dim", "head_size"))
 
 
 def neutral_values(model: Any, stack: Stack) -> dict[str, Any]:
@@ -80,7 +102,8 @@ def _candidates(model: Any, stack: Stack, scheme: Scheme) -> list[RopeValues]:
     if values is None:
         return []
     wide = values | {"partial_rotary_factor": scheme.filled("partial")}  # some read it, some have it by themselves
-    return [dict.fromkeys(stack.turning, one) for one in (values, wide)]
+    listed = scheme.native_list(stack.geometry) if scheme.is_fixed else None  # all that Phi-3's config takes
+    return [dict.fromkeys(stack.turning, one) for one in (values, wide, listed) if one is not None]
 
 
 def _native_length(stack: Stack, values: RopeValues, length: int) -> int:
@@ -99,7 +122,9 @@ def _all_follow(model: Any, stack: Stack, scheme: Scheme, part: Any) -> bool:
                 f"{path} does not follow the model's config (a new one built from it has other frequencies), "
                 "so it cannot be rebuilt from another config."
             )
-        new = rotary_site.rebuilt(old, part)
+        new = rotary_site.running(old, own, part)
+        if new is None:
+            return False
         if not scheme.acts_inside:
             if not rotary_site.is_still(new) or not rotary_site.same_widths(new, old):
                 return False

@@ -1,0 +1,30 @@
+"""Model types whose positions are not swapped, each with its reason: what a family would need to know and does not."""
+
+from __future__ import annotations
+
+_RECURRENT = "its layers are recurrent: they have no attention and no positions"
+_HYBRID = "its attention has no positions: the recurrent layers between are what knows the order"
+_RELATIVE = "relative positions are woven into its attention scores, by code of its own"
+_HASHED = "it attends to parts of a sequence that its own code chooses (windows, blocks, hashes, landmarks)"
+_SEVERAL = "it takes more than a sequence of tokens (layout, speech, several streams), each with positions of its own"
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _RECURRENT),
+    **dict.fromkeys(("jamba", "kimi_linear", "nemotron_h", "zamba", "nemo_speechlm"), _HYBRID),
+    **dict.fromkeys(("cpmant", "funnel", "inkling_text", "inkling2_text", "longt5", "xlnet"), _RELATIVE),
+    **dict.fromkeys(
+        ("bigbird_pegasus", "led", "longformer", "mra", "nystromformer", "pegasus_x", "reformer", "yoso"), _HASHED
+    ),
+    **dict.fromkeys(("layoutlm", "luke", "tapas", "git", "seamless_m4t", "seamless_m4t_v2", "musicgen"), _SEVERAL),
+    "musicgen_melody": _SEVERAL,
+    "blt": "four stacks of layers, over bytes and over patches, each have a rotary of their own",
+    "encoder-decoder": "it is made of two models of your choice: swap those, model.encoder and model.decoder",
+    "fnet": "it has Fourier transforms where others have attention",
+    "gemma4_assistant": "it drafts for another model and reads that model's keys, which must stay as they are",
+    "gemma4_unified_assistant": "it drafts for another model and reads that model's keys, which must stay as they are",
+    "granite_swa": "each layer has a theta of its own, kept beside the rope parameters in config.layer_rope_theta",
+    "granitemoe_swa": "each layer has a theta of its own, kept beside the rope parameters in config.layer_rope_theta",
+    "perceiver": "it attends from learned latents to bytes: the table belongs to its preprocessor",
+    "recurrent_gemma": "its config says no length, and its attention sees a window of the last tokens alone",
+}
+"""The reason by model type, as the end of a sentence that begins with the model's name."""
