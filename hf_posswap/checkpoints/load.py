@@ -17,6 +17,7 @@ from hf_posswap.patching.actions import GuardLength, RebuildRotary, RemoveTable,
 from hf_posswap.patching.apply import Patch
 from hf_posswap.patching.config_class import native_config_class
 from hf_posswap.patching.describe import model_class_of, read_config
+from hf_posswap.patching.interface import AttendThroughInterface
 from hf_posswap.patching.plan import plan_swap
 from hf_posswap.patching.record import SwapRecord, native_config
 from hf_posswap.patching.rotary import KeepAngles
@@ -104,7 +105,7 @@ def _dress(model: Any, record: SwapRecord) -> None:
         skeleton = type(model)(native_config(model.config))
     plan = plan_swap(skeleton, record.choice(), max_length=record.max_length, site=record.site)
     for edit in plan.edits:
-        if isinstance(edit.action, GuardLength | RemoveTable | SaveKeys):
+        if isinstance(edit.action, GuardLength | RemoveTable | SaveKeys | AttendThroughInterface):
             edit.action.apply(model, [])
         elif isinstance(edit.action, RebuildRotary):
             rotary = model.get_submodule(edit.path)

@@ -1,6 +1,14 @@
 """Model families: where positions live; importing this package registers them all."""
 
-from hf_posswap.families import learned, learned_encoder_decoders, own_decoders, rotary
+from hf_posswap.families import (
+    learned_decoders,
+    learned_encoder_decoders,
+    learned_encoders,
+    own_decoders,
+    own_encoders,
+    rotary,
+    t5,
+)
 from hf_posswap.families.base import FAMILIES, Family, Sites, Stack, StackSpec, TableSpec, family_of, locate, register
 
 __all__ = [
@@ -11,10 +19,13 @@ __all__ = [
     "StackSpec",
     "TableSpec",
     "family_of",
-    "learned",
+    "learned_decoders",
     "learned_encoder_decoders",
+    "learned_encoders",
     "locate",
     "own_decoders",
+    "own_encoders",
     "register",
     "rotary",
+    "t5",
 ]

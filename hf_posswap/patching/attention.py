@@ -105,13 +105,13 @@ class PositionHook:
         owner: the module that carries the mechanism.
         name: under which it does.
         memo: shared by the layers of the model.
-        cache_argument: what the module calls its cache.
+        cache_argument: what the module calls its cache; None: it takes none.
         first: what the model's `position_ids` call position 0.
         layer: which of the model's attention layers this is, counted from 0.
     """
 
     def __init__(
-        self, owner: nn.Module, name: str, memo: ForwardMemo, cache_argument: str, first: int, layer: int
+        self, owner: nn.Module, name: str, memo: ForwardMemo, cache_argument: str | None, first: int, layer: int
     ) -> None:
         self.owner, self.name, self.layer = owner, name, layer
         self.memo, self.cache_argument, self.first = memo, cache_argument, first
@@ -123,18 +123,30 @@ class PositionHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         hidden = args[0] if args else kwargs["hidden_states"]
-        cache: Any = kwargs.get(self.cache_argument)
+        cache: Any = None if self.cache_argument is None else kwargs.get(self.cache_argument)
         position_ids = kwargs.get("position_ids")
+        if position_ids is None and self.memo.given is not None:
+            position_ids = self._untold(module)
         counted = position_ids - self.first if position_ids is not None and self.first else position_ids
-        span = find_span(hidden, counted, self_attention_cache(cache), module.layer_idx)  # type: ignore[arg-type]
+        layer: Any = getattr(module, "layer_idx", None)  # where there is no cache, there may be none
+        span = find_span(hidden, counted, self_attention_cache(cache), layer)
         mechanism = self.mechanism
         writes_rotated = cache is not None and mechanism.rotates and mechanism.stores_rotated_keys
         key = _memo_key(span, position_ids)
         call = AttentionCall(mechanism, span, self.memo, key, keys_rotated=writes_rotated)
         kwargs = {**kwargs, CALL_ARGUMENT: call}
-        if writes_rotated:
+        if writes_rotated and self.cache_argument is not None:
             kwargs[self.cache_argument] = rotating(cache, lambda k: mechanism.rotate_key(k, call.rotation()))
         return args, kwargs
+
+
+    def _untold(self, module: nn.Module) -> Tensor | None:
+        if self.memo.runs_again and torch.is_grad_enabled():
+            raise UnsupportedSwapError(
+                f"{type(module).__name__} is not told of position ids, and under gradient checkpointing it runs again "
+                "when they are gone. What works: no position ids, or model.gradient_checkpointing_disable()."
+            )
+        return self.memo.given
 
 
 def _memo_key(span: Span, position_ids: Tensor | None) -> tuple[Any, ...] | None:
@@ -147,12 +159,27 @@ def _memo_key(span: Span, position_ids: Tensor | None) -> tuple[Any, ...] | None
 
 
 class StartHook:
-    """Pre-hook and hook of the model: nothing of another forward is ever reused."""
+    """Pre-hook and hook of the module that takes the input: nothing of another forward is ever reused.
 
-    def __init__(self, memo: ForwardMemo) -> None:
-        self.memo = memo
+    Some models add position ids to their table and do not tell their attention of them: it keeps them meanwhile.
 
-    def __call__(self, *_: Any) -> None:
+    Args:
+        memo: shared by the layers.
+        signature: names of the module's positional arguments.
+    """
+
+    def __init__(self, memo: ForwardMemo, signature: list[str]) -> None:
+        self.memo, self.signature = memo, signature
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.stop()
+        self.memo.given = (dict(zip(self.signature, args, strict=False)) | kwargs).get("position_ids")
+        checkpoints = (getattr(part, "gradient_checkpointing", False) for part in module.modules())
+        self.memo.runs_again = module.training and any(checkpoints)
+
+    def stop(self, *_: Any) -> None:
+        """End a forward."""
+        self.memo.given = None
         if not torch.compiler.is_compiling():
             self.memo.clear()
 
@@ -231,11 +258,14 @@ def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 def implementation(module: nn.Module, config: Any) -> tuple[Callable[..., Any], Any]:
     """Return the attention function that `config` names for `module`, and the module to call it with."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     name = config._attn_implementation
     code = modeling_module(module)
     if name == "eager" and getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's own float32 attention
         return _upcast_eager, module
-    attend = code.ALL_ATTENTION_FUNCTIONS.get_interface(name, getattr(code, "eager_attention_forward", None))
+    eager = getattr(module, "eager_attention", None) or getattr(code, "eager_attention_forward", None)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[arg-type]
     if name is not None and ("flash" in name or name.startswith("paged")):
         return attend, _WithConfig(module, config)  # these read the implementation's name from module.config
     return attend, module
@@ -246,7 +276,8 @@ def has_interface(module: nn.Module) -> bool:
     code = modeling_module(module)
     passes = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(module).forward).parameters.values())
     interface = hasattr(code, "ALL_ATTENTION_FUNCTIONS") and hasattr(code, "eager_attention_forward")
-    known = hasattr(module, "config") and hasattr(module, "layer_idx") and cache_argument(module) is not None
+    cached = hasattr(module, "layer_idx") and cache_argument(module) is not None
+    known = hasattr(module, "config") and (cached or getattr(module, "is_causal", True) is False)
     return passes and interface and known
 
 

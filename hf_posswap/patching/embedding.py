@@ -154,6 +154,25 @@ def _past(cache: Any) -> int:
     return past
 
 
+def is_mask(buffer: Tensor) -> bool:
+    """Return whether a buffer has an entry for each pair of positions, [..., P, P] with P > 1."""
+    return buffer.dim() > 1 and buffer.shape[-1] == buffer.shape[-2] > 1
+
+
+def grown_mask(owner: Any, old: Tensor, length: int) -> Tensor:
+    """Return the causal mask `old` [..., P, P] of the attention module `owner` for another length, on its device.
+
+    Where its last row does not see all keys, it shows the window; a longer window only the module's config knows.
+    """
+    full = torch.ones((*old.shape[:-2], length, length), dtype=torch.bool, device=old.device).tril()
+    window = None
+    if not old.is_meta and not old[..., -1, :].all():
+        window = int(old.reshape(-1, old.shape[-1])[-1].sum())
+    elif getattr(owner, "attention_type", None) == "local":
+        window = owner.config.window_size
+    return (full if window is None else full & ~full.tril(-window)).to(old.dtype)
+
+
 def grow_buffer(root: nn.Module, path: str, length: int) -> None:
     """Make the buffer [1, P] or [P] at `path` at least `length` long: position ids go on counting, others are zeros."""
     owner_path, _, leaf = path.rpartition(".")

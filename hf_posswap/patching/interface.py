@@ -138,3 +138,41 @@ class CopyRows:
     def problem(self, model: Any) -> str | None:
         """Return None: the rows may have been trained since."""
         return None
+
+
+@dataclass
+class RestoreSize:
+    """Puts a buffer back that was resized."""
+
+    path: str
+    buffer: Tensor
+
+    def __call__(self, model: nn.Module) -> None:
+        owner, _, leaf = self.path.rpartition(".")
+        current = getattr(model.get_submodule(owner), leaf)
+        # a model that was built on meta has what it began with in what it has now
+        held = current[tuple(map(slice, self.buffer.shape))] if self.buffer.is_meta else self.buffer.to(current.device)
+        setattr(model.get_submodule(owner), leaf, held)
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Gives a buffer that is read no more the shape that a fresh model of the new length has, and zeros.
+
+    transformers fills it whenever it loads the model, by the length in the config.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+
+    def apply(self, model: Any, undo: list[Undo]) -> None:
+        owner, _, leaf = self.path.rpartition(".")
+        old = getattr(model.get_submodule(owner), leaf)
+        undo.insert(0, RestoreSize(self.path, old))
+        setattr(model.get_submodule(owner), leaf, old.new_zeros(self.shape))
+
+    def problem(self, model: Any) -> str | None:
+        """Return what is wrong where this was carried out, or None."""
+        owner, _, leaf = self.path.rpartition(".")
+        shape = tuple(getattr(model.get_submodule(owner), leaf).shape)
+        return None if shape == self.shape else f"it has shape {list(shape)} instead of {list(self.shape)}"

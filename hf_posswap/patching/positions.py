@@ -82,6 +82,10 @@ class ForwardMemo:
     """
 
     entries: list[tuple[tuple[Any, ...], Any]] = field(default_factory=list)
+    given: Tensor | None = None
+    """Position ids [B or 1, Q] that the model was given: not all models tell their attention of them."""
+    runs_again: bool = False
+    """Whether layers run again in the backward."""
 
     def clear(self) -> None:
         """Forget everything."""
@@ -102,7 +106,7 @@ class ForwardMemo:
         return ForwardMemo()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"entries": []}
+        return {"entries": [], "given": None, "runs_again": False}
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -21,13 +21,11 @@ from hf_posswap.patching.actions import (
     RebuildRotary,
     RemoveTable,
     ReplaceTable,
-    SaveKeys,
-    SetAttribute,
 )
 from hf_posswap.patching.attention import PositionHook, StartHook
 from hf_posswap.patching.config_view import ConfigView
 from hf_posswap.patching.embedding import BlendedTable, LengthHook, NoPositions
-from hf_posswap.patching.interface import AttendThroughInterface, CopyRows, RemoveRows
+from hf_posswap.patching.interface import RemoveRows
 from hf_posswap.patching.rotary import NeutralRotary, is_still, matches
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.rope import RotaryScheme
@@ -91,19 +89,13 @@ def check_untouched(model: Any, before: Fingerprint) -> None:
 def _problem(model: Any, edit: Any, plan: Any) -> str | None:
     """Return what is wrong where `edit` was carried out, or None."""
     action = edit.action
+    if hasattr(action, "problem"):
+        return action.problem(model)
     scheme, geometry = plan.place(edit)
     match action:
         case EditConfig(name, value):
             held = config_at(model.config, name)
             return None if held == value else f"the config says {held!r} instead of {value!r}"
-        case SetAttribute(path, name, _, value):
-            held = getattr(model.get_submodule(path), name, value)  # BigBird exchanges modules by itself
-            return None if held == value else f"it is {held!r} instead of {value!r}"
-        case SaveKeys(keys):
-            left_out = [key for key in keys if key in (model._keys_to_ignore_on_save or ())]
-            return f"{', '.join(left_out)} would not be saved" if left_out else None
-        case AttendThroughInterface() | RemoveRows() | CopyRows():
-            return action.problem(model)
         case GuardLength():
             guarded = _has_hook(model.get_submodule(action.entry), LengthHook)
             return None if guarded else "the hook that watches the length is gone"
