@@ -10,6 +10,7 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import make_scheme
 from hf_posswap.training.config.settings import Recipe, StageSettings
 from hf_posswap.training.config.stages import scheme_of
+from hf_posswap.training.trainable import ADAPTERS
 
 _REPORTERS = ("tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "clearml", "swanlab")
 
@@ -52,6 +53,8 @@ def _swap(recipe: Recipe) -> Iterator[str]:
         yield from _scheme_problem("swap.scheme", swap.scheme)
     if swap.gradual_steps > recipe.optimizer.steps:
         yield f"swap.gradual_steps: {swap.gradual_steps} steps in a training of {recipe.optimizer.steps}."
+    if swap.gradual_steps and recipe.train.what in ADAPTERS:
+        yield f"swap.gradual_steps: a blend cannot be ended inside adapters ({recipe.train.what}); use train.what=full."
     if swap.gradual_steps and recipe.stages:
         yield "swap.gradual_steps: a gradual swap has one stage; leave one of gradual_steps and stages out."
 
@@ -128,7 +131,7 @@ def _missing(recipe: Recipe) -> Iterator[str]:
             yield f"watch.report_to: {name} is not installed: pip install {name}, or leave it out."
     if recipe.watch.picture and importlib.util.find_spec("matplotlib") is None:
         yield "watch.picture: needs matplotlib: pip install 'hf-posswap[plot]', or watch.picture=false."
-    needed = ["accelerate", "datasets"] + (["peft"] if recipe.train.what in ("lora", "dora", "rslora") else [])
+    needed = ["accelerate", "datasets"] + (["peft"] if recipe.train.what in ADAPTERS else [])
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         yield f"training needs {', '.join(missing)}: pip install 'hf-posswap[train]'."
@@ -146,7 +149,7 @@ def _stages(recipe: Recipe) -> Iterator[str]:
         yield from problems
         if not problems and scheme is not None:
             kinds.add(make_scheme(dict(scheme) if not isinstance(scheme, str) else scheme).kind)
-    if len(kinds) > 1 or kinds - {"rotary", "none"}:
+    if kinds - {"rotary", "none"}:
         yield (
             "stages: the next stage goes on with the weights of the one before, which only schemes without weights of "
             f"their own allow (rotary ones, or nope); got {', '.join(sorted(kinds))}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from hf_posswap.errors import ConfigError
 
 INCLUDE = "include"
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in above:
         raise ConfigError(f"{above[0]} includes itself: {' -> '.join(p.name for p in chain)}.")
     try:
-        held = yaml.load(path.read_text(encoding="utf-8"), _unique_loader()) or {}
+        held = yaml.load(path.read_text(encoding="utf-8"), _loader()) or {}
     except OSError as error:
         told = f", which {above[-1]} includes" if above else ""
         raise ConfigError(f"{path}{told}, cannot be read: {error.strerror or error}. Give a recipe's file.") from error
@@ -57,8 +59,8 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     return merge(merged, held)
 
 
-def _unique_loader() -> Any:
-    """Return a safe loader that refuses a key that is given twice: YAML lets the last one win, silently."""
+def _loader() -> Any:
+    """Return a safe loader with two traps taken out: a key given twice is refused, and 2e-5 is a number, no text."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -69,6 +71,7 @@ def _unique_loader() -> Any:
                 raise yaml.YAMLError(f"{', '.join(twice)} given twice, {node.start_mark}")
             return super().construct_mapping(node, deep)
 
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
     return Loader
 
 
@@ -84,10 +87,25 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
+        if isinstance(old, list) and isinstance(value, Mapping):
+            merged[key] = _with_items(old, value, key)
+            continue
         is_another = isinstance(value, Mapping) and isinstance(old, Mapping) and _renames(old, value)
         both = isinstance(old, Mapping) and isinstance(value, Mapping) and not is_another
         merged[key] = merge(old, value) if both else value  # type: ignore[arg-type]
     return merged
+
+
+def _with_items(items: list[Any], changes: Mapping[str, Any], key: str) -> list[Any]:
+    """Return `items` with some replaced or merged, which `changes` names by their numbers, from 0."""
+    changed = list(items)
+    for number, value in changes.items():
+        if not str(number).isdigit() or int(number) >= len(items):
+            raise ConfigError(f"{key}.{number}: expected the number of an item, 0 to {len(items) - 1}.")
+        old = changed[int(number)]
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        changed[int(number)] = merge(old, value) if both else value
+    return changed
 
 
 def _renames(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
@@ -98,12 +116,16 @@ def _renames(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     """Return `values` with each of `settings`, KEY.SUB=VALUE, put in; a VALUE is read as YAML.
 
+    The items of a list go by their numbers: stages.0.length=64.
+
     Raises:
         ConfigError: a setting is not KEY=VALUE, no YAML, or goes below a value that has no keys.
 
     Example:
         >>> override({"optimizer": {"steps": 10}}, ["optimizer.steps=20", "watch.report_to=[]"])
         {'optimizer': {'steps': 20}, 'watch': {'report_to': []}}
+        >>> override({"stages": [{"steps": 1}, {"steps": 2}]}, ["stages.1.steps=5"])
+        {'stages': [{'steps': 1}, {'steps': 5}]}
     """
     changed = dict(values)
     problems = []
@@ -125,13 +147,16 @@ def _nested(setting: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if not equals or not all(keys):
         raise ConfigError(f"{setting!r}: expected KEY=VALUE, for example optimizer.steps=100.")
     try:
-        value = yaml.load(text, _unique_loader())
+        value = yaml.load(text, _loader())
     except yaml.YAMLError as error:
         raise ConfigError(f"{setting!r}: the value is no YAML: {' '.join(str(error).split())}.") from error
     held: Any = values
     for number, key in enumerate(keys[:-1]):
-        held = held.get(key, {})
-        if not isinstance(held, Mapping):
+        if isinstance(held, list):
+            held = held[int(key)] if key.isdigit() and int(key) < len(held) else {}
+        else:
+            held = held.get(key, {})
+        if not isinstance(held, Mapping | list):
             raise ConfigError(f"{setting!r}: {'.'.join(keys[: number + 1])} is {held!r}, which has no keys.")
     for key in reversed(keys):
         value = {key: value}

@@ -37,7 +37,8 @@ class SwapSettings:
     """What is put in place of the model's position mechanism.
 
     Attributes:
-        scheme: a name, or a name with fields: {name: yarn, factor: 4}; none: no swap, for a control.
+        scheme: a name, a name with fields: {name: yarn, factor: 4}, or a .json file that posswap search wrote; none: no
+            swap, for a control.
         max_length: tokens that the swapped model is meant for; none: as patch_model has it.
         site: auto, or always inside attention.
         gradual_steps: steps over which the share of the new mechanism grows from 0 to 1; 0: it is put in at once.

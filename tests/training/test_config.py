@@ -1,0 +1,228 @@
+"""Recipes: files that include one another, overrides, and every problem in one message."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_posswap.cli.fields import attribute_docs
+from hf_posswap.errors import ConfigError
+from hf_posswap.training.config import Recipe, load_recipe, make_recipe, phases_of
+from hf_posswap.training.config.keys import keys_of
+from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.config.reading import merge, override, read_yaml
+
+SWAP: dict[str, Any] = {"model": {"name": "any"}, "swap": {"scheme": "rope"}}
+
+
+def written(folder: Path, **files: str) -> Path:
+    """Write `files`, name to content, and return the path of the first."""
+    paths = [folder / f"{name}.yaml" for name in files]
+    for path, text in zip(paths, files.values(), strict=True):
+        path.write_text(text)
+    return paths[0]
+
+
+def test_a_file_says_only_what_differs(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        mine="include: [middle.yaml, other.yaml]\noptimizer: {steps: 3}",
+        middle="include: base.yaml\nswap: {scheme: {factor: 8}}",
+        base="model: {name: any}\nswap: {scheme: {name: yarn, factor: 4, beta_fast: 16}}\n"
+        "optimizer: {steps: 1, warmup: 1}",
+        other="optimizer: {clip: 0.5}",
+    )
+    recipe = load_recipe(path)
+    assert recipe.swap.scheme == {"name": "yarn", "factor": 8, "beta_fast": 16}
+    assert (recipe.optimizer.steps, recipe.optimizer.warmup, recipe.optimizer.clip) == (3, 1, 0.5)
+
+
+def test_another_scheme_brings_nothing_of_the_one_below() -> None:
+    below = {"swap": {"scheme": {"name": "yarn", "factor": 4}, "max_length": 64}}
+    above = {"swap": {"scheme": {"name": "rope", "base": 5.0}}}
+    assert merge(below, above) == {"swap": {"scheme": {"name": "rope", "base": 5.0}, "max_length": 64}}
+
+
+TREE = st.recursive(
+    st.integers(), lambda below: st.dictionaries(st.sampled_from("abc"), below, min_size=1), max_leaves=8
+)
+MAPPING = st.dictionaries(st.sampled_from("abc"), TREE)
+
+
+def _leaves(values: Any, path: str = "") -> dict[str, int]:
+    if not isinstance(values, dict):
+        return {path: values}
+    return {key: leaf for name, value in values.items() for key, leaf in _leaves(value, path + name).items()}
+
+
+@given(MAPPING, MAPPING)
+def test_merging_keeps_every_leaf_above_and_those_below_that_nothing_replaces(
+    below: dict[str, Any], above: dict[str, Any]
+) -> None:
+    wanted = _leaves(above)
+    kept = {
+        path: leaf
+        for path, leaf in _leaves(below).items()
+        if not any(path.startswith(other) or other.startswith(path) for other in wanted)
+    }
+    assert _leaves(merge(below, above)) == kept | wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("2e-5", 2e-5), ("1E6", 1e6), ("-1.5e+3", -1500.0), ("0.1", 0.1), (".5e1", 5.0), ("7", 7), ("e5", "e5")],
+)
+def test_numbers_are_numbers_as_people_write_them(text: str, value: Any) -> None:
+    assert override({}, [f"a={text}"]) == {"a": value}
+    assert type(override({}, [f"a={text}"])["a"]) is type(value)
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, mine="optimizer: {steps: 1, steps: 2}")
+    with pytest.raises(ConfigError, match=r"mine.yaml is no YAML: steps given twice, .* line 1"):
+        read_yaml(path)
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"a": "include: b.yaml", "b": "include: a.yaml"}, r"a.yaml includes itself: a.yaml -> b.yaml -> a.yaml"),
+        ({"a": "include: missing.yaml"}, r"missing.yaml, which .*a.yaml includes, cannot be read: No such file"),
+        ({"a": "- 1"}, r"a.yaml must hold keys and values, got a list"),
+        ({"a": "a: [1"}, r"a.yaml is no YAML: "),
+        ({"a": "include: 3"}, r"include must be a file name or a list of them, got 3"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, files: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_yaml(written(tmp_path, **files))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("optimizer.steps", r"expected KEY=VALUE, for example optimizer.steps=100"),
+        ("=3", r"expected KEY=VALUE"),
+        ("optimizer.steps.more=1", r"optimizer.steps is 3, which has no keys"),
+        ("optimizer.steps=[", r"the value is no YAML"),
+        ("stages.7.steps=1", r"stages.7: expected the number of an item, 0 to 0"),
+    ],
+)
+def test_an_override_that_means_nothing_is_refused(setting: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        override({"optimizer": {"steps": 3}, "stages": [{"steps": 1}]}, [setting])
+
+
+def test_every_problem_is_in_one_message() -> None:
+    values = {
+        "modell": {"name": "any"},
+        "optimizer": {"stepz": 3, "learning_rate": "fast", "batch": 1.5},
+        "swap": {"scheme": ["rope"], "site": "somewhere"},
+        "data": {"length": 2},
+        "stages": [{"steps": True}],
+    }
+    with pytest.raises(ConfigError) as caught:
+        make_recipe(values, "mine.yaml")
+    message = str(caught.value)
+    assert message.startswith("mine.yaml has 8 problems: (1) ")
+    for part in (
+        "modell: no such key. Did you mean 'model'?",
+        "optimizer.stepz: no such key. Did you mean 'steps'?",
+        "optimizer.learning_rate: expected a number, got 'fast'.",
+        "optimizer.batch: expected a whole number, got 1.5.",
+        "swap.scheme: expected text or keys and values or none, got ['rope'].",
+        "swap.site: expected auto or attention, got 'somewhere'.",
+        "data: data: length is a whole number of at least 4 tokens, got 2.",
+        "stages[0].steps: expected a whole number, got True.",
+    ):
+        assert part in message
+
+
+IMPOSSIBLE = [
+    ({"model": {}}, r"model.name: give a folder or a Hub id"),
+    ({"out": ""}, r"out: give a folder"),
+    ({"swap": {"scheme": "yarm"}}, r"swap.scheme: unknown scheme 'yarm'. Did you mean 'yarn'"),
+    ({"swap": {"scheme": {"name": "yarn", "factor": -1}}}, r"swap.scheme: yarn: factor"),
+    ({"swap": {"scheme": None, "max_length": 9}}, r"swap.max_length: needs a swap, and swap.scheme is none"),
+    ({"swap": {"scheme": None}, "objective": {"kind": "distill"}}, r"objective.kind: needs a swap"),
+    ({"swap": {"scheme": None}, "train": {"what": "positions"}}, r"train.what: needs a swap"),
+    ({"swap": {"scheme": "rope", "max_length": 0}}, r"swap.max_length: expected a number of tokens from 1, got 0"),
+    ({"swap": {"scheme": "rope", "gradual_steps": 2000}}, r"2000 steps in a training of 1000"),
+    ({"swap": {"scheme": "rope", "gradual_steps": -1}}, r"gradual_steps: expected a number of steps from 0, got -1"),
+    ({"swap": {"scheme": "rope", "gradual_steps": 2}, "stages": [{}]}, r"leave one of gradual_steps and stages out"),
+    ({"swap": {"scheme": "rope", "gradual_steps": 2}, "train": {"what": "lora"}}, r"gradual_steps: .* adapters"),
+    ({"objective": {"chunk": -1}}, r"objective.chunk: expected a number of tokens from 0, got -1"),
+    ({"objective": {"distill": {"weight": 2}}}, r"distill.weight: expected a share above 0 and up to 1, got 2"),
+    ({"objective": {"distill": {"temperature": 0}}}, r"distill.temperature: expected a number above 0, got 0"),
+    ({"objective": {"kind": "distill"}, "data": {"packing": "pose"}}, r"use none or documents"),
+    ({"optimizer": {"learning_rate": 0}}, r"optimizer.learning_rate: expected a number above 0, got 0"),
+    ({"optimizer": {"steps": 0, "warmup": 0}}, r"optimizer.steps: expected at least 1, got 0"),
+    ({"optimizer": {"warmup": 2000}}, r"optimizer.warmup: 2000 steps of warm-up in a training of 1000"),
+    ({"optimizer": {"beta2": 1}}, r"optimizer.beta2: expected a share from 0 to below 1, got 1"),
+    ({"optimizer": {"final_rate": 2}}, r"optimizer.final_rate: expected a share from 0 to 1, got 2"),
+    ({"compute": {"offload": True}}, r"compute.offload: .* set compute.checkpointing too"),
+    ({"save": {"every": 0}}, r"save.every: expected at least 1, got 0"),
+    ({"watch": {"evaluate_every": 5}}, r"say at which lengths: watch.evaluate_lengths"),
+    ({"watch": {"evaluate_lengths": [1]}}, r"expected at least 2 tokens each, got \[1\]"),
+    ({"watch": {"evaluate_lengths": [8]}, "objective": {"kind": "masked"}}, r"which an encoder has not"),
+    ({"watch": {"report_to": ["tensorbord"]}}, r"watch.report_to: unknown 'tensorbord'. Known: tensorboard"),
+    ({"watch": {"report_to": ["swanlab"]}}, r"swanlab is not installed: pip install swanlab"),
+    ({"stages": [{"scheme": "kerple"}]}, r"schemes without weights of their own .* got bias"),
+    ({"stages": [{"steps": 2, "least_steps": 3}]}, r"stages\[0\]: expected .* least_steps from 0 to steps"),
+    ({"stages": [{"length": 1}]}, r"stages\[0\].length: expected at least 4 tokens, got 1"),
+    ({"stages": [{"learning_rate": 0}]}, r"stages\[0\].learning_rate: expected a number above 0, got 0"),
+    ({"stages": [{"recovered": -1}]}, r"stages\[0\].recovered: expected nats from 0, got -1"),
+    ({"stages": [{"scheme": {"base": -1}}]}, r"stages\[0\].scheme: rope: base"),
+]
+
+
+@pytest.mark.parametrize(("values", "says"), IMPOSSIBLE)
+def test_the_impossible_is_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_recipe(SWAP | values)
+
+
+def test_a_scheme_may_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    path.write_text(json.dumps({"name": "linear", "factor": 2.0}))
+    recipe = make_recipe(SWAP | {"swap": {"scheme": str(path)}, "stages": [{"scheme": str(path)}]})
+    assert recipe.swap.scheme == recipe.stages[0].scheme == {"name": "linear", "factor": 2.0}
+    with pytest.raises(ConfigError, match=r"cannot read .*none.json.* posswap search writes such a file"):
+        make_recipe(SWAP | {"swap": {"scheme": str(tmp_path / "none.json")}})
+
+
+def test_a_recipe_goes_through_json_and_back() -> None:
+    values = SWAP | {"stages": [{"length": 64}], "data": {"cache": "somewhere", "sources": [{"path": "python"}]}}
+    recipe = make_recipe(values)
+    assert make_recipe(json.loads(json.dumps(to_dict(recipe)))) == recipe
+
+
+def test_stages_differ_in_what_they_say_and_in_nothing_else() -> None:
+    values = SWAP | {
+        "swap": {"scheme": {"name": "rope", "base": 10.0}, "max_length": 100},
+        "optimizer": {"warmup": 5, "learning_rate": 0.5},
+        "stages": [{"steps": 3, "scheme": {"base": 20.0}}, {"length": 64, "max_length": 200, "scheme": "nope"}],
+    }
+    recipe = make_recipe(values)
+    first, second = (phase.recipe for phase in phases_of(recipe))
+    assert (first.swap.scheme, first.swap.max_length) == ({"name": "rope", "base": 20.0}, 100)
+    assert (first.optimizer.steps, first.optimizer.warmup, first.optimizer.learning_rate) == (3, 3, 0.5)
+    assert (second.swap.scheme, second.swap.max_length, second.data.length) == ({"name": "nope"}, 200, 64)
+    assert [phase.name for phase in phases_of(recipe)] == ["stage-1", "stage-2"]
+    single = make_recipe(SWAP)
+    assert [(phase.name, phase.recipe) for phase in phases_of(single)] == [("", single)]
+
+
+def test_every_key_is_documented_and_can_be_given() -> None:
+    keys = list(keys_of(Recipe))
+    assert len(keys) == len({key.name for key in keys}) > 60
+    assert [key.name for key in keys if not attribute_docs(key.owner).get(key.field)] == []
+    documented = {(owner, name) for owner in {key.owner for key in keys} for name in attribute_docs(owner)}
+    fields = {(owner, field.name) for owner in {key.owner for key in keys} for field in dataclasses.fields(owner)}
+    assert documented <= fields
