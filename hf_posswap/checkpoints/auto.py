@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_posswap.errors import RecordError
 from hf_posswap.patching.apply import carry_out
-from hf_posswap.patching.config_class import POSSWAP_MODEL_TYPE, plugin_config_class
+from hf_posswap.patching.config_class import POSSWAP_MODEL_TYPE, plugin_config_class, with_dtype
 from hf_posswap.patching.plan import plan_swap
 from hf_posswap.patching.record import SwapRecord, native_config
 from hf_posswap.schemes.blend import Blend
@@ -53,7 +53,7 @@ def read_plugin_config(values: dict[str, Any], **kwargs: Any) -> Any:
             f"config.posswap names model type {record.base_type!r}, which this transformers does not have."
         )
     native: Any = CONFIG_MAPPING[record.base_type]
-    values = {key: value for key, value in values.items() if key != "auto_map"}  # written anew by each save
+    values = with_dtype({key: value for key, value in values.items() if key != "auto_map"})  # written anew by each save
     rope = values.get("rope_parameters")  # its rope_type is unknown to transformers, on purpose
     known = {"rope_parameters": record.original["rope_parameters"]} if "rope_parameters" in record.original else {}
     result = native.from_dict({**values, **known, "model_type": record.base_type}, **kwargs)

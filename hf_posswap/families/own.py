@@ -39,6 +39,10 @@ class OwnAttention:
         """Return the position mechanism that is native inside attention, or None."""
         return None if self.positions is None else self.positions(config)
 
+    def leaves_no_trace(self, config: Any) -> bool:
+        """Return whether no weight and no value of a config shows that this mechanism is gone from a model."""
+        return self.inside(config) is not None and not self.made_from
+
     def made_for(self, config: Any) -> int:
         """Return the positions, in tokens, that a model of `config` was made for."""
         said = None if self.length_name is None else getattr(config, self.length_name, None)

@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import PluginWarning, UnsupportedSwapError
+from hf_posswap.families.base import family_of
 from hf_posswap.patching.bundle import AUTO_MAP, code_files
 
 POSSWAP_MODEL_TYPE = "posswap"
+REFUSED_DTYPE = "posswap (pip install hf-posswap)"
+"""Written as dtype where a native class would otherwise load the weights without a word: torch has no such dtype."""
+KEPT_DTYPE = "posswap_dtype"
+"""Where config.json has the dtype then."""
 
 
 @functools.cache
@@ -27,7 +32,7 @@ def plugin_config_class(native: Any) -> Any:
         if getattr(self, "posswap", None) is None or self.model_type == POSSWAP_MODEL_TYPE:
             # PEFT reads the config.json of the base, swapped or not, with this class
             return str(native.to_json_string(self, use_diff))
-        return _json_string(native.to_json_string(self, use_diff), _code_or_why(self))
+        return _json_string(native.to_json_string(self, use_diff), _code_or_why(self), _leaves_no_trace(self))
 
     def to_json_file(self: Any, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
         write_code(self, Path(json_file_path).parent)
@@ -73,12 +78,26 @@ def _code_or_why(config: Any) -> dict[str, str] | UnsupportedSwapError:
         return error
 
 
-def _json_string(native: str, code: dict[str, str] | UnsupportedSwapError) -> str:
+def _leaves_no_trace(config: Any) -> bool:
+    owns = [spec.own for spec in family_of(config).parts if spec.own is not None]
+    return any(own.leaves_no_trace(config) for own in owns)
+
+
+def _json_string(native: str, code: dict[str, str] | UnsupportedSwapError, no_trace: bool) -> str:
     values = {key: value for key, value in json.loads(native).items() if key != "auto_map"}
     values["model_type"] = POSSWAP_MODEL_TYPE
+    if no_trace:
+        values |= {KEPT_DTYPE: values.get("dtype"), "dtype": REFUSED_DTYPE}
     if not isinstance(code, UnsupportedSwapError):
         values["auto_map"] = AUTO_MAP
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+
+def with_dtype(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config.json with their dtype, where stock classes were to find none."""
+    if values.get("dtype") != REFUSED_DTYPE:
+        return values
+    return {key: value for key, value in values.items() if key != KEPT_DTYPE} | {"dtype": values.get(KEPT_DTYPE)}
 
 
 def native_config_class(config: Any) -> type:
