@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
 from hf_posswap.cli.arguments import Json
 from hf_posswap.cli.fields import attribute_docs, describe_fields, description, format_value
-from hf_posswap.cli.output import show_json, show_pairs, show_table, show_text
+from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
 
 
 def schemes(
@@ -97,14 +99,22 @@ def _trait_docs() -> dict[str, str]:
     return {field.name: documented[field.name] for field in dataclasses.fields(Traits)}
 
 
-def families(json: Json = False) -> None:
+def families(
+    classes: Annotated[
+        bool, typer.Option("--classes", help="List every language model class of transformers instead (half a minute).")
+    ] = False,
+    json: Json = False,
+) -> None:
     """List the model families: the kinds of model whose positions can be swapped.
 
     A family says where positions live in its models. A model that none describes is refused; posswap explain MODEL
-    tells which family a model belongs to.
+    tells which family a model belongs to. With --classes, each class that transformers' Auto maps name for causal,
+    masked and seq2seq language models is built tiny and swaps are planned for it: what works, and why not.
 
-    Example: posswap families
+    Example: posswap families --classes
     """
+    if classes:
+        return _classes(json)
     from hf_posswap.families import FAMILIES
 
     listed: list[dict[str, Any]] = [
@@ -130,3 +140,30 @@ def families(json: Json = False) -> None:
     ]
     show_table(["name", "mechanism", "model types", "what it is"], rows)
     return show_text("", "by rule: every model whose config the family's rule accepts, whatever its type.")
+
+
+@contextmanager
+def _warnings_off() -> Iterator[None]:
+    """Inside the block, transformers logs no warnings: tiny configs have sizes that it wonders about."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(before)
+
+
+def _classes(json: bool) -> None:
+    """Show the census of transformers' language model classes."""
+    from hf_posswap.patching.census import ASKED, census
+
+    with quiet_library(), _warnings_off():
+        entries = census()
+    if json:
+        return show_json([entry.to_dict() for entry in entries])
+    good = [entry for entry in entries if entry.supported]
+    rows = [[entry.name, entry.family or "", *entry.routes.values()] for entry in good]
+    show_table(["class", "family", *ASKED], rows)
+    show_text("", "native: stock transformers runs the result; plugin: hf_posswap does; no: refused.", "")
+    show_pairs((entry.name, entry.reason or "") for entry in entries if not entry.supported)
+    return show_text("", f"{len(good)} of {len(entries)} classes can be swapped.")

@@ -17,6 +17,7 @@ from hf_posswap.errors import (
     UnsupportedSwapError,
 )
 from hf_posswap.families.base import FAMILIES, Sites, locate
+from hf_posswap.families.rope_config import config_at, parameters_of
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply import Patch
 from hf_posswap.patching.plan import SwapPlan, plan_swap, unwrap
@@ -99,7 +100,9 @@ def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> Positi
     if sites.rotary:
         native = f"rope, theta {g.base:g}, {g.rotary_dim} of {g.head_dim} dims a head, {g.layout or 'unknown'} layout"
         if not swapped:
-            native += f", type {(model.config.rope_parameters or {}).get('rope_type', 'default')}"
+            own = parameters_of(config_at(model.config, sites.main.config), sites.main.turning[0])
+            native += f", type {own.get('rope_type', 'default')}"
+            native += "".join(f", in layers of type {name}" for name in sites.main.turning if name)
     places = {
         "embedding": ", ".join(stack.table for stack in sites.stacks if stack.table) or "-",
         "rotary": ", ".join(sites.rotary) or "-",

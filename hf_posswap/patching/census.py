@@ -1,0 +1,97 @@
+"""Which of transformers' language models can be swapped, and why the others cannot: found by planning, class by class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_posswap.errors import PosswapError, UnsupportedSwapError
+from hf_posswap.families.base import locate
+from hf_posswap.families.refused import REFUSED
+from hf_posswap.families.tiny import language_models, tiny_model
+from hf_posswap.patching.describe import describe_positions
+from hf_posswap.patching.plan import plan_swap
+
+ASKED: dict[str, dict[str, Any]] = {"rope": {"base": 50000.0}, "yarn": {"factor": 4.0}, "alibi": {}, "nope": {}}
+"""The schemes that are planned for each class, with their options."""
+
+
+@dataclass(frozen=True)
+class ClassEntry:
+    """One model class of transformers.
+
+    Attributes:
+        name: of the class.
+        model_types: that the Auto classes make it for.
+        family: which of our families describes it; None: none does.
+        native: what position mechanism it has; None: unknown.
+        routes: "native", "plugin" or "no" for each scheme of `ASKED`; empty where there is no family.
+        reason: why it cannot be swapped at all, or why a scheme that is "no" cannot be put in; None: all can.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    family: str | None
+    native: str | None
+    routes: dict[str, str]
+    reason: str | None
+
+    @property
+    def supported(self) -> bool:
+        """Whether any scheme can be put into it."""
+        return any(route != "no" for route in self.routes.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry as JSON."""
+        return asdict(self) | {"model_types": list(self.model_types), "supported": self.supported}
+
+
+def census(names: Iterable[str] | None = None) -> list[ClassEntry]:
+    """Return an entry for each class that transformers' Auto maps name for causal, masked and seq2seq language models.
+
+    Each class is built tiny, on the meta device, and swaps are planned for it; nothing is downloaded or run.
+
+    Args:
+        names: of the classes; None: all of them.
+
+    Example:
+        >>> entry = census(["LlamaForCausalLM"])[0]
+        >>> entry.family, entry.routes
+        ('rotary', {'rope': 'native', 'yarn': 'native', 'alibi': 'plugin', 'nope': 'native'})
+    """
+    found = language_models()
+    return [_entry(name, found[name]) for name in sorted(found if names is None else names)]
+
+
+def _entry(name: str, model_types: tuple[str, ...]) -> ClassEntry:
+    try:
+        model = tiny_model(name)
+    except Exception as error:  # a class of any kind, built by transformers
+        known = (REFUSED[kind] for kind in model_types if kind in REFUSED)
+        why = next(known, f"transformers builds no small one: {_first_line(error)}")
+        return ClassEntry(name, model_types, None, None, {}, why)
+    try:
+        family, native = locate(model).family.name, describe_positions(model).native
+    except PosswapError as error:
+        return ClassEntry(name, model_types, None, None, {}, _reason(error, model))
+    routes, reasons = {}, {}
+    for scheme, options in ASKED.items():
+        try:
+            routes[scheme] = str(plan_swap(model, scheme, **options).route)
+        except UnsupportedSwapError as error:
+            routes[scheme] = "no"
+            reasons.setdefault(_reason(error, model), scheme)
+    why = " ".join(f"{scheme}: {reason}" for reason, scheme in reasons.items())
+    return ClassEntry(name, model_types, family, native, routes, why or None)
+
+
+def _reason(error: PosswapError, model: Any) -> str:
+    """Return what an error says, without what all of its kind say."""
+    text = str(error).removeprefix(f"{type(model).__name__}: ")
+    text = text.removeprefix(f"model type {model.config.model_type!r} is not supported: ")
+    return text.partition(" What works:")[0].partition(" Families:")[0]
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
