@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import SCHEMES, Scheme, make_scheme
-
-
-def _geometry(**changes: Any) -> Geometry:
-    """Return a small causal model's geometry, with `changes`."""
-    fields: dict[str, Any] = {
-        "hidden_size": 64,
-        "num_heads": 4,
-        "num_kv_heads": 4,
-        "head_dim": 16,
-        "num_layers": 2,
-        "original_length": 128,
-        "causal": True,
-    }
-    return Geometry(**fields | changes)
+from tests.schemes import small
 
 
 def _example(name: str, geometry: Geometry, factor: float = 4.0) -> Scheme:
@@ -39,7 +25,7 @@ def _example(name: str, geometry: Geometry, factor: float = 4.0) -> Scheme:
 
 @pytest.fixture(scope="session")
 def geometry() -> Callable[..., Geometry]:
-    return _geometry
+    return small.geometry
 
 
 @pytest.fixture(scope="session")

@@ -9,32 +9,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from hf_posswap import patch_model, plan_swap
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import Rope
+from tests.schemes import small
 
 Geometries = Callable[..., Geometry]
 IDS = torch.arange(1, 41)[None]
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 53,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
 
 
 def llama(base: float = 10000.0) -> LlamaForCausalLM:
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": base}
-    return LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=rope)).eval()
+    return LlamaForCausalLM(small.llama(rope_parameters=rope)).eval()
 
 
 def logits(model: Any, **kwargs: Any) -> torch.Tensor:

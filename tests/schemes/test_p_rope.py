@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posswap import patch_model, verify_swap
@@ -20,25 +20,11 @@ from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rotary import default_inv_freq
 from hf_posswap.schemes import PRope, make_scheme
+from tests.schemes.small import llama
 
 Geometries = Callable[..., Geometry]
 WIDTHS = st.integers(2, 80).map(lambda half: 2 * half)
 SHARES = st.sampled_from([0.25, 0.5, 0.58, 0.75, 1.0]) | st.floats(0.01, 1.0)
-
-
-def llama(**changes: Any) -> LlamaConfig:
-    fields: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "vocab_size": 53,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,
-    }
-    return LlamaConfig(**fields | changes)
 
 
 @given(dim=WIDTHS, p=SHARES, base=st.sampled_from([10000.0, 500000.0]))

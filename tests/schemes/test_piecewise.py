@@ -15,27 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posswap.errors import SchemeError
-from hf_posswap.geometry import Geometry
 from hf_posswap.patching import pieces as site
 from hf_posswap.patching.pieces import attend_in_pieces
 from hf_posswap.rotary import rotate
 from hf_posswap.schemes import DualChunk, Dynamic, LeakyReRope, ReRope, SelfExtend
+from tests.schemes.small import geometry
 
 Relative = Callable[[int, int], float]
-
-
-def geometry(**changes: Any) -> Geometry:
-    """Return the geometry of a small decoder without a rotary of its own, with `changes`."""
-    fields: dict[str, Any] = {
-        "hidden_size": 64,
-        "num_heads": 4,
-        "num_kv_heads": 4,
-        "head_dim": 16,
-        "num_layers": 2,
-        "original_length": 128,
-        "causal": True,
-    }
-    return Geometry(**fields | changes)
 
 
 def self_extend(window: int, group: int) -> Relative:
