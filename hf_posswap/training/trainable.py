@@ -5,10 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from hf_posswap.errors import OptionError
+from hf_posswap.checkpoints.adapters import add_adapter, import_peft, without_peft_warning
+from hf_posswap.errors import ConfigError, OptionError, TrainingError
+from hf_posswap.training.trainable_parts import (
+    KeepsRows,
+    base_name,
+    block_of,
+    embedding_path,
+    grown_tables,
+    is_tied,
+    linear_layers,
+    norm_paths,
+    only,
+    position_names,
+    query_key_names,
+    sites_of,
+    transformers_model,
+)
 
 What = Literal["full", "lora", "dora", "rslora", "positions", "norms_qk", "new_rows"]
 WHATS: tuple[What, ...] = get_args(What)
+_KNOWN_TIED = ("embed_tokens", "lm_head")  # peft.utils.constants.EMBEDDING_LAYER_NAMES
 ADAPTERS: tuple[What, ...] = ("lora", "dora", "rslora")
 
 
@@ -66,11 +83,92 @@ class TrainableSettings:
 def prepare_trainable(model: Any, settings: TrainableSettings) -> Any:
     """Return `model` with exactly the parameters of `settings` left to train; adapters come as a PEFT model around it.
 
+    Tied weights stay tied. What the swap froze for good, such as a sinusoidal table, stays frozen.
+
     Args:
-        model: a transformers model, swapped or not.
+        model: a transformers model, swapped or not, without adapters.
         settings: which parameters.
+
+    Raises:
+        ConfigError: the model has none of what `settings` asks for.
+        MissingDependencyError: adapters need peft.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> _ = patch_model(model, "kerple")
+        >>> model = prepare_trainable(model, TrainableSettings("positions"))
+        >>> [name for name, p in model.named_parameters() if p.requires_grad]
+        ['transformer.posswap.raw_r1', 'transformer.posswap.raw_r2']
     """
-    raise NotImplementedError
+    if settings.what == "full":
+        return model
+    if settings.what in ADAPTERS:
+        return _with_adapters(model, settings)
+    if settings.what == "new_rows":
+        tables = grown_tables(model)
+        only(model, set(tables))
+        for name, rows in tables.items():
+            table: Any = model.get_parameter(name)
+            table.posswap_rows = table.register_hook(KeepsRows(rows))
+        return model
+    names = set(position_names(model))
+    if settings.what == "norms_qk":
+        names |= {*query_key_names(model), *_parameters_in(model, norm_paths(model))}
+    elif not names:
+        raise ConfigError(
+            f"train.what is positions, and {type(model).__name__} has no parameters that a swap added: swap to a "
+            "scheme that learns, such as kerple, fire, t5_bias or learned, or train something else."
+        )
+    names |= set(_parameters_in(model, _extra_paths(model, settings)))
+    only(model, names)
+    return model
+
+
+def _with_adapters(model: Any, settings: TrainableSettings) -> Any:
+    peft = import_peft()
+    targets = linear_layers(model, settings.target)
+    extra = {path.rpartition(".")[2] for path in _extra_paths(model, settings)}
+    tied = settings.embeddings and is_tied(model)
+    if tied:
+        extra = extra - {embedding_path(model).rpartition(".")[2]} | {_name_that_ties(model)}
+    config = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=2 * settings.rank if settings.alpha is None else settings.alpha,
+        lora_dropout=settings.dropout,
+        use_dora=settings.what == "dora",
+        use_rslora=settings.what == "rslora",
+        target_modules=targets,
+        modules_to_save=sorted(extra) or None,
+        fan_in_fan_out=any(type(part).__name__ == "Conv1D" for part in model.modules()),
+        ensure_weight_tying=tied,
+    )
+    if getattr(model, "_posswap", None) is not None:
+        return add_adapter(model, config)
+    with without_peft_warning():
+        return peft.get_peft_model(model, config)
+
+
+def _name_that_ties(model: Any) -> str:
+    """Return which of the names that PEFT knows of tied layers brings the token embeddings and the head along, tied."""
+    head = model.get_output_embeddings()
+    names = [embedding_path(model), *(path for path, module in model.named_modules() if module is head)]
+    for name in (path.rpartition(".")[2] for path in names):
+        if name in _KNOWN_TIED:
+            return name
+    raise ConfigError(
+        f"train.embeddings: the embeddings {' and '.join(names)} of {type(model).__name__} are tied, and PEFT keeps "
+        f"only {' and '.join(_KNOWN_TIED)} tied: leave train.embeddings out, or train 'full'."
+    )
+
+
+def _extra_paths(model: Any, settings: TrainableSettings) -> list[str]:
+    return [*([embedding_path(model)] if settings.embeddings else []), *(norm_paths(model) if settings.norms else [])]
+
+
+def _parameters_in(model: Any, paths: list[str]) -> list[str]:
+    return [f"{path}.{name}" for path in paths for name, _ in model.get_submodule(path).named_parameters()]
 
 
 def parameter_groups(
@@ -78,10 +176,61 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the groups for an optimizer: no decay on vectors, rates by layer and for what the swap added.
 
+    With `layer_decay` d, of n layers layer i has d^(n - 1 - i) of the rate, the token embeddings and the old position
+    table d^n, the head and the last norm all of it. What the swap added is no layer's.
+
     Args:
         model: as `prepare_trainable` returned it, possibly wrapped since.
         settings: the same.
         learning_rate: of the run.
         weight_decay: of matrices.
+
+    Raises:
+        ConfigError: no parameter is left to train.
+        TrainingError: a wrapper took the place of a table whose old rows are to stay.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> groups = parameter_groups(model, TrainableSettings(), learning_rate=1e-3, weight_decay=0.1)
+        >>> [(group["lr"], group["weight_decay"]) for group in groups]
+        [(0.001, 0.0), (0.001, 0.1)]
     """
-    raise NotImplementedError
+    base = transformers_model(model)
+    added = {base_name(name) for name in position_names(base)}
+    depth = _Depth(base, settings.layer_decay)
+    rows = settings.what == "new_rows"
+    found: dict[tuple[float, float], list[Any]] = {}
+    for name, parameter in model.named_parameters():  # each once, tied or not
+        if not parameter.requires_grad:
+            continue
+        if rows and not hasattr(parameter, "posswap_rows"):
+            raise TrainingError(
+                f"train.what is new_rows, and {name} was replaced when the model was sharded, so its old rows would "
+                "be trained too: use a single process or DDP, or train 'positions'."
+            )
+        own = base_name(name)
+        rate = settings.positions_rate if own in added else depth.share(own)
+        decay = 0.0 if rows or parameter.ndim < 2 else weight_decay  # decay would move the old rows
+        found.setdefault((learning_rate * rate, decay), []).append(parameter)
+    if not found:
+        raise ConfigError(f"no parameter of {type(base).__name__} is left to train: all are frozen.")
+    return [{"params": found[key], "lr": key[0], "weight_decay": key[1]} for key in sorted(found)]
+
+
+class _Depth:
+    """Says what share of the learning rate a parameter has by the layer it is in."""
+
+    def __init__(self, base: Any, decay: float) -> None:
+        self.decay = decay
+        self.blocks = {f"{block_of(path)}.": n for n, path in enumerate(sites_of(base).attention)}
+        tables = [f"{embedding_path(base)}."] + [f"{stack.table}." for stack in sites_of(base).stacks if stack.table]
+        self.first = tuple(tables)
+
+    def share(self, name: str) -> float:
+        if self.decay == 1:
+            return 1.0
+        if name.startswith(self.first):
+            return self.decay ** len(self.blocks)
+        layer = next((n for block, n in self.blocks.items() if name.startswith(block)), None)
+        return 1.0 if layer is None else self.decay ** (len(self.blocks) - 1 - layer)
