@@ -24,8 +24,8 @@ runs each. Others may leave RoPE out of some layers, or rotate part of a wider h
 
 
 def rotary_modules(root: nn.Module) -> list[str]:
-    """Return the paths below `root` of the modules that own rotary frequencies."""
-    return paths_of(root, lambda module: bool(inv_freq_names(module)))
+    """Return the paths below `root` of the modules that own rotary frequencies and are called as all such are."""
+    return [path for path in paths_of(root, lambda m: bool(inv_freq_names(m))) if path.endswith("rotary_emb")]
 
 
 _MODALITIES = (

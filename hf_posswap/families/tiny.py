@@ -56,7 +56,18 @@ def tiny_config(cls: type, **changes: Any) -> PreTrainedConfig:
             if held is not None:
                 given = {key: value for key, value in own.get(name, {}).items() if key != "model_type"}
                 values[name] = tiny_config(type(held), **given)
-    return cls(**values | {name: value for name, value in own.items() if name not in inner})
+    values |= {name: value for name, value in own.items() if name not in inner}
+    return cls(**values | _all_layer_types(cls(**values)))
+
+
+def _all_layer_types(config: PreTrainedConfig) -> dict[str, list[str]]:
+    """Return `layer_types` in which each type of layers that has rope parameters occurs, where few layers lack one."""
+    types = getattr(config, "layer_types", None) or []
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rotating = [name for name, value in parameters.items() if isinstance(value, dict)]
+    if not set(rotating) & set(types) or set(rotating) <= set(types):
+        return {}
+    return {"layer_types": [rotating[i % len(rotating)] for i in range(len(types))]}
 
 
 def tiny_model(kind: str | type[PreTrainedModel], *, meta: bool = True, seed: int = 0, **changes: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which of transformers' language models can be swapped, and why the others cannot: found by planning, class by class."""
+"""Which of transformers' language models can be swapped, and why not the others: found by planning, class by class."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def _entry(name: str, model_types: tuple[str, ...]) -> ClassEntry:
         family, native = locate(model).family.name, describe_positions(model).native
     except PosswapError as error:
         return ClassEntry(name, model_types, None, None, {}, _reason(error, model))
-    routes, reasons = {}, {}
+    routes: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for scheme, options in ASKED.items():
         try:
             routes[scheme] = str(plan_swap(model, scheme, **options).route)

@@ -1,0 +1,206 @@
+"""Every rotary class of transformers: a native swap equals a fresh model of the swapped config, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_posswap import patch_model, plan_swap, unpatch_model
+from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.families import locate
+from hf_posswap.families.refused import REFUSED
+from hf_posswap.families.rope_config import config_at, inv_freq_names, parameters_of
+from hf_posswap.families.tiny import language_models, tiny_model
+
+SHARDS = 12
+SWAPS: dict[str, dict[str, Any]] = {
+    "rope": {"base": 5000.0},
+    "linear": {"factor": 2.0},
+    "ntk": {"factor": 2.0},
+    "yarn": {"factor": 4.0},
+    "llama3": {"factor": 2.0},
+    "nope": {},
+}
+NEVER_NATIVE = {
+    # its rotary module reads keys of rope type "longrope" under every type but the default
+    "PhimoeForCausalLM": {"linear", "yarn", "llama3", "nope"},
+}
+"""Swaps that no stock config of a class says. NoPE is apart: stock says it where a whole head may be rotated."""
+NEEDS_AUDIO = {"VoxtralRealtimeForConditionalGeneration"}
+KINDS = (
+    "DeepseekV3ForCausalLM",  # latent attention, interleaved
+    "Gemma3ForCausalLM",  # frequencies for each type of layers
+    "Gemma3ForConditionalGeneration",  # the text tower of a model of several modalities
+    "GlmForCausalLM",  # interleaved, partial
+    "GPTNeoXForCausalLM",  # a width that attention keeps
+    "Llama4ForCausalLM",  # complex numbers, layers without rotation
+    "ModernBertForMaskedLM",  # an encoder with two types of layers
+    "T5GemmaForConditionalGeneration",  # two stacks
+)
+"""One class of each kind, run every day."""
+
+
+def is_rotary(name: str) -> bool:
+    """Return whether the class of this name has rotary modules and is not refused by its model type."""
+    if REFUSED.keys() & set(language_models()[name]):
+        return False
+    try:
+        model = tiny_model(name)
+    except (ImportError, ValueError):  # another package is needed, or two models of one's choice
+        return False
+    return any(inv_freq_names(module) for module in model.modules())
+
+
+def logits(model: Any) -> Tensor | None:
+    """Return logits of 28 tokens, [2, 28, V]; None where the model takes more than text."""
+    if type(model).__name__ in NEEDS_AUDIO:
+        return None
+    ids = torch.randint(5, 90, (2, 28), generator=torch.Generator().manual_seed(0))
+    decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False, **decoder).logits
+
+
+def stock(model: Any) -> Any:
+    """Return a new model of transformers from what `model` would be saved as: its config as JSON, its weights."""
+    values = {key: value for key, value in model.config.to_dict().items() if key != "posswap"}
+    new = type(model)(type(model.config).from_dict(copy.deepcopy(values))).eval()
+    new.load_state_dict(model.state_dict(), strict=True)
+    return new
+
+
+def frequencies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: b for name, b in model.named_buffers() if name.endswith("inv_freq") and "original" not in name}
+
+
+def problems_of(name: str) -> list[str]:
+    """Return what is wrong with the native swaps of the class called `name`."""
+    model = tiny_model(name, meta=False)
+    before, config = logits(model), model.config.to_dict()
+    found = []
+    for scheme, options in SWAPS.items():
+        try:
+            plan = patch_model(model, scheme, **options)
+        except UnsupportedSwapError as error:
+            if scheme not in NEVER_NATIVE.get(name, ()) and "sees both sides" not in str(error):
+                found.append(f"{scheme}: {error}")
+            continue
+        native = plan.route == "native"
+        if native == (scheme in NEVER_NATIVE.get(name, ())) and scheme != "nope":
+            found.append(f"{scheme}: {plan.route}")
+        after = logits(model)
+        if native:
+            found += [f"{scheme}: {problem}" for problem in differences(model, after, before)]
+        unpatch_model(model)
+        restored = logits(model)
+        if before is not None and restored is not None and not torch.equal(before, restored):
+            found.append(f"{scheme}: not taken back")
+        if model.config.to_dict() != config:
+            found.append(f"{scheme}: the config is not what it was")
+    return found
+
+
+def differences(model: Any, after: Tensor | None, before: Tensor | None) -> list[str]:
+    """Return how a natively swapped `model` differs from a stock one of its config, or not from what it was."""
+    new = stock(model)
+    held, expected = frequencies(model), frequencies(new)
+    found = [key for key in expected if not torch.equal(held[key], expected[key])]
+    if after is None or before is None:
+        return found
+    gap = float((after - logits(new)).abs().max())
+    if gap != 0:
+        found.append(f"{gap:.3g} away from the stock model")
+    if float((after - before).abs().max()) < 1e-4:
+        found.append("nothing moved")
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_native_swap_equals_a_stock_model_of_its_config(name: str) -> None:
+    assert is_rotary(name)
+    assert problems_of(name) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_a_native_swap_equals_a_stock_model_of_its_config_in_every_class(shard: int) -> None:
+    names = [name for name in sorted(language_models())[shard::SHARDS] if is_rotary(name)]
+    assert len(names) >= 5
+    wrong = {name: problems for name in names if (problems := problems_of(name))}
+    assert wrong == {}
+
+
+def plant(model: Any, part: nn.Module) -> str:
+    """Put `part` into the text part of `model` and return its path."""
+    sites = locate(model)
+    model.get_submodule(sites.base).planted_positions = part
+    return f"{sites.base}.planted_positions".lstrip(".")
+
+
+class Planted(nn.Module):
+    """A rotary module that no family knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.ones(4, device="meta"), persistent=False)
+
+
+@pytest.mark.parametrize("part", [Planted(), nn.Embedding(32, 64, device="meta")], ids=["rotary", "table"])
+@pytest.mark.parametrize("name", [*KINDS, "VoxtralForConditionalGeneration", "DeepseekV4ForCausalLM"])
+def test_a_position_part_that_the_family_does_not_mention_is_refused_by_name(name: str, part: nn.Module) -> None:
+    model = tiny_model(name)
+    path = plant(model, copy.deepcopy(part))
+    with pytest.raises(UnsupportedModelError, match=f"'{path}'.*does not mention it"):
+        plan_swap(model, "rope")
+
+
+def test_only_layers_that_see_all_tokens_are_stretched() -> None:
+    model = tiny_model("gemma3_text", meta=False)
+    local, wide = model.model.rotary_emb.sliding_attention_inv_freq, model.model.rotary_emb.full_attention_inv_freq
+    plan = patch_model(model, "linear", factor=4.0)
+    assert torch.equal(model.model.rotary_emb.sliding_attention_inv_freq, local)
+    assert torch.equal(model.model.rotary_emb.full_attention_inv_freq, wide / 4)
+    assert plan.notes[0].startswith("Layers of type sliding_attention keep their own rotation")
+    assert parameters_of(model.config, "sliding_attention")["rope_type"] == "default"
+    unpatch_model(model)
+    patch_model(model, "nope")
+    assert not model.model.rotary_emb.sliding_attention_inv_freq.any()
+    assert not model.model.rotary_emb.full_attention_inv_freq.any()
+
+
+def test_a_text_tower_changes_the_text_config_alone() -> None:
+    model = tiny_model("gemma3", meta=False)
+    vision = model.config.vision_config.to_dict()
+    original = model.config
+    patch_model(model, "yarn", factor=4.0)
+    assert model.config.text_config.rope_parameters["full_attention"]["rope_type"] == "yarn"
+    assert model.model.language_model.config is model.config.text_config
+    assert model.config.vision_config.to_dict() == vision
+    assert original.text_config.rope_parameters["full_attention"]["rope_type"] == "default"
+    assert set(model.config.posswap["original"]) == {
+        "text_config.max_position_embeddings",
+        "text_config.rope_parameters",
+    }
+    unpatch_model(model)
+    assert model.model.language_model.config is model.config.text_config is original.text_config
+
+
+def test_multimodal_rope_keeps_its_sections() -> None:
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    model = tiny_model("Qwen3_5ForCausalLM", rope_parameters=parameters)
+    own = config_at(model.config, locate(model).main.config).rope_parameters
+    patch_model(model, "yarn", factor=2.0)
+    now = config_at(model.config, locate(model).main.config).rope_parameters
+    kept = {key: value for key, value in own.items() if key.startswith(("mrope", "partial"))}
+    assert "mrope_section" in kept
+    assert {key: now[key] for key in kept} == kept
+
+
+@pytest.mark.parametrize("model_type", ["granite_swa", "recurrent_gemma", "blt", "mamba"])
+def test_a_refused_model_type_says_why(model_type: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"'{model_type}' is not supported: {REFUSED[model_type][:20]}"):
+        plan_swap(tiny_model(model_type), "rope")
