@@ -32,6 +32,7 @@ LAYERS = (
         "rotary",
         "tokens",
     },  # fmt: skip
+    {"kernels"},
     {"schemes", "families"},
     {"patching"},
     {"checkpoints", "plotting"},
@@ -121,6 +122,7 @@ def test_imports_go_one_way() -> None:
     ("path", "line", "message"),
     [
         ("rotary.py", "from hf_posswap.schemes import Rope", "rotary imports schemes"),
+        ("kernels/merge.py", "from hf_posswap.schemes import piece", "kernels imports schemes"),
         ("schemes/rope.py", "import transformers.models", "schemes imports transformers.models"),
         ("schemes/rope.py", "def f():\n    from transformers import PreTrainedModel", "schemes imports transformers"),
         ("schemes/rope.py", "from hf_posswap.families import locate", "schemes imports families"),

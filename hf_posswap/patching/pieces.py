@@ -52,7 +52,7 @@ class Scoring:
         # padding may belong to no piece
         scores = self.query.new_full((batch, heads, stop - start, columns.shape[-1]), LOWEST, dtype=torch.float32)
         for piece in self.pieces:
-            held = piece.holds(rows, columns)  # [B or 1, q, K]
+            held = piece.pairs.holds(rows, columns)  # [B or 1, q, K]
             low, high = _range(held if seen is None else held & seen)
             if low == high:
                 continue

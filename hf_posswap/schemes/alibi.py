@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits
-from hf_posswap.schemes.bias import distances
+from hf_posswap.schemes.bias import DistanceMechanism
 
 
 def slopes(heads: int) -> list[float]:
@@ -75,21 +75,20 @@ class Alibi(Scheme):
         return None if self.interpolation is None else math.floor(self.interpolation * geometry.original_length)
 
 
-class AlibiMechanism(Mechanism):
+class AlibiMechanism(DistanceMechanism):
     """Adds -(m_h / s) |i - j| to the scores."""
 
-    biases = True
+    slopes: Tensor
 
     def __init__(self, heads: int, interpolation: float) -> None:
         super().__init__()
         divided = [slope / interpolation for slope in slopes(heads)]
         self.slopes = torch.tensor(divided, dtype=torch.float32, device="cpu")  # [H]
 
-    def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        if self.slopes.device != query_positions.device:
-            self.slopes = self.slopes.to(query_positions.device)
-        distance = distances(query_positions, key_positions).abs()  # [B, Q, K]
-        return -self.slopes[None, :, None, None] * distance[:, None]  # [B, H, Q, K]
+    def distance_bias(self, distances: Tensor) -> Tensor:
+        if self.slopes.device != distances.device:
+            self.slopes = self.slopes.to(distances.device)
+        return -self.slopes[:, None] * distances.abs()
 
     def extra_repr(self) -> str:
         return f"heads={len(self.slopes)}"

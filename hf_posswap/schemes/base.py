@@ -72,6 +72,12 @@ class Mechanism(nn.Module):
     """Whether a key's rotation never changes later, so that the cache may hold rotated keys."""
     biases: bool = False
     """Whether a bias is added to the attention scores."""
+    distance_only: bool = False
+    """Whether the bias is a function of the distance alone: `distance_bias` gives it."""
+    slopes: Tensor | None = None
+    """m_h, [H], float32, never trained, where the bias is -m_h |i - j|; None: it is another."""
+    backend: str = "auto"
+    """How attention with this mechanism is computed: see `set_backend`."""
     splits: bool = False
     """Whether attention falls into pieces, each with rotations of its own."""
     scales: bool = False
@@ -118,6 +124,10 @@ class Mechanism(nn.Module):
             query_positions: [B or 1, Q].
             key_positions: [B or 1, K]; keys in the future or in padding are masked elsewhere.
         """
+        raise NotImplementedError
+
+    def distance_bias(self, distances: Tensor) -> Tensor:
+        """Return the bias of `distances` [N], query position less key position; [H, N], float32."""
         raise NotImplementedError
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hf_posswap.schemes.base import Mechanism
+
 
 def distances(query_positions: Tensor, key_positions: Tensor) -> Tensor:
     """Return query position less key position, in tokens, [B, Q, K], of positions [B or 1, Q] and [B or 1, K].
@@ -14,6 +16,17 @@ def distances(query_positions: Tensor, key_positions: Tensor) -> Tensor:
         tensor([[[ 1,  0, -2]]])
     """
     return query_positions[:, :, None] - key_positions[:, None, :]
+
+
+class DistanceMechanism(Mechanism):
+    """Adds a bias that depends on the distance alone: a subclass says how, in `distance_bias`."""
+
+    biases = True
+    distance_only = True
+
+    def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        distance = distances(query_positions, key_positions)  # [B, Q, K]
+        return self.distance_bias(distance.flatten()).unflatten(1, distance.shape).transpose(0, 1)  # [B, H, Q, K]
 
 
 def parameter(values: Tensor) -> nn.Parameter:

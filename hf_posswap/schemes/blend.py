@@ -128,6 +128,17 @@ class BlendMechanism(Mechanism):
         return self.new is not None and self.new.biases and self.weight > 0
 
     @property
+    def distance_only(self) -> bool:  # type: ignore[override]
+        """Whether the bias is a function of the distance alone."""
+        return self.new is not None and self.new.distance_only
+
+    @property
+    def slopes(self) -> Tensor | None:  # type: ignore[override]
+        """Those of the new mechanism, in its share."""
+        slopes = None if self.new is None else self.new.slopes
+        return None if slopes is None else self.weight * slopes
+
+    @property
     def scales(self) -> bool:  # type: ignore[override]
         """Whether queries are multiplied."""
         return self.new is not None and self.new.scales and self.weight > 0
@@ -152,6 +163,10 @@ class BlendMechanism(Mechanism):
     def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         assert self.new is not None
         return self.weight * self.new.bias(query_positions, key_positions)
+
+    def distance_bias(self, distances: Tensor) -> Tensor:
+        assert self.new is not None
+        return self.weight * self.new.distance_bias(distances)
 
     def scale(self, query_positions: Tensor) -> Tensor:
         assert self.new is not None

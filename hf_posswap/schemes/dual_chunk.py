@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
+from hf_posswap.kernels.merge import Region
 from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import SCHEMES
 from hf_posswap.schemes.piecewise import Part, Piecewise
@@ -68,11 +69,8 @@ class DualChunk(Piecewise):
         largest = self.filled("chunk")
         size = largest - self.filled("local")
 
-        def apart(query: Tensor, key: Tensor) -> Tensor:
-            return query // size - key // size
-
         return (
-            Part(lambda i: i % size, None, lambda i, j: apart(i, j) == 0),
-            Part(lambda i: (i % size + size).clamp(max=largest), None, lambda i, j: apart(i, j) == 1),
-            Part(lambda i: torch.full_like(i, min(2 * size - 1, largest)), None, lambda i, j: apart(i, j) > 1),
+            Part(lambda i: i % size, None, Region(size, 0, 1)),
+            Part(lambda i: (i % size + size).clamp(max=largest), None, Region(size, 1, 2)),
+            Part(lambda i: torch.full_like(i, min(2 * size - 1, largest)), None, Region(size, 2, None)),
         )

@@ -101,6 +101,17 @@ class Following(ScaledRotary):
         return ByQueryMechanism(self, geometry) if self.follow == "query" else RotaryMechanism(self, geometry)
 
 
+@dataclass(frozen=True)
+class OfBucket:
+    """The pairs whose query is told apart as `bucket`."""
+
+    scheme: Following
+    bucket: int
+
+    def holds(self, query: Tensor, key: Tensor) -> Tensor:
+        return (self.scheme.bucket(query) == self.bucket) & (key == key)
+
+
 class ByQueryMechanism(RotaryMechanism):
     """Splits attention by the lengths of its queries."""
 
@@ -121,9 +132,5 @@ class ByQueryMechanism(RotaryMechanism):
     def _piece(self, bucket: int, query_positions: Tensor, key_positions: Tensor) -> Piece:
         length = torch.tensor([self.scheme.bucket_length(bucket)], device=query_positions.device)
         angles = self.scheme.angles(self.geometry, length)
-
-        def holds(query: Tensor, key: Tensor) -> Tensor:
-            return (self.scheme.bucket(query) == bucket) & (key == key)
-
         queries, keys = (self.scheme.turns(p, angles, self.geometry) for p in (query_positions, key_positions))
-        return Piece(queries, keys, self.layout, holds)
+        return Piece(queries, keys, self.layout, OfBucket(self.scheme, bucket))

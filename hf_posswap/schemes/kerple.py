@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme
-from hf_posswap.schemes.bias import distances, generator, parameter, uniform
+from hf_posswap.schemes.bias import DistanceMechanism, generator, parameter, uniform
 
 SMALLEST = 0.01
 """What r1 and r2 begin above, as the authors' code clamps them."""
@@ -55,15 +55,13 @@ class Kerple(Scheme):
         return KerpleMechanism(self, geometry.num_heads)
 
 
-class KerpleMechanism(Mechanism):
+class KerpleMechanism(DistanceMechanism):
     """Subtracts the penalty from the scores.
 
     Attributes:
         raw_r1: learned, [H]; r1 = softplus(raw_r1).
         raw_r2: learned, [H]; r2 = softplus(raw_r2), or 2 sigmoid(raw_r2) where it is a power.
     """
-
-    biases = True
 
     def __init__(self, scheme: Kerple, heads: int) -> None:
         super().__init__()
@@ -84,11 +82,11 @@ class KerpleMechanism(Mechanism):
         raw = self.raw_r2.float()
         return nn.functional.softplus(raw) if self.variant == "log" else HIGHEST_POWER * raw.sigmoid()
 
-    def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        distance = distances(query_positions, key_positions).abs()[:, None].float()  # [B, 1, Q, K]
-        r1, r2 = self.r1()[:, None, None], self.r2()[:, None, None]  # [H, 1, 1]
-        grown = (r2 * distance).log1p() if self.variant == "log" else distance.pow(r2)
-        return -r1 * grown  # [B, H, Q, K]
+    def distance_bias(self, distances: Tensor) -> Tensor:
+        length = distances.abs().float()  # [N]
+        r1, r2 = self.r1()[:, None], self.r2()[:, None]  # [H, 1]
+        grown = (r2 * length).log1p() if self.variant == "log" else length.pow(r2)
+        return -r1 * grown
 
     def extra_repr(self) -> str:
         return f"variant={self.variant!r}, heads={len(self.raw_r1)}"

@@ -6,13 +6,23 @@ softmax runs over all of them together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from hf_posswap.geometry import Layout
 from hf_posswap.rotary import CosSin, rotate
+
+
+class Pairs(Protocol):
+    """Some pairs of a query and a key; a `Region` is such."""
+
+    def holds(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return which pairs of query positions [B or 1, Q, 1] and key positions [B or 1, 1, K] these are.
+
+        bool [B or 1, Q, K].
+        """
 
 
 @dataclass(frozen=True)
@@ -23,14 +33,13 @@ class Piece:
         query: rotates the queries, tables of [B or 1, 1, Q, R/2].
         key: rotates the keys, tables of [B or 1, 1, K, R/2]; None: they come from the cache as they are to be used.
         layout: how rotary pairs lie in a head.
-        holds: of query positions [B or 1, Q, 1] and key positions [B or 1, 1, K]: which pairs belong here, bool
-            [B or 1, Q, K].
+        pairs: which belong here.
     """
 
     query: CosSin
     key: CosSin | None
     layout: Layout
-    holds: Callable[[Tensor, Tensor], Tensor]
+    pairs: Pairs
 
     def rotate_query(self, query: Tensor, start: int, stop: int) -> Tensor:
         """Return queries `start` to `stop`, [B, H, stop - start, D], rotated for this piece."""

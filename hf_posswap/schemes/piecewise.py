@@ -16,13 +16,12 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
+from hf_posswap.kernels.merge import Region
 from hf_posswap.rotary import CosSin, Frequencies, cos_sin, default_inv_freq
 from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import Traits
 from hf_posswap.schemes.piece import Piece
 from hf_posswap.schemes.rope import RotaryMechanism, RotaryScheme
-
-Holds = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,12 @@ class Part:
     Attributes:
         query: of positions [B or 1, Q]: those to rotate by; whole or not.
         key: of positions [B or 1, K]; None: keys are rotated by `Piecewise.cached_key` before they are cached.
-        holds: of query positions [B or 1, Q, 1] and key positions [B or 1, 1, K]: which pairs belong here.
+        region: which pairs belong here.
     """
 
     query: Callable[[Tensor], Tensor]
     key: Callable[[Tensor], Tensor] | None
-    holds: Holds
+    region: Region
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class PiecewiseMechanism(RotaryMechanism):
                 query=self._turn(part.query(query_positions)),
                 key=None if part.key is None else self._turn(part.key(key_positions)),
                 layout=self.layout,
-                holds=part.holds,
+                pairs=part.region,
             )
             for part in self.scheme.parts()
         )
@@ -159,21 +158,16 @@ class Windowed(Piecewise):
 
     def parts(self) -> tuple[Part, ...]:
         window = self.filled("window")
-        return Part(itself, itself, nearer_than(window)), self.far(window)
+        return Part(itself, itself, Region(1, 0, window)), self.far(window)
 
     def far(self, window: int) -> Part:
         """Return the part of pairs that are `window` tokens apart or more."""
         raise NotImplementedError
 
 
-def nearer_than(window: int) -> Holds:
-    """Return which pairs are less than `window` tokens apart, the key in the query's past or at it."""
-    return lambda query, key: (query - key >= 0) & (query - key < window)
-
-
-def farther_than(window: int) -> Holds:
-    """Return which pairs are `window` tokens apart or more, the key in the query's past."""
-    return lambda query, key: query - key >= window
+def farther_than(window: int) -> Region:
+    """Return the pairs that are `window` tokens apart or more, the key in the query's past."""
+    return Region(1, window, None)
 
 
 def itself(positions: Tensor) -> Tensor:

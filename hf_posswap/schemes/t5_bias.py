@@ -16,7 +16,7 @@ from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme
-from hf_posswap.schemes.bias import distances, generator, parameter
+from hf_posswap.schemes.bias import DistanceMechanism, generator, parameter
 
 MOST_BUCKETS = 2**12
 FARTHEST = 2**20
@@ -101,14 +101,12 @@ class T5Bias(Scheme):
         return T5Mechanism(self, geometry)
 
 
-class T5Mechanism(Mechanism):
+class T5Mechanism(DistanceMechanism):
     """Adds table[bucket(i - j), h] to the scores.
 
     Attributes:
         table: learned, [num_buckets, H].
     """
-
-    biases = True
 
     def __init__(self, scheme: T5Bias, geometry: Geometry) -> None:
         super().__init__()
@@ -119,14 +117,12 @@ class T5Mechanism(Mechanism):
             start.normal_(std=scheme.init_std, generator=generator(scheme.seed))
         self.table = parameter(start)
 
-    def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        if self.bucket.device != query_positions.device:
-            self.bucket = self.bucket.to(query_positions.device)
-        distance = distances(query_positions, key_positions)  # [B, Q, K]
-        row = distance.clamp(-self.max_distance, self.max_distance) + self.max_distance
+    def distance_bias(self, distances: Tensor) -> Tensor:
+        if self.bucket.device != distances.device:
+            self.bucket = self.bucket.to(distances.device)
+        row = distances.clamp(-self.max_distance, self.max_distance) + self.max_distance
         by_distance = self.table.float()[self.bucket].T  # [H, 2 max_distance + 1]
-        chosen = by_distance.index_select(1, row.flatten())  # [H, B Q K]
-        return chosen.view(-1, *row.shape).transpose(0, 1)  # [B, H, Q, K]
+        return by_distance.index_select(1, row)
 
     def extra_repr(self) -> str:
         return f"buckets={self.table.shape[0]}, heads={self.table.shape[1]}, max_distance={self.max_distance}"

@@ -56,7 +56,7 @@ def same_with_gradients(found: Tensor, expected: Tensor, leaves: list[Tensor]) -
 def test_a_bias_by_distance(length: int, block: int, heads: tuple[int, int], causal: bool, learned: bool) -> None:
     qkv = tensors(*heads, length)
     by_distance = noise(heads[0], length if causal else 2 * length - 1).detach().requires_grad_(learned)
-    with patch.object(distance_bias, "BLOCK", block):
+    with patch.multiple(distance_bias, BLOCK=block, LEARNED_BLOCK=block):
         found = attend_by_distance(*qkv, by_distance, scaling=SCALING, causal=causal)
         away = torch.arange(length)[:, None] - torch.arange(length)
         bias = by_distance[:, away.clamp(min=0) if causal else away + length - 1]

@@ -35,7 +35,7 @@ def scores(mechanism: Mechanism, query: Tensor, key: Tensor, positions: Tensor, 
     result = query @ key.mT / query.shape[-1] ** 0.5
     for piece in mechanism.pieces(positions, positions) if mechanism.splits else ():
         turned = piece.rotate_query(query, 0, query.shape[2]) @ piece.rotate_key(key, 0, key.shape[2]).mT
-        held = piece.holds(positions[:, :, None], positions[:, None, :])[:, None]
+        held = piece.pairs.holds(positions[:, :, None], positions[:, None, :])[:, None]
         result = torch.where(held, turned / query.shape[-1] ** 0.5, result)
     return result + mechanism.bias(positions, positions) if mechanism.biases else result
 
