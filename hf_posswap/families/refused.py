@@ -13,7 +13,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("jamba", "kimi_linear", "nemotron_h", "zamba", "nemo_speechlm"), _HYBRID),
     **dict.fromkeys(("cpmant", "funnel", "inkling_text", "inkling2_text", "longt5", "xlnet"), _RELATIVE),
     **dict.fromkeys(
-        ("bigbird_pegasus", "led", "longformer", "mra", "nystromformer", "pegasus_x", "reformer", "yoso"), _HASHED
+        ("led", "longformer", "mra", "nystromformer", "pegasus_x", "reformer", "yoso"), _HASHED
     ),
     **dict.fromkeys(("layoutlm", "luke", "tapas", "git", "seamless_m4t", "seamless_m4t_v2", "musicgen"), _SEVERAL),
     "musicgen_melody": _SEVERAL,

@@ -99,16 +99,6 @@ _NEOX: dict[str, Any] = {
     "initializer_range": 0.2,
     "rotary_pct": 0.5,
 }
-_BIOGPT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": LENGTH,
-    "initializer_range": 0.2,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
 _QV = ("q_proj", "v_proj")
 _BERT_QV = ("query", "value")
 
@@ -127,7 +117,7 @@ TINY: dict[str, Tiny] = {
     "gpt_neox": Tiny("GPTNeoXForCausalLM", "GPTNeoXConfig", _NEOX, ("query_key_value",)),
     "cohere": Tiny("CohereForCausalLM", "CohereConfig", _LLAMA | {"logit_scale": 1.0}, _QV),
     "glm": Tiny("GlmForCausalLM", "GlmConfig", _LLAMA | {"attention_bias": True}, _QV),
-    "biogpt": Tiny("BioGptForCausalLM", "BioGptConfig", _BIOGPT, _QV),
+    "bert-generation": Tiny("BertGenerationDecoder", "BertGenerationConfig", _BERT | {"is_decoder": True}, _BERT_QV),
 }
 
 

@@ -14,10 +14,11 @@ from hf_posswap.schemes import SCHEMES
 from tests.contract.models import LENGTH, TINY, build
 from tests.contract.pairs import CHANGE, LONGER, NOISE, Pair, gap, logits, refusal, words
 from tests.contract.test_masks import first_position
+from tests.toys.registration import TOY_MODEL
 
 IDS = words(2, LENGTH)
-ROTARY = [name for name in TINY if name not in ("gpt2", "opt", "bert", "bert (is_decoder)", "roberta", "biogpt")]
 TABLES = ["gpt2", "opt", "bert", "bert (is_decoder)", "roberta"]
+ROTARY = [name for name in TINY if name not in (*TABLES, TOY_MODEL)]
 SCALED = ["linear", "ntk", "ntk_by_parts", "yarn", "llama3", "dynamic"]
 NATIVE = [*SCALED, "longrope", "p_rope", "resonance", "resonance_yarn", "nope"]
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from hf_posswap.errors import DuplicateNameError, UnsupportedModelError
@@ -104,20 +103,23 @@ def test_a_bare_base_model_is_located_without_a_prefix() -> None:
 
 
 def test_a_path_that_is_not_there_is_an_error_that_names_it() -> None:
+    attention = "encoder.layer.*.attention.self"
     with registered():
-        wrong = Family("wrong", "a path too many", "layers.*.nothing", model_types=("biogpt",))
+        wrong = Family("wrong", "a path too many", "layers.*.nothing", model_types=(TOY_MODEL,))
         FAMILIES.remove(TOY_MODEL)
         register(wrong)
         try:
             with pytest.raises(UnsupportedModelError, match="no self-attention modules at 'layers.\\*.nothing'"):
                 locate(build(TOY_MODEL))
             FAMILIES.remove("wrong")
-            register(Family("wrong", "no table there", "layers.*.self_attn", ("biogpt",), table=TableSpec("wpe")))
+            register(Family("wrong", "no table there", attention, (TOY_MODEL,), table=TableSpec("wpe")))
             with pytest.raises(UnsupportedModelError, match="expects a table at 'wpe', none there"):
                 locate(build(TOY_MODEL))
             FAMILIES.remove("wrong")
-            register(Family("wrong", "table left out", "layers.*.self_attn", ("biogpt",)))
-            with pytest.raises(UnsupportedModelError, match="'biogpt.embed_positions'.*does not mention it"):
+            register(Family("wrong", "table left out", attention, (TOY_MODEL,)))
+            with pytest.raises(
+                UnsupportedModelError, match="'bert.embeddings.position_embeddings'.*does not mention it"
+            ):
                 locate(build(TOY_MODEL))
         finally:
             FAMILIES.remove("wrong")
@@ -132,5 +134,5 @@ def test_a_named_model_type_goes_before_a_rule() -> None:
     assert family_of(TINY["gpt_neox"].config()).name == "gpt_neox"
     assert family_of(TINY["llama"].config()).name == "rotary"
     known = f"Families: {sorted(FAMILIES)[0]}: "
-    with pytest.raises(UnsupportedModelError, match=f"no family describes model type 'mamba'. {known}"):
-        family_of(transformers.MambaConfig())
+    with pytest.raises(UnsupportedModelError, match=f"no family describes model type '{TOY_MODEL}'. {known}"):
+        family_of(TINY[TOY_MODEL].config())

@@ -23,6 +23,7 @@ from hf_posswap.errors import (
     UnsupportedSwapError,
 )
 from tests.contract.models import LENGTH, TINY, build
+from tests.toys.registration import TOY_MODEL
 
 Refused = Callable[[], Any]
 
@@ -50,7 +51,7 @@ def test_a_plan_never_touches_the_model(name: str, scheme: str) -> None:
 
 @pytest.mark.parametrize("name", list(TINY))
 def test_a_plan_needs_no_weights(name: str) -> None:
-    if name == "biogpt":  # the toy family's, not registered here
+    if name == TOY_MODEL:  # the toy family's, not registered here
         return
     real = build(name)
     with torch.device("meta"):
@@ -159,9 +160,9 @@ REFUSALS: dict[str, tuple[Refused, type[Exception], str]] = {
         "prompt learning adds tokens without positions",
     ),
     "no family": (
-        lambda: patch_model(build("biogpt"), "rope"),
+        lambda: patch_model(build(TOY_MODEL), "rope"),
         UnsupportedModelError,
-        "no family describes model type 'biogpt'. Families: ",
+        "no family describes model type 'bert-generation'. Families: ",
     ),
     "a second table": (
         lambda: patch_model(planted("gpt2", nn.Embedding(4, 4)), "rope"),
