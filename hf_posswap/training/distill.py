@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional
+
+from hf_posswap.errors import ConfigError, DataError, OptionError
+from hf_posswap.patching.apply import unpatch_model
+from hf_posswap.patching.plan import unwrap
+from hf_posswap.training.chunked_loss import IGNORED, sum_in_chunks
+from hf_posswap.training.head import Head, run_apart, split
 
 
 @dataclass(frozen=True)
@@ -13,17 +22,53 @@ class DistillSettings:
     """How to stay close to the unswapped model.
 
     Attributes:
-        weight: share of the divergence in the loss, the rest being cross-entropy; in [0, 1].
-        temperature: both distributions are flattened by it; the divergence is multiplied by its square.
+        weight: share of the divergence in the loss, the rest being cross-entropy; above 0 and at most 1.
+        temperature: both distributions are flattened by it; the divergence is multiplied by its square
+            (https://arxiv.org/abs/1503.02531).
     """
 
     weight: float = 0.5
     temperature: float = 1.0
 
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 < self.weight <= 1:
+            problems.append(f"weight lies above 0 and is at most 1, got {self.weight!r}")
+        if not 0 < self.temperature < float("inf"):
+            problems.append(f"temperature is a number above 0, got {self.temperature!r}")
+        if problems:
+            raise OptionError(f"distill: {'; '.join(problems)}.")
+
 
 def make_teacher(model: Any) -> Any:
-    """Return a frozen copy of the swapped `model` as it was before the swap, in eval mode, on the same device."""
-    raise NotImplementedError
+    """Return a frozen copy of the swapped `model` as it was before the swap, in eval mode, on the same device.
+
+    Args:
+        model: swapped in this process, its weights not yet trained, without adapters.
+
+    Raises:
+        ConfigError: it carries no swap, or was loaded with one: what was there before is not known.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)).eval()
+        >>> ids = torch.arange(10)[None]
+        >>> before = model(ids).logits
+        >>> _ = patch_model(model, "rope", max_length=32)
+        >>> torch.equal(make_teacher(model)(ids).logits, before)
+        True
+    """
+    patch = getattr(unwrap(model), "_posswap", None)
+    if patch is None or not patch.undo:
+        held = "carries no swap" if patch is None else "was loaded with its swap, and its old positions are gone"
+        raise ConfigError(
+            f"distillation learns from the unswapped model, and {type(unwrap(model)).__name__} {held}: start from the "
+            "unswapped checkpoint."
+        )
+    teacher = copy.deepcopy(unwrap(model))
+    unpatch_model(teacher)
+    return teacher.requires_grad_(False).eval()
 
 
 def distillation_loss(
@@ -38,13 +83,71 @@ def distillation_loss(
 ) -> Tensor:
     """Return cross-entropy on all tokens, mixed with KL(teacher || model) on the first `window` tokens of each row.
 
+    For each counted token (1 - w) CE + w T^2 KL where the teacher can read, and CE beyond; both summed over the tokens
+    and divided by their number. Neither model holds the logits of more than `chunk` tokens.
+
     Args:
         model: that learns: a causal model, or a wrapper around one.
-        teacher: a causal model of the same vocabulary, from `make_teacher` or another.
+        teacher: a causal model of the same vocabulary, from `make_teacher` or another. It reads the rows' tokens at
+            ordinary positions, unless documents are packed: then each from its beginning.
         inputs: arguments of the forward, with `labels` [B, L].
         settings: how much, how flat.
         window: tokens that the teacher can read.
         chunk: tokens whose logits are held at a time.
         num_items: what sums are divided by; None: the counted tokens.
+
+    Raises:
+        OptionError: `chunk` is not positive.
+        DataError: no token is counted.
+        ConfigError: the two models have vocabularies of different sizes.
+        UnsupportedModelError: a body cannot be told from its head.
     """
-    raise NotImplementedError
+    labels = inputs["labels"]
+    targets = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]  # [B, L]
+    counted = targets != IGNORED
+    if num_items is None and not counted.any():
+        raise DataError("no token of this batch is counted: its labels are all -100. Give text to predict.")
+    read = min(window, labels.shape[1])
+    taught = counted & (torch.arange(labels.shape[1], device=counted.device) < read)  # [B, L]
+    beyond = counted & ~taught
+    given = {name: value for name, value in inputs.items() if name != "labels"}
+    with torch.no_grad():
+        known, teacher_head = split(teacher, _teacher_inputs(given, read))
+    known = known[taught[:, :read]]  # [N, E]
+
+    def use(states: Tensor, head: Head) -> Tensor:
+        def near(some: Tensor, where: slice) -> Tensor:
+            with torch.no_grad():
+                wanted = teacher_head(known[where])
+            return _mixed(head(some), wanted, targets[taught][where], settings)
+
+        def far(some: Tensor, where: slice) -> Tensor:
+            return functional.cross_entropy(head(some).float(), targets[beyond][where], reduction="sum")
+
+        total = sum_in_chunks(near, states[taught], chunk) + sum_in_chunks(far, states[beyond], chunk)
+        return total / (counted.sum() if num_items is None else num_items)
+
+    return run_apart(model, given, use)
+
+
+def _teacher_inputs(given: dict[str, Any], read: int) -> dict[str, Any]:
+    """Return the first `read` tokens at ordinary positions, or of packed documents each at its own."""
+    mask = given.get("attention_mask")
+    found = {"input_ids": given["input_ids"][:, :read]}
+    if mask is not None:
+        return found | {"attention_mask": mask[:, :read]}
+    return found | {name: given[name][:, :read] for name in ("position_ids",) if name in given}
+
+
+def _mixed(ours: Tensor, wanted: Tensor, targets: Tensor, settings: DistillSettings) -> Tensor:
+    """Return the sum of (1 - w) CE + w T^2 KL over some tokens, from logits [C, V] of both."""
+    if ours.shape != wanted.shape:
+        raise ConfigError(
+            f"distillation compares distributions over the same vocabulary; the model's has {ours.shape[-1]} tokens "
+            f"and the teacher's {wanted.shape[-1]}: use a teacher with the same tokenizer."
+        )
+    ours, heat, share = ours.float(), settings.temperature, settings.weight
+    learned = (ours / heat).log_softmax(-1)
+    known = (wanted.float() / heat).log_softmax(-1)
+    divergence = functional.kl_div(learned, known, reduction="sum", log_target=True)
+    return (1 - share) * functional.cross_entropy(ours, targets, reduction="sum") + share * heat**2 * divergence

@@ -56,23 +56,50 @@ def run_apart(model: Any, inputs: dict[str, Any], use: Callable[[Tensor, Head], 
     def forward(*args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import CausalLMOutput
 
-        with _captured(inner) as captured:
-            result = original(*args, **kwargs)
-        if not captured:
-            raise UnsupportedModelError(
-                f"the forward of {type(inner).__name__} does not call its {inner.base_model_prefix!r}, so its head "
-                "cannot be run a chunk at a time: hold all logits at once."
-            )
-        if getattr(result, "aux_loss", None) is not None:
-            raise UnsupportedModelError(
-                f"{type(inner).__name__} adds a router's loss to that of the logits: set output_router_logits=False in "
-                "its config, or hold all logits at once."
-            )
-        path, output, states = captured[0]
-        return CausalLMOutput(loss=use(states, _make_head(inner, original, path, output)))
+        return CausalLMOutput(loss=use(*_split(inner, original, args, kwargs)))
 
     with _attribute(inner, "forward", forward):
         return model(**inputs | without_cache(inner)).loss
+
+
+def split(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Head]:
+    """Return the body's states [B, L, E] and the head of a model that nothing stands around but PEFT.
+
+    Args:
+        model: with a language modelling head.
+        inputs: arguments of its forward, without labels.
+
+    Raises:
+        UnsupportedModelError: as `run_apart`.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)).eval()
+        >>> states, head = split(model, {"input_ids": torch.arange(10)[None]})
+        >>> states.shape, head(states[0, :3]).shape
+        (torch.Size([1, 10, 8]), torch.Size([3, 11]))
+    """
+    inner = inner_model(model)
+    return _split(inner, inner.forward, (), inputs | without_cache(inner))
+
+
+def _split(
+    inner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Head]:
+    with _captured(inner) as captured:
+        result = original(*args, **kwargs)
+    if not captured:
+        raise UnsupportedModelError(
+            f"the forward of {type(inner).__name__} does not call its {inner.base_model_prefix!r}, so its head "
+            "cannot be run a chunk at a time: hold all logits at once."
+        )
+    if getattr(result, "aux_loss", None) is not None:
+        raise UnsupportedModelError(
+            f"{type(inner).__name__} adds a router's loss to that of the logits: set output_router_logits=False in "
+            "its config, or hold all logits at once."
+        )
+    path, output, states = captured[0]
+    return states, _make_head(inner, original, path, output)
 
 
 def without_cache(inner: Any) -> dict[str, Any]:

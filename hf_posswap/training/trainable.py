@@ -144,10 +144,16 @@ def _with_adapters(model: Any, settings: TrainableSettings) -> Any:
         fan_in_fan_out=any(type(part).__name__ == "Conv1D" for part in model.modules()),
         ensure_weight_tying=tied,
     )
-    if getattr(model, "_posswap", None) is not None:
-        return add_adapter(model, config)
+    wrapped = add_adapter(model, config) if getattr(model, "_posswap", None) is not None else _wrapped(model, config)
+    if tied:  # PEFT forgets the name it knows, and would not tie what it loads again
+        held = wrapped.peft_config["default"]
+        held.modules_to_save = sorted({*held.modules_to_save, *extra})
+    return wrapped
+
+
+def _wrapped(model: Any, config: Any) -> Any:
     with without_peft_warning():
-        return peft.get_peft_model(model, config)
+        return import_peft().get_peft_model(model, config)
 
 
 def _name_that_ties(model: Any) -> str:

@@ -132,6 +132,8 @@ def test_adapters_with_embeddings_and_norms_stay_tied(tmp_path: Path, kind: str)
     assert any("norm" in name or "ln_" in name for name in moved)
     model.eval().save_pretrained(tmp_path / "adapter")
     again = hf_posswap.load_adapter(hf_posswap.load(tmp_path / "base"), tmp_path / "adapter").eval()
+    parts = again.get_base_model().get_input_embeddings(), again.get_base_model().get_output_embeddings()
+    assert parts[0].modules_to_save["default"].weight is parts[1].modules_to_save["default"].weight
     with torch.no_grad():
         torch.testing.assert_close(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
         merged = model.merge_and_unload()

@@ -1,0 +1,148 @@
+"""Distillation is the formula, on whole logits; the teacher is the model before the swap, and stays so."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_posswap import patch_model
+from hf_posswap.errors import ConfigError, DataError, OptionError
+from hf_posswap.training.distill import DistillSettings, distillation_loss, make_teacher
+from tests.training.tiny_models import VOCABULARY, WINDOW, tiny
+
+
+def pair(kind: str, scheme: str = "rope") -> tuple[Any, Any]:
+    model = tiny(kind)
+    native = copy.deepcopy(model)
+    patch_model(model, scheme, max_length=2 * WINDOW)
+    return model, native
+
+
+def batch(length: int) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (2, length))
+    labels = ids.clone()
+    labels[0, :9] = -100
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def by_the_formula(model: Any, teacher: Any, inputs: dict[str, Tensor], settings: DistillSettings) -> Tensor:
+    """Return the loss token by token, from whole probabilities."""
+    ours = model(input_ids=inputs["input_ids"]).logits
+    with torch.no_grad():
+        theirs = teacher(input_ids=inputs["input_ids"][:, :WINDOW]).logits
+    total, count = torch.zeros(()), 0
+    for row in range(len(ours)):
+        for t in range(ours.shape[1] - 1):
+            label = inputs["labels"][row, t + 1]
+            if label == -100:
+                continue
+            cross = -ours[row, t].softmax(-1)[label].log()
+            count += 1
+            if t >= WINDOW:
+                total = total + cross
+                continue
+            p = (theirs[row, t] / settings.temperature).softmax(-1)
+            q = (ours[row, t] / settings.temperature).softmax(-1)
+            divergence = (p * (p / q).log()).sum() * settings.temperature**2
+            total = total + (1 - settings.weight) * cross + settings.weight * divergence
+    return total / count
+
+
+@pytest.mark.parametrize("length", [WINDOW - 20, WINDOW + 30])
+@pytest.mark.parametrize("settings", [DistillSettings(), DistillSettings(0.25, 2.0), DistillSettings(1.0)])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_it_is_the_formula(kind: str, settings: DistillSettings, length: int) -> None:
+    model, native = pair(kind, "alibi")
+    inputs = batch(length)
+    ours = distillation_loss(model, make_teacher(model), inputs, settings, window=WINDOW, chunk=7)
+    expected = by_the_formula(model, native, inputs, settings)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(ours, list(model.parameters()), allow_unused=True)
+    for one, other in zip(
+        found, torch.autograd.grad(expected, list(model.parameters()), allow_unused=True), strict=True
+    ):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_the_teacher_is_the_model_before_the_swap_and_does_not_learn() -> None:
+    model, native = pair("gpt2")
+    teacher = make_teacher(model)
+    inputs = batch(40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    distillation_loss(model, teacher, inputs, DistillSettings(), window=WINDOW, chunk=16).backward()
+    optimizer.step()
+    with torch.no_grad():
+        assert torch.equal(teacher(inputs["input_ids"]).logits, native(inputs["input_ids"]).logits)
+    assert not any(p.requires_grad for p in teacher.parameters())
+    assert model.transformer.wte.weight is not teacher.transformer.wte.weight
+
+
+def test_a_model_that_is_its_teacher_has_no_divergence() -> None:
+    native = tiny("llama")
+    settings = DistillSettings(weight=1.0, temperature=3.0)
+    loss = distillation_loss(native, copy.deepcopy(native), batch(40), settings, window=WINDOW, chunk=16)
+    assert abs(float(loss.detach())) < 1e-5
+
+
+def test_micro_batches_add_up() -> None:
+    model, _ = pair("gpt2")
+    teacher, inputs = make_teacher(model), batch(WINDOW + 10)
+    how: dict[str, Any] = {"window": WINDOW, "chunk": 16}
+    whole = distillation_loss(model, teacher, inputs, DistillSettings(), **how)
+    items = (inputs["labels"][:, 1:] != -100).sum()
+    parts = [
+        distillation_loss(model, teacher, {name: value[row : row + 1] for name, value in inputs.items()},
+                          DistillSettings(), num_items=items, **how)
+        for row in range(2)
+    ]  # fmt: skip
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_jumping_positions_are_for_the_model_and_packed_documents_for_both() -> None:
+    model, native = pair("gpt2")
+    teacher, inputs = make_teacher(model), batch(40)
+    jumps = torch.arange(40).repeat(2, 1)
+    jumps[:, 20:] += 50
+    seen: list[dict[str, Any]] = []
+    forward = teacher.forward
+    teacher.forward = lambda **given: (seen.append(given), forward(**given))[1]
+    how: dict[str, Any] = {"window": WINDOW, "chunk": 16}
+    distillation_loss(model, teacher, inputs | {"position_ids": jumps}, DistillSettings(), **how)
+    assert "position_ids" not in seen[0]
+    packed = {"input_ids": inputs["input_ids"], "labels": inputs["labels"]}
+    packed |= {"position_ids": torch.arange(20).repeat(2, 2)}
+    distillation_loss(model, teacher, packed, DistillSettings(), **how)
+    whole = next(given for given in seen if "position_ids" in given)
+    assert torch.equal(whole["position_ids"], packed["position_ids"])
+    assert "attention_mask" not in whole
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"distill: weight lies above 0 .* got 0.0; temperature .* got -1.0"):
+        DistillSettings(0.0, -1.0)
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel carries no swap: start from the unswapped checkpoint"):
+        make_teacher(tiny("gpt2"))
+    model, _ = pair("gpt2")
+    inputs = batch(20)
+    how: dict[str, Any] = {"window": WINDOW, "chunk": 16}
+    with pytest.raises(ConfigError, match="the model's has 300 tokens and the teacher's 200"):
+        distillation_loss(model, tiny("gpt2", vocab_size=200), inputs | {"input_ids": inputs["input_ids"] % 200},
+                          DistillSettings(), **how)  # fmt: skip
+    nothing = inputs | {"labels": torch.full_like(inputs["labels"], -100)}
+    with pytest.raises(DataError, match="no token of this batch is counted"):
+        distillation_loss(model, make_teacher(model), nothing, DistillSettings(), **how)
+
+
+def test_a_model_that_was_loaded_with_its_swap_has_no_teacher(tmp_path: Any) -> None:
+    import hf_posswap
+
+    model, _ = pair("gpt2")
+    hf_posswap.save(model, tmp_path)
+    with pytest.raises(ConfigError, match="was loaded with its swap, and its old positions are gone"):
+        make_teacher(hf_posswap.load(tmp_path))
