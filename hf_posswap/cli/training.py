@@ -76,7 +76,7 @@ def services(progress: Any) -> Services:
 
 
 def nll_at_lengths(model: Any, documents: Sequence[np.ndarray], lengths: Sequence[int], limit: int) -> dict[int, float]:
-    """Return the mean loss a token of whole held-out documents at each length.
+    """Return the mean loss a token of whole held-out documents at each length that the model can run.
 
     Args:
         model: a causal model, or a PEFT model around one.
@@ -93,6 +93,9 @@ def nll_at_lengths(model: Any, documents: Sequence[np.ndarray], lengths: Sequenc
     from hf_posswap.evaluation.reach import reach_of
     from hf_posswap.patching.plan import unwrap
 
+    target = unwrap(model)
+    reach = reach_of(target)
+    runs = [length for length in lengths if reach.limit is None or length <= reach.limit]
     long = [document[: max(lengths)] for document in documents if len(document) >= max(lengths)][:limit]
     if not long:
         longest = max(map(len, documents), default=0)
@@ -100,12 +103,12 @@ def nll_at_lengths(model: Any, documents: Sequence[np.ndarray], lengths: Sequenc
             f"no held-out document has {max(lengths)} tokens (the longest has {longest}): give longer documents, or "
             "shorter watch.evaluate_lengths."
         )
-    target = unwrap(model)
+    if not runs:
+        return {}
     training = model.training
     model.eval()
     try:
-        one_pass = reach_of(target).prefix_consistent
-        losses = measure_losses(target, np.stack(long), list(lengths), one_pass=one_pass)
+        losses = measure_losses(target, np.stack(long), runs, one_pass=reach.prefix_consistent)
     finally:
         model.train(training)
     return {length: float(found.mean(dtype=np.float64)) for length, found in losses.items()}

@@ -6,8 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
+from hf_posswap.errors import ConfigError
 from hf_posswap.training.config import Recipe
 
 _OWN_REPORTERS = ("tensorboard",)
@@ -37,10 +39,10 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         bf16=optimizer.precision == "bfloat16",
         seed=optimizer.seed,
         data_seed=recipe.data.seed,
-        use_cpu=compute.device == "cpu",
+        use_cpu=on_cpu(recipe),
         torch_compile=compute.compile,
         dataloader_num_workers=compute.workers,
-        dataloader_pin_memory=compute.device != "cpu",
+        dataloader_pin_memory=not on_cpu(recipe),
         train_sampling_strategy="sequential",
         average_tokens_across_devices=True,
         remove_unused_columns=False,
@@ -56,20 +58,29 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
 
 
 def _fused(recipe: Recipe) -> bool:
-    import torch
-
     if recipe.optimizer.fused is not None:
         return recipe.optimizer.fused
-    return torch.cuda.is_available() and recipe.compute.device != "cpu"
+    return torch.cuda.is_available() and not on_cpu(recipe)
+
+
+def on_cpu(recipe: Recipe) -> bool:
+    """Return whether `recipe` is computed on the CPU, by its wish or for want of anything else."""
+    return recipe.compute.device == "cpu" or not (torch.cuda.is_available() or torch.backends.mps.is_available())
 
 
 def _checkpointing(recipe: Recipe) -> dict[str, Any]:
-    """Return the arguments for making activations again; transformers renamed them in 5.15."""
+    """Return the arguments for making activations again; transformers renamed them after 5.14.
+
+    Raises:
+        ConfigError: this transformers cannot do what is asked for.
+    """
     if not recipe.compute.checkpointing:
         return {}
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     options: dict[str, Any] = {"use_reentrant": False}
-    if recipe.compute.offload and name == "activation_checkpointing":
+    if recipe.compute.offload and not on_cpu(recipe):  # on a CPU they lie there anyway
+        if name == "gradient_checkpointing":
+            raise ConfigError("compute.offload needs a later transformers: update it, or leave offload out.")
         options["offload"] = True
     return {name: True, f"{name}_kwargs": options}

@@ -20,7 +20,9 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def seal(folder: Path, step: int, identity: dict[str, Any]) -> None:
-    """Bring every file in `folder` to the disk, and write down what a whole checkpoint holds.
+    """Bring the files in `folder` to the disk, and write down what a whole checkpoint holds.
+
+    Code that is bundled with the model is left out: a training does not go on from it.
 
     Args:
         folder: a checkpoint that has been written.
@@ -28,7 +30,7 @@ def seal(folder: Path, step: int, identity: dict[str, Any]) -> None:
         identity: of the training that it belongs to.
     """
     files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SEAL):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".py"):
         _to_disk(path)
         files[str(path.relative_to(folder))] = _digest(path)
     write_json(folder / SEAL, {"version": 1, "step": step, "identity": identity, "files": files})
@@ -41,6 +43,7 @@ def take_place(unfinished: Path, target: Path) -> None:
     if target.exists():
         shutil.rmtree(target)
     os.replace(unfinished, target)
+    unfinished.parent.rmdir()
     _to_disk(target.parent)
 
 

@@ -58,7 +58,8 @@ def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) ->
     return report
 
 
-def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float]:
+def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
+    """Return the loss at each length of the recipe; None where the model ends before it."""
     watch = recipe.watch
     if not watch.evaluate_lengths:
         return {}
@@ -68,13 +69,13 @@ def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float]:
     words = recipe.model.tokenizer or recipe.model.name
     data = build_data(recipe.data, AutoTokenizer.from_pretrained(words), causal=True, scheme_length=recipe.data.length)
     found = run.services.evaluate(model, data.held_out, watch.evaluate_lengths, watch.evaluate_documents)
-    return {str(length): nll for length, nll in found.items()}
+    return {str(length): found.get(length) for length in watch.evaluate_lengths}
 
 
 def _push(recipe: Recipe, saved: Path, report: dict[str, Any]) -> str | None:
     if recipe.save.push is None:
         return None
-    measured = {f"nll_{length}": nll for length, nll in report["nll"].items()}
+    measured = {f"nll_{length}": nll for length, nll in report["nll"].items() if nll is not None}
     done = push(saved, recipe.save.push, private=recipe.save.private, recipe=report["recipe"], results=measured or None)
     return done.url
 
@@ -96,7 +97,10 @@ def as_markdown(report: dict[str, Any]) -> str:
         lines += ["", *(f"- {said}" for said in phase["gates"])]
     if report["nll"]:
         lines += ["", "| tokens read | nats a token |", "|---|---|"]
-        lines += [f"| {length} | {nll:.4f} |" for length, nll in report["nll"].items()]
+        shown = {
+            length: "the model ends before it" if nll is None else f"{nll:.4f}" for length, nll in report["nll"].items()
+        }
+        lines += [f"| {length} | {nll} |" for length, nll in shown.items()]
     if report["verified"]:
         lines += ["", "The saved model, loaded again: " + "; ".join(f"{k}: {v}" for k, v in report["verified"].items())]
     if report.get("pushed"):

@@ -21,6 +21,7 @@ from hf_posswap.training.chunk_proof import chunking_problem
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.data import TokenData, build_data, prove_packing
 from hf_posswap.training.distill import make_teacher
+from hf_posswap.training.engine.arguments import on_cpu
 from hf_posswap.training.engine.gates import FirstLoss, check_first_loss, check_positions, probe, short_windows
 from hf_posswap.training.engine.memory import refuse_too_much, training_need
 from hf_posswap.training.engine.objectives import Objective, make_objective
@@ -164,8 +165,8 @@ def _check_memory(recipe: Recipe, model: Any, launch: Launch, services: Services
     held = getattr(getattr(model, "_posswap", None), "plan", None)
     biased = bool(held and held.scheme.kind in ("bias", "mixed")) or model.config._attn_implementation == "eager"
     need = training_need(model, recipe, launch, biased=biased, chunk=chunk)
-    on_cpu = recipe.compute.device == "cpu" or not torch.cuda.is_available()
-    free = services.free_bytes(torch.device("cpu" if on_cpu else "cuda")) if services.free_bytes else None
+    free = services.free_bytes(torch.device("cpu" if on_cpu(recipe) else "cuda")) if services.free_bytes else None
     if recipe.gates.start:
-        refuse_too_much(need, free + (need.weights if on_cpu else 0) if free is not None else None, recipe)
+        loaded = need.weights if on_cpu(recipe) else 0
+        refuse_too_much(need, None if free is None else free + loaded, recipe)
     return f"memory needed: {need}"
