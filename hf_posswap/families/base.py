@@ -141,7 +141,7 @@ class Stack:
         rotary: paths of the native rotary modules.
         geometry: what a scheme may know of the model.
         config: path of its part of the model's config; "": all of it.
-        turning: the sets of native frequencies that a rotary scheme replaces; see `rope_config`.
+        sets: of native frequencies, by name; see `rope_config`.
         inside: the position mechanism that is native inside attention, as `Scheme.to_dict` writes it; None: none is.
     """
 
@@ -154,8 +154,13 @@ class Stack:
     rotary: tuple[str, ...]
     geometry: Geometry
     config: str = ""
-    turning: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
     inside: NativeScheme | None = None
+
+    @property
+    def turning(self) -> tuple[str, ...]:
+        """The sets that a rotary scheme replaces: those of the layers that see all tokens."""
+        return reaching(self.sets)
 
     @property
     def name(self) -> str:
@@ -321,7 +326,7 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
         rotary=tuple(_join(base, path) for path in rotary),
         geometry=_geometry(model, config_at(model.config, part), root, spec, attention, rotary, offset),
         config=part,
-        turning=reaching(rope_sets(root.get_submodule(rotary[0]))) if rotary else (),
+        sets=rope_sets(root.get_submodule(rotary[0])) if rotary else (),
         inside=None if spec.own is None else spec.own.inside(model.config),
     )
 
@@ -455,13 +460,16 @@ def _own_angles(rotary: Any, config: Any, rope_set: str) -> tuple[tuple[float, .
 
 
 def rotary_layout(attention: nn.Module) -> Layout | None:
-    """Return how the model's own code pairs rotary dimensions, found by running its `rotate_half`; None: unknown."""
-    rotate_half = getattr(modeling_module(attention), "rotate_half", None)
-    if rotate_half is None:
+    """Return how the model's own code pairs rotary dimensions, found by running it; None: unknown."""
+    code, probe = modeling_module(attention), torch.tensor([[1.0, 2.0, 3.0, 4.0]], device="cpu")
+    if hasattr(code, "rotate_half"):
+        turned = code.rotate_half(probe)
+    elif hasattr(code, "_apply_rotary_emb"):  # GPT-OSS: a quarter turn, cos 0 and sin 1, of half the width
+        turned = code._apply_rotary_emb(probe, torch.zeros(1, 2), torch.ones(1, 2))
+    else:
         return None
-    turned = rotate_half(torch.tensor([[1.0, 2.0, 3.0, 4.0]], device="cpu")).flatten().tolist()
     layouts: dict[tuple[float, ...], Layout] = {(-3, -4, 1, 2): "half", (-2, 1, -4, 3): "interleaved"}
-    return layouts.get(tuple(turned))
+    return layouts.get(tuple(turned.flatten().tolist()))
 
 
 def _refuse_unclaimed(model: PreTrainedModel, sites: Sites, kept: list[str]) -> None:

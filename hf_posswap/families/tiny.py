@@ -158,7 +158,7 @@ _SMALL: dict[str, Any] = {
          "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), 4,
     ),
     **dict.fromkeys(("num_key_value_heads", "index_n_heads"), 2),
-    **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "v_head_dim", "index_head_dim", "attention_head_size"), 16),
+    **dict.fromkeys(("head_dim", "global_head_dim", "d_kv", "kv_channels", "v_head_dim", "index_head_dim", "attention_head_size"), 16),
     **dict.fromkeys(
         ("qk_rope_head_dim", "qk_nope_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim",
          "mamba_head_dim", "ssm_state_size", "state_size", "mamba_d_state", "index_topk"), 8,

@@ -311,16 +311,18 @@ class NeutraliseRotary:
     Attributes:
         path: of the module.
         config: the part of the config, as it was, that the module goes on reading.
+        sets: of its frequencies that are neutral; see `families.rope_config`.
     """
 
     path: str
     config: Any
+    sets: tuple[str, ...]
 
     def apply(self, model: Any, undo: list[Undo]) -> None:
         native = model.get_submodule(self.path)
         undo.insert(0, RestoreChild(self.path, native))
         native.config = self.config
-        model.set_submodule(self.path, NeutralRotary(native))
+        model.set_submodule(self.path, NeutralRotary(native, self.sets))
 
 
 @dataclass(frozen=True)

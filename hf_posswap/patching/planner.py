@@ -34,7 +34,7 @@ from hf_posswap.patching.plan import Edit, SiteChoice, SwapPlan
 from hf_posswap.patching.positions import ForwardMemo
 from hf_posswap.patching.record import SwapRecord
 from hf_posswap.patching.rotary import Scalar, changed_settings
-from hf_posswap.patching.rotary_plan import native_swap, neutral_values
+from hf_posswap.patching.rotary_plan import keeping, native_swap, neutral_values
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.rope import RotaryScheme
@@ -310,10 +310,29 @@ class Planner:
     def _neutralise(self) -> None:
         """Plan native rotary modules that rotate by nothing, and a config that stock transformers refuses."""
         before = f"rope, theta {self.geometry.base:g}, {self.geometry.rotary_dim} of {self.geometry.head_dim} dims"
-        own = config_at(self.model.config, self.stack.config)
+        own, sets = config_at(self.model.config, self.stack.config), self._sets()
+        where = f" in layers of type {', '.join(sets)}" if sets != self.stack.sets else ""
         for path in self.stack.rotary:
-            self._edit("rotary", path, before, "rotates by nothing", NeutraliseRotary(path, own))
-        self.values |= neutral_values(self.model, self.stack)
+            neutralise = NeutraliseRotary(path, own, sets)
+            self._edit("rotary", path, before, f"rotates by nothing{where}", neutralise)
+        self.values |= neutral_values(self.model, self.stack, sets)
+        self.notes += keeping(self.stack, sets)
+
+    def _sets(self) -> tuple[str, ...]:
+        """Return the sets of native frequencies in whose place the scheme comes.
+
+        What turns q and k is for the layers that see all tokens; what does something else is for all that turned.
+        """
+        turns = self.scheme.acts_inside and _turns(self.scheme.mechanism(self.geometry))
+        return self.stack.turning if turns else self.stack.sets
+
+    def _reached(self) -> list[tuple[int, str]]:
+        """Return index and path of the attention layers where the scheme acts: those whose rotation it replaces."""
+        layers = list(enumerate(self.stack.attention))
+        if not self.stack.rotary or self.stack.sets == ("",):
+            return layers
+        types, sets = config_at(self.model.config, self.stack.config).layer_types, self._sets()
+        return [(i, path) for i, path in layers if types[self.model.get_submodule(path).layer_idx] in sets]
 
     def _settings(self, changed: list[tuple[str, str, Scalar, Scalar]]) -> None:
         """Plan what a fresh model of the new config has otherwise, outside its rotary modules."""
@@ -328,9 +347,10 @@ class Planner:
         if not self.scheme.acts_inside:
             return
         proved = self.sites.family.attention_proved
-        if proved is not None and self.model.config.model_type not in proved:
+        model_type = config_at(self.model.config, self.stack.config).model_type
+        if proved is not None and model_type not in proved:
             raise UnsupportedSwapError(
-                f"{self.scheme.name} would act inside attention, and for model type {self.model.config.model_type!r} "
+                f"{self.scheme.name} would act inside attention, and for model type {model_type!r} "
                 "it is not proved that all layers and dimensions are treated alike. What works: what its config "
                 "expresses natively (rope, linear, ntk, yarn, llama3, ..., nope)."
             )
@@ -348,8 +368,7 @@ class Planner:
                 f"the last {seen} keys in every layer. What works: a smaller window."
             )
         mechanism, memo = self.scheme.mechanism(self.geometry), ForwardMemo()
-        turning = any(part.rotates or part.splits for part in mechanism.modules() if isinstance(part, Mechanism))
-        if turning and self.stack.rotary and self.geometry.layout is None:
+        if _turns(mechanism) and self.stack.rotary and self.geometry.layout is None:
             raise UnsupportedSwapError(
                 f"how {type(self.model).__name__} pairs its rotary dimensions is unknown, so {self.scheme.name} cannot "
                 "be applied at the attention site. What works: alibi, nope, and what its config expresses natively."
@@ -358,7 +377,7 @@ class Planner:
         where = ".".join(part for part in (owner, "posswap") if part)
         add = AddMechanism(where, self.stack.entry, mechanism, memo)
         self._edit("attention", where, "-", self.scheme.name, add)
-        for layer, path in enumerate(self.stack.attention):
+        for layer, path in self._reached():
             patch = PatchAttention(path, where, memo, self.stack.first_position, layer)
             effect = self._effect(mechanism.for_layer(layer))
             self._edit("attention", path, "raw q and k", effect, patch)
@@ -435,6 +454,11 @@ def _shapes(model: Any, left_out: set[str]) -> dict[str, Any]:
 
 def _table_paths(sites: Sites) -> tuple[str, ...]:
     return tuple(stack.table for stack in sites.stacks if stack.table)
+
+
+def _turns(mechanism: Mechanism) -> bool:
+    """Return whether a mechanism rotates q and k, anywhere in it."""
+    return any(part.rotates or part.splits for part in mechanism.modules() if isinstance(part, Mechanism))
 
 
 def _brief(value: Any) -> str:

@@ -32,15 +32,25 @@ class NeutralRotary(nn.Module):
 
     Args:
         native: the model's own rotary module; `unpatch_model` puts it back.
+        sets: of its frequencies that are neutral, where it has one for each type of layers; the others turn as ever.
     """
 
-    def __init__(self, native: nn.Module) -> None:
+    def __init__(self, native: nn.Module, sets: tuple[str, ...]) -> None:
         super().__init__()
-        self.native = native
+        self.native, self.sets = native, sets
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # some models read their rotary module's own attributes
+            return getattr(super().__getattr__("native"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `native` returns, without any rotation."""
         out = self.native(*args, **kwargs)
+        layer_type = args[2] if len(args) > 2 else kwargs.get("layer_type")
+        if isinstance(layer_type, str) and layer_type not in self.sets:
+            return out
         if isinstance(out, tuple):
             cos, sin = out
             return torch.ones_like(cos), torch.zeros_like(sin)

@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.base import Stack
-from hf_posswap.families.rope_config import config_at, parameters_of, rope_sets
+from hf_posswap.families.rope_config import config_at, parameters_of
 from hf_posswap.patching import rotary as rotary_site
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.rope import RotaryScheme
@@ -56,7 +56,7 @@ def native_swap(model: Any, stack: Stack, scheme: Scheme, length: int) -> Native
             continue
         prefix = f"{stack.config}." if stack.config else ""
         changed = {f"{prefix}max_position_embeddings": reach, f"{prefix}rope_parameters": part.rope_parameters}
-        return NativeSwap(trial, settings, changed, _notes(model, stack, values))
+        return NativeSwap(trial, settings, changed, keeping(stack, tuple(values)))
     return None
 
 
@@ -72,18 +72,11 @@ def _is_width(name: str, old: Any, new: Any) -> bool:
     return whole and any(part in name for part in ("rot", "dim", "head_size"))
 
 
-def neutral_values(model: Any, stack: Stack) -> dict[str, Any]:
-    """Return config values that stock transformers refuses, by path, for a stack whose rotation acts elsewhere."""
+def neutral_values(model: Any, stack: Stack, sets: tuple[str, ...]) -> dict[str, Any]:
+    """Return config values that stock transformers refuses, by path, for the `sets` of a stack that are neutral."""
     part = config_at(model.config, stack.config)
-    refused = {
-        name: {"rope_type": rotary_site.POSSWAP_ROPE_TYPE, "rope_theta": _base(part, name)}
-        for name in _sets(model, stack)
-    }
+    refused = {name: {"rope_type": rotary_site.POSSWAP_ROPE_TYPE, "rope_theta": _base(part, name)} for name in sets}
     return {f"{stack.config}.rope_parameters".lstrip("."): rotary_site.with_rope(part, refused)}
-
-
-def _sets(model: Any, stack: Stack) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for path in stack.rotary for name in rope_sets(model.get_submodule(path))))
 
 
 def _base(config: Any, rope_set: str) -> float:
@@ -95,7 +88,7 @@ def _candidates(model: Any, stack: Stack, scheme: Scheme) -> list[RopeValues]:
     if not scheme.acts_inside:
         part = config_at(model.config, stack.config)
         still: dict[str, Any] = {"rope_type": "proportional", "partial_rotary_factor": 0.0}
-        return [{name: still | {"rope_theta": _base(part, name)} for name in _sets(model, stack)}]
+        return [{name: still | {"rope_theta": _base(part, name)} for name in stack.sets}]
     if not isinstance(scheme, RotaryScheme) or scheme.layout != (stack.geometry.layout or scheme.layout):
         return []
     values = scheme.native_rope(stack.geometry)
@@ -136,11 +129,12 @@ def _all_follow(model: Any, stack: Stack, scheme: Scheme, part: Any) -> bool:
     return True
 
 
-def _notes(model: Any, stack: Stack, values: RopeValues) -> tuple[str, ...]:
-    others = [name for name in _sets(model, stack) if name not in values]
+def keeping(stack: Stack, sets: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a note that says which layers keep their rotation where only that of `sets` is replaced."""
+    others = [name for name in stack.sets if name not in sets]
     if not others:
         return ()
     return (
         f"Layers of type {', '.join(others)} keep their own rotation: they see only the last tokens, and a longer "
-        f"context is a matter of {', '.join(values)}.",
+        f"context is a matter of {', '.join(sets)}.",
     )
