@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
 from hf_posswap.families.base import modeling_module
+from hf_posswap.patching import backends
 from hf_posswap.patching.cache_view import rotating, self_attention_cache
 from hf_posswap.patching.config_view import ATTENTION_NAME, ConfigView
 from hf_posswap.patching.pieces import attend_in_pieces
@@ -74,6 +75,23 @@ class AttentionCall:
             return query
         factor = self._shared("scale", lambda: self.mechanism.scale(self.span.query))  # [B or 1, Q]
         return (query * factor[:, None, :, None]).to(query.dtype)
+
+    def request(
+        self, module: Any, config: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
+    ) -> backends.Request:
+        """Return what a backend is chosen by."""
+        return backends.Request(
+            mechanism=self.mechanism,
+            span=self.span,
+            query=query,
+            key=key,
+            value=value,
+            mask=mask,
+            causal=is_causal(module, kwargs),
+            implementation=config._attn_implementation,
+            arguments=kwargs,
+            consecutive=lambda: self._shared("consecutive", lambda: backends.consecutive(self.span.query)),
+        )
 
     def pieces(self) -> tuple[Piece, ...]:
         """Return the pieces into which the scheme splits this attention."""
@@ -202,6 +220,9 @@ def posswap_attention(
     native = module.config.native if isinstance(module.config, ConfigView) else module.config
     query, key = call.rotate(query, key)
     query = call.scaled(query)
+    found = backends.attend(call.request(module, native, query, key, value, attention_mask, kwargs), call.pieces)
+    if found is not None:
+        return found, None
     if call.mechanism.splits:
         return _in_pieces(call, module, native._attn_implementation, query, key, value, attention_mask, kwargs)
     bias = call.bias()
@@ -329,6 +350,7 @@ def additive_mask(bias: Tensor, mask: Tensor | None, *, causal: bool, query: Ten
         key: [B, G, K, D].
     """
     lowest = torch.finfo(query.dtype).min
+    bias = bias.to(torch.promote_types(bias.dtype, query.dtype))  # float32 does not hold float64's lowest
     rows, columns = query.shape[2], key.shape[2]
     if mask is None:
         if causal and rows > 1:

@@ -43,14 +43,19 @@ class Scoring:
     causal: bool
     scaling: float
 
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of scores: float32, or the queries' where that is wider."""
+        return torch.promote_types(self.query.dtype, torch.float32)
+
     def block(self, start: int, stop: int) -> Tensor:
-        """Return the masked scores of queries start to stop, [B, H, q, K], float32."""
+        """Return the masked scores of queries start to stop, [B, H, q, K], of dtype `wide`."""
         rows = self.query_positions[:, start:stop, None]  # [B or 1, q, 1]
         columns = self.key_positions[:, None, :]  # [B or 1, 1, K]
         seen = self._seen(start, stop)  # [q, K] or None
         batch, heads, _, _ = self.query.shape
         # padding may belong to no piece
-        scores = self.query.new_full((batch, heads, stop - start, columns.shape[-1]), LOWEST, dtype=torch.float32)
+        scores = self.query.new_full((batch, heads, stop - start, columns.shape[-1]), LOWEST, dtype=self.wide)
         for piece in self.pieces:
             held = piece.pairs.holds(rows, columns)  # [B or 1, q, K]
             low, high = _range(held if seen is None else held & seen)
@@ -58,7 +63,7 @@ class Scoring:
                 continue
             query = piece.rotate_query(self.query[:, :, start:stop], start, stop).unflatten(1, (self.key.shape[1], -1))
             key = piece.rotate_key(self.key[:, :, low:high], low, high)[:, :, None].transpose(-1, -2)
-            part = torch.matmul(query, key).flatten(1, 2).float() * self.scaling  # [B, H, q, high - low]
+            part = torch.matmul(query, key).flatten(1, 2).to(self.wide) * self.scaling  # [B, H, q, high - low]
             kept = torch.where(held[:, None, :, low:high], part, scores[..., low:high])
             scores = torch.cat((scores[..., :low], kept, scores[..., high:]), dim=-1)
         return self._masked(scores, seen, start, stop)

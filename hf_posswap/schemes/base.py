@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_posswap.errors import OptionError, SchemeError
 from hf_posswap.geometry import Geometry
+from hf_posswap.kernels.merge import Region
 from hf_posswap.registry import Registry
 from hf_posswap.schemes import checks
 from hf_posswap.schemes.piece import Piece
@@ -76,6 +77,8 @@ class Mechanism(nn.Module):
     """Whether the bias is a function of the distance alone: `distance_bias` gives it."""
     slopes: Tensor | None = None
     """m_h, [H], float32, never trained, where the bias is -m_h |i - j|; None: it is another."""
+    regions: tuple[Region, ...] | None = None
+    """The regions of the pieces, where they are fixed; None: they follow the input, or there are none."""
     backend: str = "auto"
     """How attention with this mechanism is computed: see `set_backend`."""
     splits: bool = False

@@ -100,6 +100,7 @@ class PiecewiseMechanism(RotaryMechanism):
 
     def __init__(self, scheme: Piecewise, geometry: Geometry) -> None:
         super().__init__(scheme, geometry)
+        self.regions = tuple(part.region for part in scheme.parts())
         self.rotates = self.stores_rotated_keys = any(part.key is None for part in scheme.parts())
 
     def prepare(self, positions: Tensor, length: Tensor) -> CosSin:

@@ -1,0 +1,267 @@
+"""Which way of computing attention is taken for a scheme: chosen in the open, and told by the plan.
+
+All give the same numbers, but for rounding. "plain" is the formula under the model's own implementation, and works
+everywhere; the others hold nothing of [Q, K], and are taken where they apply and the input is long enough to gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posswap.errors import NotPatchedError, OptionError, UnsupportedSwapError
+from hf_posswap.kernels import fused
+from hf_posswap.kernels.distance_bias import attend_by_distance
+from hf_posswap.kernels.made_bias import attend_made
+from hf_posswap.kernels.merge import attend_regions, mergeable
+from hf_posswap.kernels.row_bias import attend_linear
+from hf_posswap.patching.positions import Span
+from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.piece import Piece
+
+BACKENDS = {
+    "row": "the bias as one number a key, in a fused kernel",
+    "row_windowed": "the same, without the keys whose weight float32 cannot hold",
+    "hankel": "the bias as one number a distance, in blocks of queries",
+    "chunked": "the bias made for a few queries at a time",
+    "merge": "fused calls, joined by their softmax sums",
+    "plain": "the scores as the formula has them",
+}
+LEAST_PAIRS = 2**18
+"""Pairs of a query and a key in a row of the batch (512 x 512) from which "auto" leaves the plain way."""
+LARGE_BIAS = 2**24
+"""Numbers of a dense bias, 64 MiB, from which "auto" makes it in parts where only "chunked" applies."""
+MOST_CALLS = 64
+"""Chunks of a sequence up to which "auto" merges: each needs a call."""
+ALTERING = ("softcap", "s_aux", "position_bias", "head_mask", "score_mod", "cache", "output_attentions")
+"""Arguments of an attention function that ask for what the kernels do not do."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One attention call, after rotation.
+
+    Attributes:
+        mechanism: of the layer.
+        span: where queries and keys stand.
+        query: [B, H, Q, D].
+        key: [B, G, K, D].
+        value: [B, G, K, Dv].
+        mask: bool or additive, [B or 1, 1 or H, Q, K]; None: none but causality.
+        causal: whether a left-out mask means causal.
+        implementation: that the model's config names.
+        arguments: what else the attention module passed.
+        consecutive: tells whether positions rise by one from token to token, and whether from 0; asked at the end.
+    """
+
+    mechanism: Mechanism
+    span: Span
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    causal: bool
+    implementation: str | None
+    arguments: dict[str, Any]
+    consecutive: Callable[[], tuple[bool, bool]]
+
+    @property
+    def scaling(self) -> float:
+        """What multiplies the scores."""
+        given = self.arguments.get("scaling")
+        return self.query.shape[-1] ** -0.5 if given is None else float(given)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key in one row of the batch."""
+        return self.query.shape[2] * self.key.shape[2]
+
+    def is_plain(self) -> bool:
+        """Return whether only the plain way is open, whatever the scheme."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(self.query) is not Tensor:
+            return True
+        if self.implementation != "sdpa" or self.arguments.get("dropout") or self.query.shape[2] == 1:
+            return True
+        if any(self.arguments.get(name) not in (None, False) for name in ALTERING):
+            return True
+        learned_mask = isinstance(self.mask, Tensor) and self.mask.requires_grad
+        return learned_mask or not fused.fits(self.query, self.key, self.value)
+
+
+def backends_of(mechanism: Mechanism) -> tuple[str, ...]:
+    """Return the names of the ways that a mechanism may be computed in, the fastest first; none: as any attention.
+
+    Example:
+        >>> from hf_posswap.schemes.alibi import AlibiMechanism
+        >>> backends_of(AlibiMechanism(heads=4, interpolation=1.0))
+        ('row', 'row_windowed', 'hankel', 'chunked', 'plain')
+    """
+    if mechanism.splits:
+        known = mechanism.regions is not None and mergeable(mechanism.regions)
+        return ("merge", "plain") if known else ("plain",)
+    if not mechanism.biases:
+        return ()
+    rows = ("row", "row_windowed") if mechanism.slopes is not None else ()
+    return (*rows, *(("hankel",) if mechanism.distance_only else ()), "chunked", "plain")
+
+
+def choose(request: Request) -> str:
+    """Return the name of the way to compute `request`: "plain" where no other one applies."""
+    wanted, open_to = request.mechanism.backend, backends_of(request.mechanism)
+    if wanted == "plain" or len(open_to) < 2 or request.is_plain():
+        return "plain"
+    names = open_to if wanted == "auto" else (wanted,)
+    return next((name for name in names if _gains(name, request, wanted) and _applies(name, request)), "plain")
+
+
+def _gains(name: str, request: Request, wanted: str) -> bool:
+    """Return whether "auto" takes `name` at this size; a way that was asked for is taken at any."""
+    if wanted != "auto" or name == "plain":
+        return True
+    if name == "row_windowed" or request.pairs < LEAST_PAIRS:
+        return False
+    if name == "chunked" and request.mechanism.distance_only:  # else the bias is a network's, with more inside
+        return request.query.shape[0] * request.query.shape[1] * request.pairs >= LARGE_BIAS
+    if name == "merge":
+        assert request.mechanism.regions is not None
+        return all(region.size == 1 or request.pairs <= (MOST_CALLS * region.size) ** 2
+                   for region in request.mechanism.regions)  # fmt: skip
+    return True
+
+
+def _applies(name: str, request: Request) -> bool:
+    """Return whether `name` is exact for this mask and these positions."""
+    if name in ("chunked", "plain"):
+        return True
+    if request.mask is not None or not request.span.fresh or (name != "hankel" and not request.causal):
+        return False
+    in_order, from_start = request.consecutive()
+    regions = request.mechanism.regions or ()
+    return in_order and (from_start or all(region.size == 1 for region in regions))
+
+
+def consecutive(positions: Tensor) -> tuple[bool, bool]:
+    """Return whether `positions` [B or 1, Q] rise by one from token to token, and whether they begin at 0.
+
+    Example:
+        >>> consecutive(torch.tensor([[3, 4, 5]])), consecutive(torch.tensor([[0, 1, 0]]))
+        ((True, False), (False, True))
+    """
+    return bool((positions.diff(dim=-1) == 1).all()), bool((positions[:, 0] == 0).all())
+
+
+def attend(request: Request, pieces: Callable[[], tuple[Piece, ...]]) -> Tensor | None:
+    """Return attention [B, Q, H, D] in the way that `choose` names; None: in the plain way, which is elsewhere.
+
+    Args:
+        request: the call.
+        pieces: gives those of a mechanism that splits.
+    """
+    name = choose(request)
+    if name == "plain":
+        return None
+    return _RUN[name](request, pieces).transpose(1, 2).contiguous()
+
+
+def _row(request: Request, pieces: Any, windowed: bool = False) -> Tensor:
+    slopes = request.mechanism.slopes
+    assert slopes is not None
+    return attend_linear(request.query, request.key, request.value, slopes, scaling=request.scaling, windowed=windowed)
+
+
+def _row_windowed(request: Request, pieces: Any) -> Tensor:
+    return _row(request, pieces, windowed=True)
+
+
+def _hankel(request: Request, pieces: Any) -> Tensor:
+    length, causal = request.query.shape[2], request.causal
+    distances = torch.arange(0 if causal else 1 - length, length, device=request.query.device)
+    line = request.mechanism.distance_bias(distances)  # [H, L] or [H, 2 L - 1]
+    return attend_by_distance(request.query, request.key, request.value, line, scaling=request.scaling, causal=causal)
+
+
+def _chunked(request: Request, pieces: Any) -> Tensor:
+    span, mechanism = request.span, request.mechanism
+    key_positions = span.key
+
+    def make(rows: slice, columns: slice) -> Tensor:
+        return mechanism.bias(span.query[:, rows], key_positions[:, columns])
+
+    return attend_made(
+        request.query, request.key, request.value, make, tuple(mechanism.parameters()), request.mask,
+        scaling=request.scaling, causal=request.causal,
+    )  # fmt: skip
+
+
+def _merge(request: Request, pieces: Callable[[], tuple[Piece, ...]]) -> Tensor:
+    length, regions = request.query.shape[2], request.mechanism.regions
+    assert regions is not None
+    pairs = [
+        (piece.rotate_query(request.query, 0, length), piece.rotate_key(request.key, 0, length)) for piece in pieces()
+    ]
+    return attend_regions(pairs, request.value, regions, scaling=request.scaling)
+
+
+_RUN: dict[str, Callable[[Request, Any], Tensor]] = {
+    "row": _row,
+    "row_windowed": _row_windowed,
+    "hankel": _hankel,
+    "chunked": _chunked,
+    "merge": _merge,
+}
+
+
+def set_backend(model: nn.Module, backend: str) -> None:
+    """Say how the attention of a patched model is computed; the model's results stay the same, but for rounding.
+
+    It holds for this model in this process: checkpoints do not keep it.
+
+    Args:
+        model: patched, or a PEFT model around one.
+        backend: "auto" takes the fastest that applies to each call; "plain" the formula as it stands; "row",
+            "row_windowed", "hankel", "chunked" or "merge" that one, at any length, and "plain" where it does not apply:
+            with padding, packing or a cache all but "chunked", and all with dropout or under torch.compile.
+
+    Raises:
+        NotPatchedError: the model carries no scheme inside attention.
+        OptionError: no such backend.
+        UnsupportedSwapError: the scheme can never be computed so.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> _ = patch_model(model, "alibi")
+        >>> set_backend(model, "plain")
+    """
+    if backend != "auto" and backend not in BACKENDS:
+        raise OptionError(f"no backend {backend!r}. There are: auto, {', '.join(BACKENDS)}.")
+    mechanisms = [module for module in model.modules() if isinstance(module, Mechanism)]
+    if not mechanisms:
+        raise NotPatchedError(
+            f"{type(model).__name__} carries no scheme inside attention, so there is no backend to choose: patch it "
+            "with hf_posswap.patch_model first; a native swap runs as stock transformers does."
+        )
+    known = list(dict.fromkeys(name for mechanism in mechanisms for name in backends_of(mechanism)))
+    if backend not in ("auto", "plain", *known):
+        raise UnsupportedSwapError(
+            f"{type(model).__name__} cannot be computed by {backend!r}. Its scheme has: {', '.join(['auto', *known])}."
+        )
+    for mechanism in mechanisms:
+        mechanism.backend = backend
+
+
+def told(mechanism: Mechanism) -> str:
+    """Return in words how `mechanism` is computed on this machine, for a plan."""
+    names = [name for name in backends_of(mechanism) if name != "row_windowed"]
+    if not names:
+        return "native: the model's own attention"
+    if len(names) == 1 or mechanism.backend == "plain":
+        return f"plain: {BACKENDS['plain']}"
+    first = names[0] if mechanism.backend == "auto" else mechanism.backend
+    otherwise = "chunked or plain" if "chunked" in names and first != "chunked" else "plain"
+    return f"{mechanism.backend}: {first} ({BACKENDS[first]}) under sdpa on a CPU from 512 tokens, else {otherwise}"
