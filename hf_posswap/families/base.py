@@ -7,8 +7,8 @@ refuses a model that has position parts which the family does not mention.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -100,6 +100,7 @@ class Family:
         rotary: finds the paths of the native rotary modules, from the base model; None: no rotary.
         attention_proved: model types whose attention is known to treat all layers and dimensions alike, so that a
             scheme can be put inside; None: all of the family.
+        attention_refused: why it cannot be, by model type, where that is known.
         matches: for families by rule: whether a config belongs, asked after every `model_types` has missed.
         stacks: of an encoder-decoder, the decoder last; they say what `attention`, `entry` and `table` say of the
             others. A stack whose entry a model lacks (a decoder alone) is left out.
@@ -116,6 +117,7 @@ class Family:
     table: TableSpec | None = None
     rotary: Callable[[nn.Module], list[str]] | None = None
     attention_proved: frozenset[str] | None = None
+    attention_refused: Mapping[str, str] = field(default_factory=dict)
     matches: Callable[[PreTrainedConfig], bool] | None = None
     stacks: tuple[StackSpec, ...] = ()
     kept: tuple[str, ...] = ()

@@ -9,18 +9,7 @@ from torch import nn
 
 from hf_posswap.families.base import Family, StackSpec, paths_of, register
 from hf_posswap.families.rope_config import has_rope, inv_freq_names
-
-ATTENTION_PROVED = frozenset(
-    """
-    apertus arcee aria_text bitnet cohere cwm diffllama doge ernie4_5 ernie4_5_moe falcon_h1 flex_olmo gemma
-    glm glm4 glm4_moe gpt_neox granite granitemoe granitemoeshared helium hy_v3 hyperclovax internlm3
-    iquestcoder jais2 kolibri1 lfm2 llama minimax_m2 minimax_m3_vl_text mistral mixtral moshi olmo olmo2
-    olmo_hybrid olmoe persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe
-    qwen3_next seed_oss solar_open stablelm starcoder2
-    """.split()
-)
-"""Model types in which RoPE re-applied inside attention equals the native model exactly, in all layers; a slow test
-runs each. Others may leave RoPE out of some layers, or rotate part of a wider head: their attention site is refused."""
+from hf_posswap.families.rotary_inside import ATTENTION_PROVED, ATTENTION_REFUSED
 
 
 def rotary_modules(root: nn.Module) -> list[str]:
@@ -42,6 +31,7 @@ register(
         rotary=rotary_modules,
         attention="layers.*.self_attn|attn|attention|self_attention",
         attention_proved=ATTENTION_PROVED,
+        attention_refused=ATTENTION_REFUSED,
         matches=has_rope,
         towers=("", "language_model", "text_model", "model"),
         kept=_MODALITIES,
@@ -64,6 +54,7 @@ register(
         rotary=rotary_modules,
         attention="blocks.*.norm_attn_norm.attn",
         attention_proved=ATTENTION_PROVED,
+        attention_refused=ATTENTION_REFUSED,
     )
 )
 register(
@@ -74,6 +65,7 @@ register(
         rotary=rotary_modules,
         attention="L_module|H_module.layers.*.self_attn",
         attention_proved=ATTENTION_PROVED,
+        attention_refused=ATTENTION_REFUSED,
     )
 )
 register(
@@ -84,6 +76,7 @@ register(
         rotary=rotary_modules,
         attention="layers.*.shared_transformer.self_attn",
         attention_proved=ATTENTION_PROVED,
+        attention_refused=ATTENTION_REFUSED,
     )
 )
 register(
@@ -93,6 +86,7 @@ register(
         model_types=("t5gemma",),
         rotary=rotary_modules,
         attention_proved=ATTENTION_PROVED,
+        attention_refused=ATTENTION_REFUSED,
         stacks=(
             StackSpec("encoder", "encoder.layers.*.self_attn", entry="encoder"),
             StackSpec("decoder", "decoder.layers.*.self_attn", entry="decoder"),
@@ -106,6 +100,7 @@ register(
         model_types=("t5gemma2",),
         rotary=rotary_modules,
         attention_proved=ATTENTION_PROVED,
+        attention_refused=ATTENTION_REFUSED,
         stacks=(
             StackSpec("encoder", "encoder.text_model.layers.*.self_attn", entry="encoder"),
             StackSpec("decoder", "decoder.layers.*.self_attn", entry="decoder"),

@@ -91,7 +91,7 @@ def tiny_model(kind: str | type[PreTrainedModel], *, meta: bool = True, seed: in
     cls = _model_class(kind)
     if _decodes(cls):
         changes = {"is_decoder": True} | changes
-    config = tiny_config(cls.config_class, **changes)  # type: ignore[arg-type]
+    config = tiny_config(_config_class(cls, kind), **changes)
     if meta:
         with torch.device("meta"):
             return cls(config).eval()
@@ -112,6 +112,15 @@ def _model_class(kind: str | type[PreTrainedModel]) -> type[PreTrainedModel]:
     if name is None:
         raise UnknownNameError("model", kind, [*classes, *(t for types in classes.values() for t in types)])
     return getattr(transformers, name)
+
+
+def _config_class(cls: type[PreTrainedModel], kind: Any) -> type:
+    """Return the config class for `cls`: its own, or another model type's that the Auto classes make it for."""
+    from transformers import CONFIG_MAPPING
+
+    own: Any = cls.config_class
+    asked: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else own
+    return own if asked.sub_configs else asked  # a whole of several modalities, of which `cls` is the text part
 
 
 def _decodes(cls: type[PreTrainedModel]) -> bool:
@@ -158,7 +167,10 @@ _SMALL: dict[str, Any] = {
          "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), 4,
     ),
     **dict.fromkeys(("num_key_value_heads", "index_n_heads"), 2),
-    **dict.fromkeys(("head_dim", "global_head_dim", "d_kv", "kv_channels", "v_head_dim", "index_head_dim", "attention_head_size"), 16),
+    **dict.fromkeys(
+        ("head_dim", "global_head_dim", "d_kv", "kv_channels", "v_head_dim", "index_head_dim", "attention_head_size"),
+        16,
+    ),
     **dict.fromkeys(
         ("qk_rope_head_dim", "qk_nope_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim",
          "mamba_head_dim", "ssm_state_size", "state_size", "mamba_d_state", "index_topk"), 8,

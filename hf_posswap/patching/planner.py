@@ -349,9 +349,10 @@ class Planner:
         proved = self.sites.family.attention_proved
         model_type = config_at(self.model.config, self.stack.config).model_type
         if proved is not None and model_type not in proved:
+            unknown = "it is not proved that all layers and dimensions are treated alike"
             raise UnsupportedSwapError(
-                f"{self.scheme.name} would act inside attention, and for model type {model_type!r} "
-                "it is not proved that all layers and dimensions are treated alike. What works: what its config "
+                f"{self.scheme.name} would act inside attention, and for model type {model_type!r} that is refused: "
+                f"{self.sites.family.attention_refused.get(model_type, unknown)}. What works: what its config "
                 "expresses natively (rope, linear, ntk, yarn, llama3, ..., nope)."
             )
         own = self.stack.spec.own
@@ -367,7 +368,7 @@ class Planner:
                 f"{self.scheme.name} with window {exact} would change nothing: {type(self.model).__name__} sees only "
                 f"the last {seen} keys in every layer. What works: a smaller window."
             )
-        mechanism, memo = self.scheme.mechanism(self.geometry), ForwardMemo()
+        mechanism, memo = self.scheme.mechanism(self.geometry), ForwardMemo(drops_bias=bool(self._rows))
         if _turns(mechanism) and self.stack.rotary and self.geometry.layout is None:
             raise UnsupportedSwapError(
                 f"how {type(self.model).__name__} pairs its rotary dimensions is unknown, so {self.scheme.name} cannot "
