@@ -33,6 +33,10 @@ def _interleaved(config: Any) -> NativeScheme:
     return {"name": "rope", "base": 10000.0, "partial": 1.0, "layout": "interleaved"}
 
 
+def _is_decoder(config: Any) -> bool:
+    return bool(config.is_decoder)
+
+
 register(
     Family(
         name="mpnet",
@@ -68,7 +72,7 @@ register(
                     _roformer,
                     positions=_interleaved,
                     made_from="encoder.embed_positions",
-                    causal=lambda config: config.is_decoder,
+                    causal=_is_decoder,
                 ),
             ),
         ),

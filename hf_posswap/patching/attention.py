@@ -21,7 +21,7 @@ from hf_posswap.patching import backends
 from hf_posswap.patching.cache_view import rotating, self_attention_cache
 from hf_posswap.patching.config_view import ATTENTION_NAME, ConfigView
 from hf_posswap.patching.pieces import attend_in_pieces
-from hf_posswap.patching.positions import ForwardMemo, Span, find_span
+from hf_posswap.patching.positions import ForwardMemo, Span, after_padding, find_span
 from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.piece import Piece
 
@@ -157,7 +157,6 @@ class PositionHook:
             kwargs[self.cache_argument] = rotating(cache, lambda k: mechanism.rotate_key(k, call.rotation()))
         return args, kwargs
 
-
     def _untold(self, module: nn.Module) -> Tensor | None:
         if self.memo.runs_again and torch.is_grad_enabled():
             raise UnsupportedSwapError(
@@ -179,7 +178,8 @@ def _memo_key(span: Span, position_ids: Tensor | None) -> tuple[Any, ...] | None
 class StartHook:
     """Pre-hook and hook of the module that takes the input: nothing of another forward is ever reused.
 
-    Some models add position ids to their table and do not tell their attention of them: it keeps them meanwhile.
+    Some models add position ids to their table and do not tell their attention of them: it keeps them meanwhile. Where
+    a model takes none, positions that skip left padding stand for them.
 
     Args:
         memo: shared by the layers.
@@ -191,9 +191,13 @@ class StartHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stop()
-        self.memo.given = (dict(zip(self.signature, args, strict=False)) | kwargs).get("position_ids")
+        given = dict(zip(self.signature, args, strict=False)) | kwargs
         checkpoints = (getattr(part, "gradient_checkpointing", False) for part in module.modules())
         self.memo.runs_again = module.training and any(checkpoints)
+        if "position_ids" in self.signature:
+            self.memo.given = given.get("position_ids")
+        else:
+            self.memo.given = after_padding(given, only_if_padded=self.memo.runs_again)
 
     def stop(self, *_: Any) -> None:
         """End a forward."""
@@ -218,6 +222,8 @@ def posswap_attention(
             f"attn_implementation={ATTENTION_NAME!r}: use hf_posswap.patch_model, and 'sdpa' or 'eager' here."
         )
     native = module.config.native if isinstance(module.config, ConfigView) else module.config
+    if call.memo.drops_bias:
+        kwargs.pop("position_bias", None)
     query, key = call.rotate(query, key)
     query = call.scaled(query)
     found = backends.attend(call.request(module, native, query, key, value, attention_mask, kwargs), call.pieces)

@@ -86,7 +86,8 @@ class Request:
             return True
         if self.implementation != "sdpa" or self.arguments.get("dropout") or self.query.shape[2] == 1:
             return True
-        if any(self.arguments.get(name) not in (None, False) for name in ALTERING):
+        altering = (self.arguments.get(name) for name in ALTERING)
+        if any(value is not None and value is not False for value in altering):
             return True
         learned_mask = isinstance(self.mask, Tensor) and self.mask.requires_grad
         return learned_mask or not fused.fits(self.query, self.key, self.value)

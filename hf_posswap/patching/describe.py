@@ -20,6 +20,7 @@ from hf_posswap.families.base import FAMILIES, Sites, locate
 from hf_posswap.families.rope_config import config_at, parameters_of
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply import Patch
+from hf_posswap.patching.own_attention import native_scheme
 from hf_posswap.patching.plan import SwapPlan, plan_swap, unwrap
 from hf_posswap.patching.record import SwapRecord, native_config
 from hf_posswap.schemes.base import SCHEMES, Scheme
@@ -103,6 +104,8 @@ def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> Positi
             own = parameters_of(config_at(model.config, sites.main.config), sites.main.turning[0])
             native += f", type {own.get('rope_type', 'default')}"
             native += "".join(f", in layers of type {name}" for name in sites.main.turning if name)
+    if sites.main.inside is not None:
+        native = str(native_scheme(sites.main.inside, g)) + (f", {native}" if sites.table else "")
     places = {
         "embedding": ", ".join(stack.table for stack in sites.stacks if stack.table) or "-",
         "rotary": ", ".join(sites.rotary) or "-",

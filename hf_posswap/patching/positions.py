@@ -72,6 +72,25 @@ def find_span(hidden: Tensor, position_ids: Tensor | None, cache: Any, layer_idx
     return Span(position_ids, past, key_length, key_offset, padding, fresh)
 
 
+def after_padding(given: dict[str, Any], *, only_if_padded: bool) -> Tensor | None:
+    """Return positions [B, Q] that skip left padding; None where no mask [B, K] says what is padding.
+
+    Args:
+        given: arguments of the module that takes the input, by name.
+        only_if_padded: whether None is wanted where no row has left padding, which costs a look at the mask.
+    """
+    mask, ids, cache = (given.get(name) for name in ("attention_mask", "input_ids", "past_key_values"))
+    ids = given.get("inputs_embeds") if ids is None else ids
+    if mask is None or ids is None or mask.dim() != 2:
+        return None
+    padding = (mask.cumsum(dim=-1) == 0).sum(dim=-1, keepdim=True)  # [B, 1]
+    if only_if_padded and not bool(padding.any()):
+        return None
+    past = 0 if cache is None else cache.get_seq_length()
+    index = torch.arange(ids.shape[1], device=mask.device)[None] + past  # [1, Q]
+    return (index - padding).clamp(min=0)
+
+
 @dataclass
 class ForwardMemo:
     """What the layers of one forward share: cos and sin, and biases, made by the first layer that needs them.
@@ -86,6 +105,8 @@ class ForwardMemo:
     """Position ids [B or 1, Q] that the model was given: not all models tell their attention of them."""
     runs_again: bool = False
     """Whether layers run again in the backward."""
+    drops_bias: bool = False
+    """Whether the bias that the model itself makes was taken away: what is left of it is zeros."""
 
     def clear(self) -> None:
         """Forget everything."""
@@ -103,10 +124,10 @@ class ForwardMemo:
         self.entries.append((key, value))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMemo:
-        return ForwardMemo()
+        return ForwardMemo(drops_bias=self.drops_bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"entries": [], "given": None, "runs_again": False}
+        return {"entries": [], "given": None, "runs_again": False, "drops_bias": self.drops_bias}
 
 
 def _same(a: Any, b: Any) -> bool:
