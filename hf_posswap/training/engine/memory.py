@@ -86,13 +86,19 @@ def training_need(model: Any, recipe: Recipe, launch: Launch, *, biased: bool, c
     )
 
 
-def refuse_too_much(need: TrainingNeed, free: int | None, recipe: Recipe) -> None:
-    """Refuse a training that needs more than the `free` bytes of its device; None: nothing is known.
+def refuse_too_much(need: TrainingNeed, free: int | None, recipe: Recipe, *, loaded: bool) -> None:
+    """Refuse a training that needs more than its device has.
+
+    Args:
+        need: what it needs.
+        free: bytes that are free on the device; None: nothing is known.
+        recipe: without stages.
+        loaded: whether the weights lie on the device already.
 
     Raises:
         NotEnoughMemoryError: says what would help.
     """
-    if free is None or need.total <= free:
+    if free is None or need.total - (need.weights if loaded else 0) <= free:
         return
     helps = []
     if recipe.optimizer.batch > 1:
@@ -105,6 +111,7 @@ def refuse_too_much(need: TrainingNeed, free: int | None, recipe: Recipe) -> Non
         helps.append("objective.chunk=1024")
     helps.append("a shorter data.length")
     raise NotEnoughMemoryError(
-        f"training needs {need}, and {human_bytes(free)} are free on the device. What helps: {', '.join(helps)}. "
+        f"training needs {need}, and {human_bytes(free)} are free on the device"
+        f"{', where the weights lie already' if loaded else ''}. What helps: {', '.join(helps)}. "
         "gates.start=false tries it all the same."
     )

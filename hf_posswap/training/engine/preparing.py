@@ -167,6 +167,5 @@ def _check_memory(recipe: Recipe, model: Any, launch: Launch, services: Services
     need = training_need(model, recipe, launch, biased=biased, chunk=chunk)
     free = services.free_bytes(torch.device("cpu" if on_cpu(recipe) else "cuda")) if services.free_bytes else None
     if recipe.gates.start:
-        loaded = need.weights if on_cpu(recipe) else 0
-        refuse_too_much(need, None if free is None else free + loaded, recipe)
+        refuse_too_much(need, free, recipe, loaded=on_cpu(recipe))
     return f"memory needed: {need}"
