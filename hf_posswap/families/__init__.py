@@ -1,6 +1,7 @@
 """Model families: where positions live; importing this package registers them all."""
 
 from hf_posswap.families import (
+    learned_closed,
     learned_decoders,
     learned_encoder_decoders,
     learned_encoders,
@@ -19,6 +20,7 @@ __all__ = [
     "StackSpec",
     "TableSpec",
     "family_of",
+    "learned_closed",
     "learned_decoders",
     "learned_encoder_decoders",
     "learned_encoders",

@@ -360,7 +360,8 @@ class Planner:
             if not has_interface(self.model.get_submodule(path)):
                 raise UnsupportedSwapError(
                     f"{path} ({type(self.model.get_submodule(path)).__name__}) does not attend through transformers' "
-                    "AttentionInterface, so a scheme cannot be put inside."
+                    "AttentionInterface, so a scheme cannot be put inside. "
+                    + ("What works: sinusoidal, learned." if self.stack.table else "What works: no scheme of ours.")
                 )
         seen, exact = self.geometry.sliding_window, self.scheme.exact_below
         if self.stack.rotary and seen is not None and exact is not None and seen <= exact:
