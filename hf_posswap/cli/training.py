@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posswap.cli.fields import attribute_docs, format_value
-from hf_posswap.cli.output import console, quiet_library, show_json, show_table, show_text
+from hf_posswap.cli.output import console, quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def train(
     Example: posswap train --config recipes/yarn.yaml model.name=my-llama data.length=8192 out=my-run
     """
     if keys:
-        show_table(("key", "default", "meaning"), key_rows())
+        show_pairs(key_rows())
         return
     if config is None:
         raise ConfigError("give a recipe: --config recipes/yarn.yaml; or --keys for what a recipe can say.")
@@ -114,11 +114,10 @@ def nll_at_lengths(model: Any, documents: Sequence[np.ndarray], lengths: Sequenc
     return {length: float(found.mean(dtype=np.float64)) for length, found in losses.items()}
 
 
-def key_rows() -> Iterator[tuple[str, str, str]]:
-    """Return every key of a recipe with its default and its meaning, from where they are documented once."""
+def key_rows() -> Iterator[tuple[str, str]]:
+    """Return every key of a recipe with its default, and its meaning, from where they are documented once."""
     from hf_posswap.training.config import Recipe
     from hf_posswap.training.config.keys import keys_of
 
     for key in keys_of(Recipe):
-        default = "" if key.default is None and key.required else format_value(key.default)
-        yield key.name, default, attribute_docs(key.owner)[key.field]
+        yield f"{key.name}={format_value(key.default)}", attribute_docs(key.owner)[key.field]

@@ -17,14 +17,12 @@ class Key:
         owner: the dataclass that documents it.
         field: its name there.
         default: its value where no file gives it.
-        required: whether it has no default.
     """
 
     name: str
     owner: type
     field: str
     default: Any
-    required: bool
 
 
 def keys_of(cls: type, above: str = "") -> Iterator[Key]:
@@ -44,6 +42,5 @@ def keys_of(cls: type, above: str = "") -> Iterator[Key]:
         elif get_origin(kind) is tuple and items:
             yield from keys_of(items[0], f"{name}[].")  # type: ignore[arg-type]
         else:
-            missing = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-            yield Key(name, cls, field.name, None if missing else made, missing)
+            made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            yield Key(name, cls, field.name, made)

@@ -1,0 +1,87 @@
+"""`posswap train`: its keys, its recipe as it would run, a training, and its errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hf_posswap
+from hf_posswap.cli import app
+from hf_posswap.cli.training import nll_at_lengths, train
+from hf_posswap.errors import ConfigError, DataError
+from hf_posswap.training.config import Recipe
+from hf_posswap.training.config.keys import keys_of
+from tests.cli.conftest import Posswap
+from tests.training.engine_runs import recipe
+from tests.training.tiny_models import tiny
+
+
+def test_every_key_is_listed_with_its_meaning() -> None:
+    done = CliRunner().invoke(app, ["train", "--keys"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    for key in keys_of(Recipe):
+        assert f"{key.name}=" in done.stdout
+    assert re.search(r"optimizer.learning_rate=2e-05 +after the warm-up", done.stdout)
+
+
+def test_show_prints_the_recipe_as_it_would_run(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {name: any}\nswap: {scheme: rope}")
+    done = CliRunner().invoke(app, ["train", "-c", str(path), "--show", "optimizer.steps=70"])
+    assert done.exit_code == 0, done.output
+    shown = json.loads(done.stdout)
+    assert (shown["model"]["name"], shown["optimizer"]["steps"]) == ("any", 70)
+
+
+def test_a_training_and_the_same_command_again(tmp_path: Path, posswap: Posswap) -> None:
+    recipe(tmp_path)  # writes model and texts
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        f"model: {{name: {tmp_path / 'gpt2'}}}\nswap: {{scheme: rope, max_length: 128}}\n"
+        f"data: {{length: 32, held_out: 0.3, cache: {tmp_path / 'cache'}, sources: [{{path: {tmp_path / 'texts'}}}]}}\n"
+        "optimizer: {steps: 3, warmup: 1}\nwatch: {report_to: [], evaluate_lengths: [32, 256], picture: false}"
+    )
+    out = tmp_path / "done"
+    run = posswap("train", "-c", path, f"out={out}")
+    assert run.returncode == 0, run.stderr
+    assert "swap verified: edits, finite" in run.stdout
+    assert f"Saved to {out / 'model'}" in run.stdout.replace("\n", " ") or "Saved to" in run.stdout
+    nll = json.loads((out / "report.json").read_text())["nll"]
+    assert nll["32"] > 0
+    assert nll["256"] is None or nll["256"] > 0
+    again = posswap("train", "-c", path, f"out={out}", "optimizer.steps=4")
+    assert again.returncode == 4
+    assert "finished (optimizer.steps: 3, now 4)" in " ".join(again.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [((), r"give a recipe: --config recipes/yarn.yaml"), (("-c", "none.yaml"), r"none.yaml cannot be read|none.yaml,")],
+)
+def test_a_wrong_command_line_is_refused(arguments: tuple[str, ...], says: str) -> None:
+    done = CliRunner().invoke(app, ["train", *arguments])
+    assert done.exit_code == 2
+
+    with pytest.raises(ConfigError, match=says):
+        train(config=Path(arguments[1]) if arguments else None)
+
+
+def test_the_loss_at_lengths_is_the_models_own(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    documents = [np.arange(60, dtype=np.int32) * k % 300 for k in (1, 3, 7)] + [np.arange(20, dtype=np.int32)]
+    found = nll_at_lengths(model, documents, (16, 48), 2)
+    for length in (16, 48):
+        rows = torch.from_numpy(np.stack([document[:length] for document in documents[:2]]).astype(np.int64))
+        with torch.no_grad():
+            assert found[length] == pytest.approx(float(model(input_ids=rows, labels=rows).loss), rel=1e-5)
+    hf_posswap.patch_model(model, "learned", max_length=100)
+    with pytest.raises(DataError, match=r"no held-out document has 200 tokens \(the longest has 60\)"):
+        nll_at_lengths(model, documents, (16, 200), 2)
+    long = [np.arange(200, dtype=np.int32) % 300] * 2
+    assert list(nll_at_lengths(model, long, (16, 200), 2)) == [16]

@@ -1,0 +1,159 @@
+"""Every recipe that is there, for a few steps, through the real script, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import hf_posswap
+from hf_posswap.training.config import Recipe, load_recipe
+from tests.training.engine_runs import write_model, write_texts
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "recipes" / "train.py"
+HEADER = ("Purpose:", "Source:", "Launch:", "Cost:", "Result:")
+KINDS = {"openai-community/gpt2": "gpt2", "huggyllama/llama-7b": "llama", "google-bert/bert-base-uncased": "bert"}
+FOUND = sorted((ROOT / "recipes").rglob("*.yaml"))
+LAUNCHERS = [path for path in FOUND if "distributed_type" in yaml.safe_load(path.read_text())]
+RECIPES = [path for path in FOUND if path not in LAUNCHERS and path.name != "base.yaml"]
+NAMES = {
+    "abf", "linear", "yarn", "longrope", "pose", "learned-to-rope", "learned-to-sinusoidal", "to-alibi", "drope",
+    "rnope", "staged", "gradual", "distill", "encoder-mlm", "embedding", "control",
+}  # fmt: skip
+
+
+def test_none_is_missing() -> None:
+    assert {path.stem for path in RECIPES} >= NAMES
+    assert {path.stem for path in LAUNCHERS} == {
+        "single-gpu", "ddp", "fsdp2", "fsdp2-cp", "deepspeed-zero3", "deepspeed-ulysses", "cpu",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with tiny models of every kind, texts, and divisors for LongRoPE."""
+    folder = tmp_path_factory.mktemp("recipes")
+    for kind in KINDS.values():
+        write_model(folder / kind, kind)
+    write_texts(folder / "texts")
+    factors = {"name": "longrope", "factor": 4.0, "long_factor": [1.0, 2.0, 3.0, 4.0]}
+    (folder / "longrope.json").write_text(json.dumps(factors))
+    return folder
+
+
+def small(path: Path, place: Path) -> list[str]:
+    """Return what makes the recipe at `path` a matter of seconds, and nothing else of it different."""
+    files = [f"swap.scheme={place / 'longrope.json'}"] if path.stem == "longrope" else []
+    wanted = load_recipe(path, files)
+    assert wanted.model.name in KINDS, f"{path.name} starts from a model that has no tiny counterpart here"
+    sizes = {"steps": 3, "batch": 2, "accumulate": min(2, wanted.optimizer.accumulate), "warmup": 1}
+    more = [
+        *files,
+        f"model.name={place / KINDS[wanted.model.name]}",
+        f"data.sources=[{{path: {place / 'texts'}}}]",
+        f"data.cache={place / 'cache'}",
+        "data.held_out=0.3",
+        "data.length=32",
+        *(f"optimizer.{name}={size}" for name, size in sizes.items()),
+        "watch.log_every=1",
+        f"out={place / path.stem}",
+    ]
+    if wanted.swap.max_length is not None:
+        more.append("swap.max_length=128")
+    if wanted.swap.gradual_steps:
+        more.append("swap.gradual_steps=2")
+    for number in range(len(wanted.stages)):
+        more += [f"stages.{number}.{key}={value}" for key, value in _stage(number).items()]
+    return more + (["swap.scheme.every=2"] if path.stem == "rnope" else [])
+
+
+def _stage(number: int) -> dict[str, int]:
+    return {"steps": 2, "length": 32 * (1 + number), "least_steps": 0, "check_every": 1}
+
+
+def run_script(*arguments: str) -> int:
+    """Run recipes/train.py as a script in a forked process, and return its exit code."""
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        sys.argv = [str(SCRIPT), *arguments]
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_it_runs(path: Path, place: Path) -> None:
+    settings = small(path, place)
+    assert run_script("--config", str(path), *settings) == 0
+    wanted = load_recipe(path, settings)
+    report = json.loads((place / path.stem / "report.json").read_text())
+    assert [phase["steps"] for phase in report["phases"]] == _steps(wanted, report)
+    _check_model(wanted, hf_posswap.load(place / path.stem / report["saved"]))
+    for left in ("log.jsonl", "tensorboard"):
+        assert list((place / path.stem).rglob(left))
+    assert (place / path.stem / "loss.png").is_file()
+
+
+def _steps(wanted: Recipe, report: dict[str, Any]) -> list[int]:
+    if not wanted.stages:
+        return [wanted.optimizer.steps]
+    return [min(phase["steps"], stage.steps) for phase, stage in zip(report["phases"], wanted.stages, strict=True)]
+
+
+def _check_model(wanted: Recipe, model: Any) -> None:
+    record = getattr(model.config, "posswap", None)
+    if wanted.swap.scheme is None:
+        assert record is None
+        return
+    assert isinstance(wanted.swap.scheme, dict)
+    assert record["scheme"]["name"] == wanted.swap.scheme["name"]
+    given = {**wanted.swap.scheme, **(wanted.stages[-1].scheme or {} if wanted.stages else {})}
+    for field, value in given.items():
+        assert record["scheme"][field] == pytest.approx(value) if isinstance(value, float) else True
+    assert hf_posswap.verify_swap(model).checks
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_its_header_says_what_it_is(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert [line[2:].split()[0] for line in lines if line[2:3].strip()] == list(HEADER)
+    assert any("https://" in line or "measured here" in line for line in lines)
+    assert f"recipes/{path.name}" in "".join(lines)
+    assert "base.yaml" in path.read_text() or any(f"include: {other.name}" in path.read_text() for other in RECIPES)
+
+
+def test_the_base_by_itself_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_script("--config", str(ROOT / "recipes" / "base.yaml")) == 2
+    assert "base.yaml has 1 problem: (1) model.name: give a folder or a Hub id." in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.stem)
+def test_accelerate_reads_it(path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    assert config.num_processes in (1, 8)
+
+
+def test_the_script_is_a_command(place: Path) -> None:
+    arguments = ["--config", str(ROOT / "recipes" / "learned-to-rope.yaml"), "optimizer.stepz=3"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, env=env, cwd=place)
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].endswith("(1) optimizer.stepz: no such key. Did you mean 'steps'?")
+    assert run.stderr.splitlines()[-1].startswith("error: ")
