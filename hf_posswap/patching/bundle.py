@@ -54,12 +54,13 @@ def code_files(config: Any) -> dict[str, str]:
     """
     if not __name__.startswith("hf_posswap."):  # this is such code itself: it goes on as it is
         return {path.name: path.read_text(encoding="utf-8") for path in _siblings()}
-    family = family_of(config).name
-    if family not in _own_families():
+    family = family_of(config)
+    if family.name not in _own_families():
         raise UnsupportedSwapError(
-            f"the family {family!r} comes from another package: its code cannot be saved with the checkpoint."
+            f"the family {family.name!r} comes from another package: its code cannot be saved with the checkpoint."
         )
-    return _bundle(sorted(_scheme_names(config.posswap["scheme"])))
+    natives = [spec.own.inside(config) for spec in family.parts if spec.own is not None]
+    return _bundle(sorted(_scheme_names([config.posswap, *natives])))
 
 
 def _siblings() -> list[Path]:
@@ -67,7 +68,7 @@ def _siblings() -> list[Path]:
 
 
 def _scheme_names(value: Any) -> set[str]:
-    """Return the names of all schemes in a record's `scheme`: one may hold others."""
+    """Return the names of all schemes in a record, or in a scheme: one may hold others."""
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     named = {value["name"]} if isinstance(value, dict) and "name" in value else set()
     return named.union(*map(_scheme_names, children))
