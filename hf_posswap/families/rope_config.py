@@ -60,7 +60,8 @@ def parameters_of(config: Any, rope_set: str) -> dict[str, Any]:
 def layer_config(config: Any, rope_set: str) -> Any:
     """Return what `config` says of the layers of one type: some values may differ from one layer to the next."""
     types = getattr(config, "layer_types", None) or []
-    return config.per_layer_config[types.index(rope_set)] if rope_set in types else config
+    views = getattr(config, "per_layer_config", None)  # None where all layers have the same values
+    return views[types.index(rope_set)] if views and rope_set in types else config
 
 
 def has_rope(config: PreTrainedConfig) -> bool:

@@ -14,7 +14,8 @@ from hf_posswap.families.rotary_inside import ATTENTION_PROVED, ATTENTION_REFUSE
 
 def rotary_modules(root: nn.Module) -> list[str]:
     """Return the paths below `root` of the modules that own rotary frequencies and are called as all such are."""
-    return [path for path in paths_of(root, lambda m: bool(inv_freq_names(m))) if path.endswith("rotary_emb")]
+    found = paths_of(root, lambda module: bool(inv_freq_names(module)))
+    return [path for path in found if path.rsplit(".", 1)[-1] in ("rotary_emb", "pos_emb")]
 
 
 _MODALITIES = (

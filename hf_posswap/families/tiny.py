@@ -217,7 +217,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "dbrx": {
+        "ffn_config": {"ffn_hidden_size": 64},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+    },
     "deepseek_v4": {"head_dim": 32, "index_head_dim": 32},
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _LOCAL, "laurel_rank": 4},

@@ -52,7 +52,7 @@ def native_swap(model: Any, stack: Stack, scheme: Scheme, length: int) -> Native
         if not rotary_site.says(part, values) or not _all_follow(model, stack, scheme, part):
             continue
         settings = _settings(model, stack, trial)
-        if any(_is_width(name, old, new) for _, name, old, new in settings):
+        if settings is None or any(_is_width(name, old, new) for _, name, old, new in settings):
             continue
         prefix = f"{stack.config}." if stack.config else ""
         changed = {f"{prefix}max_position_embeddings": reach, f"{prefix}rope_parameters": part.rope_parameters}
@@ -60,9 +60,15 @@ def native_swap(model: Any, stack: Stack, scheme: Scheme, length: int) -> Native
     return None
 
 
-def _settings(model: Any, stack: Stack, trial: Any) -> list[tuple[str, str, rotary_site.Scalar, rotary_site.Scalar]]:
-    with torch.device("meta"):
-        fresh = type(model)(trial)
+def _settings(
+    model: Any, stack: Stack, trial: Any
+) -> list[tuple[str, str, rotary_site.Scalar, rotary_site.Scalar]] | None:
+    """Return what a stock model of the config `trial` has otherwise; None where it cannot be built."""
+    try:
+        with torch.device("meta"):
+            fresh = getattr(type(model), "posswap_native", type(model))(trial)
+    except Exception:  # code of any model, written for other rope parameters
+        return None
     return rotary_site.changed_settings(model, fresh, stack.rotary)
 
 
@@ -88,7 +94,9 @@ def _candidates(model: Any, stack: Stack, scheme: Scheme) -> list[RopeValues]:
     if not scheme.acts_inside:
         part = config_at(model.config, stack.config)
         still: dict[str, Any] = {"rope_type": "proportional", "partial_rotary_factor": 0.0}
-        return [{name: still | {"rope_theta": _base(part, name)} for name in stack.sets}]
+        plain = {name: still | {"rope_theta": _base(part, name)} for name in stack.sets}
+        scaled = {name: values | {"factor": 1.0} for name, values in plain.items()}  # some read one under every type
+        return [plain, scaled]
     if not isinstance(scheme, RotaryScheme) or scheme.layout != (stack.geometry.layout or scheme.layout):
         return []
     values = scheme.native_rope(stack.geometry)
