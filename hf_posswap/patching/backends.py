@@ -115,7 +115,7 @@ def choose(request: Request) -> str:
     wanted, open_to = request.mechanism.backend, backends_of(request.mechanism)
     if wanted == "plain" or len(open_to) < 2 or request.is_plain():
         return "plain"
-    names = open_to if wanted == "auto" else (wanted,)
+    names = [name for name in open_to if wanted in ("auto", name)]  # layers differ in what they are open to
     return next((name for name in names if _gains(name, request, wanted) and _applies(name, request)), "plain")
 
 
