@@ -27,8 +27,8 @@ from hf_posswap.families import locate
 from hf_posswap.families.base import table_of
 from hf_posswap.patching.blending import finish_blend, set_blend
 from hf_posswap.patching.record import SwapRecord
-from hf_posswap.schemes.alibi import slopes
 from tests.contract.pairs import CHANGE, NOISE, gap
+from tests.families.oracles import penalty, rotated, without_tables
 from tests.families.seq2seq import (
     CLOSED,
     COMPUTED,
@@ -215,52 +215,17 @@ def test_marian_goes_on_as_a_longer_marian() -> None:
     assert gap(logits(model, source, target), logits(longer, source, target)) < NOISE
 
 
-def without_tables(name: str) -> Any:
-    """Return a stock model whose tables are zero."""
-    model = build(name)
-    for stack in locate(model).stacks:
-        with torch.no_grad():
-            table_of(model.get_submodule(stack.table or "")).zero_()
-    return model
-
-
-def turn(heads: int) -> Callable[[Any, Any, Tensor], Tensor]:
-    """Return a hook that rotates projections [B, Q, H D] by their index, by complex numbers: RoPE written otherwise."""
-
-    def hook(_module: Any, _args: Any, out: Tensor) -> Tensor:
-        batch, length, width = out.shape
-        half = width // heads // 2
-        pairs = out.view(batch, length, heads, 2, half)
-        speeds = 10000.0 ** (-torch.arange(half) / half)
-        angles = torch.arange(length)[:, None] * speeds  # [Q, D/2]
-        turned = torch.complex(pairs[..., 0, :], pairs[..., 1, :]) * torch.polar(torch.ones(()), angles)[None, :, None]
-        return torch.stack((turned.real, turned.imag), dim=-2).reshape(out.shape)
-
-    return hook
-
-
 @pytest.mark.parametrize("name", OPEN)
 def test_rope_is_a_rotation_of_queries_and_keys_in_each_stack(name: str) -> None:
-    oracle = without_tables(name)
+    oracle = without_tables(build(name))
     for stack in locate(oracle).stacks:
-        for path in stack.attention:
-            attention = oracle.get_submodule(path)
-            for projection in (attention.q_proj, attention.k_proj):
-                projection.register_forward_hook(turn(stack.geometry.num_heads))
+        rotated(oracle, stack, ("q_proj", "k_proj"))
     assert gap(logits(swapped(name, "rope")), logits(oracle, use_cache=False)) < NOISE
-
-
-def penalty(heads: int, length: int, *, causal: bool) -> Tensor:
-    """Return ALiBi's bias as an additive mask, [1, H, Q, Q]."""
-    position = torch.arange(length)
-    distance = (position[:, None] - position[None, :]).abs().float()
-    bias = -torch.tensor(slopes(heads))[None, :, None, None] * distance
-    return bias.masked_fill((position[None, :] > position[:, None]) & causal, torch.finfo(torch.float32).min)
 
 
 @pytest.mark.parametrize("name", OPEN)
 def test_alibi_is_an_additive_mask_in_each_stack(name: str) -> None:
-    oracle = without_tables(name)
+    oracle = without_tables(build(name))
     batch = len(SOURCE)
     with torch.no_grad():
         both = penalty(4, SOURCE.shape[1], causal=False).expand(batch, -1, -1, -1)
@@ -282,9 +247,7 @@ def test_a_stack_that_is_left_out_keeps_its_positions(name: str) -> None:
     decoder = locate(oracle).stack("decoder")
     with torch.no_grad():
         table_of(oracle.get_submodule(decoder.table or "")).zero_()
-    for path in decoder.attention:
-        for projection in ("q_proj", "k_proj"):
-            oracle.get_submodule(f"{path}.{projection}").register_forward_hook(turn(2))
+    rotated(oracle, decoder, ("q_proj", "k_proj"))
     assert gap(logits(model), logits(oracle, use_cache=False)) < NOISE
     assert "The encoder keeps its positions" in str(model._posswap.plan)
 

@@ -1,0 +1,111 @@
+"""Tiny models of one stack with a position table: encoders and decoders, open and closed, and how to run them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posswap.families.tiny import TINY_LENGTH, TINY_VOCABULARY, tiny_model
+
+LENGTH, PADDING = TINY_LENGTH, 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One class.
+
+    Attributes:
+        offset: rows of its table before position 0.
+        projections: of queries and keys; () where they come out of one.
+        skips_padding: whether its positions skip padding by themselves.
+        told: whether its attention is told of position ids by the model itself.
+        config: what its config has.
+    """
+
+    offset: int = 0
+    projections: tuple[str, ...] = ("query", "key")
+    skips_padding: bool = False
+    told: bool = True
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+_PADDED = Kind(PADDING + 1, skips_padding=True, config={"max_position_embeddings": LENGTH + PADDING + 1})
+_OPT = ("q_proj", "k_proj")
+_POST_NORM = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
+
+ENCODERS = {
+    "ElectraForMaskedLM": Kind(config={"embedding_size": 16}),
+    "ErnieForMaskedLM": Kind(),
+    "RoCBertForMaskedLM": Kind(),
+    "RobertaPreLayerNormForMaskedLM": _PADDED,
+    "XLMRobertaForMaskedLM": _PADDED,
+    "XLMRobertaXLForMaskedLM": _PADDED,
+    "CamembertForMaskedLM": _PADDED,
+    "Data2VecTextForMaskedLM": _PADDED,
+    "XmodForMaskedLM": _PADDED,
+    "EsmForMaskedLM": Kind(
+        PADDING + 1, skips_padding=True, told=False, config=_PADDED.config | {"token_dropout": False}
+    ),
+    "DistilBertForMaskedLM": Kind(projections=("q_lin", "k_lin"), told=False),
+    "AlbertForMaskedLM": Kind(config={"embedding_size": 16}),
+}
+DECODERS = {
+    "GPTBigCodeForCausalLM": Kind(projections=(), told=False),
+    "BioGptForCausalLM": Kind(2, _OPT),
+    "OPTForCausalLM": Kind(2, _OPT, config=_POST_NORM, skips_padding=True),
+    "XLMRobertaForCausalLM": Kind(PADDING + 1, skips_padding=True, config=_PADDED.config | {"is_decoder": True}),
+    "TrOCRForCausalLM": Kind(2),
+}
+CLOSED = {
+    "MegatronBertForMaskedLM": Kind(),
+    "RemBertForMaskedLM": Kind(),
+    "ConvBertForMaskedLM": Kind(),
+    "DebertaForMaskedLM": Kind(),
+    "DebertaV2ForMaskedLM": Kind(),
+    "BigBirdForMaskedLM": Kind(config={"attention_type": "original_full"}),
+    "SqueezeBertForMaskedLM": Kind(),
+}
+"""Encoders whose attention takes no scheme."""
+OPEN = {name: kind for name, kind in (ENCODERS | DECODERS).items() if name != "TrOCRForCausalLM"}
+KINDS = ENCODERS | DECODERS | CLOSED
+
+
+def build(name: str, seed: int = 0, **changes: Any) -> Any:
+    """Return a tiny random model of the class `name`, of two layers."""
+    shape = dict.fromkeys(("num_hidden_layers", "n_layer", "decoder_layers", "n_layers"), 2)
+    tokens = {"pad_token_id": PADDING, "eos_token_id": None, "bos_token_id": 3}
+    config = tiny_model(name).config
+    known = {key: value for key, value in {**shape, **tokens}.items() if hasattr(config, key)}
+    return tiny_model(name, meta=False, seed=seed, **{**known, **KINDS[name].config, **changes})
+
+
+def words(batch: int, length: int, seed: int = 1) -> Tensor:
+    """Return random token ids [batch, length] without special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, TINY_VOCABULARY, (batch, length), generator=generator)
+
+
+IDS = words(2, 20)
+
+
+def logits(model: Any, ids: Tensor = IDS, **kwargs: Any) -> Tensor:
+    """Return the logits, [B, Q, V] or those of a task, all seen unless a mask says otherwise."""
+    kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    with torch.no_grad():
+        out = model(input_ids=ids, **kwargs)
+    return out.logits if "logits" in out else out[0]
+
+
+def stepwise(model: Any, ids: Tensor) -> Tensor:
+    """Return the logits of `ids` fed in pieces through the cache."""
+    cuts, cache, parts = [0, 5, 6, 7, ids.shape[1]], None, []
+    with torch.no_grad():
+        for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+            mask = torch.ones_like(ids[:, :stop])
+            out = model(ids[:, start:stop], attention_mask=mask, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits)
+    return torch.cat(parts, dim=1)
