@@ -134,7 +134,7 @@ def fresh_model(settings: FreshSettings, tokenizer: PreTrainedTokenizerBase) -> 
     shared: dict[str, Any] = {"vocab_size": len(tokenizer), "tie_word_embeddings": True}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         shared[name] = getattr(tokenizer, name)
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": settings.width,
         "num_hidden_layers": settings.layers,
         "num_attention_heads": settings.heads,
@@ -143,13 +143,13 @@ def fresh_model(settings: FreshSettings, tokenizer: PreTrainedTokenizerBase) -> 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         if settings.kind == "gpt2":
-            none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+            none: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
             return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shared, **sizes, **none)).eval()
         if settings.kind == "llama":
             inner = -(-8 * settings.width // 3 // 32) * 32  # so that three matrices weigh what two of 4 E do
             return transformers.LlamaForCausalLM(
                 transformers.LlamaConfig(**shared, **sizes, intermediate_size=inner)
             ).eval()
-        none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-        config = transformers.BertConfig(**shared, **sizes, **none, intermediate_size=4 * settings.width)
+        off: dict[str, Any] = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+        config = transformers.BertConfig(**shared, **sizes, **off, intermediate_size=4 * settings.width)
         return transformers.BertForMaskedLM(config).eval()

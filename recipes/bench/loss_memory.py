@@ -1,7 +1,7 @@
 """Peak memory of one training step with the loss in chunks, over that of transformers' own loss.
 
     python recipes/bench/loss_memory.py                       # 16,384 tokens, writes results/loss_memory.json
-    python recipes/bench/loss_memory.py --tokens 2048 --vocabulary 8192 --out /tmp/small.json
+    python recipes/bench/loss_memory.py --tokens 2048 --vocabulary 8192 --out small.json
 
 Each step (forward, backward, AdamW) runs in a process of its own, on one thread, by the system's own high-water mark:
 Linux alone has it. The model is a RoPE-swapped GPT-2 of four layers with random weights; both processes have the same.
