@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hf_posswap.families import Family, TableSpec
     from hf_posswap.layout import permute_rows
     from hf_posswap.patching.apply import patch_model, patched, unpatch_model
+    from hf_posswap.patching.backends import set_backend
     from hf_posswap.patching.blending import finish_blend, set_blend
     from hf_posswap.patching.describe import describe_positions, explain, list_families, list_schemes, supports
     from hf_posswap.patching.logit_scale import set_logit_scale
@@ -144,6 +145,7 @@ __all__ = [
     "save",
     "search_longrope",
     "select_pairs",
+    "set_backend",
     "set_blend",
     "set_logit_scale",
     "supports",
@@ -157,6 +159,7 @@ _HOMES = (
     "schemes",
     "families",
     "patching.apply",
+    "patching.backends",
     "patching.blending",
     "patching.describe",
     "patching.logit_scale",

@@ -6,9 +6,10 @@ everywhere; the others hold nothing of [Q, K], and are taken where they apply an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from hf_posswap.kernels.row_bias import attend_linear
 from hf_posswap.patching.positions import Span
 from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.piece import Piece
+
+if TYPE_CHECKING:
+    from hf_posswap.patching.plan import SwapPlan
 
 BACKENDS = {
     "row": "the bias as one number a key, in a fused kernel",
@@ -256,13 +260,23 @@ def set_backend(model: nn.Module, backend: str) -> None:
         mechanism.backend = backend
 
 
-def told(mechanism: Mechanism) -> str:
-    """Return in words how `mechanism` is computed on this machine, for a plan."""
+def told(plan: SwapPlan) -> str:
+    """Return in words how the attention that `plan` makes is computed."""
+    ways = []
+    for stack, scheme in plan.schemes.items():
+        if any(edit.site == "attention" and edit.stack == stack for edit in plan.edits):
+            geometry = plan.sites.stack(stack).geometry
+            mechanism = scheme.mechanism(geometry)
+            ways += [_way(mechanism.for_layer(layer)) for layer in range(geometry.num_layers)]
+    return "; ".join(dict.fromkeys(ways)) or _way(Mechanism())
+
+
+def _way(mechanism: Mechanism) -> str:
     names = [name for name in backends_of(mechanism) if name != "row_windowed"]
     if not names:
-        return "native: the model's own attention"
-    if len(names) == 1 or mechanism.backend == "plain":
+        return "the model's own attention"
+    if names == ["plain"]:
         return f"plain: {BACKENDS['plain']}"
-    first = names[0] if mechanism.backend == "auto" else mechanism.backend
-    otherwise = "chunked or plain" if "chunked" in names and first != "chunked" else "plain"
-    return f"{mechanism.backend}: {first} ({BACKENDS[first]}) under sdpa on a CPU from 512 tokens, else {otherwise}"
+    rest = "chunked or plain" if "chunked" in names[1:] else "plain"
+    least = math.isqrt(LEAST_PAIRS)
+    return f"{names[0]}: {BACKENDS[names[0]]} (sdpa on a CPU, {least} tokens and more); else {rest}; see set_backend"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hf_posswap.patching.backends import told
+
 if TYPE_CHECKING:
     from hf_posswap.patching.plan import SwapPlan
 
@@ -24,6 +26,7 @@ def fact_rows(plan: SwapPlan) -> list[tuple[str, str]]:
         ("length", f"{plan.max_length} positions" + ("" if not plan.unbounded else ", runs beyond")),
         ("cache", _CONSISTENT if plan.cached_equals_full else _INCONSISTENT),
         ("parallel", _SHARDABLE if all(s.traits.shardable for s in plan.schemes.values()) else _WHOLE),
+        ("backend", told(plan)),
         ("unused", _sizes(plan.unused)),
         ("new", _sizes(plan.added)),
         ("adaptation", plan.adaptation),

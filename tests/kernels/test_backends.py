@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hf_posswap import Alibi, Blend, NoPE, PerLayer, patch_model
+from hf_posswap import Alibi, Blend, NoPE, PerLayer, patch_model, plan_swap, set_backend
 from hf_posswap.errors import BackendWarning, NotPatchedError, OptionError, UnsupportedSwapError
 from hf_posswap.kernels import fused
 from hf_posswap.patching import backends
-from hf_posswap.patching.backends import backends_of, set_backend
+from hf_posswap.patching.backends import backends_of
 from hf_posswap.schemes.base import Mechanism
 
 LENGTH = 70
@@ -269,3 +269,19 @@ def test_what_each_scheme_has() -> None:
         "rope": (), "fire": ("chunked", "plain"), "dual_chunk": ("merge", "plain"), "t5": ("hankel", "chunked", "plain")
     }  # fmt: skip
     assert backends_of(NoPE(logit_scale=0.1, original_length=8).mechanism(None)) == ()  # type: ignore[arg-type]
+
+
+def test_a_plan_says_how_attention_will_be_computed() -> None:
+    def said(scheme: Any, **options: Any) -> str:
+        lines = str(plan_swap(gpt2(), scheme, max_length=64, **options)).splitlines()
+        (line,) = (line for line in lines if line.startswith("backend "))
+        return line.split(None, 1)[1]
+
+    assert said("rope") == said("nope") == said("learned") == "the model's own attention"
+    assert said("alibi").startswith("row: the bias as one number a key, in a fused kernel (sdpa on a CPU, 512 tokens")
+    assert said("fire").endswith("; else plain; see set_backend")
+    assert said("t5").startswith("hankel: ")
+    assert "else chunked or plain" in said("t5")
+    mixed = said(PerLayer(layers={0: "alibi", 1: "rerope"}))
+    assert "row: " in mixed
+    assert "merge: " in mixed
