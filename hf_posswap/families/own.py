@@ -17,8 +17,8 @@ class OwnAttention:
     """What differs in the attention of one stack from what transformers promises of its newer models.
 
     Attributes:
-        interface: of a self-attention module, the class with transformers' AttentionInterface that equals its own, or
-            why there is none; None: its own class has the interface.
+        interface: of a self-attention module, the class with transformers' AttentionInterface that equals its own (or
+            that class itself, if it has the interface), or why there is none; None: it has the interface.
         positions: of a config, the position mechanism that is native inside attention; None: none is.
         switch: path, from the base model, and name of the attribute that is true where that mechanism is made.
         made_from: pattern of the embeddings, from the base model, that it is made from; "": none.

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_posswap.families.base import Family, StackSpec, TableSpec, register
+from hf_posswap.families.base import Family, StackSpec, TableSpec, modeling_module, register
 from hf_posswap.families.own import NativeScheme, OwnAttention
 
 
@@ -21,6 +21,8 @@ def _roformer(module: nn.Module) -> type | str:
     from hf_posswap.families.interfaces.fitting import fitting
     from hf_posswap.families.interfaces.roformer import RoFormerInterface
 
+    if module.is_decoder and not hasattr(modeling_module(module), "create_causal_mask"):
+        return "this release of transformers lets decoders of its kind see their future"
     return fitting(module, RoFormerInterface)
 
 

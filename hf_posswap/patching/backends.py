@@ -88,6 +88,8 @@ class Request:
         """Return whether only the plain way is open, whatever the scheme."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(self.query) is not Tensor:
             return True
+        if torch._C._are_functorch_transforms_active():  # torch.func differentiates the formula, not its kernels
+            return True
         if self.implementation != "sdpa" or self.arguments.get("dropout") or self.query.shape[2] == 1:
             return True
         altering = (self.arguments.get(name) for name in ALTERING)
@@ -264,7 +266,7 @@ def told(plan: SwapPlan) -> str:
     """Return in words how the attention that `plan` makes is computed."""
     ways = []
     for stack, scheme in plan.schemes.items():
-        if any(edit.site == "attention" and edit.stack == stack for edit in plan.edits):
+        if scheme.acts_inside and any(edit.site == "attention" and edit.stack == stack for edit in plan.edits):
             geometry = plan.sites.stack(stack).geometry
             mechanism = scheme.mechanism(geometry)
             ways += [_way(mechanism.for_layer(layer)) for layer in range(geometry.num_layers)]

@@ -52,6 +52,8 @@ def ready_edits(model: Any, stack: Stack, base: str, *, native_positions: bool) 
                 f"{path}: {found}, so a scheme cannot be put inside. What works: the same model loaded with "
                 "attn_implementation='eager'."
             )
+        if found is type(model.get_submodule(path)):
+            continue
         action = AttendThroughInterface(path, found, layer, native_positions)
         edits.append((path, before, f"{found.__name__}, through the AttentionInterface", action))
     return edits

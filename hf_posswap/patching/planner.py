@@ -42,8 +42,6 @@ from hf_posswap.schemes.table import TableScheme
 
 LENGTH_NAMES = ("max_position_embeddings", "max_target_positions")
 """Config values that say how long a model is."""
-UNKNOWN_TO_STOCK = "posswap"
-"""The name of an activation function that transformers does not have: a config with it builds no stock model."""
 
 
 class Planner:
@@ -210,7 +208,6 @@ class Planner:
         assert path is not None
         if self._is_computed:  # no checkpoint holds it, so stock classes would not miss it
             rows, self.route = None, "plugin"
-            self.values["activation_function"] = UNKNOWN_TO_STOCK
         else:
             self.unused[f"{path}.weight"] = self.model.get_submodule(path).weight.numel()
         self._edit("embedding", path, self._table_before(), "nothing added", RemoveTable(path, rows))
@@ -302,7 +299,8 @@ class Planner:
 
     def _ready(self, *, native_positions: bool) -> None:
         """Plan attention classes with the interface where the model's own lack it, once."""
-        if any(isinstance(edit.action, AttendThroughInterface) for edit in self.edits):
+        done = [edit.stack for edit in self.edits if isinstance(edit.action, AttendThroughInterface)]
+        if self.stack.name in done:
             return
         for edit in ready_edits(self.model, self.stack, self.sites.base, native_positions=native_positions):
             self._edit("attention", *edit)

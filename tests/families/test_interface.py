@@ -13,8 +13,8 @@ from torch import Tensor
 from hf_posswap.families.interfaces.fitting import fitting
 from tests.families.interface_models import CASES, Case, dress, words
 
-NOISE = 1e-5
-"""What summing in another order makes of logits near 5."""
+NOISE = 5e-5
+"""What summing in another order makes of logits near 5, the scores of some not scaled."""
 IDS = words(2, 12)
 
 
@@ -84,7 +84,7 @@ def test_step_by_step_with_a_cache(case: Case) -> None:
     for implementation in implementations(case):
         native, dressed = (stepwise(model) for model in (case.build(), case.dressed(implementation)))
         same(dressed, native)
-    same(stepwise(case.dressed()), logits(case.dressed()), 2e-5)
+    same(stepwise(case.dressed()), logits(case.dressed()))
 
 
 def stepwise(model: Any) -> Tensor:

@@ -1,0 +1,78 @@
+"""T5, mT5 and UMT5 in releases of transformers in which they do not attend through the interface yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.models.mt5.modeling_mt5 import MT5Attention
+from transformers.models.t5.modeling_t5 import T5Attention
+from transformers.models.umt5.modeling_umt5 import UMT5Attention
+
+from hf_posswap.families.interfaces.eager import ThroughInterface
+
+
+class _T5Kind(ThroughInterface):
+    """What the three share: self-attention without a factor on its scores, and with a bias of its own."""
+
+    is_decoder: bool
+
+    def _attended(
+        self, hidden: Tensor, mask: Tensor | None, bias: Tensor | None, cache: Any, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the output [B, Q, E], the bias with the mask in it [B, H, Q, K], and the weights."""
+        own: Any = self
+        past = 0 if cache is None else cache.get_seq_length(own.layer_idx)
+        shape = (*hidden.shape[:-1], own.n_heads, own.key_value_proj_dim)
+        query, key, value = (project(hidden).view(shape).transpose(1, 2) for project in (own.q, own.k, own.v))
+        cache = getattr(cache, "self_attention_cache", cache)
+        if cache is not None:
+            key, value = cache.update(key, value, own.layer_idx)
+        if self.native_positions:
+            if bias is None:
+                bias = own.compute_bias(hidden.shape[1], key.shape[2], hidden.device, past)
+                bias = bias if mask is None else bias + mask
+            mask = bias
+        kwargs.setdefault("is_causal", self.is_decoder)
+        out, weights = self.attend(query, key, value, mask, scaling=1.0, dropout=own.dropout, **kwargs)
+        return own.o(out), bias, weights
+
+
+class T5Interface(_T5Kind, T5Attention):
+    """T5Attention as self-attention, through the AttentionInterface."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None = None,
+        key_value_states: None = None,
+        position_bias: Tensor | None = None,
+        past_key_values: Any = None,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        """Return the output [B, Q, E], the bias for the next layers, and the weights if `output_attentions`."""
+        found = self._attended(hidden_states, mask, position_bias, past_key_values, kwargs)
+        return found if output_attentions else found[:2]
+
+
+class MT5Interface(_T5Kind, MT5Attention):
+    """MT5Attention as self-attention, through the AttentionInterface."""
+
+    forward = T5Interface.forward  # type: ignore[assignment]
+
+
+class UMT5Interface(_T5Kind, UMT5Attention):
+    """UMT5Attention as self-attention, through the AttentionInterface: each layer has its own bias."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
+        out, _, weights = self._attended(hidden_states, attention_mask, None, past_key_values, kwargs)
+        return out, weights
