@@ -56,6 +56,28 @@ def _number(name: str, default: int) -> int:
     return int(os.environ.get(name) or default)
 
 
+def shard_on_cpus(accelerator: Any) -> bool:
+    """Turn FSDP2 on where a launcher asked for it and accelerate took DDP because there are only CPUs.
+
+    Args:
+        accelerator: of this process.
+
+    Returns:
+        Whether weights are sharded so.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    if not launch_of_environment().fsdp or accelerator.distributed_type != DistributedType.MULTI_CPU:
+        return False
+    plugin = FullyShardedDataParallelPlugin()  # from the launcher's environment
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # which the other state is filled up from
+    return bool(accelerator.distributed_type == DistributedType.FSDP)
+
+
 def refuse_silent_errors(recipe: Recipe, scheme: Any, launch: Launch) -> None:
     """Refuse what the engine would compute wrongly without a word under `launch`.
 

@@ -18,6 +18,7 @@ from hf_posswap.checkpoints.adapters_positions import refuse_lost_positions
 from hf_posswap.errors import NumericError
 from hf_posswap.training.engine.checkpoints import UNFINISHED, newest, rotate, seal, take_place
 from hf_posswap.training.engine.objectives import Objective
+from hf_posswap.training.engine.parallel import shard_on_cpus
 
 Groups = Callable[[Any], list[dict[str, Any]]]
 """From the model, wrapped or not, to the parameter groups of the optimizer."""
@@ -58,6 +59,11 @@ class PosswapTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = True  # so that counted tokens of all micro-batches are summed
         self.loss_is_scaled_for_ga = True
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator; FSDP2 that was asked for on CPUs is FSDP2, which accelerate turns into DDP silently."""
+        super().create_accelerator_and_postprocess()
+        self.is_fsdp_enabled = shard_on_cpus(self.accelerator) or self.is_fsdp_enabled
 
     @property
     def folder(self) -> Path:
