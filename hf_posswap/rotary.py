@@ -6,7 +6,7 @@ Source: Su et al. 2021, https://arxiv.org/abs/2104.09864, equation 15.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,14 +63,64 @@ def rotate(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
         >>> rotate(x, cos_sin(torch.tensor([[1]]), quarter), "half").round().abs()
         tensor([[[[0., 1.]]]])
     """
+    if _in_one_buffer(x, table):
+        return _Rotation.apply(x, *table, layout)
     cos, sin = table
     width = 2 * cos.shape[-1]
     rotated, passed = x[..., :width], x[..., width:]
+    first, second = _pair_members(rotated, layout)  # [B, H, Q, R/2] each
     if layout == "half":
-        first, second = rotated.chunk(2, dim=-1)  # [B, H, Q, R/2] each
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     else:
-        first, second = rotated[..., 0::2], rotated[..., 1::2]
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
     turned = turned.to(x.dtype)
     return turned if passed.shape[-1] == 0 else torch.cat((turned, passed), dim=-1)
+
+
+LARGE = 2**18
+"""Numbers in x from which `rotate` writes the result where it belongs, at once, instead of joining parts."""
+
+
+def _in_one_buffer(x: Tensor, table: CosSin) -> bool:
+    """Return whether x is large, plain and of the table's dtype: then fewer passes over memory give the same bits."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor:
+        return False
+    if torch._C._are_functorch_transforms_active():  # torch.func wants the parts
+        return False
+    still = not (table.cos.requires_grad or table.sin.requires_grad)
+    return still and x.numel() >= LARGE and x.dtype == table.cos.dtype == table.sin.dtype
+
+
+class _Rotation(torch.autograd.Function):
+    """`rotate`, whose gradient is the rotation back: nothing but the angles is kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.layout = layout
+        return _turned(x, cos, sin, layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _Rotation.apply(grad, cos, -sin, ctx.layout), None, None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Return `rotate` of x, in the memory layout of x."""
+    width = 2 * cos.shape[-1]
+    turned = torch.empty_like(x)
+    turned[..., width:] = x[..., width:]
+    (first, second), (to_first, to_second) = (_pair_members(tensor[..., :width], layout) for tensor in (x, turned))
+    torch.mul(first, cos, out=to_first)
+    to_first -= second * sin
+    torch.mul(second, cos, out=to_second)
+    to_second += first * sin
+    return turned
+
+
+def _pair_members(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Return views of the first and the second members of all pairs in `x` [..., R]."""
+    if layout == "half":
+        return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return x[..., 0::2], x[..., 1::2]

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_posswap import rotary
 from hf_posswap.geometry import Layout
-from hf_posswap.rotary import Frequencies, cos_sin, default_inv_freq, rotate
+from hf_posswap.rotary import CosSin, Frequencies, cos_sin, default_inv_freq, rotate
 
 
 def modeling(name: str) -> Any:
@@ -135,3 +136,26 @@ def test_gradients_flow_through_the_rotation() -> None:
     table = cos_sin(torch.arange(3)[None], Frequencies(default_inv_freq(100.0, 4)))
     for layout in ("half", "interleaved"):
         assert torch.autograd.gradcheck(lambda x, layout=layout: rotate(x, table, layout), (x,))
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("rotary_dim", [4, 16])
+def test_a_large_tensor_is_rotated_in_one_buffer_to_the_same_bits(
+    layout: Layout, rotary_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = torch.randn(2, 9, 5, 3, 16).unbind(3)[1].transpose(1, 2).requires_grad_()  # a part of a fused projection
+    table = cos_sin(torch.arange(9)[None] * 100, Frequencies(default_inv_freq(10000.0, rotary_dim), 1.25))
+    weight, found = torch.randn(2, 5, 9, 16), []
+    for large in (2**30, 0):
+        monkeypatch.setattr(rotary, "LARGE", large)
+        turned = rotate(wide, table, layout)
+        found.append((turned, *torch.autograd.grad((turned * weight).sum(), wide)))
+    for part, whole in zip(*found, strict=True):
+        assert torch.equal(part, whole)
+    double = [x.double() for x in (wide.detach(), *table)]
+
+    def in_double(x: Tensor) -> Tensor:
+        return rotate(x, CosSin(double[1], double[2]), layout)
+
+    assert torch.autograd.gradgradcheck(in_double, double[0].requires_grad_())
+    assert torch.equal(torch.func.vmap(lambda x: rotate(x, table, layout))(wide[None])[0], turned)
