@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -41,7 +42,14 @@ def plugin_config_class(native: Any) -> Any:
     def reduce(self: Any) -> tuple[Any, ...]:
         return _rebuild, (native, self.__dict__.copy())
 
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        new = object.__new__(type(self))  # the compiler, which traces copies, cannot go by way of reduce
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
     body = {
+        "__deepcopy__": deepcopy,
         "__module__": __name__,
         "__reduce__": reduce,
         "__reduce_ex__": lambda self, _: reduce(self),
@@ -79,8 +87,9 @@ def _code_or_why(config: Any) -> dict[str, str] | UnsupportedSwapError:
 
 
 def _leaves_no_trace(config: Any) -> bool:
-    owns = [spec.own for spec in family_of(config).parts if spec.own is not None]
-    return any(own.leaves_no_trace(config) for own in owns)
+    parts = family_of(config).parts
+    computed = any(spec.table is not None and spec.table.computed for spec in parts)
+    return computed or any(spec.own.leaves_no_trace(config) for spec in parts if spec.own is not None)
 
 
 def _json_string(native: str, code: dict[str, str] | UnsupportedSwapError, no_trace: bool) -> str:

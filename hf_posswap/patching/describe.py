@@ -106,6 +106,8 @@ def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> Positi
             native += "".join(f", in layers of type {name}" for name in sites.main.turning if name)
     if sites.main.inside is not None:
         native = str(native_scheme(sites.main.inside, g)) + (f", {native}" if sites.table else "")
+    if len(sites.stacks) > 1:
+        native += f", in {' and '.join(stack.name for stack in sites.stacks)}; the shape is the {sites.main.name}'s"
     places = {
         "embedding": ", ".join(stack.table for stack in sites.stacks if stack.table) or "-",
         "rotary": ", ".join(sites.rotary) or "-",
@@ -272,12 +274,13 @@ def read_config(source: str | Path, **kwargs: Any) -> Any:
 def model_class_of(config: Any) -> Any:
     """Return the class that the config's checkpoint names, or the first Auto class that has one."""
     import transformers
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
     for name in config.architectures or []:
         if isinstance(getattr(transformers, name, None), type):
             return getattr(transformers, name)
-    for auto in (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel):
+    whole = (AutoModelForSeq2SeqLM,) if getattr(config, "is_encoder_decoder", False) else ()
+    for auto in (*whole, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel):
         if type(config) in auto._model_mapping:
             found = auto._model_mapping[type(config)]
             return found[0] if isinstance(found, tuple) else found

@@ -46,11 +46,16 @@ def set_logit_scale(model: Any, logit_scale: float) -> None:
     plan = _plan(model)
     old: Any = plan.scheme
     scheme = dataclasses.replace(old, logit_scale=logit_scale)  # which checks it
-    for module in target.modules():
+    for module in target.get_submodule(plan.sites.stack(_main(plan)).entry).modules():
         if isinstance(module, NoPEMechanism) and module.scheme.logit_scale is not None:
             module.scheme = dataclasses.replace(module.scheme, logit_scale=scheme.logit_scale)
-    target._posswap.plan = plan.with_schemes(dict.fromkeys(plan.schemes, scheme))
+    target._posswap.plan = plan.with_schemes({**plan.schemes, _main(plan): scheme})
     target.config.posswap = target._posswap.plan.record.to_dict()
+
+
+def _main(plan: SwapPlan) -> str:
+    """Return the name of the stack whose scheme the plan gives as its own."""
+    return list(plan.schemes)[-1]
 
 
 def _plan(model: Any) -> SwapPlan:

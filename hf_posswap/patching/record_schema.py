@@ -84,7 +84,6 @@ _ORIGINAL: dict[str, _Rule] = {
     "max_position_embeddings": _LENGTH,
     "max_target_positions": _LENGTH,
     "max_seq_len": _LENGTH,
-    "activation_function": (lambda value: isinstance(value, str), "the name of an activation function"),
     "rope_parameters": (lambda value: value is None or isinstance(value, dict), "an object or null"),
 }
 

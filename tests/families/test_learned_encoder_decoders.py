@@ -14,7 +14,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM
 
 import hf_posswap
-from hf_posswap import Blend, Learned, Rope, Sinusoidal, patch_model, patched, plan_swap, unpatch_model, verify_swap
+from hf_posswap import (
+    Blend,
+    Learned,
+    NoPE,
+    Rope,
+    Sinusoidal,
+    patch_model,
+    patched,
+    plan_swap,
+    unpatch_model,
+    verify_swap,
+)
 from hf_posswap.errors import (
     OptionError,
     PositionRangeError,
@@ -26,6 +37,7 @@ from hf_posswap.errors import (
 from hf_posswap.families import locate
 from hf_posswap.families.base import table_of
 from hf_posswap.patching.blending import finish_blend, set_blend
+from hf_posswap.patching.logit_scale import set_logit_scale
 from hf_posswap.patching.record import SwapRecord
 from tests.contract.pairs import CHANGE, NOISE, gap
 from tests.families.oracles import penalty, rotated, without_tables
@@ -176,7 +188,7 @@ def test_saved_and_loaded_it_is_the_same(name: str, swap: str, tmp_path: Path) -
     if route == "native":
         assert gap(logits(stock.from_pretrained(tmp_path / "model").eval(), source, target), expected) == 0
     else:
-        with pytest.raises((RuntimeError, KeyError, ValueError)):
+        with pytest.raises((RuntimeError, KeyError, ValueError, AttributeError)):
             stock.from_pretrained(tmp_path / "model")
         automatic = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
         assert gap(logits(automatic, source, target), expected) == 0
@@ -287,6 +299,38 @@ def test_copies_are_whole_and_come_back_alone() -> None:
     unpatch_model(twin)
     assert gap(logits(twin), logits(build("BartForConditionalGeneration"))) == 0
     assert gap(logits(model), expected) == 0
+
+
+@pytest.mark.parametrize("swap", ["rope", "alibi", "mixed"])
+def test_it_compiles_whole_and_runs_on_a_static_cache(swap: str) -> None:
+    model = swapped("BartForConditionalGeneration", swap)
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+    assert gap(logits(compiled), logits(model)) < NOISE
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PADDING}
+    static = model.generate(SOURCE, cache_implementation="static", disable_compile=True, **options)
+    assert torch.equal(static, model.generate(SOURCE, **options))
+
+
+def test_an_encoder_decoder_is_explained_whole() -> None:
+    config = build("BartForConditionalGeneration").config
+    config.architectures = None
+    found = hf_posswap.explain(config, "rope")
+    assert found.report.model == "BartForConditionalGeneration"
+    assert "in encoder and decoder" in found.report.native
+    assert found.plan is not None
+    assert list(found.plan.schemes) == ["encoder", "decoder"]
+
+
+def test_the_logit_scale_of_one_stack_leaves_the_other_alone() -> None:
+    model = build("BartForConditionalGeneration")
+    patch_model(model, {"encoder": "alibi", "decoder": NoPE(logit_scale=0.0)})
+    before = logits(model)
+    set_logit_scale(model, 0.5)
+    assert [scheme.name for scheme in model._posswap.plan.schemes.values()] == ["alibi", "nope"]
+    assert model.config.posswap["stacks"]["decoder"]["logit_scale"] == 0.5
+    assert gap(logits(model, SOURCE, words(2, LENGTH)), logits(model, SOURCE, words(2, LENGTH))) == 0
+    verify_swap(model)
+    assert gap(logits(model), before) < NOISE  # the scale begins past the original length
 
 
 def test_sdpa_equals_eager() -> None:
