@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -144,12 +145,14 @@ def families(
 
 @contextmanager
 def _warnings_off() -> Iterator[None]:
-    """Inside the block, transformers logs no warnings: tiny configs have sizes that it wonders about."""
+    """Inside the block there are no warnings: tiny models have sizes that transformers and torch wonder about."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
     logging.set_verbosity_error()
-    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
     logging.set_verbosity(before)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posswap import patch_model, unpatch_model
+from hf_posswap import patch_model, plan_swap, unpatch_model
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families import locate
 from hf_posswap.families.rope_config import config_at, parameters_of
@@ -52,19 +52,24 @@ def gap(kind: str) -> float | str:
     model = tiny_model(kind, meta=False)
     stack = locate(model).main
     ids = torch.randint(5, 90, (2, 24), generator=torch.Generator().manual_seed(0))
-    rope_type = parameters_of(config_at(model.config, stack.config), stack.turning[0])["rope_type"]
-    plain = rope_type == "default"
     try:
-        patch_model(model, "rope", site="attention")
+        plan_swap(model, "rope", site="attention")
     except UnsupportedSwapError as error:
         return str(error)
-    inside, inside_steps = run(model, ids, use_cache=False).logits, in_steps(model, ids)
-    unpatch_model(model)
-    if not plain:  # a plain RoPE is then another mechanism: compare with a plain native one
+    if parameters_of(config_at(model.config, stack.config), stack.turning[0])["rope_type"] != "default":
+        # a plain RoPE is another mechanism than its own: compare with a plain native one
         assert patch_model(model, "rope").route == "native"
-    native, native_steps = run(model, ids, use_cache=False).logits, in_steps(model, ids)
-    if inside_steps is not None and native_steps is not None:
-        torch.testing.assert_close(inside_steps, native_steps, atol=1e-4, rtol=0, msg=lambda m: f"{kind}: {m}")
+    native = run(model, ids, use_cache=False).logits
+    try:
+        native_steps = in_steps(model, ids)
+    except AttributeError:  # some caches of transformers 5.14 are not what its masks expect
+        native_steps = None
+    if getattr(model, "_posswap", None) is not None:
+        unpatch_model(model)
+    patch_model(model, "rope", site="attention")
+    inside = run(model, ids, use_cache=False).logits
+    if native_steps is not None:
+        torch.testing.assert_close(in_steps(model, ids), native_steps, atol=1e-4, rtol=0, msg=lambda m: f"{kind}: {m}")
     return float((inside - native).abs().max())
 
 

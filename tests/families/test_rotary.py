@@ -32,7 +32,7 @@ NEVER_NATIVE = {
 }
 """Swaps that no stock config of a class says. NoPE is apart: stock says it where a whole head may be rotated."""
 MAY_BE_PLUGIN = {"BambaForCausalLM", "DbrxForCausalLM"}
-"""In some transformers their config class, or rotary module, is odd about rope types: then stock cannot say the swap."""
+"""In some transformers their config class, or rotary module, is odd about rope types: stock cannot say it then."""
 NEEDS_AUDIO = {"VoxtralRealtimeForConditionalGeneration"}
 KINDS = (
     "DeepseekV3ForCausalLM",  # latent attention, interleaved
