@@ -93,7 +93,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
 
 def _parquet(path: Path) -> Any:
     try:
-        from datasets import Dataset
+        from datasets import load_dataset
     except ImportError as error:
         raise MissingDependencyError("datasets", "train") from error
-    return Dataset.from_parquet(str(path))
+    return load_dataset("parquet", data_files=str(path), split="train", streaming=True)  # not copied into a cache

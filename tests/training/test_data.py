@@ -94,6 +94,18 @@ def test_tokens_are_made_once_and_anew_when_anything_changed(tmp_path: Path, mon
     assert len(written) == 4
 
 
+def test_groups_of_any_size_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows([*TEXTS[:20], "", *TEXTS[20:]])))
+    found = []
+    for number, (count, characters) in enumerate([(256, 4_000_000), (3, 4_000_000), (256, 100)]):
+        monkeypatch.setattr(storing, "_AT_ONCE", count)
+        monkeypatch.setattr(storing, "_CHARACTERS", characters)
+        found.append(data(tmp_path / str(number), Source(str(tmp_path / "a.jsonl"))).train.stores[0])
+    for other in found[1:]:
+        assert np.array_equal(other.tokens, found[0].tokens)
+        assert np.array_equal(other.offsets, found[0].offsets)
+
+
 def _in_a_process(folder: str, queue: Any) -> None:
     found = data(Path(folder), Source(documents=60))
     queue.put((len(found.train.stores[0].tokens), int(found.train[3]["input_ids"].sum())))

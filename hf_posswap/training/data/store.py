@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -23,8 +22,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LAYOUT = 1
-_AT_ONCE = 64  # documents that are tokenized together: the fast tokenizers share them out
+# What is tokenized together: several documents, because the fast tokenizers share them out, but not a library of books.
+_AT_ONCE, _CHARACTERS = 256, 4_000_000
 _PARTS = ("train", "held_out")
+Placed = tuple[Document, bool | None]
+"""A document, and whether it is held out; None: its text decides."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,8 @@ def token_stores(
 def _write(source: Source, tokenizer: PreTrainedTokenizerBase, begin: bool, held_out: float, folder: Path) -> None:
     lengths: dict[str, list[int]] = {part: [] for part in _PARTS}
     with (folder / "train.bin").open("wb") as train, (folder / "held_out.bin").open("wb") as measured:
-        documents = source_documents(source)
-        while group := list(islice(documents, _AT_ONCE)):
+        for group in _groups(source_documents(source)):
             for (document, out), ids in zip(group, _encode(group, tokenizer, begin), strict=True):
-                if not document.text:
-                    continue
                 aside = _place(document.text) < held_out if out is None else out
                 (measured if aside else train).write(ids.tobytes())
                 lengths[_PARTS[aside]].append(len(ids))
@@ -110,9 +109,23 @@ def _write(source: Source, tokenizer: PreTrainedTokenizerBase, begin: bool, held
         np.save(folder / f"{part}.npy", np.cumsum([0, *found], dtype=np.int64))
 
 
-def _encode(
-    group: list[tuple[Document, bool | None]], tokenizer: PreTrainedTokenizerBase, begin: bool
-) -> Iterator[np.ndarray]:
+def _groups(documents: Iterator[Placed]) -> Iterator[list[Placed]]:
+    """Give the documents that hold text in groups to tokenize at once."""
+    group: list[Placed] = []
+    characters = 0
+    for document, out in documents:
+        if not document.text:
+            continue
+        if group and (len(group) == _AT_ONCE or characters + len(document.text) > _CHARACTERS):
+            yield group
+            group, characters = [], 0
+        group.append((document, out))
+        characters += len(document.text)
+    if group:
+        yield group
+
+
+def _encode(group: list[Placed], tokenizer: PreTrainedTokenizerBase, begin: bool) -> Iterator[np.ndarray]:
     texts = [document.text for document, _ in group]
     first = [tokenizer.bos_token_id] if begin and tokenizer.bos_token_id is not None else []
     for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
