@@ -1,0 +1,133 @@
+"""Attention with a bias, against attention without one and against a dense bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from hf_posswap.geometry import Geometry
+from hf_posswap.kernels.distance_bias import attend_by_distance
+from hf_posswap.kernels.made_bias import attend_made
+from hf_posswap.kernels.row_bias import attend_linear
+from hf_posswap.schemes import Fire, Kerple, T5Bias
+from hf_posswap.schemes.alibi import slopes
+from recipes.bench.harness import Case, attention_inputs, with_gradients
+
+HEADS, SCALING = 12, 0.125
+NO_BIAS, DENSE = "sdpa without bias", "dense bias"
+
+
+def cases(smoke: bool) -> Iterator[Case]:
+    """Give ALiBi, T5, KERPLE and FIRE, forward and with gradients."""
+    for length in (48,) if smoke else (1024, 2048, 4096, 8192):
+        yield from _alibi(length)
+    for length in (48,) if smoke else (2048, 4096, 8192):
+        yield _forward("T5", T5Bias(init_std=1.0), length, smoke)
+        yield _forward("KERPLE", Kerple(), length, smoke)
+    for length in (48,) if smoke else (1024, 2048, 4096):
+        yield _learned(length, smoke)
+    yield _fire(48 if smoke else 2048, smoke)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sdpa(q, k, v, is_causal=True)
+
+
+def _with_dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    length = q.shape[2]
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return sdpa(q, k, v, attn_mask=bias.masked_fill(future, -torch.inf))
+
+
+def _mechanism(scheme: Any) -> Any:
+    geometry = Geometry(768, HEADS, HEADS, 64, 12, 2048, causal=True)
+    return scheme.resolve(geometry, None).mechanism(geometry)
+
+
+def _alibi(length: int) -> Iterator[Case]:
+    inputs, slope = attention_inputs(length, HEADS), torch.tensor(slopes(HEADS))
+
+    def row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_linear(q, k, v, slope, scaling=SCALING)
+
+    yield Case(
+        f"ALiBi forward, {length}", {"ours": lambda: row(*inputs), NO_BIAS: lambda: _plain(*inputs)},
+        {NO_BIAS: 1.08}, unlike=frozenset({NO_BIAS}),
+    )  # fmt: skip
+    both = {"ours": with_gradients(row, *inputs), NO_BIAS: with_gradients(_plain, *inputs)}
+    yield Case(f"ALiBi forward and backward, {length}", both, {NO_BIAS: 1.08}, unlike=frozenset({NO_BIAS}))
+    windowed = {
+        "ours": lambda: attend_linear(*inputs, slope, scaling=SCALING, windowed=True),
+        "not windowed": lambda: row(*inputs),
+        NO_BIAS: lambda: _plain(*inputs),
+    }
+    goals = {NO_BIAS: 0.65} if length == 8192 else {}
+    yield Case(f"ALiBi windowed, {length}", windowed, goals, unlike=frozenset({NO_BIAS}))
+
+
+def _forward(name: str, scheme: Any, length: int, smoke: bool) -> Case:
+    inputs, mechanism, at = attention_inputs(length, HEADS), _mechanism(scheme), torch.arange(length)[None]
+
+    def ours() -> Tensor:
+        line = mechanism.distance_bias(at[0])
+        return attend_by_distance(*inputs, line, scaling=SCALING, causal=True)
+
+    ways: dict[str, Callable[[], Tensor]] = {"ours": ours, NO_BIAS: lambda: _plain(*inputs)}
+    if length <= 4096:
+        ways[DENSE] = lambda: _with_dense(*inputs, mechanism.bias(at, at))
+    return Case(f"{name} forward, {length}", ways, {NO_BIAS: 1.2, DENSE: 0.2}, unlike=frozenset({NO_BIAS}))
+
+
+def _learned(length: int, smoke: bool) -> Case:
+    """Return T5 with gradients, of the bias by distance too."""
+    inputs, line = attention_inputs(length, HEADS), torch.randn(HEADS, length)
+    away = (torch.arange(length)[:, None] - torch.arange(length)).clamp(min=0)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, line: Tensor) -> Tensor:
+        return attend_by_distance(q, k, v, line, scaling=SCALING, causal=True)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, line: Tensor) -> Tensor:
+        return _with_dense(q, k, v, line[:, away][None])
+
+    ways: dict[str, Callable[[], Any]] = {
+        "ours": with_gradients(ours, *inputs, line),
+        NO_BIAS: with_gradients(_plain, *inputs),
+        DENSE: with_gradients(dense, *inputs, line),
+    }
+    return Case(
+        f"learned bias forward and backward, {length}", ways, {NO_BIAS: 2.0, DENSE: 0.4}, tolerance=2e-2,
+        unlike=frozenset({NO_BIAS}), memory=None if smoke or length != 4096 else {"length": length},
+        memory_goals={DENSE: 0.1},
+    )  # fmt: skip
+
+
+def _fire(length: int, smoke: bool) -> Case:
+    ways = {way: _fire_way(way, length) for way in ("ours", DENSE)}
+    memory = None if smoke else {"length": length, "fire": 1}
+    return Case(f"FIRE forward, {length}", ways, {DENSE: 0.2}, memory=memory, memory_goals={DENSE: 0.05})
+
+
+def _fire_way(way: str, length: int) -> Callable[[], Tensor]:
+    inputs, mechanism, at = attention_inputs(length, HEADS), _mechanism(Fire()), torch.arange(length)[None]
+    if way == DENSE:
+        return lambda: _with_dense(*inputs, mechanism.bias(at, at))
+
+    def make(rows: slice, columns: slice) -> Tensor:
+        return mechanism.bias(at[:, rows], at[:, columns])
+
+    return lambda: attend_made(*inputs, make, tuple(mechanism.parameters()), None, scaling=SCALING, causal=True)
+
+
+def apart(way: str, length: int, fire: int = 0) -> Callable[[], Any]:
+    """Return what runs in a process of its own for its memory."""
+    run = _fire_way(way, length) if fire else _learned(length, True).ways[way]
+
+    def without_gradients() -> Any:
+        with torch.no_grad():
+            return run()
+
+    return without_gradients

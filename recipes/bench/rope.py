@@ -1,0 +1,41 @@
+"""Rotating queries and keys, against transformers' own way, a package's, and a plain copy."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from hf_posswap.rotary import Frequencies, cos_sin, default_inv_freq, rotate
+from recipes.bench.harness import Case, attention_inputs
+
+
+def cases(smoke: bool) -> Iterator[Case]:
+    """Give contiguous tensors, and views of a fused projection as GPT-2 has it."""
+    for length in (64,) if smoke else (1024, 8192):
+        q, k, _ = attention_inputs(length)
+        fused = torch.randn(1, length, 3, 12, 64)
+        yield _case(f"RoPE, {length} tokens", q.contiguous(), k.contiguous())
+        yield _case(f"RoPE, {length} tokens, views", fused[:, :, 0].transpose(1, 2), fused[:, :, 1].transpose(1, 2))
+
+
+def _case(name: str, q: torch.Tensor, k: torch.Tensor) -> Case:
+    length, width = q.shape[2], q.shape[3]
+    table = cos_sin(torch.arange(length)[None], Frequencies(default_inv_freq(10000.0, width)))
+    cos, sin = (torch.cat((half[:, 0], half[:, 0]), dim=-1) for half in table)
+    ways: dict[str, Callable[[], Any]] = {
+        "ours": lambda: (rotate(q, table, "half"), rotate(k, table, "half")),
+        "transformers": lambda: apply_rotary_pos_emb(q, k, cos, sin),
+        "copy": lambda: (q.clone(), k.clone()),
+    }
+    unlike = {"copy"}
+    if importlib.util.find_spec("rotary_embedding_torch") is not None:
+        from rotary_embedding_torch import RotaryEmbedding
+
+        theirs = RotaryEmbedding(dim=width)  # interleaved: another layout, the same work
+        ways["rotary-embedding-torch"] = lambda: (theirs.rotate_queries_or_keys(q), theirs.rotate_queries_or_keys(k))
+        unlike.add("rotary-embedding-torch")
+    return Case(name, ways, {"transformers": 0.75, "copy": 1.25}, tolerance=0.0, unlike=frozenset(unlike))
