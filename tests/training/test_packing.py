@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForMaskedLM
 
 from hf_posswap import patch_model
 from hf_posswap.errors import DataError
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import DataSettings, Packing, Source, TokenData, build_data, document_mask, prove_packing
+from hf_posswap.training.trainable_parts import sites_of
 from tests.training.tiny_models import WINDOW, tiny
 
 TARGET = 4 * WINDOW
@@ -52,13 +53,15 @@ def texts(folder: Path, lengths: list[int]) -> Source:
 LENGTHS = {"none": [150, 90, 30], "documents": [20, 25, 9, 150], "pose": [300, 200], "random-positions": [300, 200]}
 
 
-def built(tmp_path: Path, packing: Packing, *, causal: bool = True, lengths: list[int] | None = None) -> TokenData:
+def built(
+    tmp_path: Path, packing: Packing, *, causal: bool = True, lengths: list[int] | None = None, first_position: int = 0
+) -> TokenData:
     folder = tmp_path / "texts"
     folder.mkdir(exist_ok=True)
     source = texts(folder, (lengths or LENGTHS[packing]) * 8)
     settings = DataSettings((source,), length=WINDOW, packing=packing, cache=tmp_path / "cache", held_out=0.2)
     tokenizer = byte_tokenizer() if causal else masked_tokenizer()
-    return build_data(settings, tokenizer, causal=causal, scheme_length=TARGET)
+    return build_data(settings, tokenizer, causal=causal, scheme_length=TARGET, first_position=first_position)
 
 
 def swapped(kind: str, scheme: str | None, attention: str) -> Any:
@@ -135,6 +138,34 @@ def test_jumping_positions_attend_across_and_are_in_force(
     cut_off = {name: value for name, value in batch.items() if name != "attention_mask"}
     assert (logits(model, cut_off) - found).abs().max() > 1e-3  # what transformers makes of it without the mask
     prove_packing(model, data)
+
+
+@pytest.mark.parametrize("scheme", ["learned", "rope"])
+def test_a_model_whose_positions_begin_elsewhere(tmp_path: Path, scheme: str) -> None:
+    torch.manual_seed(3)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = RobertaConfig(
+        vocab_size=99, pad_token_id=0, max_position_embeddings=WINDOW + 1, initializer_range=0.2, **shape
+    )
+    model = RobertaForMaskedLM(config).eval()
+    patch_model(model, scheme, max_length=TARGET)
+    first = sites_of(model).first_position
+    assert first == 1
+    data = built(tmp_path, "documents", causal=False, first_position=first)
+    batch = data.collate(
+        [next(w for w in map(data.train.__getitem__, range(99)) if (w["position_ids"] == 1).sum() > 1)]
+    )
+    found = logits(model, batch)[0]
+    starts = (batch["position_ids"][0] == 1).nonzero().flatten().tolist()
+    stop = starts[1]
+    alone = logits(model, {"input_ids": batch["input_ids"][:1, :stop]})[0]
+    torch.testing.assert_close(found[:stop], alone, atol=2e-5, rtol=1e-4)
+    prove_packing(model, data)
+    jumping = built(tmp_path, "pose", causal=False, first_position=first)
+    prove_packing(model, jumping)
+    with torch.no_grad():
+        for k in range(30):
+            model(**jumping.collate([jumping.train[k]]))
 
 
 def test_the_proof_catches_a_leak_a_wall_and_positions_without_effect(tmp_path: Path) -> None:

@@ -87,10 +87,10 @@ def _border(data: TokenData) -> tuple[int, int] | None:
     """Return an item and the index in it where positions first jump, or None where no item has such a place."""
     for item in range(min(_TRIES, len(data.train))):
         window = data.train[item]
-        steps = window["position_ids"].diff() != 1
-        if data.train.packing == "documents":  # positions stand still where the window is filled up
-            steps &= window["labels"][1:].ne(-100) | window["position_ids"].diff().lt(0)
-            steps[-1:] = False
+        along = window["position_ids"].diff() == 1
+        steps = ~along
+        if data.train.packing == "documents":  # where a window is filled up, no document begins
+            steps = ~along & torch.cat((along[1:], along.new_zeros(1)))
         if steps.any():
             return item, int(steps.nonzero()[0]) + 1
     return None
