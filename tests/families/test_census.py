@@ -11,7 +11,8 @@ from transformers.models.auto import modeling_auto
 from hf_posswap.errors import UnknownNameError
 from hf_posswap.families import FAMILIES
 from hf_posswap.families.refused import REFUSED
-from hf_posswap.families.tiny import TINY_LENGTH, TINY_VOCABULARY, language_models, tiny_config, tiny_model
+from hf_posswap.families.tiny import language_models, tiny_config, tiny_model
+from hf_posswap.families.tiny_sizes import TINY_LENGTH, TINY_VOCABULARY
 from hf_posswap.patching.census import ASKED, ClassEntry, census
 
 UNBUILT = {"EncoderDecoderModel", "Gemma3nForConditionalGeneration"} | {

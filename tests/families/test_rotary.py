@@ -225,3 +225,16 @@ def test_a_saved_swap_is_loaded_again_and_by_stock_classes_where_it_is_native(
     else:
         with pytest.raises(KeyError, match="posswap"):
             type(model).from_pretrained(tmp_path)
+
+
+def test_latent_attention_takes_its_scale_along() -> None:
+    """DeepSeek-V3 reads mscale_all_dim a second time, where its attention is built: a swap changes that too."""
+    model = tiny_model("deepseek_v3", meta=False)
+    scale = model.model.layers[0].self_attn.scaling
+    plan = patch_model(model, "yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0)
+    assert plan.route == "native"
+    assert model.model.layers[0].self_attn.scaling != scale
+    assert torch.equal(logits(model), logits(stock(model)))
+    assert "model.layers.0.self_attn.scaling" in [edit.path for edit in plan.edits]
+    unpatch_model(model)
+    assert model.model.layers[0].self_attn.scaling == scale
