@@ -7,24 +7,40 @@ _HYBRID = "its attention has no positions: the recurrent layers between are what
 _RELATIVE = "relative positions are woven into its attention scores, by code of its own"
 _HASHED = "it attends to parts of a sequence that its own code chooses (windows, blocks, hashes, landmarks)"
 _SEVERAL = "it takes more than a sequence of tokens (layout, speech, several streams), each with positions of its own"
+_OWN_CODE = "its positions and its attention are code of its own, without transformers' AttentionInterface"
+_DRAFTS = "it drafts for another model and reads that model's keys, which must stay as they are"
+_THETAS = "each layer has a theta of its own, kept beside the rope parameters in config.layer_rope_theta"
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _RECURRENT),
     **dict.fromkeys(("jamba", "kimi_linear", "nemotron_h", "zamba", "nemo_speechlm"), _HYBRID),
     **dict.fromkeys(("cpmant", "funnel", "inkling_text", "inkling2_text", "longt5", "xlnet"), _RELATIVE),
+    **dict.fromkeys(("led", "longformer", "mra", "nystromformer", "pegasus_x", "reformer", "yoso"), _HASHED),
     **dict.fromkeys(
-        ("led", "longformer", "mra", "nystromformer", "pegasus_x", "reformer", "yoso"), _HASHED
+        (
+            "git",
+            "layoutlm",
+            "luke",
+            "musicgen",
+            "musicgen_decoder",
+            "musicgen_melody",
+            "musicgen_melody_decoder",
+            "seamless_m4t",
+            "seamless_m4t_v2",
+            "tapas",
+        ),
+        _SEVERAL,
     ),
-    **dict.fromkeys(("layoutlm", "luke", "tapas", "git", "seamless_m4t", "seamless_m4t_v2", "musicgen"), _SEVERAL),
-    "musicgen_melody": _SEVERAL,
+    **dict.fromkeys(("flaubert", "fsmt", "xlm"), _OWN_CODE),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFTS),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), _THETAS),
     "blt": "four stacks of layers, over bytes and over patches, each have a rotary of their own",
     "encoder-decoder": "it is made of two models of your choice: swap those, model.encoder and model.decoder",
     "fnet": "it has Fourier transforms where others have attention",
-    "gemma4_assistant": "it drafts for another model and reads that model's keys, which must stay as they are",
-    "gemma4_unified_assistant": "it drafts for another model and reads that model's keys, which must stay as they are",
-    "granite_swa": "each layer has a theta of its own, kept beside the rope parameters in config.layer_rope_theta",
-    "granitemoe_swa": "each layer has a theta of its own, kept beside the rope parameters in config.layer_rope_theta",
+    "ibert": "its position table is quantised with the rest of its weights",
+    "mobilebert": "its attention is narrower than its config's hidden size, by bottlenecks of its own",
     "perceiver": "it attends from learned latents to bytes: the table belongs to its preprocessor",
+    "prophetnet": "it predicts several tokens ahead, in streams with relative positions of their own",
     "recurrent_gemma": "its config says no length, and its attention sees a window of the last tokens alone",
 }
 """The reason by model type, as the end of a sentence that begins with the model's name."""
