@@ -114,15 +114,16 @@ def distillation_loss(
     with torch.no_grad():
         known, teacher_head = split(teacher, _teacher_inputs(given, read))
     known = known[taught[:, :read]]  # [N, E]
+    near_targets, far_targets = targets[taught], targets[beyond]
 
     def use(states: Tensor, head: Head) -> Tensor:
         def near(some: Tensor, where: slice) -> Tensor:
             with torch.no_grad():
                 wanted = teacher_head(known[where])
-            return _mixed(head(some), wanted, targets[taught][where], settings)
+            return _mixed(head(some), wanted, near_targets[where], settings)
 
         def far(some: Tensor, where: slice) -> Tensor:
-            return functional.cross_entropy(head(some).float(), targets[beyond][where], reduction="sum")
+            return functional.cross_entropy(head(some).float(), far_targets[where], reduction="sum")
 
         total = sum_in_chunks(near, states[taught], chunk) + sum_in_chunks(far, states[beyond], chunk)
         return total / (counted.sum() if num_items is None else num_items)

@@ -26,15 +26,19 @@ def inner_model(model: Any) -> Any:
     """Return the transformers model inside DDP and PEFT.
 
     Raises:
-        UnsupportedModelError: the whole model is compiled, so that its body cannot be told from its head.
+        UnsupportedModelError: the whole model is compiled, or in DataParallel: it cannot be taken apart.
     """
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError(
             f"{type(model._orig_mod).__name__} is compiled as a whole, so its head cannot be run a chunk at a time: "
             "compile its layers alone, or hold all logits at once."
         )
-    wrapped = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
-    return inner_model(model.module) if wrapped else unwrap(model)
+    if isinstance(model, nn.DataParallel):
+        raise UnsupportedModelError(
+            f"{type(model.module).__name__} is in DataParallel, whose copies cannot be taken apart: start one process "
+            "for each GPU, by torchrun or accelerate launch, or let the process see one GPU."
+        )
+    return inner_model(model.module) if isinstance(model, nn.parallel.DistributedDataParallel) else unwrap(model)
 
 
 def run_apart(model: Any, inputs: dict[str, Any], use: Callable[[Tensor, Head], Tensor]) -> Tensor:

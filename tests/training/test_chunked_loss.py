@@ -239,6 +239,8 @@ def test_what_cannot_be_taken_apart_is_refused() -> None:
         causal_loss(model, {name: inputs[name] for name in ("input_ids", "attention_mask")}, chunk=4)
     with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel is compiled as a whole"):
         causal_loss(torch.compile(model), inputs, chunk=4)
+    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel is in DataParallel, .*one process for each GPU"):
+        causal_loss(torch.nn.DataParallel(model), inputs, chunk=4)
     model.base_model_prefix = "absent"
     with pytest.raises(UnsupportedModelError, match="does not call its 'absent'"):
         causal_loss(model, inputs, chunk=4)
