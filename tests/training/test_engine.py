@@ -44,12 +44,21 @@ def plain_loop(wanted: Recipe) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
+def still(folder: Path, kind: str) -> Path:
+    """Write a model of `kind` without dropout."""
+    without = {
+        "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        "llama": (),
+    }
+    return write_model(folder, kind, **dict.fromkeys(without[kind], 0.0))
+
+
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_it_trains_as_a_plain_loop_does(tmp_path: Path, kind: str) -> None:
     more = {"objective": {"kind": "masked"}, "swap": {"max_length": 64}} if kind == "bert" else {}
     settings = ("optimizer.weight_decay=0.1", "objective.chunk=16")
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} if kind == "bert" else {}
-    write_model(tmp_path / kind, kind, **still)
+    still(tmp_path / kind, kind)
     expected = plain_loop(recipe(tmp_path, *settings, kind=kind, **more))
     found = weights_of(trained(tmp_path, *settings, kind=kind, **more))
     moved = 0
@@ -239,3 +248,35 @@ def test_the_same_recipe_twice_gives_the_same_weights(tmp_path: Path) -> None:
     one = trained(tmp_path)
     other = trained(tmp_path, "out=" + str(tmp_path / "again"))
     assert_same_weights(one, other)
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_alike(tmp_path: Path) -> None:
+    kind = "gpt2"
+    settings = ("optimizer.learning_rate=1e-3", "optimizer.steps=3", "save.every=9")
+    plain = trained(tmp_path, *settings, kind=kind, model={"name": str(still(tmp_path / "still", kind))})
+    compiled = ("compute.compile=true", f"out={tmp_path / 'compiled'}", f"model.name={tmp_path / 'still'}")
+    done = trained(tmp_path, *settings, *compiled, kind=kind)
+    assert "2 layers are compiled, each by itself" in done.report["phases"][0]["gates"]
+    assert done.report["phases"][0]["last_loss"] == pytest.approx(plain.report["phases"][0]["last_loss"], abs=1e-4)
+    assert hf_posswap.load(done.model).config.posswap["scheme"]["name"] == "rope"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [("compute.checkpointing=true",), ("compute.checkpointing=true", "compute.offload=true"), ("compute.workers=1",)],
+)
+def test_how_it_is_computed_has_no_part_in_the_weights(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    folder = still(tmp_path / "still", "llama")
+    one = trained(tmp_path, f"model.name={folder}", "optimizer.steps=2", kind="llama")
+    other = trained(
+        tmp_path, f"model.name={folder}", "optimizer.steps=2", *settings, f"out={tmp_path / 'other'}", kind="llama"
+    )
+    assert_same_weights(one, other)
+
+
+def test_bfloat16_computes_and_keeps_float32_weights(tmp_path: Path) -> None:
+    done = trained(tmp_path, "optimizer.precision=bfloat16", "optimizer.steps=20", "save.every=20", kind="llama")
+    assert {weight.dtype for weight in weights_of(done).values()} == {torch.float32}
+    phase = done.report["phases"][0]
+    assert phase["last_loss"] < phase["first_loss"] - 0.3

@@ -112,7 +112,7 @@ class ComputeSettings:
         device: auto: a GPU where there is one.
         checkpointing: make activations again in the backward, instead of keeping them.
         offload: keep the checkpointed activations in the memory of the CPU.
-        compile: the model by torch.compile.
+        compile: each layer by torch.compile.
         workers: processes that prepare batches.
     """
 

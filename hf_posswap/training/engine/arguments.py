@@ -40,7 +40,6 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         seed=optimizer.seed,
         data_seed=recipe.data.seed,
         use_cpu=on_cpu(recipe),
-        torch_compile=compute.compile,
         dataloader_num_workers=compute.workers,
         dataloader_pin_memory=not on_cpu(recipe),
         train_sampling_strategy="sequential",

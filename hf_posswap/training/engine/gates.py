@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_posswap.errors import PositionRangeError, TrainingError
+from hf_posswap.errors import PositionRangeError, TrainingError, UnsupportedModelError
 from hf_posswap.patching.plan import SwapPlan
+from hf_posswap.training.chunked_loss import causal_loss, masked_loss
 from hf_posswap.training.engine.objectives import whole_loss
 
 _ROWS = 2
+_CHUNK = 512
 _SHORT_WINDOWS = 8
 _NONE, _SOME, _UNIFORM = 0.25, 1.5, 1.5
 """Nats above the unswapped model's loss that a plan predicts: without need of training, with; and above guessing."""
@@ -56,9 +58,17 @@ def probe(model: Any, batch: dict[str, Any], *, causal: bool, plain: int | None 
     model.eval()
     try:
         with torch.no_grad():
-            return float(whole_loss(model, rows, None, causal=causal))
+            return float(_loss(model, rows, causal))
     finally:
         model.train(training)
+
+
+def _loss(model: Any, rows: dict[str, Any], causal: bool) -> Tensor:
+    """Return the loss with the logits of some tokens at a time; of models that cannot do so, with all logits."""
+    try:
+        return (causal_loss if causal else masked_loss)(model, rows, chunk=_CHUNK)
+    except UnsupportedModelError:
+        return whole_loss(model, rows, None, causal=causal)
 
 
 def check_positions(batch: dict[str, Any], length: int, reach: int, first: int, *, unbounded: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from hf_posswap.checkpoints import load
 from hf_posswap.errors import CheckpointError
 from hf_posswap.families.base import locate
 from hf_posswap.patching.apply import patch_model
-from hf_posswap.patching.plan import SwapPlan, plan_swap
+from hf_posswap.patching.plan import SwapPlan, plan_swap, unwrap
 from hf_posswap.patching.verify import verify_swap
 from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.schemes.blend import Blend
@@ -29,6 +31,9 @@ from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
 from hf_posswap.training.engine.services import Services
 from hf_posswap.training.engine.weights import load_weights
 from hf_posswap.training.trainable import prepare_trainable
+
+_PROBED = 4096
+"""Most tokens of a window that the gates read."""
 
 
 @dataclass
@@ -82,17 +87,18 @@ def prepare(
     length = _max_length(recipe, scheme, has_table=sites.geometry.base is None)
     plan = None if scheme is None else plan_swap(model, scheme, max_length=length, site=recipe.swap.site)
     refuse_silent_errors(recipe, plan.scheme if plan else None, launch)
-    reach = plan.max_length if plan else window
-    first_position = sites.first_position
-    data = build_data(recipe.data, tokenizer, causal=causal, scheme_length=reach, first_position=first_position)
-    batch = data.collate([data.train[i] for i in range(2)])
-    check_token_ids(model, batch["input_ids"].numpy())
-    unbounded = bool(plan and plan.unbounded) or (plan is None and sites.table is None)
-    check_positions(batch, recipe.data.length, reach, first_position, unbounded=unbounded)
+    data = build_data(
+        recipe.data,
+        tokenizer,
+        causal=causal,
+        scheme_length=plan.max_length if plan else window,
+        first_position=sites.first_position,
+    )
+    _place(model, recipe, launch, services)
+    batch = _first_batch(recipe, model, data, plan, sites)
     short = short_windows(data.held_out, window)
-    short_batch = {"input_ids": short, "labels": short}
     before = FirstLoss(probe(model, batch, causal=causal, plain=window), model.config.get_text_config().vocab_size)
-    short_before = probe(model, short_batch, causal=causal) if causal else 0.0
+    short_before = probe(model, {"input_ids": short, "labels": short}, causal=True) if causal else 0.0
     if scheme is not None:
         plan = patch_model(model, scheme, max_length=length, site=recipe.swap.site)
     said = [] if plan is None else [f"swap verified: {', '.join(verify_swap(model).checks)}"]
@@ -101,16 +107,53 @@ def prepare(
         said.append(check_first_loss(loss, plain, before, plan, recipe.gates.start_above))
         prove_packing(model, data)
         said.append(f"data.packing {recipe.data.packing} proved on one batch")
-    wants_teacher = recipe.objective.kind in ("distill", "embedding")
-    teacher = make_teacher(model) if wants_teacher else None
+    teacher = make_teacher(model) if recipe.objective.kind in ("distill", "embedding") else None
     model = prepare_trainable(model, recipe.train)
     if weights is not None:
         load_weights(model, weights)
     chunk, note = chosen_chunk(recipe, model, batch, causal=causal)
-    said += [note] if note else []
-    said.append(_check_memory(recipe, model, launch, services, chunk))
+    said += [*([note] if note else []), _check_memory(recipe, model, launch, services, chunk)]
+    if recipe.compute.compile:
+        said.append(f"{compile_layers(model, sites.attention)} layers are compiled, each by itself")
     objective = make_objective(recipe.objective, causal=causal, teacher=teacher, window=window, chunk=chunk)
     return Prepared(model, tokenizer, data, objective, plan, short, short_before, said)
+
+
+def _place(model: Any, recipe: Recipe, launch: Launch, services: Services) -> None:
+    """Put `model` on its GPU, so that the gates are quick, where it is to lie there whole and fits."""
+    if on_cpu(recipe) or launch.shards or not torch.cuda.is_available():
+        return
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    free = services.free_bytes(device) if services.free_bytes else None
+    if free is None or sum(p.numel() * p.element_size() for p in model.parameters()) < free:
+        model.to(device)
+
+
+def _first_batch(recipe: Recipe, model: Any, data: TokenData, plan: SwapPlan | None, sites: Any) -> dict[str, Any]:
+    """Return the beginning of the first two windows as a batch, after tokens and positions have been checked."""
+    items = [data.train[item] for item in range(2)]
+    whole = data.collate(items)
+    check_token_ids(model, whole["input_ids"].numpy())
+    unbounded = plan.unbounded if plan else sites.table is None
+    reach = plan.max_length if plan else sites.geometry.original_length
+    check_positions(whole, recipe.data.length, reach, sites.first_position, unbounded=unbounded)
+    return data.collate([{name: values[:_PROBED] for name, values in item.items()} for item in items])
+
+
+def compile_layers(model: Any, attention: tuple[str, ...]) -> int:
+    """Have torch.compile compile each layer of `model` when it first runs, and return how many there are.
+
+    Layers alone, so that the loss can still run body and head apart, and equal layers are compiled once.
+
+    Args:
+        model: or a PEFT model around it.
+        attention: paths of its attention modules, each in a layer of its own.
+    """
+    inner = unwrap(model)
+    paths = {re.sub(r"(\.\d+)\..*", r"\1", path) for path in attention}
+    for path in sorted(paths):
+        inner.get_submodule(path).compile()
+    return len(paths)
 
 
 def load_model(recipe: Recipe) -> tuple[Any, Any]:
