@@ -1,0 +1,46 @@
+"""The models that the benchmarks run, with random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_posswap import patch_model
+
+
+def gpt2(smoke: bool, *, scheme: str | None = None, positions: int = 4096) -> Any:
+    """Return a GPT-2 of the size of "small", its position table replaced by `scheme` where one is given."""
+    torch.manual_seed(0)
+    shape = {"n_embd": 48, "n_layer": 2, "n_head": 4} if smoke else {}
+    config = GPT2Config(
+        n_positions=positions, vocab_size=512, bos_token_id=0, eos_token_id=0, attn_pdrop=0.0, embd_pdrop=0.0,
+        resid_pdrop=0.0, **shape,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).eval()
+    if scheme is not None:
+        patch_model(model, scheme)
+    return model
+
+
+def gpt_neox(smoke: bool, positions: int = 4096) -> Any:
+    """Return a GPT-NeoX of the size of GPT-2 small: the same work with rotary positions of its own."""
+    torch.manual_seed(0)
+    width, layers, heads = (48, 2, 4) if smoke else (768, 12, 12)
+    config = GPTNeoXConfig(
+        vocab_size=512, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=4 * width, max_position_embeddings=positions, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPTNeoXForCausalLM(config).eval()
+
+
+def llama(smoke: bool, vocabulary: int = 32_000) -> Any:
+    """Return a Llama of 11 million parameters with a large vocabulary."""
+    torch.manual_seed(0)
+    width, layers = (32, 1) if smoke else (256, 4)
+    config = LlamaConfig(
+        vocab_size=64 if smoke else vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=4, intermediate_size=3 * width, max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
