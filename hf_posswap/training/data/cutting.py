@@ -78,19 +78,26 @@ def pack_pieces(cut: Cut, size: int, *, around: int = 0) -> Cut:
         >>> [sorted(length for _, length, _ in packed.pieces(w)) for w in range(len(packed))]
         [[3, 5], [2, 3]]
     """
-    rooms: list[tuple[int, int]] = []  # what is left in each open window, sorted, and which window that is
+    rooms: list[int] = []  # what is left in open windows: each size once, sorted
+    having: dict[int, list[int]] = {}  # the open windows that have so much left
     held: list[list[int]] = []
     for piece in np.argsort(-cut.lengths, kind="stable").tolist():
         needed = int(cut.lengths[piece]) + around
-        best = bisect_left(rooms, (needed, -1))
+        best = bisect_left(rooms, needed)
         if best == len(rooms):
             window, room = len(held), size
             held.append([])
         else:
-            room, window = rooms.pop(best)
+            room = rooms[best]
+            window = having[room].pop()
+            if not having[room]:
+                del rooms[best], having[room]
         held[window].append(piece)
-        if room - needed >= LEAST + around:  # what no piece fits into is closed
-            insort(rooms, (room - needed, window))
+        left = room - needed
+        if left >= LEAST + around:  # what no piece fits into is closed
+            if left not in having:
+                insort(rooms, left)
+            having.setdefault(left, []).append(window)
     order = np.array([piece for pieces in held for piece in pieces], dtype=np.int64)
     windows = np.cumsum([0, *map(len, held)], dtype=np.int64)
     return Cut(cut.starts[order], cut.lengths[order], cut.ends[order], windows, cut.left)
