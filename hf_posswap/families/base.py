@@ -73,6 +73,7 @@ class StackSpec:
         table: where the learned table is; None: no table.
         heads: the config value that counts its query heads, which are as many as its key heads; None: the usual ones.
         causal: whether a query sees only its past; None: what its attention modules say.
+        layers_share: whether layers share their weights, attention modules and all.
         own: what is peculiar to its attention; None: nothing is.
     """
 
@@ -82,6 +83,7 @@ class StackSpec:
     table: TableSpec | None = None
     heads: str | None = None
     causal: bool | None = None
+    layers_share: bool = False
     own: OwnAttention | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_posswap.families.base import Family, TableSpec, register
+from hf_posswap.families.base import Family, StackSpec, TableSpec, register
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -68,7 +68,13 @@ register(
         name="albert",
         summary="ALBERT: learned table, encoder whose layers share their weights",
         model_types=("albert",),
-        table=TableSpec(_TABLE, buffers=_BUFFERS),
-        attention="encoder.albert_layer_groups.*.albert_layers.*.attention",
+        stacks=(
+            StackSpec(
+                name="",
+                attention="encoder.albert_layer_groups.*.albert_layers.*.attention",
+                table=TableSpec(_TABLE, buffers=_BUFFERS),
+                layers_share=True,
+            ),
+        ),
     )
 )

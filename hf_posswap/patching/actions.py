@@ -63,7 +63,7 @@ class RestoreChild:
             for parameter in self.module.parameters():
                 parameter.data = parameter.data.to(substitute.dtype)
             if "weights" in dict(self.module.named_buffers(recurse=False)):  # a table that is computed
-                self.module.weights = self.module.weights.to(substitute.dtype)  # type: ignore[operator]
+                self.module.weights = self.module.weights.to(substitute.dtype)
         model.set_submodule(self.path, self.module)
 
 

@@ -368,6 +368,11 @@ class Planner:
                 f"the last {seen} keys in every layer. What works: a smaller window."
             )
         mechanism, memo = self.scheme.mechanism(self.geometry), ForwardMemo(drops_bias=bool(self._rows))
+        if self.stack.spec.layers_share and mechanism.for_layer(0) is not mechanism:
+            raise UnsupportedSwapError(
+                f"{self.scheme.name} gives layers different positions, and those of {type(self.model).__name__} share "
+                "their attention modules. What works: one scheme for all layers."
+            )
         if _turns(mechanism) and self.stack.rotary and self.geometry.layout is None:
             raise UnsupportedSwapError(
                 f"how {type(self.model).__name__} pairs its rotary dimensions is unknown, so {self.scheme.name} cannot "

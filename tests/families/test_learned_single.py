@@ -233,6 +233,11 @@ def test_a_length_that_changes_other_weights_is_no_native_swap(tmp_path: Path) -
         transformers.DebertaForMaskedLM.from_pretrained(tmp_path / "model")
 
 
+def test_layers_that_share_their_weights_have_one_scheme() -> None:
+    with pytest.raises(UnsupportedSwapError, match="per_layer gives layers different positions, and those of Albert"):
+        patch_model(build("AlbertForMaskedLM"), {0: "nope"})
+
+
 @pytest.mark.parametrize("name", [*CLOSED, "TrOCRForCausalLM"])
 def test_closed_attention_is_refused_with_what_works(name: str) -> None:
     model = build(name)
