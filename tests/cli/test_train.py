@@ -17,6 +17,8 @@ from hf_posswap.cli.training import nll_at_lengths, train
 from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.keys import keys_of
+from hf_posswap.training.config.load import to_dict
+from tests.checkpoints.loopback import TOKEN, running
 from tests.cli.conftest import Posswap
 from tests.training.engine_runs import recipe
 from tests.training.tiny_models import tiny
@@ -58,6 +60,25 @@ def test_a_training_and_the_same_command_again(tmp_path: Path, posswap: Posswap)
     again = posswap("train", "-c", path, f"out={out}", "optimizer.steps=4")
     assert again.returncode == 4
     assert "finished (optimizer.steps: 3, now 4)" in " ".join(again.stderr.split())
+
+
+@pytest.mark.slow
+def test_the_finished_model_is_pushed_without_a_path_of_this_machine(tmp_path: Path, posswap: Posswap) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(to_dict(recipe(tmp_path, "data.packing=pose", "watch.evaluate_lengths=[32]"))))
+    with running(use_lfs=False) as hub:
+        online = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+        hub.faults["commit"] = [403]
+        failed = posswap("train", "-c", path, "save.push=me/tiny", **online)
+        assert failed.returncode == 4, failed.stderr
+        assert (tmp_path / "run" / "report.md").is_file()
+        run = posswap("train", "-c", path, "save.push=me/tiny", **online)
+        assert run.returncode == 0, run.stderr
+        files = hub.files("me/tiny")
+    assert {"config.json", "model.safetensors", "README.md"} <= files.keys()
+    assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
+    assert b"nll_32" in files["README.md"]
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["pushed"].startswith(hub.url)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hf_posswap.checkpoints import load, push
 from hf_posswap.files import read_json, write_json, write_text
@@ -13,6 +16,7 @@ from hf_posswap.patching.verify import verify_swap
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.data import build_data
+from hf_posswap.training.engine.arguments import on_cpu
 from hf_posswap.training.engine.log import RunLog
 from hf_posswap.training.engine.phase import LOG, PhaseResult, Run
 from hf_posswap.training.engine.picture import draw_losses
@@ -23,7 +27,7 @@ REPORT = "report.json"
 def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -> dict[str, Any]:
     """Prove and measure the saved model, write the report, push where that is asked for; return the report.
 
-    Where all that was done before, the report that is there is returned.
+    What was done before is not done again; a push that failed is.
 
     Args:
         recipe: as a whole.
@@ -31,9 +35,18 @@ def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) ->
         results: of its phases.
         saved: folder of the finished model.
     """
-    if (run.folder / REPORT).is_file():
-        report: dict[str, Any] = read_json(run.folder / REPORT)
-        return report
+    path = run.folder / REPORT
+    report: dict[str, Any] = read_json(path) if path.is_file() else _report(recipe, run, results, saved)
+    if recipe.save.push is not None and "pushed" not in report:
+        report["pushed"] = _push(recipe, saved, report)
+        _write(run, report)
+    for line in as_markdown(report).splitlines():
+        run.say(line)
+    return report
+
+
+def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -> dict[str, Any]:
+    """Prove and measure the saved model, and write what came of the run: it is there before anything is pushed."""
     model = load(saved, dtype="auto")
     swapped = getattr(unwrap(model), "_posswap", None) is not None
     report = {
@@ -45,17 +58,16 @@ def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) ->
         "verified": verify_swap(model).checks if swapped else {},
         "nll": _nll(recipe, run, model),
     }
-    pushed = _push(recipe, saved, report)
-    if pushed:
-        report["pushed"] = pushed
     curves = [(r.name or "training", RunLog(run.folder / r.name / LOG).entries()) for r in results]
     if recipe.watch.picture and any("loss" in entry for _, entries in curves for entry in entries):
         draw_losses(curves, run.folder / "loss.png", below=f"{recipe.model.name}, {_swap_in_words(report)}")
+    _write(run, report)
+    return report
+
+
+def _write(run: Run, report: dict[str, Any]) -> None:
     write_text(run.folder / "report.md", as_markdown(report))
     write_json(run.folder / REPORT, report)
-    for line in as_markdown(report).splitlines():
-        run.say(line)
-    return report
 
 
 def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
@@ -67,17 +79,44 @@ def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
 
     assert run.services.evaluate is not None
     words = recipe.model.tokenizer or recipe.model.name
-    data = build_data(recipe.data, AutoTokenizer.from_pretrained(words), causal=True, scheme_length=recipe.data.length)
+    plain = dataclasses.replace(recipe.data, packing="none")  # whole documents are read, however training cut them
+    data = build_data(plain, AutoTokenizer.from_pretrained(words), causal=True, scheme_length=plain.length)
+    if not on_cpu(recipe):
+        model.to("cuda" if torch.cuda.is_available() else "mps")
     found = run.services.evaluate(model, data.held_out, watch.evaluate_lengths, watch.evaluate_documents)
     return {str(length): found.get(length) for length in watch.evaluate_lengths}
 
 
 def _push(recipe: Recipe, saved: Path, report: dict[str, Any]) -> str | None:
-    if recipe.save.push is None:
-        return None
+    assert recipe.save.push is not None
     measured = {f"nll_{length}": nll for length, nll in report["nll"].items() if nll is not None}
-    done = push(saved, recipe.save.push, private=recipe.save.private, recipe=report["recipe"], results=measured or None)
+    base = None if Path(recipe.model.name).expanduser().exists() else recipe.model.name
+    done = push(
+        saved,
+        recipe.save.push,
+        private=recipe.save.private,
+        base_model=base,
+        recipe=public_recipe(recipe),
+        results=measured or None,
+    )
     return done.url
+
+
+def public_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Return what others may know of `recipe`: no path of this machine, and nothing of how it was watched and kept."""
+    held = to_dict(recipe)
+    public = {name: held[name] for name in ("model", "swap", "data", "train", "objective", "optimizer", "stages")}
+    del public["data"]["cache"]
+    for owner, name in [(public["model"], "name"), (public["model"], "tokenizer")]:
+        owner[name] = _without_folder(owner[name])
+    for source in public["data"]["sources"]:
+        source["path"] = _without_folder(source["path"])
+    return public
+
+
+def _without_folder(name: str | None) -> str | None:
+    path = None if name is None else Path(name).expanduser()
+    return name if path is None or not path.exists() else path.name
 
 
 def as_markdown(report: dict[str, Any]) -> str:
