@@ -231,8 +231,9 @@ def posswap_attention(
         return found, None
     if call.mechanism.splits:
         return _in_pieces(call, module, native._attn_implementation, query, key, value, attention_mask, kwargs)
-    bias = call.bias()
-    if bias is not None:
+    if native._attn_implementation == "flex_attention" and call.mechanism.slopes is not None:
+        kwargs = {**kwargs, "position_bias": backends.penalty(call.mechanism, call.span, len(query))}
+    elif (bias := call.bias()) is not None:
         attention_mask, kwargs = _with_bias(
             bias, attention_mask, kwargs, native._attn_implementation, module, query, key
         )

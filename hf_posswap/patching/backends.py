@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_posswap.errors import NotPatchedError, OptionError, UnsupportedSwapError
 from hf_posswap.kernels import fused
 from hf_posswap.kernels.distance_bias import attend_by_distance
+from hf_posswap.kernels.flex import Penalty
 from hf_posswap.kernels.made_bias import attend_made
 from hf_posswap.kernels.merge import attend_regions, mergeable
 from hf_posswap.kernels.row_bias import attend_linear
@@ -211,6 +212,13 @@ def _merge(request: Request, pieces: Callable[[], tuple[Piece, ...]]) -> Tensor:
         (piece.rotate_query(request.query, 0, length), piece.rotate_key(request.key, 0, length)) for piece in pieces()
     ]
     return attend_regions(pairs, request.value, regions, scaling=request.scaling)
+
+
+def penalty(mechanism: Mechanism, span: Span, batch: int) -> Penalty:
+    """Return what flex_attention adds to its scores for slopes, for `batch` rows; any mask, any positions."""
+    assert mechanism.slopes is not None
+    slopes = mechanism.slopes.to(span.query.device)
+    return Penalty(slopes, span.query.expand(batch, -1), span.key.expand(batch, -1))
 
 
 _RUN: dict[str, Callable[[Request, Any], Tensor]] = {
