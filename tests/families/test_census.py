@@ -74,6 +74,7 @@ def test_rotary_classes_are_native_or_known_exceptions(everything: list[ClassEnt
     exceptions = {entry.name for entry in rotary if entry.routes["rope"] != "native"}
     assert len(rotary) >= 115
     assert exceptions <= {
+        "DbrxForCausalLM",  # whose config transformers 5.14 cannot read back
         # interleaved by tables of their own, which no rotary module holds
         "CodeGenForCausalLM",
         "GPTJForCausalLM",
