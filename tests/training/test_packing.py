@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForMaske
 from hf_posswap import patch_model
 from hf_posswap.errors import DataError
 from hf_posswap.training import byte_tokenizer
-from hf_posswap.training.data import DataSettings, Packing, Source, TokenData, build_data, document_mask, prove_packing
+from hf_posswap.training.data import (
+    Collate,
+    DataSettings,
+    Packing,
+    Source,
+    TokenData,
+    build_data,
+    document_mask,
+    prove_packing,
+)
 from hf_posswap.training.trainable_parts import sites_of
 from tests.training.tiny_models import WINDOW, tiny
 
@@ -207,6 +217,15 @@ def test_padding_is_masked_and_not_counted(tmp_path: Path) -> None:
     assert (short["labels"][1:n] == short["input_ids"][1:n]).all()
     alone = {"input_ids": short["input_ids"][None, :n], "labels": short["input_ids"][None, :n]}
     torch.testing.assert_close(model(**data.collate([short])).loss, model(**alone).loss)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_documents_of_an_encoder_in_bfloat16(tmp_path: Path, attention: str) -> None:
+    model = swapped("bert", "rope", attention).to(torch.bfloat16)
+    data = built(tmp_path, "documents", causal=False)
+    with pytest.raises(DataError, match=r"mask of packed documents is torch.float32, .* computes in torch.bfloat16"):
+        prove_packing(model, data)
+    prove_packing(model, dataclasses.replace(data, collate=Collate(False, torch.bfloat16)))
 
 
 def test_a_document_mask_is_the_definition() -> None:

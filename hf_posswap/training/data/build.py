@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hf_posswap.errors import DataError
@@ -52,6 +53,7 @@ def build_data(
     causal: bool,
     scheme_length: int,
     first_position: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> TokenData:
     """Return what to train on. Documents are tokenized whole, once; later calls find the tokens in the cache.
 
@@ -62,6 +64,7 @@ def build_data(
         scheme_length: positions the swapped model is meant for, `SwapPlan.max_length`: "pose" and "random-positions"
             reach up to it.
         first_position: what the model's `position_ids` call position 0, `Sites.first_position`.
+        dtype: of the model's weights: the mask of an encoder's packed documents must have it.
 
     Raises:
         DataError: a source cannot be read or has no window, the window is longer than `scheme_length`, or the
@@ -106,7 +109,7 @@ def build_data(
         count=sum(map(len, cuts)),
     )
     measured_documents = [document for part in held_out for document in part[:]]
-    return TokenData(train, Collate(causal), measured_documents, _summary(settings, stores, held_out, cuts))
+    return TokenData(train, Collate(causal, dtype), measured_documents, _summary(settings, stores, held_out, cuts))
 
 
 def _check_length(settings: DataSettings, target: int) -> None:

@@ -36,6 +36,12 @@ def prove_packing(model: Any, data: TokenData) -> None:
         return
     batch, border = _around_border(data, *found)
     batch = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.is_floating_point() and mask.dtype != model.dtype:
+        raise DataError(
+            f"packing {packing!r}: the mask of packed documents is {mask.dtype}, and {type(model).__name__} computes "
+            f"in {model.dtype}: give build_data that dtype."
+        )
     with _measuring(model):
         problem = (_not_apart if packing == "documents" else _not_jumping)(model, batch, border)
     if problem is not None:

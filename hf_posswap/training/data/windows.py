@@ -133,30 +133,33 @@ class Collate:
 
     Attributes:
         causal: whether the model predicts the next token.
+        dtype: of the mask of an encoder's packed documents.
     """
 
     causal: bool
+    dtype: torch.dtype = torch.float32
 
     def __call__(self, items: list[dict[str, Tensor]]) -> dict[str, Any]:
         """Return arguments of the model's forward, [B, L] each.
 
         Packed documents are told apart by their positions where the model is causal: transformers then makes the mask
-        itself, as long as there is neither a mask nor a cache. Encoders get the mask, [B, 1, L, L] float32: 0 within
+        itself, as long as there is neither a mask nor a cache. Encoders get the mask, [B, 1, L, L]: 0 within
         a document and the least number elsewhere, which every implementation of attention adds.
         """
         batch: dict[str, Any] = {name: torch.stack([item[name] for item in items]) for name in items[0]}
         if self.causal:
             batch["use_cache"] = False
         elif "attention_mask" not in batch:
-            batch["attention_mask"] = document_mask(batch["position_ids"])
+            batch["attention_mask"] = document_mask(batch["position_ids"], self.dtype)
         return batch
 
 
-def document_mask(positions: Tensor) -> Tensor:
-    """Return what to add to the scores of packed documents, float32 [B, 1, L, L].
+def document_mask(positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return what to add to the scores of packed documents, [B, 1, L, L].
 
     Args:
         positions: that begin anew with each document, [B, L].
+        dtype: of the scores.
 
     Example:
         >>> (document_mask(torch.tensor([[0, 1, 0]])) == 0).int().tolist()
@@ -166,4 +169,4 @@ def document_mask(positions: Tensor) -> Tensor:
     begins[:, 1:] = positions.diff() != 1
     document = begins.cumsum(-1)  # [B, L]
     same = document[:, None, :, None] == document[:, None, None, :]  # [B, 1, L, L]
-    return torch.where(same, 0.0, torch.finfo(torch.float32).min)
+    return torch.zeros(same.shape, dtype=dtype).masked_fill_(~same, torch.finfo(dtype).min)

@@ -93,6 +93,7 @@ def prepare(
         causal=causal,
         scheme_length=plan.max_length if plan else window,
         first_position=sites.first_position,
+        dtype=model.dtype,
     )
     _place(model, recipe, launch, services)
     batch = _first_batch(recipe, model, data, plan, sites)
