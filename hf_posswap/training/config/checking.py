@@ -70,11 +70,6 @@ def _objective(recipe: Recipe) -> Iterator[str]:
     objective = recipe.objective
     if objective.chunk < 0:
         yield f"objective.chunk: expected a number of tokens from 0, got {objective.chunk}."
-    distill = objective.distill
-    if not 0 < distill.weight <= 1:
-        yield f"objective.distill.weight: expected a share above 0 and up to 1, got {distill.weight}."
-    if not distill.temperature > 0:
-        yield f"objective.distill.temperature: expected a number above 0, got {distill.temperature}."
     if objective.kind in ("distill", "embedding") and recipe.data.packing not in ("none", "documents"):
         yield (
             f"objective.kind: {objective.kind} has the unswapped model read the same windows, and with data.packing "
