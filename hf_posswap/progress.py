@@ -74,12 +74,12 @@ class Task:
             shown = {"count": f"{done}/{self.total}", "rate": "", "loss": ""}
             self.progress.reset(self.bar, completed=self._skipped, **shown)  # type: ignore[arg-type]
 
-    def advance(self, tokens: int, loss: float | None = None, cost: float = 1.0) -> None:
-        """Count one step of `tokens` tokens, with its loss where it has one, and its part of the work."""
+    def advance(self, tokens: int, loss: float | None = None, cost: float = 1.0, more: str = "") -> None:
+        """Count one step of `tokens` tokens, with its loss where it has one, its part of the work, and `more` to say."""
         self.done, self.tokens, self._spent = self.done + 1, self.tokens + tokens, self._spent + cost
         now = time.monotonic()
         rate = f"{self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s"
-        said = "" if loss is None else f"  loss {loss:.3f}"
+        said = ("" if loss is None else f"  loss {loss:.3f}") + (more and f"  {more}")
         if self.progress is not None and self.bar is not None:
             completed, count = self._skipped + self._spent, f"{self.done}/{self.total}"
             self.progress.update(self.bar, completed=completed, count=count, rate=rate, loss=said)

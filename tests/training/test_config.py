@@ -159,7 +159,7 @@ IMPOSSIBLE = [
     ({"swap": {"scheme": "rope", "gradual_steps": 2}, "train": {"what": "lora"}}, r"gradual_steps: .* adapters"),
     ({"objective": {"chunk": -1}}, r"objective.chunk: expected a number of tokens from 0, got -1"),
     ({"objective": {"distill": {"weight": 2}}}, r"objective.distill: distill: weight .* got 2"),
-    ({"objective": {"distill": {"temperature": 0}}}, r"objective.distill: distill: temperature is a number above 0, got 0"),
+    ({"objective": {"distill": {"temperature": 0}}}, r"objective.distill: distill: temperature .* got 0"),
     ({"objective": {"kind": "distill"}, "data": {"packing": "pose"}}, r"use none or documents"),
     ({"optimizer": {"learning_rate": 0}}, r"optimizer.learning_rate: expected a number above 0, got 0"),
     ({"optimizer": {"steps": 0, "warmup": 0}}, r"optimizer.steps: expected at least 1, got 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from transformers import set_seed
 
 import hf_posswap
 from hf_posswap.errors import CheckpointError, ConfigError, UnsupportedSwapError
+from hf_posswap.progress import Reporter
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
 from hf_posswap.training.engine.preparing import prepare
@@ -102,6 +105,15 @@ def test_the_log_the_report_and_the_model_are_left_behind(tmp_path: Path) -> Non
     assert model.config.posswap["scheme"]["name"] == "rope"
     assert model.config.use_cache is True
     assert model(torch.zeros((1, 200), dtype=torch.long)).logits.shape == (1, 200, 300)
+
+
+def test_a_terminal_shows_speed_loss_rate_time_and_memory(tmp_path: Path) -> None:
+    screen = Console(file=io.StringIO(), force_terminal=True, width=200, legacy_windows=False)
+    trained(tmp_path, services=Services(reporter=Reporter(screen)))
+    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"training .* 6/6 .* tokens/s  loss \d\.\d{3}  lr 0\.\d+  [\d.]+ [MG]iB .*\d:\d\d:\d\d", shown)
+    assert "swap verified: edits" in shown
+    assert "# Swapped to rope, for 256 tokens" in shown
 
 
 def test_what_is_done_is_not_done_again_and_another_training_is_refused(tmp_path: Path) -> None:
@@ -230,6 +242,12 @@ CONTEXT, ULYSSES = Launch(8, fsdp=2, context=4), Launch(8, deepspeed=3, ulysses=
             r"gradual swap cannot be ended where weights",
         ),
         (hf_posswap.Rope(), ("train.what=new_rows",), Launch(8, deepspeed=3), r"new_rows masks rows of a gradient"),
+        (
+            hf_posswap.Rope(),
+            ("watch.evaluate_every=2", "watch.evaluate_lengths=[8]"),
+            Launch(8, fsdp=2),
+            r"watch.evaluate_every needs whole weights",
+        ),
         (hf_posswap.Rope(), ("objective.kind=distill",), Launch(8, fsdp=2), r"distill needs the unswapped model whole"),
     ],
 )

@@ -26,7 +26,7 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         folder: for checkpoints.
     """
     optimizer, compute = recipe.optimizer, recipe.compute
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=optimizer.steps,
         per_device_train_batch_size=optimizer.batch,
@@ -54,6 +54,9 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         log_level="warning",
         **_checkpointing(recipe),
     )
+    if arguments.n_gpu > 1:  # one process without a launcher: transformers would share each batch by DataParallel
+        arguments._n_gpu = 1
+    return arguments
 
 
 def _fused(recipe: Recipe) -> bool:

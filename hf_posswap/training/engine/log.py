@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_posswap.errors import CheckpointError
 from hf_posswap.files import write_text
+from hf_posswap.patching.show import human_bytes
 from hf_posswap.progress import Reporter, Task
 
 _KEPT = ("loss", "grad_norm", "learning_rate")
@@ -71,6 +72,7 @@ class Watch(TrainerCallback):
         self._stack = ExitStack()
         self._task: Task | None = None
         self._loss: float | None = None
+        self._more = ""
         self._began, self._first = 0.0, 0
 
     def on_train_begin(
@@ -84,7 +86,7 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._task is not None:
-            self._task.advance(self.tokens, self._loss)
+            self._task.advance(self.tokens, self._loss, more=self._more)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
@@ -92,6 +94,7 @@ class Watch(TrainerCallback):
         if not logs or "loss" not in logs:
             return
         self._loss = float(logs["loss"])
+        self._more = f"lr {logs['learning_rate']:.2g}  {human_bytes(peak_memory())}"
         seconds = time.monotonic() - self._began
         done = state.global_step - self._first
         self.log.write(

@@ -128,6 +128,8 @@ def _sharding(recipe: Recipe, launch: Launch) -> str | None:
         return "a gradual swap cannot be ended where weights are sharded (FSDP, ZeRO-3): use DDP or one process."
     if launch.shards and recipe.train.what == "new_rows":
         return "train.what new_rows masks rows of a gradient, which sharding cuts: use DDP or one process."
+    if launch.shards and recipe.watch.evaluate_every:
+        return "watch.evaluate_every needs whole weights, and they are sharded: leave it 0; the end is measured."
     if launch.shards and recipe.objective.kind in ("distill", "embedding"):
         return f"objective.kind {recipe.objective.kind} needs the unswapped model whole beside a sharded one: use DDP."
     return None
