@@ -75,7 +75,7 @@ class Task:
             self.progress.reset(self.bar, completed=self._skipped, **shown)  # type: ignore[arg-type]
 
     def advance(self, tokens: int, loss: float | None = None, cost: float = 1.0, more: str = "") -> None:
-        """Count one step of `tokens` tokens, with its loss where it has one, its part of the work, and `more` to say."""
+        """Count one step of `tokens` tokens, with its loss where it has one and its part of the work; say `more`."""
         self.done, self.tokens, self._spent = self.done + 1, self.tokens + tokens, self._spent + cost
         now = time.monotonic()
         rate = f"{self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s"
