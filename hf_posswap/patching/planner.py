@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Literal
-
-import torch
 
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.base import Sites, Stack
@@ -16,32 +13,28 @@ from hf_posswap.patching.actions import (
     AddMechanism,
     BlendTable,
     EditConfig,
-    GrowMask,
     GuardLength,
     NeutraliseRotary,
     PatchAttention,
     RebuildRotary,
     RemoveTable,
     ReplaceTable,
-    SaveKeys,
     SetAttribute,
 )
-from hf_posswap.patching.attention import has_interface
-from hf_posswap.patching.embedding import is_mask
-from hf_posswap.patching.interface import AttendThroughInterface, CopyRows, RemoveRows, Resize
+from hf_posswap.patching.following import followed, saved_tables
+from hf_posswap.patching.inside import refuse_inside, turns
+from hf_posswap.patching.interface import AttendThroughInterface, CopyRows, RemoveRows
 from hf_posswap.patching.own_attention import native_scheme, ready_edits, rows_of
 from hf_posswap.patching.plan import Edit, SiteChoice, SwapPlan
 from hf_posswap.patching.positions import ForwardMemo
 from hf_posswap.patching.record import SwapRecord
-from hf_posswap.patching.rotary import Scalar, changed_settings
+from hf_posswap.patching.rotary import Scalar
 from hf_posswap.patching.rotary_plan import keeping, native_swap, neutral_values
+from hf_posswap.patching.show import brief
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.schemes.table import TableScheme
-
-LENGTH_NAMES = ("max_position_embeddings", "max_target_positions")
-"""Config values that say how long a model is."""
 
 
 class Planner:
@@ -68,7 +61,6 @@ class Planner:
                 self._of_stack()
                 adaptation.setdefault(self._adaptation(), stack.name)
         self._left_alone()
-        self._save_tables()
         self._follow_length()
         self._config()
         several = len(adaptation) > 1
@@ -100,6 +92,7 @@ class Planner:
             if scheme.acts_inside:
                 self._conceal(scheme.table_part)
                 self._attention()
+                self._clear_rows()
         elif self.stack.inside is not None:
             self._inside()
         elif self.stack.rotary:
@@ -122,55 +115,15 @@ class Planner:
             if stack.config_name is not None and self.values.get(stack.config_name, own) != own:
                 self.route = "plugin"
 
-    def _save_tables(self) -> None:
-        """Plan that tables are saved which the model's class leaves out, because it can compute what it had there."""
-        ignored = getattr(type(self.model), "_keys_to_ignore_on_save", None) or ()
-        keys = tuple(f"{path}.weight" for path in _table_paths(self.sites) if f"{path}.weight" in ignored)
-        if keys:
-            self._edit("embedding", ", ".join(keys), "not saved", "saved", SaveKeys(keys))
-
     def _follow_length(self) -> None:
-        """Plan what a fresh model of the new length has otherwise, outside its tables."""
-        lengths = {name: value for name, value in self.values.items() if name in LENGTH_NAMES}
-        if self.sites.rotary or all(getattr(self.model.config, name) == value for name, value in lengths.items()):
-            return
-        trial = copy.deepcopy(self.model.config)
-        for name, value in lengths.items():
-            setattr(trial, name, value)
-        with torch.device("meta"):
-            fresh = getattr(type(self.model), "posswap_native", type(self.model))(trial)
-        self._grow_masks(fresh)
-        tables = {f"{stack.table}.weight" for stack in self.sites.stacks}
-        if _shapes(fresh, tables) != _shapes(self.model, tables):
+        """Plan what a stock model of the new length has otherwise, outside its tables."""
+        unread = {edit.path for edit in self.edits if isinstance(edit.action, AttendThroughInterface)}
+        found, same_weights = followed(self.model, self.sites, self.values, unread)
+        if not same_weights:
             self.route = "plugin"
             self.notes.append("Stock transformers would change other weights with the length.")
-            return
-        for path, name, old, new in changed_settings(self.model, fresh, _table_paths(self.sites)):
-            edit = SetAttribute(path, name, old, new)
-            self._edit("embedding", f"{path}.{name}".lstrip("."), _brief(old), _brief(new), edit)
-
-    def _grow_masks(self, fresh: Any) -> None:
-        """Plan causal masks of the new length; what else follows the length, the family must say how."""
-        own, grown = dict(self.model.named_buffers()), {path for stack in self.sites.stacks for path in stack.buffers}
-        unread = {edit.path for edit in self.edits if isinstance(edit.action, AttendThroughInterface)}
-        for name, buffer in fresh.named_buffers():
-            computed = name.rpartition(".")[0] in _table_paths(self.sites)
-            if name not in own or own[name].shape == buffer.shape or name in grown or computed:
-                continue
-            if name.rpartition(".")[0] in unread:
-                shape = tuple(buffer.shape)
-                self._edit(
-                    "attention", name, str(list(own[name].shape)), f"{list(shape)}, read no more", Resize(name, shape)
-                )
-            elif is_mask(buffer) and is_mask(own[name]):
-                before, after = (f"mask of {mask.shape[-1]} positions" for mask in (own[name], buffer))
-                self._edit("embedding", name, before, after, GrowMask(name, buffer.shape[-1]))
-            else:
-                raise UnsupportedSwapError(
-                    f"buffer {name!r} of {type(self.model).__name__} follows the length, {list(own[name].shape)} would "
-                    f"be {list(buffer.shape)}, and family {self.sites.family.name!r} does not say how. What works: "
-                    "the length that the model has."
-                )
+        for edit in (*saved_tables(self.model, self.sites), *found):
+            self._edit(*edit)
 
     def _edit(self, site: str, path: str, before: str, after: str, action: Action) -> None:
         self.edits.append(Edit(site, path, before, after, action, self.stack.name))
@@ -252,6 +205,12 @@ class Planner:
         self._attention()
 
     def _blend(self, scheme: Blend) -> None:
+        if self.stack.inside is not None:
+            native = native_scheme(self.stack.inside, self.geometry).name
+            raise UnsupportedSwapError(
+                f"{scheme.name} cannot fade the {native} that is native inside the attention of "
+                f"{type(self.model).__name__}: it is there, or it is not. What works: {scheme.new.name} by itself."
+            )
         table, path = scheme.new.table_part, self.stack.table
         self._refuse_computed(scheme)
         if path is None:
@@ -281,6 +240,10 @@ class Planner:
         if self.stack.table is not None:
             self._drop_table(rows=None)
         self._attention()
+        self._clear_rows()
+
+    def _clear_rows(self) -> None:
+        """Plan that the rows go from which the mechanism native inside attention was made."""
         for path in self._rows:
             embedding = self.model.get_submodule(path)
             before = f"{embedding.weight.shape[0]} rows"
@@ -321,8 +284,8 @@ class Planner:
 
         What turns q and k is for the layers that see all tokens; what does something else is for all that turned.
         """
-        turns = self.scheme.acts_inside and _turns(self.scheme.mechanism(self.geometry))
-        return self.stack.turning if turns else self.stack.sets
+        turning = self.scheme.acts_inside and turns(self.scheme.mechanism(self.geometry))
+        return self.stack.turning if turning else self.stack.sets
 
     def _reached(self) -> list[tuple[int, str]]:
         """Return index and path of the attention layers where the scheme acts: those whose rotation it replaces."""
@@ -336,7 +299,7 @@ class Planner:
         """Plan what a fresh model of the new config has otherwise, outside its rotary modules."""
         for path, name, old, new in changed:
             edit = SetAttribute(path, name, old, new)
-            self._edit("rotary", f"{path}.{name}".lstrip("."), _brief(old), _brief(new), edit)
+            self._edit("rotary", f"{path}.{name}".lstrip("."), brief(old), brief(new), edit)
 
     def _attention(self) -> None:
         self.route = "plugin"
@@ -344,40 +307,8 @@ class Planner:
             self._ready(native_positions=self.stack.inside is None)
         if not self.scheme.acts_inside:
             return
-        proved = self.sites.family.attention_proved
-        model_type = config_at(self.model.config, self.stack.config).model_type
-        if proved is not None and model_type not in proved:
-            unknown = "it is not proved that all layers and dimensions are treated alike"
-            raise UnsupportedSwapError(
-                f"{self.scheme.name} would act inside attention, and for model type {model_type!r} that is refused: "
-                f"{self.sites.family.attention_refused.get(model_type, unknown)}. What works: what its config "
-                "expresses natively (rope, linear, ntk, yarn, llama3, ..., nope)."
-            )
-        own = self.stack.spec.own
-        for path in self.stack.attention if own is None or own.interface is None else ():
-            if not has_interface(self.model.get_submodule(path)):
-                raise UnsupportedSwapError(
-                    f"{path} ({type(self.model.get_submodule(path)).__name__}) does not attend through transformers' "
-                    "AttentionInterface, so a scheme cannot be put inside. "
-                    + ("What works: sinusoidal, learned." if self.stack.table else "What works: no scheme of ours.")
-                )
-        seen, exact = self.geometry.sliding_window, self.scheme.exact_below
-        if self.stack.rotary and seen is not None and exact is not None and seen <= exact:
-            raise UnsupportedSwapError(
-                f"{self.scheme.name} with window {exact} would change nothing: {type(self.model).__name__} sees only "
-                f"the last {seen} keys in every layer. What works: a smaller window."
-            )
         mechanism, memo = self.scheme.mechanism(self.geometry), ForwardMemo(drops_bias=bool(self._rows))
-        if self.stack.spec.layers_share and mechanism.for_layer(0) is not mechanism:
-            raise UnsupportedSwapError(
-                f"{self.scheme.name} gives layers different positions, and those of {type(self.model).__name__} share "
-                "their attention modules. What works: one scheme for all layers."
-            )
-        if _turns(mechanism) and self.stack.rotary and self.geometry.layout is None:
-            raise UnsupportedSwapError(
-                f"how {type(self.model).__name__} pairs its rotary dimensions is unknown, so {self.scheme.name} cannot "
-                "be applied at the attention site. What works: alibi, nope, and what its config expresses natively."
-            )
+        refuse_inside(self.model, self.sites, self.stack, self.scheme, mechanism)
         owner = self.stack.entry if self.stack.name else self.sites.base
         where = ".".join(part for part in (owner, "posswap") if part)
         add = AddMechanism(where, self.stack.entry, mechanism, memo)
@@ -411,7 +342,7 @@ class Planner:
             before = config_at(self.model.config, name)
             edit = EditConfig(name, value)
             if before != value:
-                self._edit("config", name, _brief(before), _brief(value), edit)
+                self._edit("config", name, brief(before), brief(value), edit)
 
     def _record(self) -> SwapRecord:
         original = {name: config_at(self.model.config, name) for name in self.values}
@@ -451,24 +382,3 @@ class Planner:
         if scheme.name == "rope" and scheme.base == self.geometry.base and self.length <= self.geometry.original_length:  # type: ignore[attr-defined]
             return "none within the original window: the same mechanism"
         return "optional: usable untrained, better after a few hundred steps at the new length"
-
-
-def _shapes(model: Any, left_out: set[str]) -> dict[str, Any]:
-    return {name: tensor.shape for name, tensor in model.state_dict().items() if name not in left_out}
-
-
-def _table_paths(sites: Sites) -> tuple[str, ...]:
-    return tuple(stack.table for stack in sites.stacks if stack.table)
-
-
-def _turns(mechanism: Mechanism) -> bool:
-    """Return whether a mechanism rotates q and k, anywhere in it."""
-    return any(part.rotates or part.splits for part in mechanism.modules() if isinstance(part, Mechanism))
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{k}={_brief(v)}" for k, v in value.items())
-    if isinstance(value, list) and len(value) > 4:
-        return f"[{len(value)} numbers]"
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.patching.backends import told
 
@@ -53,6 +53,15 @@ def edit_rows(plan: SwapPlan) -> list[tuple[str, str, str, str]]:
         shown = paths[0] if len(paths) == 1 else f"{pattern} ({len(paths)} layers)"
         rows.append((site, shown, before, after))
     return rows
+
+
+def brief(value: Any) -> str:
+    """Return a value as a plan shows it: numbers short, long lists by their length."""
+    if isinstance(value, dict):
+        return ", ".join(f"{k}={brief(v)}" for k, v in value.items())
+    if isinstance(value, list) and len(value) > 4:
+        return f"[{len(value)} numbers]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _sizes(parameters: dict[str, int]) -> str:

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import hf_posswap
-from hf_posswap import patch_model, patched, verify_swap
+from hf_posswap import Alibi, Rope, patch_model, patched, verify_swap
 from hf_posswap.errors import PositionRangeError, UnsupportedSwapError
 from hf_posswap.families import locate
 from tests.contract.pairs import CHANGE, NOISE, gap
@@ -235,7 +235,7 @@ def test_a_length_that_changes_other_weights_is_no_native_swap(tmp_path: Path) -
 
 def test_layers_that_share_their_weights_have_one_scheme() -> None:
     with pytest.raises(UnsupportedSwapError, match="per_layer gives layers different positions, and those of Albert"):
-        patch_model(build("AlbertForMaskedLM"), {0: "nope"})
+        patch_model(build("AlbertForMaskedLM"), Rope().per_layer({0: Alibi()}))
 
 
 @pytest.mark.parametrize("name", [*CLOSED, "TrOCRForCausalLM"])

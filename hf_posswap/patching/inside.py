@@ -1,0 +1,65 @@
+"""Whether a scheme can be put inside a model's attention, and why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.families.base import Sites, Stack
+from hf_posswap.families.rope_config import config_at
+from hf_posswap.patching.attention import has_interface
+from hf_posswap.schemes.base import Mechanism, Scheme
+
+
+def turns(mechanism: Mechanism) -> bool:
+    """Return whether a mechanism rotates q and k, anywhere in it."""
+    return any(part.rotates or part.splits for part in mechanism.modules() if isinstance(part, Mechanism))
+
+
+def refuse_inside(model: Any, sites: Sites, stack: Stack, scheme: Scheme, mechanism: Mechanism) -> None:
+    """Refuse a `scheme`, at work as `mechanism`, that cannot be put inside the attention of `stack`.
+
+    Raises:
+        UnsupportedSwapError: why, and what would work.
+    """
+    _refuse_unproved(model, sites, stack, scheme)
+    _refuse_closed(model, stack)
+    seen, exact = stack.geometry.sliding_window, scheme.exact_below
+    if stack.rotary and seen is not None and exact is not None and seen <= exact:
+        raise UnsupportedSwapError(
+            f"{scheme.name} with window {exact} would change nothing: {type(model).__name__} sees only "
+            f"the last {seen} keys in every layer. What works: a smaller window."
+        )
+    if stack.spec.layers_share and mechanism.for_layer(0) is not mechanism:
+        raise UnsupportedSwapError(
+            f"{scheme.name} gives layers different positions, and those of {type(model).__name__} share "
+            "their attention modules. What works: one scheme for all layers."
+        )
+    if turns(mechanism) and stack.rotary and stack.geometry.layout is None:
+        raise UnsupportedSwapError(
+            f"how {type(model).__name__} pairs its rotary dimensions is unknown, so {scheme.name} cannot "
+            "be applied at the attention site. What works: alibi, nope, and what its config expresses natively."
+        )
+
+
+def _refuse_unproved(model: Any, sites: Sites, stack: Stack, scheme: Scheme) -> None:
+    proved = sites.family.attention_proved
+    model_type = config_at(model.config, stack.config).model_type
+    if proved is not None and model_type not in proved:
+        unknown = "it is not proved that all layers and dimensions are treated alike"
+        raise UnsupportedSwapError(
+            f"{scheme.name} would act inside attention, and for model type {model_type!r} that is refused: "
+            f"{sites.family.attention_refused.get(model_type, unknown)}. What works: what its config "
+            "expresses natively (rope, linear, ntk, yarn, llama3, ..., nope)."
+        )
+
+
+def _refuse_closed(model: Any, stack: Stack) -> None:
+    own = stack.spec.own
+    for path in stack.attention if own is None or own.interface is None else ():
+        if not has_interface(model.get_submodule(path)):
+            raise UnsupportedSwapError(
+                f"{path} ({type(model.get_submodule(path)).__name__}) does not attend through transformers' "
+                "AttentionInterface, so a scheme cannot be put inside. "
+                + ("What works: sinusoidal, learned." if stack.table else "What works: no scheme of ours.")
+            )
