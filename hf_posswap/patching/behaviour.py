@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_posswap.errors import SwapVerificationError
 from hf_posswap.families.base import Stack
+from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import ReplaceTable
 from hf_posswap.patching.apply import unpatch_model
 from hf_posswap.patching.interface import CopyRows
@@ -77,7 +78,7 @@ def _is_kept(model: Any, plan: SwapPlan, stack: Stack, old: dict[str, Any]) -> b
     if stack.inside is not None:
         learned = stack.inside["name"] == "t5"
         held = not learned or any(isinstance(e.action, CopyRows) for e in plan.edits if e.stack == stack.name)
-        return held and stack.table is None and scheme == native_scheme(stack.inside, geometry)
+        return held and stack.table is None and _same_inside(scheme, native_scheme(stack.inside, geometry), geometry)
     if not stack.rotary:
         return False
     natives = [old[path].module for path in stack.rotary]
@@ -95,6 +96,16 @@ def _same_angles(native: nn.Module, scheme: Scheme, stack: Stack) -> bool:
     geometry = stack.geometry
     plain = scheme.native_rope(geometry) is not None and scheme.layout == (geometry.layout or scheme.layout)
     return plain and all(matches_within(native, scheme, geometry, name) for name in stack.turning)
+
+
+def _same_inside(scheme: Scheme, native: Scheme, geometry: Geometry) -> bool:
+    """Return whether `scheme` does within the original length what `native`, which was inside attention, does."""
+    if scheme == native or not (isinstance(scheme, RotaryScheme) and isinstance(native, RotaryScheme)):
+        return scheme == native
+    ours, theirs = scheme.angles(geometry), native.angles(geometry)
+    alike = scheme.layout == native.layout and ours.inv_freq.shape == theirs.inv_freq.shape
+    plain = scheme.native_rope(geometry) is not None and ours.attention_factor == theirs.attention_factor
+    return alike and plain and torch.allclose(ours.inv_freq, theirs.inv_freq, rtol=1e-5, atol=0)
 
 
 def _difference(plan: Any, expected: str | None, here: Tensor, native: Tensor | None, noise: float) -> str:

@@ -15,9 +15,11 @@ from torch import Tensor
 
 import hf_posswap
 from hf_posswap import patch_model, plan_swap
+from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.base import locate
 from hf_posswap.families.tiny import tiny_config, tiny_model
 from hf_posswap.patching.interface import AttendThroughInterface
+from hf_posswap.schemes import Learned, Rope
 from hf_posswap.schemes.alibi import slopes
 from tests.families.interface_models import words
 
@@ -264,6 +266,33 @@ def neox_of(model: Any) -> Any:
     names = native.state_dict().keys()
     native.load_state_dict({name: tensor for name, tensor in new.items() if name in names})
     return native
+
+
+@pytest.mark.parametrize(
+    "kind", ["BloomForCausalLM", "GPTJForCausalLM", "T5ForConditionalGeneration", "MPNetForMaskedLM"]
+)
+def test_a_blend_with_what_is_inside_attention_is_refused(kind: str) -> None:
+    with pytest.raises(
+        UnsupportedSwapError, match="blend cannot fade the .* native inside .* What works: rope by itself"
+    ):
+        plan_swap(build(kind), "blend", new="rope", weight=0.5)
+
+
+def test_an_angle_that_differs_only_past_the_original_length_is_the_native_one_within() -> None:
+    model = build("GPTJForCausalLM")
+    patch_model(model, "dynamic", factor=2.0)
+    found = hf_posswap.verify_swap(model).checks["unswapped model"]
+    assert found.endswith("as they should be: an identity")
+
+
+def test_a_table_and_rope_in_an_mpnet_leave_no_bias() -> None:
+    model = build("MPNetForMaskedLM")
+    plan = patch_model(model, Learned() + Rope())
+    hf_posswap.verify_swap(model)
+    assert "mpnet.encoder.relative_attention_bias.weight" in plan.unused
+    before = logits(model)
+    model.mpnet.encoder.relative_attention_bias.weight.fill_(3.0)  # one lone number, read by nobody
+    same(logits(model), before, 0.0)
 
 
 def test_a_bias_of_each_layer_is_not_taken_for_one_of_all() -> None:
