@@ -17,6 +17,7 @@ import yaml
 
 import hf_posswap
 from hf_posswap.training.config import Recipe, load_recipe
+from hf_posswap.training.engine.parallel import Launch, launch_of_environment
 from tests.training.engine_runs import write_model, write_texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,12 +143,37 @@ def test_the_base_by_itself_is_refused(capfd: pytest.CaptureFixture[str]) -> Non
     assert "base.yaml has 1 problem: (1) model.name: give a folder or a Hub id." in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.stem)
-def test_accelerate_reads_it(path: Path) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("single-gpu", Launch()),
+        ("cpu", Launch()),
+        ("ddp", Launch(8)),
+        ("fsdp2", Launch(8, fsdp=2)),
+        ("fsdp2-cp", Launch(8, fsdp=2, context=4)),
+        ("deepspeed-zero3", Launch(8, deepspeed=3)),
+        ("deepspeed-ulysses", Launch(8, deepspeed=3, ulysses=8)),
+    ],
+)
+def test_a_launcher_says_what_the_engine_reads(name: str, expected: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment is made by accelerate's own code for `accelerate launch --config_file`."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import launch
 
-    config = load_config_from_file(str(path))
-    assert config.num_processes in (1, 8)
+    path = ROOT / "recipes" / "accelerate" / f"{name}.yaml"
+    arguments = launch_command_parser().parse_args(["--config_file", str(path), str(SCRIPT)])
+    arguments, _, _ = _validate_launch_command(arguments)
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ""
+        _, environment = launch.prepare_deepspeed_cmd_env(arguments)
+    elif arguments.multi_gpu or arguments.use_fsdp:
+        environment = launch.prepare_multi_gpu_env(arguments)
+    else:
+        _, environment = launch.prepare_simple_launcher_cmd_env(arguments)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("WORLD_SIZE", str(arguments.num_processes))  # which torchrun adds
+    assert launch_of_environment() == expected
 
 
 def test_the_script_is_a_command(place: Path) -> None:
