@@ -359,6 +359,10 @@ class Planner:
     def _native_pairs(self, scheme: RotaryScheme) -> bool:
         """Return whether a rotary scheme turns the pairs that the model's own turned, in the manner of its kind."""
         same = scheme.layout == (self.geometry.layout or scheme.layout)
+        own = self.geometry.frequencies or ()
+        if 0.0 in own and scheme.rotary_dim(self.geometry) == 2 * len(own):  # some pairs of the model stand still
+            angles = scheme.angles(self.geometry).inv_freq.tolist()
+            same = same and all(bool(a) == bool(b) for a, b in zip(own, angles, strict=True))
         return same and scheme.rotary_dim(self.geometry) == self.geometry.rotary_dim and scheme.traits.training_free
 
     def _adaptation(self) -> str:

@@ -238,3 +238,10 @@ def test_latent_attention_takes_its_scale_along() -> None:
     assert "model.layers.0.self_attn.scaling" in [edit.path for edit in plan.edits]
     unpatch_model(model)
     assert model.model.layers[0].self_attn.scaling == scale
+
+
+def test_pairs_that_stood_still_and_are_to_turn_need_training() -> None:
+    """Gemma 4's global layers turn a quarter of their pairs; a scheme that turns all is another mechanism to them."""
+    model = tiny_model("gemma4_text")
+    assert plan_swap(model, "yarn", factor=4.0).adaptation.startswith("required: the weights have never met pairs")
+    assert plan_swap(tiny_model("gemma3_text"), "yarn", factor=4.0).adaptation.startswith("optional")
