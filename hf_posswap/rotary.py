@@ -6,6 +6,7 @@ Source: Su et al. 2021, https://arxiv.org/abs/2104.09864, equation 15.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -63,9 +64,11 @@ def rotate(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
         >>> rotate(x, cos_sin(torch.tensor([[1]]), quarter), "half").round().abs()
         tensor([[[[0., 1.]]]])
     """
-    if _in_one_buffer(x, table):
-        return _Rotation.apply(x, *table, layout)
-    cos, sin = table
+    return _Rotation.apply(x, *table, layout) if _in_one_buffer(x, table) else _joined(x, *table, layout)
+
+
+def _joined(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Return `rotate` of x, from parts."""
     width = 2 * cos.shape[-1]
     rotated, passed = x[..., :width], x[..., width:]
     first, second = _pair_members(rotated, layout)  # [B, H, Q, R/2] each
@@ -79,6 +82,23 @@ def rotate(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
 
 LARGE = 2**18
 """Numbers in x from which `rotate` writes the result where it belongs, at once, instead of joining parts."""
+
+
+_compiled: Callable[[Tensor, Tensor, Tensor, Layout], Tensor] | None = None
+
+
+def compile_rotation(on: bool = True) -> None:
+    """Say whether large tensors are rotated by a compiled kernel, everywhere in this process; at first they are not.
+
+    It reads and writes each number once, but takes seconds to build, needs what torch.compile needs (a C++ compiler, or
+    Triton), and its results may differ from transformers' in the last bit. Small tensors never take it: calling it
+    costs more than it saves.
+
+    Example:
+        >>> compile_rotation(False)
+    """
+    global _compiled
+    _compiled = torch.compile(_joined, dynamic=True, fullgraph=True) if on else None
 
 
 def _in_one_buffer(x: Tensor, table: CosSin) -> bool:
@@ -98,7 +118,7 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.layout = layout
-        return _turned(x, cos, sin, layout)
+        return (_compiled or _turned)(x, cos, sin, layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -159,3 +159,20 @@ def test_a_large_tensor_is_rotated_in_one_buffer_to_the_same_bits(
 
     assert torch.autograd.gradgradcheck(in_double, double[0].requires_grad_())
     assert torch.equal(torch.func.vmap(lambda x: rotate(x, table, layout))(wide[None])[0], turned)
+
+
+@pytest.mark.slow
+def test_a_compiled_rotation_is_the_same_but_for_the_last_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary, "LARGE", 0)
+    rotary.compile_rotation()
+    try:
+        x = torch.randn(2, 40, 3, 16).transpose(1, 2).requires_grad_()
+        table = cos_sin(torch.arange(40)[None], Frequencies(default_inv_freq(10000.0, 8)))
+        found, expected = rotate(x, table, "half"), rotary._joined(x, *table, "half")
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+        weight = torch.randn_like(x)
+        ours, theirs = (torch.autograd.grad((out * weight).sum(), x)[0] for out in (found, expected))
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+        assert rotary._compiled is not None
+    finally:
+        rotary.compile_rotation(False)

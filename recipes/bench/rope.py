@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from hf_posswap.rotary import Frequencies, cos_sin, default_inv_freq, rotate
+from hf_posswap import rotary
+from hf_posswap.rotary import CosSin, Frequencies, cos_sin, default_inv_freq, rotate
 from recipes.bench.harness import Case, attention_inputs
 
 
@@ -20,11 +21,32 @@ def cases(smoke: bool) -> Iterator[Case]:
         fused = torch.randn(1, length, 3, 12, 64)
         yield _case(f"RoPE, {length} tokens", q.contiguous(), k.contiguous())
         yield _case(f"RoPE, {length} tokens, views", fused[:, :, 0].transpose(1, 2), fused[:, :, 1].transpose(1, 2))
+        if not smoke:  # it takes seconds to build
+            yield _compiled(f"RoPE, {length} tokens", q.contiguous(), k.contiguous())
+
+
+def _compiled(name: str, q: torch.Tensor, k: torch.Tensor) -> Case:
+    """Return the case of the compiled kernel, which is an option: `compile_rotation`."""
+    table = _table(q)
+    rotary.compile_rotation()
+    kernel = rotary._compiled
+    rotary.compile_rotation(False)
+    assert kernel is not None
+    ways: dict[str, Callable[[], Any]] = {
+        "ours": lambda: (kernel(q, *table, "half"), kernel(k, *table, "half")),
+        "not compiled": lambda: (rotate(q, table, "half"), rotate(k, table, "half")),
+        "copy": lambda: (q.clone(), k.clone()),
+    }
+    return Case(f"{name}, compiled", ways, {"copy": 1.25}, tolerance=1e-6, unlike=frozenset({"copy"}))
+
+
+def _table(q: torch.Tensor) -> CosSin:
+    length, width = q.shape[2], q.shape[3]
+    return cos_sin(torch.arange(length)[None], Frequencies(default_inv_freq(10000.0, width)))
 
 
 def _case(name: str, q: torch.Tensor, k: torch.Tensor) -> Case:
-    length, width = q.shape[2], q.shape[3]
-    table = cos_sin(torch.arange(length)[None], Frequencies(default_inv_freq(10000.0, width)))
+    table = _table(q)
     cos, sin = (torch.cat((half[:, 0], half[:, 0]), dim=-1) for half in table)
     ways: dict[str, Callable[[], Any]] = {
         "ours": lambda: (rotate(q, table, "half"), rotate(k, table, "half")),
@@ -35,7 +57,7 @@ def _case(name: str, q: torch.Tensor, k: torch.Tensor) -> Case:
     if importlib.util.find_spec("rotary_embedding_torch") is not None:
         from rotary_embedding_torch import RotaryEmbedding
 
-        theirs = RotaryEmbedding(dim=width)  # interleaved: another layout, the same work
+        theirs = RotaryEmbedding(dim=q.shape[3])  # interleaved: another layout, the same work
         ways["rotary-embedding-torch"] = lambda: (theirs.rotate_queries_or_keys(q), theirs.rotate_queries_or_keys(k))
         unlike.add("rotary-embedding-torch")
-    return Case(name, ways, {"transformers": 0.75, "copy": 1.25}, tolerance=0.0, unlike=frozenset(unlike))
+    return Case(name, ways, {"transformers": 0.75}, tolerance=0.0, unlike=frozenset(unlike))
