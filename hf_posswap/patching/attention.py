@@ -161,7 +161,7 @@ class PositionHook:
         if self.memo.runs_again and torch.is_grad_enabled():
             raise UnsupportedSwapError(
                 f"{type(module).__name__} is not told of position ids, and under gradient checkpointing it runs again "
-                "when they are gone. What works: no position ids, or model.gradient_checkpointing_disable()."
+                "when they are gone. What works: no position ids and padding on the right, or no checkpointing."
             )
         return self.memo.given
 

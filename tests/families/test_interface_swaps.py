@@ -243,6 +243,17 @@ def test_gradient_checkpointing_gives_the_same_gradients(kind: str) -> None:
         torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-3, atol=5e-5)
 
 
+def test_left_padding_that_a_second_run_would_forget_is_refused() -> None:
+    model, ids = build("bloom"), words(2, 12)
+    swap(model, "rope")
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    mask = torch.ones_like(ids)
+    model.train()(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+    mask[0, :3] = 0
+    with pytest.raises(UnsupportedSwapError, match="What works: no position ids and padding on the right, or no check"):
+        model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False)
+
+
 @every_kind
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 def test_adapters_see_the_swapped_attention(kind: str) -> None:
