@@ -139,7 +139,7 @@ def test_an_unknown_hub_id_offline(posswap: Posswap) -> None:
 
 
 def test_a_model_that_no_family_describes(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     result = explain(tmp_path)
     assert result.exit_code == 3
-    assert "no family describes model type 't5'" in result.stderr
+    assert "model type 'mamba' is not supported: its layers are recurrent" in result.stderr
