@@ -93,7 +93,8 @@ def tiny_model(kind: str | type[PreTrainedModel], *, meta: bool = True, seed: in
     config = tiny_config(_config_class(cls, kind), **changes)
     if meta:
         with torch.device("meta"):
-            return cls(config).to("meta").eval()  # some make parameters on the CPU, whatever the device
+            skeleton: Any = cls(config).eval()
+        return skeleton.to("meta")  # some make parameters on the CPU, whatever the device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = cls(config)
