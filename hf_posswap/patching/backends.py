@@ -270,21 +270,20 @@ def set_backend(model: nn.Module, backend: str) -> None:
         mechanism.backend = backend
 
 
-def told(plan: SwapPlan) -> str:
-    """Return in words how the attention that `plan` makes is computed."""
-    ways = []
+def told(plan: SwapPlan) -> tuple[str, ...]:
+    """Return in words how the attention that `plan` makes is computed, where it is not the model's own."""
+    ways: list[str] = []
     for stack, scheme in plan.schemes.items():
         if scheme.acts_inside and any(edit.site == "attention" and edit.stack == stack for edit in plan.edits):
             geometry = plan.sites.stack(stack).geometry
             mechanism = scheme.mechanism(geometry)
-            ways += [_way(mechanism.for_layer(layer)) for layer in range(geometry.num_layers)]
-    return "; ".join(dict.fromkeys(ways)) or _way(Mechanism())
+            layers = [mechanism.for_layer(layer) for layer in range(geometry.num_layers)]
+            ways += [_way(layer) for layer in layers if backends_of(layer)]
+    return tuple(dict.fromkeys(ways))
 
 
 def _way(mechanism: Mechanism) -> str:
     names = [name for name in backends_of(mechanism) if name != "row_windowed"]
-    if not names:
-        return "the model's own attention"
     if names == ["plain"]:
         return f"plain: {BACKENDS['plain']}"
     rest = "chunked or plain" if "chunked" in names[1:] else "plain"

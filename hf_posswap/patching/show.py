@@ -26,7 +26,7 @@ def fact_rows(plan: SwapPlan) -> list[tuple[str, str]]:
         ("length", f"{plan.max_length} positions" + ("" if not plan.unbounded else ", runs beyond")),
         ("cache", _CONSISTENT if plan.cached_equals_full else _INCONSISTENT),
         ("parallel", _SHARDABLE if all(s.traits.shardable for s in plan.schemes.values()) else _WHOLE),
-        ("backend", told(plan)),
+        *(("backend", way) for way in told(plan)),
         ("unused", _sizes(plan.unused)),
         ("new", _sizes(plan.added)),
         ("adaptation", plan.adaptation),
