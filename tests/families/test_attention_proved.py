@@ -84,6 +84,8 @@ def judged(kind: str) -> str | None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "Llama4ForCausalLM"] + ["gpt_oss", "internlm3"])
 def test_rope_inside_attention_equals_native(kind: str) -> None:
+    if kind in SAME_CLASS and not any(kind in types for types in language_models().values()):
+        pytest.skip(f"this transformers has no {kind}")
     assert judged(kind) is None
 
 

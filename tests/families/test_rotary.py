@@ -14,7 +14,7 @@ from hf_posswap import load, patch_model, plan_swap, unpatch_model
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families import locate
 from hf_posswap.families.refused import REFUSED
-from hf_posswap.families.rope_config import config_at, inv_freq_names, parameters_of
+from hf_posswap.families.rope_config import inv_freq_names, parameters_of
 from hf_posswap.families.tiny import language_models, tiny_model
 
 SHARDS = 12
@@ -196,15 +196,15 @@ def test_a_text_tower_changes_the_text_config_alone() -> None:
 def test_multimodal_rope_keeps_its_sections() -> None:
     parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
     model = tiny_model("Qwen3_5ForCausalLM", rope_parameters=parameters)
-    own = config_at(model.config, locate(model).main.config).rope_parameters
+    own = model.config.rope_parameters
     patch_model(model, "yarn", factor=2.0)
-    now = config_at(model.config, locate(model).main.config).rope_parameters
+    now = model.config.rope_parameters
     kept = {key: value for key, value in own.items() if key.startswith(("mrope", "partial"))}
     assert "mrope_section" in kept
     assert {key: now[key] for key in kept} == kept
 
 
-@pytest.mark.parametrize("model_type", ["granite_swa", "recurrent_gemma", "blt", "mamba"])
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "blt", "mamba"])
 def test_a_refused_model_type_says_why(model_type: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"'{model_type}' is not supported: {REFUSED[model_type][:20]}"):
         plan_swap(tiny_model(model_type), "rope")
