@@ -71,3 +71,9 @@ ATTENTION_REFUSED: dict[str, str] = {
     "voxtral_realtime_text": "it cannot be run on text alone, so nothing is proved of it",
 }
 """Model types of which it is known why a scheme cannot be put inside, as the end of a sentence."""
+
+MOVED_BY_SHIFT: dict[str, str] = {
+    **{name: ATTENTION_REFUSED[name] for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "deepseek_v4")},
+    **{name: ATTENTION_REFUSED[name] for name in ("t5gemma2_decoder", "t5gemma2_text")},
+}
+"""Model types whose attention is moved by a shift of all positions under any rotation, and why."""

@@ -111,6 +111,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mpt": {"attn_config": {"attn_pdrop": 0}},
     "qwen4_exp_text": _INDEXER,
     "led": {"attention_window": 4},
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), {"layer_types": _LINEAR}),
     "reformer": _AXIAL,
     "xlnet": {"d_inner": 48},
     "xmod": {"default_language": "en_XX"},

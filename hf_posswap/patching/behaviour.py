@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from hf_posswap.errors import SwapVerificationError
 from hf_posswap.families.base import Stack
+from hf_posswap.families.rope_config import config_at
+from hf_posswap.families.rotary_inside import MOVED_BY_SHIFT
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import ReplaceTable
 from hf_posswap.patching.apply import unpatch_model
@@ -130,6 +132,10 @@ def _shift(model: Any, plan: SwapPlan, probe: Probe, noise: float) -> str:
     gap = _gap(probe.shifted(model, by), probe.run(model, probe.near))
     # what keeps its table moves with it, unless the positions are given to the other stack alone
     whole = len(plan.schemes) == len(plan.sites.stacks) or probe.position_argument is not None
+    types = [config_at(model.config, stack.config).model_type for stack in plan.sites.stacks]
+    why = next((MOVED_BY_SHIFT[name] for name in types if name in MOVED_BY_SHIFT), None)
+    if why is not None:
+        return f"by {by}, the logits move by {gap:.3g}, as they did: {why}"
     if whole and all(scheme.traits.relative for scheme in schemes) and gap > 10 * noise:
         raise SwapVerificationError(f"{plan.named}: shifting all positions by {by} moves the logits by {gap:.3g}.")
     if any(scheme.table_part is not None for scheme in schemes) and gap == 0:

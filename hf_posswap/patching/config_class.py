@@ -39,6 +39,11 @@ def plugin_config_class(native: Any) -> Any:
         write_code(self, Path(json_file_path).parent)
         native.to_json_file(self, json_file_path, use_diff)
 
+    def validate(self: Any) -> None:
+        for check in getattr(native, "__class_validators__", ()):
+            if check.__name__ != "validate_rope":  # the rope type is unknown to transformers, on purpose
+                check(self)
+
     def reduce(self: Any) -> tuple[Any, ...]:
         return _rebuild, (native, self.__dict__.copy())
 
@@ -56,6 +61,7 @@ def plugin_config_class(native: Any) -> Any:
         "posswap_native": native,
         "to_json_file": to_json_file,
         "to_json_string": to_json_string,
+        "validate": validate,
     }
     return type(f"Posswap{native.__name__}", (native,), body)
 

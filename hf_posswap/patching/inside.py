@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.base import Sites, Stack
 from hf_posswap.families.rope_config import config_at
+from hf_posswap.geometry import Geometry
 from hf_posswap.patching.attention import has_interface
 from hf_posswap.schemes.base import Mechanism, Scheme
+from hf_posswap.schemes.layered import Layered
+from hf_posswap.schemes.rope import RotaryScheme
+
+_ALTERING = ("attn_logit_softcapping", "softcap", "sinks")
+"""What attention modules call what they do to their scores beside scaling."""
 
 
 def turns(mechanism: Mechanism) -> bool:
@@ -24,6 +32,7 @@ def refuse_inside(model: Any, sites: Sites, stack: Stack, scheme: Scheme, mechan
     """
     _refuse_unproved(model, sites, stack, scheme)
     _refuse_closed(model, stack)
+    _refuse_altered(model, stack, scheme, mechanism)
     seen, exact = stack.geometry.sliding_window, scheme.exact_below
     if stack.rotary and seen is not None and exact is not None and seen <= exact:
         raise UnsupportedSwapError(
@@ -40,6 +49,51 @@ def refuse_inside(model: Any, sites: Sites, stack: Stack, scheme: Scheme, mechan
             f"how {type(model).__name__} pairs its rotary dimensions is unknown, so {scheme.name} cannot "
             "be applied at the attention site. What works: alibi, nope, and what its config expresses natively."
         )
+
+
+def _refuse_altered(model: Any, stack: Stack, scheme: Scheme, mechanism: Mechanism) -> None:
+    if not any(part.splits for part in mechanism.modules() if isinstance(part, Mechanism)):
+        return
+    for path in stack.attention:
+        module = model.get_submodule(path)
+        altering = [name for name in _ALTERING if getattr(module, name, None) is not None]
+        if altering:
+            raise UnsupportedSwapError(
+                f"{type(module).__name__} alters its attention scores ({altering[0]}), which a scheme of several "
+                f"pieces such as {scheme.name} does not do. What works: rope, alibi, nope."
+            )
+
+
+def refuse_without_effect(model: Any, stack: Stack, scheme: Scheme, reached: list[int]) -> None:
+    """Refuse a scheme by layer that says something new only for layers which keep their own rotation.
+
+    Args:
+        model: on any device.
+        stack: that the scheme is for.
+        scheme: resolved.
+        reached: the layers where it takes the place of the rotation.
+
+    Raises:
+        UnsupportedSwapError: it would change nothing.
+    """
+    if not isinstance(scheme, Layered) or len(reached) == len(stack.attention):
+        return
+    if all(_is_as_before(scheme.of_layer(layer), stack.geometry) for layer in reached):
+        raise UnsupportedSwapError(
+            f"{scheme.name} would change nothing: in {type(model).__name__} only the layers that see all tokens "
+            f"({', '.join(map(str, reached)) or 'none'}) take another rotation, and for those it says the one they "
+            "have. What works: another scheme in one of them."
+        )
+
+
+def _is_as_before(scheme: Scheme, geometry: Geometry) -> bool:
+    """Return whether `scheme` turns q and k as the native rotary does."""
+    if not isinstance(scheme, RotaryScheme) or not scheme.only_rotates or geometry.frequencies is None:
+        return False
+    angles, own = scheme.angles(geometry), torch.tensor(geometry.frequencies)
+    same = scheme.layout == (geometry.layout or scheme.layout) and angles.inv_freq.shape == own.shape
+    factor = abs(angles.attention_factor - geometry.attention_factor) < 1e-6
+    return same and factor and torch.allclose(angles.inv_freq, own, rtol=1e-5, atol=0)
 
 
 def _refuse_unproved(model: Any, sites: Sites, stack: Stack, scheme: Scheme) -> None:

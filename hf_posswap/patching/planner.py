@@ -22,7 +22,7 @@ from hf_posswap.patching.actions import (
     SetAttribute,
 )
 from hf_posswap.patching.following import followed, saved_tables
-from hf_posswap.patching.inside import refuse_inside, turns
+from hf_posswap.patching.inside import refuse_inside, refuse_without_effect, turns
 from hf_posswap.patching.interface import AttendThroughInterface, CopyRows, RemoveRows
 from hf_posswap.patching.own_attention import native_scheme, ready_edits, rows_of
 from hf_posswap.patching.plan import Edit, SiteChoice, SwapPlan
@@ -309,6 +309,7 @@ class Planner:
             return
         mechanism, memo = self.scheme.mechanism(self.geometry), ForwardMemo(drops_bias=bool(self._rows))
         refuse_inside(self.model, self.sites, self.stack, self.scheme, mechanism)
+        refuse_without_effect(self.model, self.stack, self.scheme, [layer for layer, _ in self._reached()])
         owner = self.stack.entry if self.stack.name else self.sites.base
         where = ".".join(part for part in (owner, "posswap") if part)
         add = AddMechanism(where, self.stack.entry, mechanism, memo)

@@ -85,7 +85,8 @@ def make_probe(model: Any, tokens: int, seed: int) -> Probe:
 
 
 def _vocabularies(config: Any) -> list[int]:
-    sizes = [getattr(config, name, None) for name in ("vocab_size", "decoder_vocab_size")]
+    parts = (config, config.get_text_config(decoder=True))
+    sizes = [getattr(part, name, None) for part in parts for name in ("vocab_size", "decoder_vocab_size")]
     return [size for size in sizes if size]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import hf_posswap
 from hf_posswap import patch_model, plan_swap, unpatch_model, verify_swap
-from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.errors import SchemeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.base import Sites, locate
 from hf_posswap.families.tiny import TINY_VOCABULARY, tiny_model
 from hf_posswap.patching.describe import stand_ins
@@ -41,6 +41,26 @@ class Cell:
     reason: str = ""
 
 
+class Unproved(Exception):
+    """Nothing can be proved of a class here; says why."""
+
+
+def built(name: str) -> Any:
+    """Return a tiny model of the class called `name`.
+
+    Raises:
+        Unproved: transformers cannot build one.
+    """
+    try:
+        return tiny_model(name, meta=False)
+    except (ImportError, ValueError) as error:
+        raise Unproved(f"not proved: no tiny model of it can be built ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].strip()
+
+
 class Subject:
     """A tiny model of one class, and what it does unswapped.
 
@@ -49,11 +69,14 @@ class Subject:
     """
 
     def __init__(self, name: str) -> None:
-        self.model = tiny_model(name, meta=False)
+        self.model = built(name)
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(5, TINY_VOCABULARY, (2, LENGTH), generator=generator)
         self.sites: Sites = locate(self.model)
-        self.before = self.run(self.ids)
+        try:
+            self.before = self.run(self.ids)
+        except ValueError as error:
+            raise Unproved(f"not proved: it does not run on tokens alone ({_first_line(error)})") from error
         self.state = {name: (held, held._version) for name, held in self.model.state_dict(keep_vars=True).items()}
         self.config = self.model.config.to_dict()
         self.consistent = self._consistency()
@@ -117,7 +140,7 @@ def cells(name: str, folder: Path) -> Iterator[tuple[str, Cell | Exception]]:
     """
     try:
         subject = Subject(name)
-    except UnsupportedModelError as error:
+    except (UnsupportedModelError, Unproved) as error:
         yield from ((scheme, Cell("no", str(error))) for scheme in SCHEMES)
         return
     for scheme in SCHEMES:
@@ -139,7 +162,7 @@ def prove(subject: Subject, scheme: str, folder: Path) -> Cell:
         options["init_std"] = 1.0
     try:
         plan = plan_swap(subject.model, scheme, **options)
-    except (UnsupportedSwapError, UnsupportedModelError) as error:
+    except (UnsupportedSwapError, SchemeError) as error:
         return Cell("no", str(error))
     patch_model(subject.model, scheme, **options)
     verify_swap(subject.model, tokens=LENGTH)

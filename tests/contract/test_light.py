@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 
-from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.base import locate
 from hf_posswap.families.tiny import language_models, tiny_model
 from hf_posswap.files import write_json
@@ -23,7 +22,7 @@ def family_name(name: str) -> str | None:
     """Return the family of the class called `name`; None: it has none."""
     try:
         return locate(tiny_model(name)).family.name
-    except UnsupportedModelError:
+    except Exception:  # whatever a class raises that cannot be built
         return None
 
 
