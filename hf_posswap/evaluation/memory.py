@@ -11,6 +11,8 @@ import torch
 
 from hf_posswap.errors import NotEnoughMemoryError
 from hf_posswap.evaluation.reach import Reach, reach_of
+from hf_posswap.kernels.made_bias import PAIRS
+from hf_posswap.patching.backends import LARGE_BIAS, LEAST_PAIRS
 from hf_posswap.patching.pieces import BLOCK
 from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.fire import FireMechanism
@@ -24,6 +26,7 @@ _COMFORTABLE = GIB
 _HEAD_COPIES = 3  # logits, their float32, and what cross-entropy makes of them
 _SCORE_COPIES = 3  # scores or bias, mask added, softmax
 _MLP_COPIES = 2  # FIRE's hidden layer, and its relu
+_LINES = 4  # a bias by distance: of both signs, and a copy
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ class Need:
         return self.states + self.scores + self.cache + self.logits
 
 
-def forward_need(model: PreTrainedModel, length: int, *, prefill: int | None = None, chunk: int = 512) -> Need:
+def forward_need(
+    model: PreTrainedModel, length: int, *, prefill: int | None = None, chunk: int = 512, kernels: bool = True
+) -> Need:
     """Return what scoring one text of `length` tokens needs beyond the weights.
 
     Args:
@@ -56,6 +61,7 @@ def forward_need(model: PreTrainedModel, length: int, *, prefill: int | None = N
         length: tokens.
         prefill: tokens of one forward, as in `Scorer`; None: all at once.
         chunk: tokens whose logits are held at once.
+        kernels: whether a scheme takes the backend that it would take on the model's device, or always its formula.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -74,23 +80,40 @@ def forward_need(model: PreTrainedModel, length: int, *, prefill: int | None = N
     cached = rows < length
     return Need(
         states=rows * per_token,
-        scores=_scores(model, heads, rows, length),
+        scores=_scores(model, heads, rows, length, kernels),
         cache=2 * config.num_hidden_layers * kv_width * length * size if cached else 0,
         logits=_HEAD_COPIES * min(chunk, length) * config.vocab_size * 4,
     )
 
 
-def _scores(model: Any, heads: int, rows: int, length: int) -> int:
+def _scores(model: Any, heads: int, rows: int, length: int, kernels: bool) -> int:
     """Return the bytes of what is held of [rows, length]: nothing for one causal forward of a fused kernel."""
     mechanisms = [module for module in model.modules() if isinstance(module, Mechanism)]
     planes = _SCORE_COPIES if rows < length else 0  # the mask that a cache needs
-    if any(m.biases for m in mechanisms) or model.config._attn_implementation == "eager":
-        planes = _SCORE_COPIES * heads
-    planes += max(
-        (_MLP_COPIES * m.hidden_weight.shape[0] for m in mechanisms if isinstance(m, FireMechanism)), default=0
-    )
+    parts = [_pairs_at_once(m, model, rows, length) if kernels else rows * length for m in mechanisms]
+    biases = [(_bias_planes(m, heads), at_once) for m, at_once in zip(mechanisms, parts, strict=True) if m.biases]
+    eager = rows * length if model.config._attn_implementation == "eager" else 0
+    held = max(_SCORE_COPIES * heads * eager, *(planes * at_once for planes, at_once in biases), 0)
     blocks = 2 * _SCORE_COPIES * heads * min(rows, BLOCK) if any(m.splits for m in mechanisms) else 0
-    return (planes * rows + blocks) * length * 4
+    return (planes * rows * length + held + blocks * length) * 4
+
+
+def _bias_planes(mechanism: Mechanism, heads: int) -> int:
+    """Return how many numbers a pair of a query and a key takes while the bias of `mechanism` is made and added."""
+    inside = _MLP_COPIES * mechanism.hidden_weight.shape[0] if isinstance(mechanism, FireMechanism) else 0
+    return _SCORE_COPIES * heads + inside
+
+
+def _pairs_at_once(mechanism: Mechanism, model: Any, rows: int, length: int) -> int:
+    """Return how many pairs of a query and a key the bias of `mechanism` is held for at once."""
+    whole = rows * length
+    plain = mechanism.backend != "auto" or model.device.type != "cpu" or whole < LEAST_PAIRS
+    if plain or model.config._attn_implementation != "sdpa":
+        return whole
+    if rows == length and (mechanism.distance_only or mechanism.slopes is not None):
+        return _LINES * length
+    large = not mechanism.distance_only or model.config.get_text_config().num_attention_heads * whole >= LARGE_BIAS
+    return min(whole, max(PAIRS, length)) if large else whole
 
 
 def _first(config: Any, *names: str) -> int | None:
@@ -109,15 +132,16 @@ def choose_prefill(model: PreTrainedModel, length: int, reach: Reach | None = No
         >>> choose_prefill(model, 1024), choose_prefill(model, 1 << 17)
         (None, 512)
     """
-    if not (reach or reach_of(model)).prefix_consistent or _held(forward_need(model, length)) <= _COMFORTABLE:
+    if not (reach or reach_of(model)).prefix_consistent or _held(model, length) <= _COMFORTABLE:
         return None
     for piece in _PIECES:
-        if piece < length and _held(forward_need(model, length, prefill=piece)) <= _COMFORTABLE:
+        if piece < length and _held(model, length, piece) <= _COMFORTABLE:
             return piece
     return _PIECES[-1] if length > _PIECES[-1] else None
 
 
-def _held(need: Need) -> int:
+def _held(model: PreTrainedModel, length: int, prefill: int | None = None) -> int:
+    need = forward_need(model, length, prefill=prefill, kernels=False)  # the same on every machine
     return need.states + need.scores
 
 

@@ -469,7 +469,7 @@ def rotary_layout(attention: nn.Module) -> Layout | None:
     if hasattr(code, "rotate_half"):
         turned = code.rotate_half(probe)
     elif hasattr(code, "_apply_rotary_emb"):  # GPT-OSS: a quarter turn, cos 0 and sin 1, of half the width
-        turned = code._apply_rotary_emb(probe, torch.zeros(1, 2), torch.ones(1, 2))
+        turned = code._apply_rotary_emb(probe, *torch.tensor([[[0.0, 0.0]], [[1.0, 1.0]]], device="cpu"))
     else:
         return None
     layouts: dict[tuple[float, ...], Layout] = {(-3, -4, 1, 2): "half", (-2, 1, -4, 3): "interleaved"}

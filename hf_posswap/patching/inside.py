@@ -9,6 +9,7 @@ import torch
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.base import Sites, Stack
 from hf_posswap.families.rope_config import config_at
+from hf_posswap.families.rotary_inside import POSITIONS_ELSEWHERE
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.attention import has_interface
 from hf_posswap.schemes.base import Mechanism, Scheme
@@ -83,6 +84,19 @@ def refuse_without_effect(model: Any, stack: Stack, scheme: Scheme, reached: lis
             f"{scheme.name} would change nothing: in {type(model).__name__} only the layers that see all tokens "
             f"({', '.join(map(str, reached)) or 'none'}) take another rotation, and for those it says the one they "
             "have. What works: another scheme in one of them."
+        )
+
+
+def refuse_positions_elsewhere(model: Any, stack: Stack, scheme: Scheme) -> None:
+    """Refuse a `scheme` that takes the rotation away from a model which knows positions otherwise too.
+
+    Raises:
+        UnsupportedSwapError: it does.
+    """
+    why = POSITIONS_ELSEWHERE.get(config_at(model.config, stack.config).model_type)
+    if why is not None:
+        raise UnsupportedSwapError(
+            f"{scheme.name} would leave positions in {type(model).__name__}: {why}. What works: rope and its scalings."
         )
 
 

@@ -22,7 +22,7 @@ from hf_posswap.patching.actions import (
     SetAttribute,
 )
 from hf_posswap.patching.following import followed, saved_tables
-from hf_posswap.patching.inside import refuse_inside, refuse_without_effect, turns
+from hf_posswap.patching.inside import refuse_inside, refuse_positions_elsewhere, refuse_without_effect, turns
 from hf_posswap.patching.interface import AttendThroughInterface, CopyRows, RemoveRows
 from hf_posswap.patching.own_attention import native_scheme, ready_edits, rows_of
 from hf_posswap.patching.plan import Edit, SiteChoice, SwapPlan
@@ -191,6 +191,8 @@ class Planner:
         self._edit("embedding", self.stack.entry or "(model)", "no length check", after, guard)
 
     def _rotary_family(self) -> None:
+        if not self.scheme.acts_inside:
+            refuse_positions_elsewhere(self.model, self.stack, self.scheme)
         native = None if self.site == "attention" else native_swap(self.model, self.stack, self.scheme, self.length)
         before = f"rope, theta {self.geometry.base:g}, {self.geometry.rotary_dim} of {self.geometry.head_dim} dims"
         if native is not None:

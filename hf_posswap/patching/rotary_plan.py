@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ def native_swap(model: Any, stack: Stack, scheme: Scheme, length: int) -> Native
         if not rotary_site.says(part, values) or not _all_follow(model, stack, scheme, part):
             continue
         settings = _settings(model, stack, trial)
-        if settings is None or any(_is_width(name, old, new) for _, name, old, new in settings):
+        if settings is None or any(_is_width(model.get_submodule(change[0]), *change[1:]) for change in settings):
             continue
         prefix = f"{stack.config}." if stack.config else ""
         changed = {f"{prefix}max_position_embeddings": reach, f"{prefix}rope_parameters": part.rope_parameters}
@@ -72,10 +73,18 @@ def _settings(
     return rotary_site.changed_settings(model, fresh, stack.rotary)
 
 
-def _is_width(name: str, old: Any, new: Any) -> bool:
-    """Return whether a setting says how many dimensions turn: attention would cut its heads otherwise."""
+def _is_width(module: nn.Module, name: str, old: Any, new: Any) -> bool:
+    """Return whether a setting says how many dimensions turn, and is read: attention would cut its heads otherwise."""
     whole = isinstance(new, int) and not isinstance(new, bool) and isinstance(old, int)
-    return whole and any(part in name for part in ("rot", "dim", "head_size"))
+    return whole and any(part in name for part in ("rot", "dim", "head_size")) and _reads(type(module), name)
+
+
+def _reads(cls: type, name: str) -> bool:
+    """Return whether any method of `cls` but its constructor may read the attribute `name` of an instance."""
+    methods = [value for owner in cls.__mro__ if owner is not nn.Module for value in vars(owner).values()]
+    methods = [inspect.unwrap(method) for method in methods if callable(method)]
+    codes = [getattr(method, "__code__", None) for method in methods if getattr(method, "__name__", "") != "__init__"]
+    return any(code is not None and name in code.co_names for code in codes)
 
 
 def neutral_values(model: Any, stack: Stack, sets: tuple[str, ...]) -> dict[str, Any]:

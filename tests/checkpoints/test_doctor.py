@@ -357,12 +357,12 @@ def test_weights_of_another_kind_are_a_note(tmp_path: Path) -> None:
 
 
 def test_a_model_that_no_family_describes(tmp_path: Path) -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
+    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
-    small = T5Config(vocab_size=11, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    T5ForConditionalGeneration(small).save_pretrained(tmp_path)
+    small = SwitchTransformersConfig(vocab_size=11, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    SwitchTransformersForConditionalGeneration(small).save_pretrained(tmp_path)
     diagnosis = doctor(tmp_path)
-    assert diagnosis.positions == "model type t5, whose positions no family of hf_posswap describes"
+    assert diagnosis.positions == "model type switch_transformers, whose positions no family of hf_posswap describes"
     assert diagnosis.clean
 
 

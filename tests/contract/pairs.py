@@ -150,6 +150,12 @@ def is_daily(pair: Pair) -> bool:
     return pair.scheme in OF_EACH_SITE if pair.site == "auto" else pair.scheme == "rope"
 
 
+def own_pairs() -> list[Pair]:
+    """Return one pair for each scheme and model of the project's own: no toys, no second site."""
+    toys = {registration.TOY_SCHEME, registration.TOY_MODEL}
+    return [pair for pair in all_pairs() if pair.site == "auto" and not toys & {pair.model, pair.scheme}]
+
+
 def words(batch: int, length: int, seed: int = 1) -> Tensor:
     """Return random token ids [batch, length] without special ones."""
     generator = torch.Generator().manual_seed(seed)

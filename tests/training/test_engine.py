@@ -107,7 +107,8 @@ def test_the_log_the_report_and_the_model_are_left_behind(tmp_path: Path) -> Non
     assert model(torch.zeros((1, 200), dtype=torch.long)).logits.shape == (1, 200, 300)
 
 
-def test_a_terminal_shows_speed_loss_rate_time_and_memory(tmp_path: Path) -> None:
+def test_a_terminal_shows_speed_loss_rate_time_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     screen = Console(file=io.StringIO(), force_terminal=True, width=200, legacy_windows=False)
     trained(tmp_path, services=Services(reporter=Reporter(screen)))
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
