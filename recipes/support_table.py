@@ -133,7 +133,8 @@ def _line(cells: list[str]) -> str:
 
 
 def _flat(text: str) -> str:
-    return " ".join(text.split())
+    """Return `text` in one line, without the list of all families that a refusal ends with."""
+    return " ".join(text.partition(" Families: ")[0].split())
 
 
 def replace_region(readme: str, table: str) -> str:

@@ -60,8 +60,8 @@ def _refuse_altered(model: Any, stack: Stack, scheme: Scheme, mechanism: Mechani
         altering = [name for name in _ALTERING if getattr(module, name, None) is not None]
         if altering:
             raise UnsupportedSwapError(
-                f"{type(module).__name__} alters its attention scores ({altering[0]}), which a scheme of several "
-                f"pieces such as {scheme.name} does not do. What works: rope, alibi, nope."
+                f"{scheme.name} has scores of several pieces, and {type(model).__name__} alters its own "
+                f"({altering[0]}), which those do not. What works: rope, alibi, nope."
             )
 
 

@@ -100,6 +100,9 @@ def trial_config(
     text.max_position_embeddings = length
     text.rope_parameters = with_rope(text, values)
     text.standardize_rope_params()
+    for one in (trial, text):
+        if isinstance(one.dtype, str):  # saving leaves a name there, and some models want the dtype itself
+            one.dtype = getattr(torch, one.dtype)
     return trial
 
 

@@ -245,3 +245,11 @@ def test_pairs_that_stood_still_and_are_to_turn_need_training() -> None:
     model = tiny_model("gemma4_text")
     assert plan_swap(model, "yarn", factor=4.0).adaptation.startswith("required: the weights have never met pairs")
     assert plan_swap(tiny_model("gemma3_text"), "yarn", factor=4.0).adaptation.startswith("optional")
+
+
+def test_a_model_that_was_saved_is_planned_as_before(tmp_path: Path) -> None:
+    """Saving writes the dtype's name into the config in memory; Apertus makes tensors of what stands there."""
+    model = tiny_model("apertus", meta=False)
+    before = plan_swap(model, "yarn", factor=2.0)
+    model.save_pretrained(tmp_path)
+    assert (before.route, plan_swap(model, "yarn", factor=2.0).route) == ("native", "native")
