@@ -67,7 +67,8 @@ def render(rows: list[Row]) -> str:
     head = (
         f"**{len(able)} of {len(rows)} classes** for causal, masked and sequence-to-sequence language modelling in "
         f"transformers {rows[0]['transformers']} can be patched, {cells} pairs of a class and a scheme. Each pair was "
-        f"run on a tiny model by the light contract, with torch {rows[0]['torch'].partition('+')[0]}."
+        f"run on a tiny model by the light contract (`pytest -m slow tests/contract/test_light.py`), with torch "
+        f"{rows[0]['torch'].partition('+')[0]}."
     )
     parts = [_schemes_table(), PROMISES, head, _pairs_table(able), WORDS, _refusals(able)]
     left = _folded(f"Classes that cannot be patched, and why ({len(rows) - len(able)})", _left_out(rows, able))

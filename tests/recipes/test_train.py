@@ -22,7 +22,7 @@ from tests.training.engine_runs import write_model, write_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "train.py"
-HEADER = ("Purpose:", "Source:", "Launch:", "Cost:", "Result:")
+HEADER = ("Purpose:", "Source:", "Launch:", "Cost:", "Expected:")
 KINDS = {"openai-community/gpt2": "gpt2", "huggyllama/llama-7b": "llama", "google-bert/bert-base-uncased": "bert"}
 FOUND = sorted((ROOT / "recipes").rglob("*.yaml"))
 LAUNCHERS = [path for path in FOUND if "distributed_type" in yaml.safe_load(path.read_text())]
