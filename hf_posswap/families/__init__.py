@@ -10,7 +10,9 @@ from hf_posswap.families import (
     rotary,
     t5,
 )
-from hf_posswap.families.base import FAMILIES, Family, Sites, Stack, StackSpec, TableSpec, family_of, locate, register
+from hf_posswap.families.base import FAMILIES, Family, StackSpec, TableSpec, register
+from hf_posswap.families.locating import family_of, locate
+from hf_posswap.families.sites import Sites, Stack
 
 __all__ = [
     "FAMILIES",

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from hf_posswap.families.base import Family, StackSpec, paths_of, register
+from hf_posswap.families.base import Family, StackSpec, register
+from hf_posswap.families.modules import paths_of
 from hf_posswap.families.rope_config import has_rope, inv_freq_names
 from hf_posswap.families.rotary_inside import ATTENTION_PROVED, ATTENTION_REFUSED
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from hf_posswap.families.base import Family, StackSpec, modeling_module, register
+from hf_posswap.families.base import Family, StackSpec, register
+from hf_posswap.families.modules import modeling_module
 from hf_posswap.families.own import NativeScheme, OwnAttention
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_posswap.families.base import table_of
+from hf_posswap.families.modules import table_of
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.attention import PositionHook, StartHook, cache_argument

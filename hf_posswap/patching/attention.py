@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
-from hf_posswap.families.base import modeling_module
+from hf_posswap.families.modules import modeling_module
 from hf_posswap.patching import backends
 from hf_posswap.patching.cache_view import rotating, self_attention_cache
 from hf_posswap.patching.config_view import ATTENTION_NAME, ConfigView

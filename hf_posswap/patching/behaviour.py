@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.errors import SwapVerificationError
-from hf_posswap.families.base import Stack
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.rotary_inside import MOVED_BY_SHIFT
+from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import ReplaceTable
 from hf_posswap.patching.apply import unpatch_model

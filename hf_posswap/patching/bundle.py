@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.base import family_of
+from hf_posswap.families.locating import family_of
 from hf_posswap.schemes.base import SCHEMES
 
 ENTRY = "modeling_posswap"

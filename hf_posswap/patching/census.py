@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
-from hf_posswap.families.base import locate
+from hf_posswap.families.locating import locate
 from hf_posswap.families.refused import REFUSED
 from hf_posswap.families.tiny import language_models, tiny_model
 from hf_posswap.patching.describe import describe_positions

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import PluginWarning, UnsupportedSwapError
-from hf_posswap.families.base import family_of
+from hf_posswap.families.locating import family_of
 from hf_posswap.patching.bundle import AUTO_MAP, code_files
 
 POSSWAP_MODEL_TYPE = "posswap"

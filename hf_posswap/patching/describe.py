@@ -16,8 +16,10 @@ from hf_posswap.errors import (
     UnsupportedModelError,
     UnsupportedSwapError,
 )
-from hf_posswap.families.base import FAMILIES, Sites, locate
+from hf_posswap.families.base import FAMILIES
+from hf_posswap.families.locating import locate
 from hf_posswap.families.rope_config import config_at, parameters_of
+from hf_posswap.families.sites import Sites
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply import Patch
 from hf_posswap.patching.own_attention import native_scheme

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.base import Sites
+from hf_posswap.families.sites import Sites
 from hf_posswap.patching.actions import Action, GrowMask, SaveKeys, SetAttribute
 from hf_posswap.patching.embedding import is_mask
 from hf_posswap.patching.interface import Resize

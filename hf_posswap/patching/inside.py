@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.base import Sites, Stack
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.rotary_inside import POSITIONS_ELSEWHERE
+from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.attention import has_interface
 from hf_posswap.schemes.base import Mechanism, Scheme

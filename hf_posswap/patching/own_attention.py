@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.base import Stack, matching
+from hf_posswap.families.modules import matching
 from hf_posswap.families.own import NativeScheme
+from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import Action, SetAttribute
 from hf_posswap.patching.interface import AttendThroughInterface

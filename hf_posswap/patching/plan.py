@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_posswap.errors import AlreadyPatchedError, OptionError, SchemeError, UnsupportedSwapError
-from hf_posswap.families.base import Sites, Stack, locate
+from hf_posswap.families.locating import locate
+from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import (
     Action,

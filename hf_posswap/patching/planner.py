@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.base import Sites, Stack
 from hf_posswap.families.rope_config import config_at
+from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import (
     Action,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posswap.families.base import Stack
+from hf_posswap.families.sites import Stack
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.base import Stack
 from hf_posswap.families.rope_config import config_at, parameters_of
+from hf_posswap.families.sites import Stack
 from hf_posswap.patching import rotary as rotary_site
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.rope import RotaryScheme

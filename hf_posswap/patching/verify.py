@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_posswap.errors import NotPatchedError, SwapVerificationError
-from hf_posswap.families.base import Stack
 from hf_posswap.families.rope_config import config_at
+from hf_posswap.families.sites import Stack
 from hf_posswap.patching.actions import (
     AddMechanism,
     BlendTable,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.errors import DataError, SchemeError, UnsupportedModelError, UnsupportedSwapError
-from hf_posswap.families.base import Sites
+from hf_posswap.families.sites import Sites
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.plan import plan_swap, unwrap
 from hf_posswap.schemes import PRope, checks

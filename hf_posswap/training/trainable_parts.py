@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from hf_posswap.errors import ConfigError
-from hf_posswap.families.base import Sites, locate
+from hf_posswap.families.locating import locate
+from hf_posswap.families.sites import Sites
 from hf_posswap.patching.actions import ReplaceTable
 from hf_posswap.patching.plan import unwrap
 

@@ -18,7 +18,8 @@ from torch import Tensor
 import hf_posswap
 from hf_posswap import patch_model, plan_swap, unpatch_model, verify_swap
 from hf_posswap.errors import SchemeError, UnsupportedModelError, UnsupportedSwapError
-from hf_posswap.families.base import Sites, locate
+from hf_posswap.families.locating import locate
+from hf_posswap.families.sites import Sites
 from hf_posswap.families.tiny import TINY_VOCABULARY, tiny_model
 from hf_posswap.patching.describe import stand_ins
 from hf_posswap.schemes import SCHEMES

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_posswap import SwapPlan, patch_model, plan_swap
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.base import locate
+from hf_posswap.families.locating import locate
 from hf_posswap.patching.describe import stand_ins
 from hf_posswap.schemes import SCHEMES
 from tests.contract.models import FIRST_WORD, LENGTH, TINY, VOCABULARY, build

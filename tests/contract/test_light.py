@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from hf_posswap.families.base import locate
+from hf_posswap.families.locating import locate
 from hf_posswap.families.tiny import language_models, tiny_model
 from hf_posswap.files import write_json
 from hf_posswap.schemes import SCHEMES

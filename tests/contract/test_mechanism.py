@@ -9,7 +9,7 @@ import torch
 
 from hf_posswap import patch_model
 from hf_posswap.errors import PositionRangeError, UnsupportedSwapError
-from hf_posswap.families.base import locate
+from hf_posswap.families.locating import locate
 from hf_posswap.schemes import SCHEMES
 from tests.contract.models import LENGTH, TINY, build
 from tests.contract.pairs import CHANGE, LONGER, NOISE, Pair, gap, logits, refusal, words

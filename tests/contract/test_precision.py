@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posswap.families.base import inv_freq_names
+from hf_posswap.families.rope_config import inv_freq_names
 from hf_posswap.schemes.base import Mechanism
 from tests.contract.models import LENGTH
 from tests.contract.pairs import Pair, gap, logits, words

@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 import hf_posswap
 from hf_posswap import patch_model, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.base import locate
+from hf_posswap.families.locating import locate
 from tests.contract.pairs import CHANGE, gap
 from tests.contract.test_running import piecewise
 

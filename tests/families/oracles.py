@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_posswap.families import locate
-from hf_posswap.families.base import Stack, table_of
+from hf_posswap.families.modules import table_of
+from hf_posswap.families.sites import Stack
 from hf_posswap.schemes.alibi import slopes
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import hf_posswap
 from hf_posswap import patch_model, plan_swap
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.base import locate
+from hf_posswap.families.locating import locate
 from hf_posswap.families.tiny import tiny_config, tiny_model
 from hf_posswap.patching.interface import AttendThroughInterface
 from hf_posswap.schemes import Learned, Rope

@@ -35,7 +35,7 @@ from hf_posswap.errors import (
     UnsupportedSwapError,
 )
 from hf_posswap.families import locate
-from hf_posswap.families.base import table_of
+from hf_posswap.families.modules import table_of
 from hf_posswap.patching.blending import finish_blend, set_blend
 from hf_posswap.patching.logit_scale import set_logit_scale
 from hf_posswap.patching.record import SwapRecord

@@ -15,8 +15,9 @@ from hf_posswap.checkpoints.auto import plugin_model_class
 from hf_posswap.checkpoints.doctor_checks.findings import Finding
 from hf_posswap.checkpoints.doctor_checks.reading import Chart, Shapes
 from hf_posswap.errors import UnsupportedModelError
-from hf_posswap.families.base import Sites, locate
+from hf_posswap.families.locating import locate
 from hf_posswap.families.rope_config import inv_freq_names
+from hf_posswap.families.sites import Sites
 from hf_posswap.patching.config_class import native_config_class
 from hf_posswap.patching.describe import model_class_of, read_config
 

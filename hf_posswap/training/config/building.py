@@ -11,58 +11,65 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hf_posswap.errors import PosswapError
+from hf_posswap.training.config.problems import Problems
 
 T = TypeVar("T")
 _WRONG = object()
 
 
-def build(cls: type[T], values: Any, key: str, problems: list[str]) -> T | None:
-    """Return the dataclass `cls` made from `values`; each problem goes into `problems` and makes the result None.
+def build(cls: type[T], values: Any, key: str, problems: Problems) -> T:
+    """Return the dataclass `cls` made from `values`; what is wrong goes into `problems`, and has its default here.
 
     Args:
-        cls: whose fields and types are the schema.
+        cls: whose fields and types are the schema; every field has a default.
         values: a mapping, as YAML gives it; numbers that YAML takes for text, 2e-5, are numbers.
         key: where `values` stands, for the messages; "" at the top.
         problems: what was found wrong, in order.
 
     Example:
         >>> from hf_posswap.training.config.settings import OptimizerSettings
-        >>> problems = []
-        >>> build(OptimizerSettings, {"stepz": 3, "clip": "much"}, "optimizer", problems)
-        >>> for problem in problems:
+        >>> problems = Problems()
+        >>> build(OptimizerSettings, {"stepz": 3, "clip": "much", "batch": 4}, "optimizer", problems).batch
+        4
+        >>> for problem in problems.said:
         ...     print(problem)
         optimizer.stepz: no such key. Did you mean 'steps'?
         optimizer.clip: expected a number, got 'much'.
     """
     if not isinstance(values, Mapping):
-        problems.append(f"{key}: expected keys and values, got {values!r}.")
-        return None
+        problems.add(key, f"expected keys and values, got {values!r}.")
+        return cls()
     hints = get_type_hints(cls)
     fields: list[str] = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-    before = len(problems)
     made = {}
     for name, value in values.items():
-        where = f"{key}.{name}" if key else str(name)
+        where = _below(key, name)
         if name not in fields:
-            problems.append(f"{where}: no such key.{_hint(str(name), fields)}")
-        else:
-            made[name] = convert(value, hints[name], where, problems)
-    if len(problems) > before:
-        return None
+            _unknown(where, key, str(name), fields, problems)
+            continue
+        before = len(problems.said)
+        converted = convert(value, hints[name], where, problems)
+        if converted is not None or len(problems.said) == before:
+            made[name] = converted
     try:
         return cls(**made)
     except (PosswapError, TypeError, ValueError) as error:
-        problems.append(f"{key or 'the recipe'}: {error}")
-        return None
+        problems.add(key, str(error))
+        return cls()
 
 
-def _hint(name: str, known: list[str]) -> str:
+def _below(key: str, name: Any) -> str:
+    return f"{key}.{name}" if key else str(name)
+
+
+def _unknown(where: str, above: str, name: str, known: list[str], problems: Problems) -> None:
     near = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
+    hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."
+    problems.add(where, f"no such key. {hint}", doubts=_below(above, near[0]) if near else where)
 
 
-def convert(value: Any, kind: Any, key: str, problems: list[str]) -> Any:
-    """Return `value` as a `kind`, or note in `problems` what was expected."""
+def convert(value: Any, kind: Any, key: str, problems: Problems) -> Any:
+    """Return `value` as a `kind`; None, and a note in `problems` of what was expected, where it is none."""
     if dataclasses.is_dataclass(kind):
         return build(kind, {} if value is None else value, key, problems)  # type: ignore[arg-type]
     if get_origin(kind) in (tuple, list) and isinstance(value, list | tuple):
@@ -77,21 +84,19 @@ def convert(value: Any, kind: Any, key: str, problems: list[str]) -> Any:
         return _member(value, kind, key, problems)
     made = _plain(value, kind)
     if made is _WRONG:
-        problems.append(f"{key}: expected {describe(kind)}, got {value!r}.")
+        problems.add(key, f"expected {describe(kind)}, got {value!r}.")
+        return None
     return made
 
 
-def _member(value: Any, kind: Any, key: str, problems: list[str]) -> Any:
+def _member(value: Any, kind: Any, key: str, problems: Problems) -> Any:
     """Return `value` as the first member of a union that takes it, exact types before converted ones."""
-    found = []
     for member in sorted(get_args(kind), key=lambda m: type(value) is not m):
-        tried: list[str] = []
+        tried = Problems()
         made = convert(value, member, key, tried)
-        if not tried:
+        if not tried.said:
             return made
-        found.append((member, tried))
-    structured = [tried for member, tried in found if dataclasses.is_dataclass(member) and isinstance(value, Mapping)]
-    problems += structured[0] if structured else [f"{key}: expected {describe(kind)}, got {value!r}."]
+    problems.add(key, f"expected {describe(kind)}, got {value!r}.")
     return None
 
 

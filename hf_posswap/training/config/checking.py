@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import make_scheme
+from hf_posswap.training.config.problems import Problem
 from hf_posswap.training.config.settings import Recipe, StageSettings
 from hf_posswap.training.config.stages import scheme_of
 from hf_posswap.training.trainable import ADAPTERS
@@ -15,88 +16,104 @@ from hf_posswap.training.trainable import ADAPTERS
 _REPORTERS = ("tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "clearml", "swanlab")
 
 
-def check(recipe: Recipe) -> list[str]:
-    """Return what is impossible in `recipe`, a sentence a problem.
+def check(recipe: Recipe) -> list[Problem]:
+    """Return what is impossible in `recipe`.
 
     Example:
         >>> from hf_posswap.training.config.settings import ModelSettings, OptimizerSettings
-        >>> check(Recipe(model=ModelSettings("gpt2"), optimizer=OptimizerSettings(warmup=2000)))
+        >>> found = check(Recipe(model=ModelSettings("gpt2"), optimizer=OptimizerSettings(warmup=2000)))
+        >>> [str(problem) for problem in found]
         ['optimizer.warmup: 2000 steps of warm-up in a training of 1000.']
     """
-    checks = (_model(recipe), _swap(recipe), _objective(recipe), _optimizer(recipe), _rest(recipe), _stages(recipe))
-    return [problem for found in checks for problem in found]
+    checks = (_model, _swap, _gradual, _objective, _optimizer, _rest, _watch, _missing, _stages)
+    return [problem for found in checks for problem in found(recipe)]
 
 
-def _model(recipe: Recipe) -> Iterator[str]:
+def _model(recipe: Recipe) -> Iterator[Problem]:
     if not recipe.model.name:
-        yield "model.name: give a folder or a Hub id."
+        yield Problem("model.name", "give a folder or a Hub id.")
     if not recipe.out:
-        yield "out: give a folder."
+        yield Problem("out", "give a folder.")
 
 
-def _swap(recipe: Recipe) -> Iterator[str]:
+def _swap(recipe: Recipe) -> Iterator[Problem]:
     swap = recipe.swap
     if swap.max_length is not None and swap.max_length < 1:
-        yield f"swap.max_length: expected a number of tokens from 1, got {swap.max_length}."
-    if swap.gradual_steps < 0:
-        yield f"swap.gradual_steps: expected a number of steps from 0, got {swap.gradual_steps}."
-    if swap.scheme is None:
-        wanting = {
-            "swap.max_length": swap.max_length is not None,
-            "swap.gradual_steps": swap.gradual_steps > 0,
-            "train.what": recipe.train.what in ("positions", "new_rows"),
-            "objective.kind": recipe.objective.kind in ("distill", "embedding"),
-            "stages": bool(recipe.stages),
-        }
-        yield from (f"{key}: needs a swap, and swap.scheme is none." for key, wants in wanting.items() if wants)
-    else:
+        yield Problem("swap.max_length", f"expected a number of tokens from 1, got {swap.max_length}.")
+    if swap.scheme is not None:
         yield from _scheme_problem("swap.scheme", swap.scheme)
-    if swap.gradual_steps > recipe.optimizer.steps:
-        yield f"swap.gradual_steps: {swap.gradual_steps} steps in a training of {recipe.optimizer.steps}."
-    if swap.gradual_steps and recipe.train.what in ADAPTERS:
-        yield f"swap.gradual_steps: a blend cannot be ended inside adapters ({recipe.train.what}); use train.what=full."
-    if swap.gradual_steps and recipe.stages:
-        yield "swap.gradual_steps: a gradual swap has one stage; leave one of gradual_steps and stages out."
+        return
+    wanting = {
+        "swap.max_length": swap.max_length is not None,
+        "swap.gradual_steps": swap.gradual_steps > 0,
+        "train.what": recipe.train.what in ("positions", "new_rows"),
+        "objective.kind": recipe.objective.kind in ("distill", "embedding"),
+        "stages": bool(recipe.stages),
+    }
+    for key in (key for key, wants in wanting.items() if wants):
+        yield Problem(key, "needs a swap, and swap.scheme is none.", ("swap.scheme",))
 
 
-def _scheme_problem(key: str, scheme: Any) -> Iterator[str]:
+def _gradual(recipe: Recipe) -> Iterator[Problem]:
+    key, steps, what = "swap.gradual_steps", recipe.swap.gradual_steps, recipe.train.what
+    if steps < 0:
+        yield Problem(key, f"expected a number of steps from 0, got {steps}.")
+    if steps > recipe.optimizer.steps:
+        yield Problem(key, f"{steps} steps in a training of {recipe.optimizer.steps}.", ("optimizer.steps",))
+    if steps and what in ADAPTERS:
+        said = f"a blend cannot be ended inside adapters ({what}); use train.what=full."
+        yield Problem(key, said, ("train.what",))
+    if steps and recipe.stages:
+        yield Problem(key, "a gradual swap has one stage; leave one of gradual_steps and stages out.", ("stages",))
+
+
+def _scheme_problem(key: str, scheme: Any, *needs: str) -> Iterator[Problem]:
     try:
         make_scheme(dict(scheme) if not isinstance(scheme, str) else scheme)
     except PosswapError as error:
-        yield f"{key}: {error}"
+        yield Problem(key, str(error), needs)
 
 
-def _objective(recipe: Recipe) -> Iterator[str]:
+def _objective(recipe: Recipe) -> Iterator[Problem]:
     objective = recipe.objective
     if objective.chunk < 0:
-        yield f"objective.chunk: expected a number of tokens from 0, got {objective.chunk}."
+        yield Problem("objective.chunk", f"expected a number of tokens from 0, got {objective.chunk}.")
     if objective.kind in ("distill", "embedding") and recipe.data.packing not in ("none", "documents"):
-        yield (
-            f"objective.kind: {objective.kind} has the unswapped model read the same windows, and with data.packing "
-            f"{recipe.data.packing} they hold positions that it does not have; use none or documents."
+        yield Problem(
+            "objective.kind",
+            f"{objective.kind} has the unswapped model read the same windows, and with data.packing "
+            f"{recipe.data.packing} they hold positions that it does not have; use none or documents.",
+            ("data.packing",),
         )
 
 
-def _optimizer(recipe: Recipe) -> Iterator[str]:
+def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     settings = recipe.optimizer
     least = {"steps": 1, "warmup": 0, "batch": 1, "accumulate": 1, "clip": 0, "weight_decay": 0, "seed": 0}
     for name, smallest in least.items():
         if getattr(settings, name) < smallest:
-            yield f"optimizer.{name}: expected at least {smallest}, got {getattr(settings, name)}."
+            yield _too_small(f"optimizer.{name}", getattr(settings, name), smallest)
     if not settings.learning_rate > 0:
-        yield f"optimizer.learning_rate: expected a number above 0, got {settings.learning_rate}."
+        yield Problem("optimizer.learning_rate", f"expected a number above 0, got {settings.learning_rate}.")
     for name in ("final_rate", "beta1", "beta2"):
         value, whole = getattr(settings, name), name == "final_rate"
         if not 0 <= value <= 1 or (value == 1 and not whole):
-            yield f"optimizer.{name}: expected a share from 0 {'to' if whole else 'to below'} 1, got {value}."
+            said = f"expected a share from 0 {'to' if whole else 'to below'} 1, got {value}."
+            yield Problem(f"optimizer.{name}", said)
     if settings.warmup > settings.steps and not recipe.stages:
-        yield f"optimizer.warmup: {settings.warmup} steps of warm-up in a training of {settings.steps}."
+        said = f"{settings.warmup} steps of warm-up in a training of {settings.steps}."
+        yield Problem("optimizer.warmup", said, ("optimizer.steps", "stages"))
 
 
-def _rest(recipe: Recipe) -> Iterator[str]:
+def _too_small(key: str, value: float, smallest: int) -> Problem:
+    return Problem(key, f"expected at least {smallest}, got {value}.")
+
+
+def _rest(recipe: Recipe) -> Iterator[Problem]:
     watch, save, gates, compute = recipe.watch, recipe.save, recipe.gates, recipe.compute
     if compute.offload and not compute.checkpointing:
-        yield "compute.offload: keeps checkpointed activations elsewhere; set compute.checkpointing too."
+        said = "keeps checkpointed activations elsewhere; set compute.checkpointing too."
+        yield Problem("compute.offload", said, ("compute.checkpointing",))
     for key, value, smallest in (
         ("compute.workers", compute.workers, 0),
         ("gates.explosion", gates.explosion, 0),
@@ -108,55 +125,67 @@ def _rest(recipe: Recipe) -> Iterator[str]:
         ("watch.evaluate_documents", watch.evaluate_documents, 2),
     ):
         if value < smallest:
-            yield f"{key}: expected at least {smallest}, got {value}."
-    if watch.evaluate_every and not watch.evaluate_lengths:
-        yield "watch.evaluate_every: say at which lengths: watch.evaluate_lengths."
-    if any(length < 2 for length in watch.evaluate_lengths):
-        yield f"watch.evaluate_lengths: expected at least 2 tokens each, got {list(watch.evaluate_lengths)}."
-    if watch.evaluate_lengths and recipe.objective.kind in ("masked", "embedding"):
-        yield "watch.evaluate_lengths: measures next-token loss, which an encoder has not; leave it empty."
-    yield from _missing(recipe)
+            yield _too_small(key, value, smallest)
 
 
-def _missing(recipe: Recipe) -> Iterator[str]:
+def _watch(recipe: Recipe) -> Iterator[Problem]:
+    lengths = recipe.watch.evaluate_lengths
+    if recipe.watch.evaluate_every and not lengths:
+        yield Problem(
+            "watch.evaluate_every", "say at which lengths: watch.evaluate_lengths.", ("watch.evaluate_lengths",)
+        )
+    if any(length < 2 for length in lengths):
+        yield Problem("watch.evaluate_lengths", f"expected at least 2 tokens each, got {list(lengths)}.")
+    if lengths and recipe.objective.kind in ("masked", "embedding"):
+        said = "measures next-token loss, which an encoder has not; leave it empty."
+        yield Problem("watch.evaluate_lengths", said, ("objective.kind",))
+
+
+def _missing(recipe: Recipe) -> Iterator[Problem]:
     for name in recipe.watch.report_to:
         if name not in _REPORTERS:
-            yield f"watch.report_to: unknown {name!r}. Known: {', '.join(_REPORTERS)}."
+            yield Problem("watch.report_to", f"unknown {name!r}. Known: {', '.join(_REPORTERS)}.")
         elif importlib.util.find_spec(name) is None:
-            yield f"watch.report_to: {name} is not installed: pip install {name}, or leave it out."
+            yield Problem("watch.report_to", f"{name} is not installed: pip install {name}, or leave it out.")
     if recipe.watch.picture and importlib.util.find_spec("matplotlib") is None:
-        yield "watch.picture: needs matplotlib: pip install 'hf-posswap[plot]', or watch.picture=false."
+        said = "needs matplotlib: pip install 'hf-posswap[plot]', or watch.picture=false."
+        yield Problem("watch.picture", said)
     needed = ["accelerate", "datasets"] + (["peft"] if recipe.train.what in ADAPTERS else [])
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        yield f"training needs {', '.join(missing)}: pip install 'hf-posswap[train]'."
+        yield Problem("", f"training needs {', '.join(missing)}: pip install 'hf-posswap[train]'.")
 
 
-def _stages(recipe: Recipe) -> Iterator[str]:
-    if not recipe.stages or recipe.swap.scheme is None:
-        return
+def _stages(recipe: Recipe) -> Iterator[Problem]:
     kinds = set()
     for number, stage in enumerate(recipe.stages):
         key = f"stages[{number}]"
         yield from _numbers(key, stage)
         scheme = scheme_of(recipe, stage)
-        problems = list(_scheme_problem(f"{key}.scheme", scheme))
-        yield from problems
-        if not problems and scheme is not None:
-            kinds.add(make_scheme(dict(scheme) if not isinstance(scheme, str) else scheme).kind)
+        if stage.scheme is not None:
+            problems = list(_scheme_problem(f"{key}.scheme", scheme, "swap.scheme"))
+            yield from problems
+            if not problems:
+                kinds.add(make_scheme(dict(scheme)).kind)
     if kinds - {"rotary", "none"}:
-        yield (
-            "stages: the next stage goes on with the weights of the one before, which only schemes without weights of "
-            f"their own allow (rotary ones, or nope); got {', '.join(sorted(kinds))}."
+        yield Problem(
+            "stages",
+            "the next stage goes on with the weights of the one before, which only schemes without weights of "
+            f"their own allow (rotary ones, or nope); got {', '.join(sorted(kinds))}.",
+            ("swap.scheme",),
         )
 
 
-def _numbers(key: str, stage: StageSettings) -> Iterator[str]:
+def _numbers(key: str, stage: StageSettings) -> Iterator[Problem]:
     if stage.steps < 1 or not 0 <= stage.least_steps <= stage.steps or stage.check_every < 1:
-        yield f"{key}: expected steps and check_every from 1, and least_steps from 0 to steps."
+        yield Problem(
+            key,
+            "expected steps and check_every from 1, and least_steps from 0 to steps.",
+            (f"{key}.steps", f"{key}.least_steps", f"{key}.check_every"),
+        )
     if stage.length is not None and stage.length < 4:
-        yield f"{key}.length: expected at least 4 tokens, got {stage.length}."
+        yield Problem(f"{key}.length", f"expected at least 4 tokens, got {stage.length}.")
     if stage.learning_rate is not None and not stage.learning_rate > 0:
-        yield f"{key}.learning_rate: expected a number above 0, got {stage.learning_rate}."
+        yield Problem(f"{key}.learning_rate", f"expected a number above 0, got {stage.learning_rate}.")
     if stage.recovered is not None and stage.recovered < 0:
-        yield f"{key}.recovered: expected nats from 0, got {stage.recovered}."
+        yield Problem(f"{key}.recovered", f"expected nats from 0, got {stage.recovered}.")

@@ -12,7 +12,7 @@ import torch
 
 from hf_posswap.checkpoints import load
 from hf_posswap.errors import CheckpointError
-from hf_posswap.families.base import locate
+from hf_posswap.families.locating import locate
 from hf_posswap.patching.apply import patch_model
 from hf_posswap.patching.plan import SwapPlan, plan_swap, unwrap
 from hf_posswap.patching.verify import verify_swap

@@ -1,0 +1,132 @@
+"""Finding where positions live in one model, and refusing one with position parts that its family does not mention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from hf_posswap.errors import UnsupportedModelError
+from hf_posswap.families.base import FAMILIES, Family, StackSpec, TableSpec
+from hf_posswap.families.measuring import geometry_of
+from hf_posswap.families.modules import get, has_buffer, join, matching, who
+from hf_posswap.families.refused import REFUSED
+from hf_posswap.families.rope_config import config_at, config_path, inv_freq_names, rope_sets
+from hf_posswap.families.sites import Sites, Stack
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """Return the family that `config` belongs to.
+
+    Raises:
+        UnsupportedModelError: none does; the message says why, or lists the families.
+    """
+    model_type = getattr(config, "model_type", None)
+    families = [family for _, family in FAMILIES.items()]
+    for family in families:
+        if model_type in family.model_types:
+            return family
+    if model_type in REFUSED:
+        raise UnsupportedModelError(f"model type {model_type!r} is not supported: {REFUSED[model_type]}.")
+    for family in families:
+        if family.matches is not None and family.matches(config):
+            return family
+    known = "; ".join(f"{f.name}: {f.summary}" for f in families)
+    raise UnsupportedModelError(f"no family describes model type {model_type!r}. Families: {known}.")
+
+
+def locate(model: PreTrainedModel) -> Sites:
+    """Return where positions live in `model`, which may lie on the meta device.
+
+    Raises:
+        UnsupportedModelError: no family, a path that is missing, or a position part that the family does not mention.
+    """
+    family = family_of(model.config)
+    base = root_path = model.base_model_prefix if getattr(model, model.base_model_prefix, None) is not None else ""
+    root = model.get_submodule(base)
+    base = join(base, _tower(root, family))
+    kept = [join(root_path, path) for path in family.kept]
+    root = model.get_submodule(base)
+    present = [spec for spec in family.parts if not spec.name or get(root, spec.entry) is not None]
+    if not present:
+        entries = ", ".join(repr(spec.entry) for spec in family.parts)
+        raise UnsupportedModelError(f"{who(model)}: none of the stacks of family {family.name!r} is there: {entries}.")
+    sites = Sites(family, base, tuple(_stack(model, root, base, family, spec) for spec in present))
+    _refuse_unclaimed(model, sites, kept)
+    return sites
+
+
+def _tower(root: nn.Module, family: Family) -> str:
+    """Return where in `root` the part lies that the family's paths count from."""
+    held = [tower for tower in family.towers if get(root, tower) is not None]
+    for tower in held:
+        if any(matching(root.get_submodule(tower), spec.attention) for spec in family.parts):
+            return tower
+    return ""
+
+
+def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, spec: StackSpec) -> Stack:
+    attention = matching(root, spec.attention)
+    rotary = [path for path in (family.rotary(root) if family.rotary else []) if path.startswith(spec.entry)]
+    table = spec.table
+    if table is not None and get(root, table.path) is None:
+        raise UnsupportedModelError(
+            f"{who(model)}: family {family.name!r} expects a table at {table.path!r}, none there."
+        )
+    if not attention:
+        raise UnsupportedModelError(f"{who(model)}: no self-attention modules at {spec.attention!r}.")
+    if family.rotary and not rotary and (spec.own is None or spec.own.inside(model.config) is None):
+        raise UnsupportedModelError(f"{who(model)} has no rotary module, nor any other positions: its config says so.")
+    offset = _table_offset(table, root) if table else 0
+    part = _config_of(model, root, rotary)
+    return Stack(
+        spec=spec,
+        entry=join(base, spec.entry),
+        attention=tuple(join(base, path) for path in attention),
+        table=join(base, table.path) if table else None,
+        table_offset=offset,
+        buffers=tuple(join(base, path) for path in table.buffers if has_buffer(root, path)) if table else (),
+        rotary=tuple(join(base, path) for path in rotary),
+        geometry=geometry_of(model, config_at(model.config, part), root, spec, attention, rotary, offset),
+        config=part,
+        sets=rope_sets(root.get_submodule(rotary[0])) if rotary else (),
+        inside=None if spec.own is None else spec.own.inside(model.config),
+    )
+
+
+def _config_of(model: PreTrainedModel, root: nn.Module, rotary: list[str]) -> str:
+    """Return the path of the part of the model's config that its rotary modules were built from."""
+    held = (getattr(root.get_submodule(path), "config", None) for path in rotary)
+    paths = {config_path(model.config, config) for config in held if config is not None}
+    if len(paths) > 1 or None in paths:
+        raise UnsupportedModelError(
+            f"{who(model)}: its rotary modules ({', '.join(rotary)}) were built from different or altered copies of "
+            "the config, so no one config says what they do."
+        )
+    return paths.pop() or "" if paths else ""
+
+
+def _table_offset(table: TableSpec, root: nn.Module) -> int:
+    if table.offset != "padding":
+        return table.offset
+    return int(root.get_submodule(table.path).padding_idx) + 1  # type: ignore[arg-type]
+
+
+def _refuse_unclaimed(model: PreTrainedModel, sites: Sites, kept: list[str]) -> None:
+    """Refuse a model with a rotary module or a position table that its family does not mention."""
+    claimed: set[str] = set()
+    for stack in sites.stacks:
+        claimed |= {*stack.rotary, *([stack.table] if stack.table else [])}
+    for path, module in model.named_modules():
+        leaf = path.rsplit(".", 1)[-1]
+        table_like = isinstance(module, nn.Embedding) and ("position" in leaf or leaf in {"wpe", "pos_embed"})
+        mentioned = path in claimed or any(path == one or path.startswith(f"{one}.") for one in kept)
+        computed = "PositionalEmbedding" in type(module).__name__
+        if (inv_freq_names(module) or table_like or computed) and not mentioned:
+            raise UnsupportedModelError(
+                f"{who(model)}: {path!r} ({type(module).__name__}) looks like a part of the position mechanism, and "
+                f"family {sites.family.name!r} does not mention it; patching the rest would leave it half-swapped."
+            )

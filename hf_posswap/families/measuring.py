@@ -1,0 +1,168 @@
+"""What a scheme may know of a model, read off its config and its modules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_posswap.errors import UnsupportedModelError
+from hf_posswap.families.base import StackSpec, TableSpec
+from hf_posswap.families.modules import modeling_module, table_of, who
+from hf_posswap.families.rope_config import (
+    buffer_name,
+    factor_of,
+    layer_config,
+    parameters_of,
+    reaching,
+    rope_sets,
+)
+from hf_posswap.geometry import Geometry, Layout
+from hf_posswap.rotary import default_inv_freq
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def geometry_of(
+    model: PreTrainedModel,
+    config: Any,
+    root: nn.Module,
+    spec: StackSpec,
+    attention: list[str],
+    rotary: list[str],
+    offset: int,
+) -> Geometry:
+    """Return what a scheme may know of a stack of `model`.
+
+    Args:
+        model: of which the stack is a part.
+        config: the part of its config that the stack was built from.
+        root: the module that all paths count from.
+        spec: what the family states of the stack.
+        attention: paths of its attention modules.
+        rotary: paths of its native rotary modules.
+        offset: rows of its table before position 0.
+
+    Raises:
+        UnsupportedModelError: its layers differ, or its config says no length.
+    """
+    turning = reaching(rope_sets(root.get_submodule(rotary[0]))) if rotary else ("",)
+    config, whole = layer_config(config, turning[0]), config
+    heads = getattr(config, spec.heads or "num_attention_heads")
+    kv_heads = None if spec.heads else getattr(config, "num_key_value_heads", None)
+    own_width = _head_dim(whole, root, attention, turning[0]) if turning[0] else None
+    head_dim = own_width or getattr(config, "head_dim", None) or config.hidden_size // heads
+    length, width = _extent(model, config, root, spec, offset)
+    rotation: dict[str, Any] = {}
+    if rotary:
+        first, parameters = root.get_submodule(rotary[0]), _common(model, whole, turning)
+        rotation = _rotation(first, whole, turning[0]) | {
+            "base": float(parameters.get("rope_theta") or 10000.0),
+            "layout": rotary_layout(root.get_submodule(attention[0])),
+        }
+        length = parameters.get("original_max_position_embeddings") or length
+    inside = None if spec.own is None else spec.own.inside(config)
+    if inside is not None and inside["name"] == "rope":
+        rotary_dim = round(head_dim * inside["partial"])
+        rotation |= {"rotary_dim": rotary_dim, "base": inside["base"], "layout": inside["layout"]}
+        rotation["frequencies"] = tuple(default_inv_freq(inside["base"], rotary_dim).tolist())
+    return Geometry(
+        hidden_size=config.hidden_size,
+        table_width=None if width == config.hidden_size else width,
+        num_heads=heads,
+        num_kv_heads=kv_heads or heads,
+        head_dim=head_dim,
+        num_layers=len(attention),
+        original_length=length,
+        causal=_causal(model, config, root, spec, attention),
+        sliding_window=_sliding_window(config),
+        **rotation,
+    )
+
+
+def _causal(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackSpec, attention: list[str]) -> bool:
+    """Return whether a query sees only its past."""
+    if spec.causal is not None:
+        return spec.causal
+    if spec.own is not None and spec.own.causal is not None:
+        return spec.own.causal(config)
+    causal = {bool(getattr(root.get_submodule(path), "is_causal", True)) for path in attention}
+    if len(causal) > 1:
+        raise UnsupportedModelError(f"{who(model)}: some attention layers are causal and some are not.")
+    return causal.pop()
+
+
+def _extent(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackSpec, offset: int) -> tuple[int, int]:
+    """Return the positions that a stack was made for, and the width of what its table adds."""
+    if spec.table is not None:
+        rows, width = table_of(root.get_submodule(spec.table.path)).shape
+        return (config.max_position_embeddings if spec.table.computed else rows - offset), width
+    length = getattr(config, TableSpec.config_name, None) if spec.own is None else spec.own.made_for(config)
+    if length is None:
+        raise UnsupportedModelError(f"{who(model)}: its config says no length ({TableSpec.config_name}).")
+    return length, config.hidden_size
+
+
+def _rotation(rotary: nn.Module, config: Any, rope_set: str) -> dict[str, Any]:
+    """Return what a set of the native module `rotary` says of its rotation."""
+    frequencies, factor = _own_angles(rotary, config, rope_set)
+    width = 2 * getattr(rotary, buffer_name(rope_set)).shape[-1]
+    return {"rotary_dim": width, "frequencies": frequencies, "attention_factor": factor}
+
+
+def _common(model: PreTrainedModel, config: Any, turning: tuple[str, ...]) -> dict[str, Any]:
+    """Return the rope parameters of the layers that a rotary scheme replaces, which must be the same in all of them."""
+    parameters = [parameters_of(config, name) for name in turning]
+    if any(one != parameters[0] for one in parameters):
+        raise UnsupportedModelError(
+            f"{who(model)}: its layers of types {', '.join(turning)} see all tokens and rotate differently, so no one "
+            "scheme takes their place."
+        )
+    return parameters[0]
+
+
+def _head_dim(config: Any, root: nn.Module, attention: list[str], rope_set: str) -> int | None:
+    """Return the width of a head in the layers of one type, where their attention modules say it."""
+    types = getattr(config, "layer_types", None) or []
+    layers = [root.get_submodule(path) for path in attention]
+    widths = {getattr(m, "head_dim", None) for m in layers if types[getattr(m, "layer_idx", 0)] == rope_set}
+    return widths.pop() if len(widths) == 1 else None
+
+
+def _sliding_window(config: Any) -> int | None:
+    """Return how many keys a query sees at most where that holds in all layers."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or []
+    some_see_all = any(kind != "sliding_attention" for kind in types)
+    return None if some_see_all or getattr(config, "use_sliding_window", True) is False else window
+
+
+def _own_angles(rotary: Any, config: Any, rope_set: str) -> tuple[tuple[float, ...] | None, float]:
+    """Return theta_i of a set of the module `rotary`, and its factor on cos and sin; None where they follow the length.
+
+    A module on meta has none, and one that was cast to another dtype has lost digits: both are built again.
+    """
+    name = buffer_name(rope_set)
+    if parameters_of(config, rope_set).get("rope_type") in ("dynamic", "longrope"):
+        return None, 1.0
+    held = getattr(rotary, name)
+    if held.is_meta or held.dtype != torch.float32:
+        with torch.device("cpu"):
+            rotary = type(rotary)(config)
+        held = getattr(rotary, name)
+    return tuple(held.detach().cpu().tolist()), factor_of(rotary, rope_set)
+
+
+def rotary_layout(attention: nn.Module) -> Layout | None:
+    """Return how the model's own code pairs rotary dimensions, found by running it; None: unknown."""
+    code, probe = modeling_module(attention), torch.tensor([[1.0, 2.0, 3.0, 4.0]], device="cpu")
+    if hasattr(code, "rotate_half"):
+        turned = code.rotate_half(probe)
+    elif hasattr(code, "_apply_rotary_emb"):  # GPT-OSS: a quarter turn, cos 0 and sin 1, of half the width
+        turned = code._apply_rotary_emb(probe, *torch.tensor([[[0.0, 0.0]], [[1.0, 1.0]]], device="cpu"))
+    else:
+        return None
+    layouts: dict[tuple[float, ...], Layout] = {(-3, -4, 1, 2): "half", (-2, 1, -4, 3): "interleaved"}
+    return layouts.get(tuple(turned.flatten().tolist()))

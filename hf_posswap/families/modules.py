@@ -1,0 +1,63 @@
+"""Finding modules of a model by their paths, and what little the code of their class says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import nn
+
+
+def matching(root: nn.Module, pattern: str) -> list[str]:
+    """Return the paths below `root` that match `pattern` (see `Family.attention`), in module order."""
+    wanted = pattern.split(".")
+
+    def matches(path: str) -> bool:
+        parts = path.split(".")
+        return len(parts) == len(wanted) and all(
+            w == "*" or p in w.split("|") for w, p in zip(wanted, parts, strict=True)
+        )
+
+    return [path for path, _ in root.named_modules() if matches(path)]
+
+
+def paths_of(root: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[str]:
+    """Return the paths below `root` of the modules that `wanted` accepts."""
+    return [path for path, module in root.named_modules() if wanted(module)]
+
+
+def get(root: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at `path` below `root`, or None."""
+    try:
+        return root.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def has_buffer(root: nn.Module, path: str) -> bool:
+    """Return whether there is a buffer at `path` below `root`."""
+    owner, _, name = path.rpartition(".")
+    return name in dict(root.get_submodule(owner).named_buffers(recurse=False))
+
+
+def modeling_module(module: nn.Module) -> ModuleType:
+    """Return the Python module that defines the class of `module`: its `eager_attention_forward`, `rotate_half`."""
+    return sys.modules[type(module).__module__]
+
+
+def table_of(module: nn.Module) -> torch.Tensor:
+    """Return the rows [P, E] of a table's module: its `weight`, or the `weights` that it has computed."""
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, torch.Tensor) else module.weights  # type: ignore[return-value]
+
+
+def join(*parts: str) -> str:
+    """Return the path made of those parts that are not empty."""
+    return ".".join(part for part in parts if part)
+
+
+def who(model: nn.Module) -> str:
+    """Return how messages call `model`."""
+    return type(model).__name__
