@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.base import FAMILIES, Family, StackSpec, TableSpec
 from hf_posswap.families.measuring import geometry_of
-from hf_posswap.families.modules import get, has_buffer, join, matching, who
+from hf_posswap.families.modules import get, has_buffer, join, matching, table_of, who
 from hf_posswap.families.refused import REFUSED
 from hf_posswap.families.rope_config import config_at, config_path, inv_freq_names, rope_sets
 from hf_posswap.families.sites import Sites, Stack
@@ -39,11 +39,14 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 
 def locate(model: PreTrainedModel) -> Sites:
-    """Return where positions live in `model`, which may lie on the meta device.
+    """Return where positions live in `model`, which may lie on the meta device; in a swapped one, where they lived.
 
     Raises:
         UnsupportedModelError: no family, a path that is missing, or a position part that the family does not mention.
     """
+    swapped: Any = getattr(model, "_posswap", None)
+    if swapped is not None:  # what the family states is no longer there
+        return swapped.plan.sites
     family = family_of(model.config)
     base = root_path = model.base_model_prefix if getattr(model, model.base_model_prefix, None) is not None else ""
     root = model.get_submodule(base)
@@ -76,6 +79,11 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
         raise UnsupportedModelError(
             f"{who(model)}: family {family.name!r} expects a table at {table.path!r}, none there."
         )
+    if table is not None and not _is_whole(table, root.get_submodule(table.path)):
+        raise UnsupportedModelError(
+            f"{who(model)}: the table at {table.path!r} was taken away by a swap of the model that this is a part of. "
+            "Ask the whole model, or take the swap back: unpatch_model(model)."
+        )
     if not attention:
         raise UnsupportedModelError(f"{who(model)}: no self-attention modules at {spec.attention!r}.")
     if family.rotary and not rotary and (spec.own is None or spec.own.inside(model.config) is None):
@@ -107,6 +115,12 @@ def _config_of(model: PreTrainedModel, root: nn.Module, rotary: list[str]) -> st
             "the config, so no one config says what they do."
         )
     return paths.pop() or "" if paths else ""
+
+
+def _is_whole(table: TableSpec, module: nn.Module) -> bool:
+    """Return whether `module` is a table, and not what a swap left in its place."""
+    padded = table.offset != "padding" or getattr(module, "padding_idx", None) is not None
+    return padded and table_of(module).ndim == 2
 
 
 def _table_offset(table: TableSpec, root: nn.Module) -> int:

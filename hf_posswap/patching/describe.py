@@ -90,10 +90,10 @@ def describe_positions(model: PreTrainedModel) -> PositionReport:
     """
     target: Any = unwrap(model)
     patch = getattr(target, "_posswap", None)
+    sites = locate(target)
     if patch is None:
-        sites = locate(target)
         return _report(target, sites, sites.geometry.original_length, swapped=None)
-    return _report(target, patch.plan.sites, patch.plan.max_length, swapped=patch.plan.named)
+    return _report(target, sites, patch.plan.max_length, swapped=patch.plan.named)
 
 
 def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> PositionReport:

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from hf_posswap.checkpoints.adapters import add_adapter, import_peft, without_peft_warning
 from hf_posswap.errors import ConfigError, OptionError, TrainingError
+from hf_posswap.families.locating import locate
 from hf_posswap.training.trainable_parts import (
     KeepsRows,
     base_name,
@@ -19,7 +20,6 @@ from hf_posswap.training.trainable_parts import (
     only,
     position_names,
     query_key_names,
-    sites_of,
     transformers_model,
 )
 
@@ -229,8 +229,8 @@ class _Depth:
 
     def __init__(self, base: Any, decay: float) -> None:
         self.decay = decay
-        self.blocks = {f"{block_of(path)}.": n for n, path in enumerate(sites_of(base).attention)}
-        tables = [f"{embedding_path(base)}."] + [f"{stack.table}." for stack in sites_of(base).stacks if stack.table]
+        self.blocks = {f"{block_of(path)}.": n for n, path in enumerate(locate(base).attention)}
+        tables = [f"{embedding_path(base)}."] + [f"{stack.table}." for stack in locate(base).stacks if stack.table]
         self.first = tuple(tables)
 
     def share(self, name: str) -> float:

@@ -10,7 +10,6 @@ from torch import nn
 
 from hf_posswap.errors import ConfigError
 from hf_posswap.families.locating import locate
-from hf_posswap.families.sites import Sites
 from hf_posswap.patching.actions import ReplaceTable
 from hf_posswap.patching.plan import unwrap
 
@@ -22,12 +21,6 @@ _QUERY_KEY = {
     "key_layernorm", "query_proj", "key_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "c_attn", "query_key_value", "qkv_proj", "Wqkv", "qkv", "in_proj",
 }  # fmt: skip
-
-
-def sites_of(base: Any) -> Sites:
-    """Return where positions live in the transformers model `base`, swapped or not."""
-    patch = getattr(base, "_posswap", None)
-    return locate(base) if patch is None else patch.plan.sites
 
 
 def position_names(base: Any) -> list[str]:
@@ -115,7 +108,7 @@ def query_key_names(base: Any) -> list[str]:
 
 def attention_paths(base: Any) -> list[str]:
     """Return the paths of the self-attention modules of every stack, in layer order."""
-    return [path for stack in sites_of(base).stacks for path in stack.attention]
+    return [path for stack in locate(base).stacks for path in stack.attention]
 
 
 def linear_layers(base: Any, target: str) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_posswap import patch_model, unpatch_model
 from hf_posswap.errors import DuplicateNameError, UnsupportedModelError
 from hf_posswap.families import FAMILIES, Family, TableSpec, locate, register
 from hf_posswap.families.locating import family_of
@@ -137,3 +138,22 @@ def test_a_named_model_type_goes_before_a_rule() -> None:
     known = f"Families: {sorted(FAMILIES)[0]}: "
     with pytest.raises(UnsupportedModelError, match=f"no family describes model type '{TOY_MODEL}'. {known}"):
         family_of(TINY[TOY_MODEL].config())
+
+
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "sinusoidal"])
+@pytest.mark.parametrize("name", [*TABLES, "bert (is_decoder)"])
+def test_a_swapped_model_says_where_its_positions_lived(name: str, scheme: str) -> None:
+    model = build(name)
+    before = locate(model)
+    patch_model(model, scheme)
+    assert locate(model) == before
+    unpatch_model(model)
+    assert locate(model) == before
+
+
+@pytest.mark.parametrize("name", ["gpt2", "roberta"])
+def test_a_part_of_a_swapped_model_refers_to_the_whole(name: str) -> None:
+    model = build(name)
+    patch_model(model, "rope")
+    with pytest.raises(UnsupportedModelError, match="was taken away by a swap of the model that this is a part of. "):
+        locate(model.base_model)

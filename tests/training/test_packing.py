@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForMaske
 
 from hf_posswap import patch_model
 from hf_posswap.errors import DataError
+from hf_posswap.families.locating import locate
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import (
     Collate,
@@ -25,7 +26,6 @@ from hf_posswap.training.data import (
     document_mask,
     prove_packing,
 )
-from hf_posswap.training.trainable_parts import sites_of
 from tests.training.tiny_models import WINDOW, tiny
 
 TARGET = 4 * WINDOW
@@ -159,7 +159,7 @@ def test_a_model_whose_positions_begin_elsewhere(tmp_path: Path, scheme: str) ->
     )
     model = RobertaForMaskedLM(config).eval()
     patch_model(model, scheme, max_length=TARGET)
-    first = sites_of(model).first_position
+    first = locate(model).first_position
     assert first == 1
     data = built(tmp_path, "documents", causal=False, first_position=first)
     batch = data.collate(

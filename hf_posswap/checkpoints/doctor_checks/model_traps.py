@@ -56,9 +56,6 @@ def lay_out(chart: Chart, **hub: Any) -> Layout | Finding:
 
 
 def _sites(model: Any) -> Sites | None:
-    patch = getattr(model, "_posswap", None)
-    if patch is not None:
-        return patch.plan.sites
     try:
         return locate(model)
     except (UnsupportedModelError, AttributeError, KeyError, TypeError):  # a model of another kind than a family knows
