@@ -126,17 +126,35 @@ class _Rotation(torch.autograd.Function):
         return _Rotation.apply(grad, cos, -sin, ctx.layout), None, None, None
 
 
+IN_CACHE = 3 * 2**16
+"""Numbers of x that a processor's cache holds beside what becomes of them: so many are turned before the next."""
+LEAST_TOKENS = 16
+"""Tokens that are turned at a time at least."""
+
+
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     """Return `rotate` of x, in the memory layout of x."""
-    width = 2 * cos.shape[-1]
+    width, tokens = 2 * cos.shape[-1], x.shape[-2]
     turned = torch.empty_like(x)
     turned[..., width:] = x[..., width:]
-    (first, second), (to_first, to_second) = (_pair_members(tensor[..., :width], layout) for tensor in (x, turned))
-    torch.mul(first, cos, out=to_first)
-    to_first -= second * sin
-    torch.mul(second, cos, out=to_second)
-    to_second += first * sin
+    rows = max(LEAST_TOKENS, IN_CACHE * tokens // x.numel())
+    if x.device.type != "cpu" or rows >= tokens or cos.shape[-2] != tokens:
+        _turn_into(turned[..., :width], x[..., :width], cos, sin, layout)
+        return turned
+    for start in range(0, tokens, rows):
+        some = (..., slice(start, start + rows), slice(width))
+        _turn_into(turned[some], x[some], cos[some], sin[some], layout)
     return turned
+
+
+def _turn_into(turned: Tensor, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> None:
+    """Write `rotate` of x [B, H, q, R] into `turned`."""
+    # whole rows at once are multiplied faster than halves of rows
+    both = torch.cat((cos, cos), dim=-1) if layout == "half" else cos.repeat_interleave(2, dim=-1)  # [B or 1, 1, q, R]
+    torch.mul(x, both, out=turned)
+    (first, second), (to_first, to_second) = (_pair_members(tensor, layout) for tensor in (x, turned))
+    to_first -= second * sin
+    to_second += first * sin
 
 
 def _pair_members(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -140,11 +140,15 @@ def test_gradients_flow_through_the_rotation() -> None:
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("rotary_dim", [4, 16])
+@pytest.mark.parametrize("tokens", [1, 4, 16])
 def test_a_large_tensor_is_rotated_in_one_buffer_to_the_same_bits(
-    layout: Layout, rotary_dim: int, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, rotary_dim: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rotary, "LEAST_TOKENS", tokens)  # 16: all at once
+    monkeypatch.setattr(rotary, "IN_CACHE", 1)
     wide = torch.randn(2, 9, 5, 3, 16).unbind(3)[1].transpose(1, 2).requires_grad_()  # a part of a fused projection
-    table = cos_sin(torch.arange(9)[None] * 100, Frequencies(default_inv_freq(10000.0, rotary_dim), 1.25))
+    positions = torch.stack((torch.arange(9), torch.arange(9) + 3)) * 100
+    table = cos_sin(positions, Frequencies(default_inv_freq(10000.0, rotary_dim), 1.25))
     weight, found = torch.randn(2, 5, 9, 16), []
     for large in (2**30, 0):
         monkeypatch.setattr(rotary, "LARGE", large)
