@@ -1,0 +1,154 @@
+"""Losses of documents in the window and beyond it, and what differs between two models: paired, over documents.
+
+A document gives some pieces of the longest length each; all documents give as many tokens. The unit is the document:
+its pieces are not independent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hf_posswap.comparison import EvalDocuments
+from hf_posswap.comparison.candidates import fingerprint
+from hf_posswap.evaluation import (
+    RunStore,
+    mask_groups,
+    masked_losses,
+    measure_losses,
+    non_inferiority,
+    paired_change,
+    ratio_interval,
+    reach_of,
+)
+from hf_posswap.evaluation.frames import special_frame
+
+MULTIPLES = (1, 2, 4, 8)
+WINDOW, LAST, LAST_ALONE = "window", "last window", "last window alone"
+_GROUPS = 2
+"""Of the seven groups of 15 % of the tokens that would mask each once: those that are read."""
+
+Means = dict[str, np.ndarray]
+"""Mean loss of each document, float64 [N], by what was read: "window", "1", "2", ..."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What models are measured on.
+
+    Attributes:
+        documents: tokens [N, pieces x the longest length].
+        window: of the unswapped model.
+        tokenizer: of the models.
+        multiples: of the window, rising: how much of each piece is read.
+    """
+
+    documents: EvalDocuments
+    window: int
+    tokenizer: Any
+    multiples: tuple[int, ...] = MULTIPLES
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a piece."""
+        return self.window * self.multiples[-1]
+
+    def cut(self, length: int) -> np.ndarray:
+        """Return the documents in rows of `length` tokens, those of one document after another, [rows, length]."""
+        return self.documents.tokens.reshape(-1, length)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what results say of the texts."""
+        said = self.documents.to_dict()
+        pieces = self.documents.tokens.shape[1] // self.longest
+        return {key: said[key] for key in ("source", "documents", "digest")} | {
+            "pieces of a document": pieces,
+            "tokens of a piece": self.longest,
+            "window": self.window,
+        }
+
+
+def document_means(model: Any, texts: Texts, store: RunStore) -> Means:
+    """Return what `model` loses on each document, measured now or found in `store`.
+
+    "window": all windows of the original length, each read by itself. "1", "2", "4", "8": the first so many windows of
+    each piece, as far as the model runs. "last window": the tokens of the last window of each piece, read after all
+    before them; "last window alone": the same tokens in a window of their own.
+    """
+    named = {
+        "what": "means of documents",
+        "model": fingerprint(model),
+        "texts": texts.to_dict(),
+        "multiples": list(texts.multiples),
+        "pieces": list(texts.documents.tokens.shape),
+    }
+    measure = _causal if reach_of(model).causal else _masked
+    found = store.value(named, lambda: {key: row.tolist() for key, row in measure(model, texts).items()})
+    assert isinstance(found, dict)
+    return {key: np.array(row) for key, row in found.items()}
+
+
+def _causal(model: Any, texts: Texts) -> Means:
+    reach, window, count = reach_of(model), texts.window, len(texts.documents.names)
+    pieces = texts.cut(texts.longest)
+    alone = measure_losses(model, texts.cut(window), [window], one_pass=True)[window]  # [N P M, W - 1]
+    lengths = [window * m for m in texts.multiples if reach.limit is None or window * m <= reach.limit]
+    by_length = measure_losses(model, pieces, lengths, one_pass=reach.prefix_consistent)  # [N P, L - 1]
+    means = {WINDOW: _by_document(alone, count)}
+    means |= {str(length // window): _by_document(losses, count) for length, losses in by_length.items()}
+    if texts.longest in by_length and len(texts.multiples) > 1:
+        means[LAST] = _by_document(by_length[texts.longest][:, 1 - window :], count)
+        means[LAST_ALONE] = _by_document(alone.reshape(len(pieces), -1, window - 1)[:, -1], count)
+    return means
+
+
+def _masked(model: Any, texts: Texts) -> Means:
+    reach, window, count = reach_of(model), texts.window, len(texts.documents.names)
+    frame = sum(map(len, special_frame(texts.tokenizer)))
+    pieces = texts.cut(texts.longest)
+    means = {WINDOW: _by_document(_masked_rows(model, texts, texts.cut(window)[:, : window - frame]), count)}
+    for multiple in texts.multiples:
+        length = window * multiple
+        if reach.limit is None or length <= reach.limit:
+            means[str(multiple)] = _by_document(_masked_rows(model, texts, pieces[:, : length - frame]), count)
+    return means
+
+
+def _masked_rows(model: Any, texts: Texts, rows: np.ndarray) -> np.ndarray:
+    """Return the losses of the masked tokens of each row, [rows, masked]: the same ones in each."""
+    groups = mask_groups(rows.shape[1])[:_GROUPS]
+    places = np.sort(np.concatenate(groups))
+    return np.stack([masked_losses(model, texts.tokenizer, row, groups)[places] for row in rows])
+
+
+def _by_document(losses: np.ndarray, count: int) -> np.ndarray:
+    """Return the mean of each document, [N], of losses of its rows, [N rows, tokens]."""
+    return losses.astype(np.float64).reshape(count, -1).mean(axis=1)
+
+
+def mean_with_interval(means: np.ndarray) -> dict[str, float]:
+    """Return the mean over documents and its 95 % interval."""
+    low, high = ratio_interval(means, np.ones(len(means)))
+    return {"nll": float(means.mean()), "low": low, "high": high}
+
+
+def difference(before: np.ndarray, after: np.ndarray, margin: float) -> dict[str, Any]:
+    """Return `after` less `before`, paired by document: the interval, the one-sided bound, and a verdict on `margin`.
+
+    Args:
+        before: means of documents, [N].
+        after: of the same tokens, [N].
+        margin: in nats a token, that the 95 % upper bound may reach.
+
+    Example:
+        >>> found = difference(np.arange(8.0), np.arange(8.0) + 0.5, 0.02)
+        >>> found["difference"], found["verdict"]
+        (0.5, 'worse')
+    """
+    ones = np.ones(len(before))
+    bounds, change = non_inferiority(before, after, ones, margin=margin), paired_change(before, after, ones)
+    both = dataclasses.asdict(bounds) | {"low": change.low, "high": change.high, "p": change.p}
+    return {key: value for key, value in both.items() if key != "lower"}

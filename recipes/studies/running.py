@@ -1,0 +1,181 @@
+"""What the studies share: runs of the real scripts that go on where they stopped, and their equal-token controls."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from hf_posswap.errors import ConfigError, TrainingError
+from hf_posswap.evaluation.store import unit_key
+from hf_posswap.files import read_json
+from hf_posswap.training.config import OptimizerSettings, Recipe, load_recipe, phases_of
+from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.config.reading import read_yaml
+
+RECIPES = Path(__file__).resolve().parents[1]
+CONTROL = RECIPES / "control.yaml"
+_QUIET = ("watch.report_to=[]", "watch.picture=false")
+_OF_THE_SWAP = ("swap.", "stages", "objective.", "train.", "gates.", "optimizer.", "data.length", "data.packing")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training by recipes/train.py.
+
+    Attributes:
+        config: the recipe's file.
+        settings: KEY=VALUE of its command line, without `out`.
+        recipe: what both say.
+        folder: of the run. Its name follows from all that has a part in the result, so that a recipe which was changed
+            is trained anew and what was not is found.
+    """
+
+    config: Path
+    settings: tuple[str, ...]
+    recipe: Recipe
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        """The folder of the finished model."""
+        return self.folder / read_json(self.folder / "report.json")["saved"]
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of recipes/train.py."""
+        return ["--config", str(self.config), *self.settings, f"out={self.folder}"]
+
+    def command(self, places: Mapping[Path, str]) -> str:
+        """Return the command line as others can use it: of `places`, folders of this machine, it has the names."""
+        words = [shlex.quote(word.replace(f"{RECIPES.parent}/", "")) for word in self.arguments]
+        line = " ".join(["python recipes/train.py", *words])
+        for folder, name in places.items():
+            line = line.replace(str(folder), name)
+        return line
+
+    def finish(self) -> dict[str, Any]:
+        """Train, or go on with it, unless it is done; return the report.
+
+        Raises:
+            TrainingError: the script ended with an error, which it printed.
+        """
+        if not (self.folder / "report.json").is_file():
+            run_script(RECIPES / "train.py", self.arguments)
+        return read_json(self.folder / "report.json")
+
+
+def source_settings(paths: Sequence[str]) -> str:
+    """Return data.sources=... for files, folders or data sets.
+
+    Example:
+        >>> source_settings(["python", "my books/"])
+        "data.sources=[{path: python}, {path: 'my books/'}]"
+    """
+    named = (path if re.fullmatch(r"[\w./-]+", path) else "'" + path.replace("'", "''") + "'" for path in paths)
+    return f"data.sources=[{', '.join(f'{{path: {path}}}' for path in named)}]"
+
+
+def make_run(config: Path, settings: Sequence[str], work: Path) -> Run:
+    """Return the training of `config` with `settings`, below the folder `work`.
+
+    Raises:
+        ConfigError: as `load_recipe`.
+    """
+    given = (*settings, *_QUIET)
+    recipe = load_recipe(config, given)
+    held = to_dict(recipe)
+    identity = {name: value for name, value in held.items() if name not in ("out", "watch", "save", "compute")}
+    return Run(config, given, recipe, work / "runs" / f"{config.stem}-{unit_key(identity)[:10]}")
+
+
+def run_script(script: Path, arguments: Sequence[str]) -> None:
+    """Run the script at `script` as its user does, in this process: importing torch anew would cost most of the time.
+
+    Raises:
+        TrainingError: it ended with an error.
+    """
+    with patch.object(sys, "argv", [str(script), *arguments]):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                raise TrainingError(
+                    f"recipes/{script.name} ended with exit code {ended.code}; it says why above. Its arguments: "
+                    f"{shlex.join(arguments)}."
+                ) from None
+
+
+def tokens_of(recipe: Recipe) -> int:
+    """Return how many tokens `recipe` reads at most, in one process.
+
+    Example:
+        >>> tokens_of(Recipe())
+        512000
+    """
+    return sum(p.recipe.optimizer.steps * step_tokens(p.recipe) for p in phases_of(recipe))
+
+
+def step_tokens(recipe: Recipe) -> int:
+    """Return how many tokens one step of `recipe` reads."""
+    return recipe.optimizer.batch * recipe.optimizer.accumulate * recipe.data.length
+
+
+def control_settings(recipe: Recipe, shared: Iterable[str], window: int) -> list[str]:
+    """Return what makes recipes/control.yaml the control of `recipe`: no swap, and the same tokens and optimizer.
+
+    The model without a swap reads windows of `window` tokens at most, and so many more of them a step.
+
+    Args:
+        recipe: as it is trained.
+        shared: settings of its command line; those of the swap are left out.
+        window: of the unswapped model.
+
+    Raises:
+        ConfigError: the windows of the recipe are no multiple of those of the control.
+    """
+    kept = [setting for setting in shared if not setting.startswith(_OF_THE_SWAP)]
+    length = min(window, recipe.data.length)
+    per_step = step_tokens(recipe)
+    if per_step % length:
+        raise ConfigError(f"a step of {per_step} tokens is no number of windows of {length}: change data.length.")
+    windows = per_step // length
+    batch = windows // recipe.optimizer.accumulate if windows % recipe.optimizer.accumulate == 0 else windows
+    wanted = {field.name: getattr(recipe.optimizer, field.name) for field in fields(OptimizerSettings)}
+    wanted |= {"steps": tokens_of(recipe) // per_step, "batch": batch, "accumulate": windows // batch}
+    held = read_yaml(CONTROL)
+    said = OptimizerSettings(**held.get("optimizer", {}))
+    more = [f"optimizer.{k}={json.dumps(value)}" for k, value in wanted.items() if value != getattr(said, k)]
+    packing = "documents" if recipe.data.packing == "documents" else "none"
+    kind = "masked" if recipe.objective.kind in ("masked", "embedding") else "next-token"
+    fixed = {"data.length": length, "data.packing": packing, "objective.kind": kind}
+    if held["swap"].get("gradual_steps"):
+        fixed["swap.gradual_steps"] = 0
+    if held.get("stages"):
+        fixed["stages"] = "[]"
+    return [*kept, *(f"{key}={value}" for key, value in fixed.items()), *more]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that numbers depend on."""
+    from transformers import __version__ as transformers_version
+
+    import hf_posswap
+
+    return {
+        "hf_posswap": hf_posswap.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers_version,
+        "machine": platform.machine(),
+    }
