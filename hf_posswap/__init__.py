@@ -14,6 +14,7 @@ from hf_posswap import errors
 from hf_posswap.importing import after_import
 
 if TYPE_CHECKING:
+    from hf_posswap.adapting import load_recipe, run_recipe
     from hf_posswap.checkpoints import (
         Diagnosis,
         Export,
@@ -135,6 +136,7 @@ __all__ = [
     "list_schemes",
     "load",
     "load_adapter",
+    "load_recipe",
     "patch_model",
     "patched",
     "permute_rows",
@@ -142,6 +144,7 @@ __all__ = [
     "position_modules",
     "push",
     "rank_pairs",
+    "run_recipe",
     "save",
     "search_longrope",
     "select_pairs",
@@ -169,6 +172,7 @@ _HOMES = (
     "checkpoints",
     "comparison",
     "search",
+    "adapting",
 )
 
 

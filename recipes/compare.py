@@ -17,8 +17,8 @@ from typing import Annotated
 import typer
 
 import hf_posswap
+from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import is_main_process
-from hf_posswap.errors import PosswapError
 
 
 def main(
@@ -35,17 +35,13 @@ def main(
     """Measure MODEL as it is and with each of SCHEMES put in, on the same tokens, and print the table."""
     chosen = None if lengths is None else tuple(int(length) for length in lengths.split(","))
     candidates = [hf_posswap.Candidate(model), *(hf_posswap.Candidate(model, scheme) for scheme in schemes)]
-    try:
-        settings = hf_posswap.EvalSettings(chosen, tuple(metrics.split(",")), documents)
-        found = hf_posswap.compare(candidates, documents=text, out=out, settings=settings)
-    except PosswapError as error:
-        if is_main_process():
-            typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    if not is_main_process():
-        return
-    typer.echo(str(found))
+    settings = hf_posswap.EvalSettings(chosen, tuple(metrics.split(",")), documents)
+    found = hf_posswap.compare(candidates, documents=text, out=out, settings=settings)
+    if is_main_process():
+        typer.echo(str(found))
 
+
+app = script(main)
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

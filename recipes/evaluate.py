@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 
 import hf_posswap
+from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import is_main_process
-from hf_posswap.errors import PosswapError
 
 
 def main(
@@ -32,12 +32,7 @@ def main(
     """Measure MODEL as it is and with SCHEME put in, on the same tokens, and print the table."""
     chosen = None if lengths is None else tuple(int(length) for length in lengths.split(","))
     settings = hf_posswap.EvalSettings(lengths=chosen, documents=documents)
-    try:
-        found = hf_posswap.evaluate(model, scheme, documents=text, out=out, settings=settings)
-    except PosswapError as error:
-        if is_main_process():
-            typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+    found = hf_posswap.evaluate(model, scheme, documents=text, out=out, settings=settings)
     if not is_main_process():
         return
     typer.echo(str(found))
@@ -46,5 +41,7 @@ def main(
         typer.echo(f"Within the window: {short['loss']['verdict']}, KL {short['divergence']:.4f} nats a token.")
 
 
+app = script(main)
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()

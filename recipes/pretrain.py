@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.cli.outcome import script
+from hf_posswap.errors import CheckpointError
 
 if TYPE_CHECKING:
     from hf_posswap.training.config import Recipe
@@ -54,11 +54,9 @@ def main(
     ] = None,
 ) -> None:
     """Make a small model and train it from nothing, saying what it costs."""
+    from hf_posswap.adapting import load_recipe, run_recipe
     from hf_posswap.cli.output import console
-    from hf_posswap.cli.training import services
-    from hf_posswap.training.config import make_recipe
-    from hf_posswap.training.config.reading import override
-    from hf_posswap.training.engine import run_recipe
+    from hf_posswap.progress import Reporter
     from hf_posswap.training.fresh import FreshSettings
 
     shape = FreshSettings(kind, window, layers, width, heads, vocabulary, seed)  # type: ignore[arg-type]
@@ -72,7 +70,7 @@ def main(
         "optimizer": optimizer | {"weight_decay": 0.1, "seed": seed},
         "out": str(out),
     }
-    recipe = make_recipe(override(values, settings or ()))
+    recipe = load_recipe(values, settings or ())
     size = _start(shape, recipe, out / "start")
     trained = recipe.optimizer.batch * recipe.optimizer.accumulate * recipe.data.length * _PROCESSES
     trained *= recipe.optimizer.steps
@@ -83,7 +81,7 @@ def main(
             f"about {6 * size * trained:.1e} floating point operations"
         )
     started = time.monotonic()
-    finished = run_recipe(recipe, services(console()))
+    finished = run_recipe(recipe, reporter=Reporter(console()))
     if main_process:
         typer.echo(f"{time.monotonic() - started:.0f} s in this run; the model is in {finished.model}")
 
@@ -123,17 +121,7 @@ def _texts(recipe: Recipe) -> Iterator[str]:
         yield from (document.text for document, held_out in source_documents(source) if not held_out)
 
 
-def run() -> None:
-    """Run the command line; an error is one line, on the main process."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(main)
-    try:
-        app(standalone_mode=False)
-    except PosswapError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        sys.exit(2)
-
+app = script(main)
 
 if __name__ == "__main__":
-    run()
+    app()

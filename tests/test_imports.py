@@ -37,7 +37,7 @@ LAYERS = (
     {"patching"},
     {"checkpoints", "plotting"},
     {"training", "evaluation", "report"},
-    {"comparison", "search"},
+    {"adapting", "comparison", "search"},
     {"harness"},
     {FACADE},  # the public names
     {"quickstart"},

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import traceback
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from hf_posswap import errors
 
@@ -82,12 +83,12 @@ def _quoted(name: Any) -> str:
     return "" if name is None else repr(str(name))
 
 
-class PosswapGroup(TyperGroup):
-    """A group of commands in which an error is one line on stderr and an exit code, never a traceback."""
+class _OneLine:
+    """What makes an error one line on stderr and an exit code, never a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            return super().invoke(ctx)  # type: ignore[misc]
         except (errors.PosswapError, OSError) as error:
             if getattr(error, "errno", None) == errno.EPIPE:  # a reader such as `head` has gone: typer ends quietly
                 raise
@@ -98,8 +99,33 @@ class PosswapGroup(TyperGroup):
             raise _end(error) from None
 
 
+class PosswapGroup(_OneLine, TyperGroup):
+    """A group of commands in which an error is one line on stderr and an exit code."""
+
+
+class PosswapCommand(_OneLine, TyperCommand):
+    """A command in which an error is one line on stderr and an exit code."""
+
+
+def script(command: Callable[..., None]) -> typer.Typer:
+    """Return `command` as an application of its own, that ends as `posswap` does.
+
+    Example:
+        >>> def main(count: int) -> None:
+        ...     raise errors.DataError(f"{count} documents are too few.")
+        >>> from typer.testing import CliRunner
+        >>> done = CliRunner().invoke(script(main), ["3"])
+        >>> int(done.exit_code), done.stderr
+        (4, 'error: 3 documents are too few.\\n')
+    """
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(cls=PosswapCommand)(command)
+    return app
+
+
 def _end(error: Exception) -> typer.Exit:
     if os.environ.get(DEBUG, "0") not in ("", "0"):
         traceback.print_exception(error)
-    typer.echo(f"error: {line_of(error)}", err=True)
+    process = os.environ.get("RANK", "0")  # of several, the main one speaks for all that meet the same
+    typer.echo(f"error{'' if process == '0' else f' on process {process}'}: {line_of(error)}", err=True)
     return typer.Exit(code_of(error))

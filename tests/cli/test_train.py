@@ -12,8 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 import hf_posswap
+from hf_posswap.adapting import nll_at_lengths
 from hf_posswap.cli import app
-from hf_posswap.cli.training import nll_at_lengths, train
+from hf_posswap.cli.training import train
 from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.keys import keys_of

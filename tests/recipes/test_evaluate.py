@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,15 +29,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(main: Callable[..., None], *arguments: object) -> Result:
-    app = typer.Typer()
-    app.command()(main)
+def run(app: typer.Typer, *arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_evaluate_holds_a_swap_against_the_model(model: Path) -> None:
     out, text = model.parent / "evaluated", model.parent
-    done = run(evaluate.main, model, "rope", out, "--text", text / "0.txt", "--text", text / "1.txt")
+    done = run(evaluate.app, model, "rope", out, "--text", text / "0.txt", "--text", text / "1.txt")
     assert done.exit_code == 0, done.output
     assert "| tiny+rope |" in done.output
     assert "Within the window: no verdict, KL " in done.output
@@ -51,14 +48,14 @@ def test_evaluate_holds_a_swap_against_the_model(model: Path) -> None:
 def test_compare_sweeps_schemes(model: Path) -> None:
     out, text = model.parent / "compared", model.parent
     more = ("--text", text / "0.txt", "--text", text / "1.txt", "--lengths", "16,32")
-    done = run(compare.main, model, out, "rope", "alibi", *more)
+    done = run(compare.app, model, out, "rope", "alibi", *more)
     assert done.exit_code == 0, done.output
     assert list(json.loads((out / "results.json").read_text())["models"]) == ["tiny", "tiny+rope", "tiny+alibi"]
 
 
 def test_an_error_is_one_line(model: Path) -> None:
-    done = run(evaluate.main, model, "rope", model.parent / "none", "--text", model.parent / "absent.txt")
-    assert done.exit_code == 2
+    done = run(evaluate.app, model, "rope", model.parent / "none", "--text", model.parent / "absent.txt")
+    assert done.exit_code == 4
     assert done.stderr.startswith(f"error: {model.parent / 'absent.txt'} does not exist; give text files")
     assert done.stderr.count("\n") == 1
     assert not (model.parent / "none").exists()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -19,8 +18,6 @@ from hf_posswap.training.engine.trainer import PosswapTrainer
 from hf_posswap.training.fresh import FreshSettings
 from recipes import pretrain
 
-APP = typer.Typer()
-APP.command()(pretrain.main)
 STEPS = 12
 
 
@@ -38,7 +35,7 @@ def run(kind: str, out: Path, text: Path, *more: str) -> Any:
     options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     quiet = ("watch.report_to=[]", "watch.picture=false", "watch.log_every=1", f"data.cache={text / 'cache'}")
     options += [part for value in (*quiet, *more) for part in ("--set", value)]
-    return CliRunner().invoke(APP, [kind, str(out), "--text", str(text), "--learning-rate", "0.01", *options])
+    return CliRunner().invoke(pretrain.app, [kind, str(out), "--text", str(text), "--learning-rate", "0.01", *options])
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -183,9 +183,38 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("values", "says"), IMPOSSIBLE)
-def test_the_impossible_is_refused(values: dict[str, Any], says: str) -> None:
+def test_the_impossible_is_refused_and_a_wrong_key_elsewhere_does_not_hide_it(
+    values: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         make_recipe(SWAP | values)
+    with pytest.raises(ConfigError, match=rf"\(1\) .*zzzz: no such key.* \(2\) .*{says}"):
+        make_recipe({"gates": {"zzzz": 1}} | SWAP | values)
+
+
+def test_what_follows_from_a_wrong_key_is_not_said_and_all_else_is() -> None:
+    values = {
+        "optimizer": {"stepz": 5000, "warmup": 2000, "batch": 0},
+        "swap": {"scheme": {"name": "yarn", "factor": -1}, "max_length": "long"},
+        "stages": [{"scheme": {"bass": 3}, "steps": "two"}, {"scheme": "yarm"}],
+        "out": "",
+    }
+    with pytest.raises(ConfigError) as caught:
+        make_recipe(SWAP | values)
+    message = str(caught.value)
+    assert message.startswith("the recipe has 8 problems: ")
+    assert "warm-up" not in message  # there may be 5000 steps
+    for part in (
+        "optimizer.stepz: no such key.",
+        "optimizer.batch: expected at least 1, got 0.",
+        "swap.scheme: yarn: factor",
+        "swap.max_length: expected a whole number or none, got 'long'.",
+        "stages[0].steps: expected a whole number, got 'two'.",
+        "stages[0].scheme: scheme 'yarn' has no option 'bass'.",
+        "stages[1].scheme: unknown scheme 'yarm'.",
+        "out: give a folder.",
+    ):
+        assert part in message
 
 
 def test_a_scheme_may_be_a_file(tmp_path: Path) -> None:
@@ -193,8 +222,8 @@ def test_a_scheme_may_be_a_file(tmp_path: Path) -> None:
     path.write_text(json.dumps({"name": "linear", "factor": 2.0}))
     recipe = make_recipe(SWAP | {"swap": {"scheme": str(path)}, "stages": [{"scheme": str(path)}]})
     assert recipe.swap.scheme == recipe.stages[0].scheme == {"name": "linear", "factor": 2.0}
-    with pytest.raises(ConfigError, match=r"cannot read .*none.json.* posswap search writes such a file"):
-        make_recipe(SWAP | {"swap": {"scheme": str(tmp_path / "none.json")}})
+    with pytest.raises(ConfigError, match=r"cannot read .*none.json.* posswap search writes such a file.* \(2\) out: "):
+        make_recipe(SWAP | {"swap": {"scheme": str(tmp_path / "none.json")}, "out": ""})
 
 
 def test_a_recipe_goes_through_json_and_back() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.schemes import make_scheme
+from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.training.config.problems import Problem
-from hf_posswap.training.config.settings import Recipe, StageSettings
+from hf_posswap.training.config.settings import Recipe, SchemeValue, StageSettings
 from hf_posswap.training.config.stages import scheme_of
 from hf_posswap.training.trainable import ADAPTERS
 
@@ -41,7 +40,9 @@ def _swap(recipe: Recipe) -> Iterator[Problem]:
     if swap.max_length is not None and swap.max_length < 1:
         yield Problem("swap.max_length", f"expected a number of tokens from 1, got {swap.max_length}.")
     if swap.scheme is not None:
-        yield from _scheme_problem("swap.scheme", swap.scheme)
+        made = _made(swap.scheme)
+        if isinstance(made, str):
+            yield Problem("swap.scheme", made)
         return
     wanting = {
         "swap.max_length": swap.max_length is not None,
@@ -67,11 +68,12 @@ def _gradual(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key, "a gradual swap has one stage; leave one of gradual_steps and stages out.", ("stages",))
 
 
-def _scheme_problem(key: str, scheme: Any, *needs: str) -> Iterator[Problem]:
+def _made(scheme: SchemeValue) -> Scheme | str:
+    """Return the scheme, or what is wrong with it."""
     try:
-        make_scheme(dict(scheme) if not isinstance(scheme, str) else scheme)
+        return make_scheme(dict(scheme) if isinstance(scheme, Mapping) else scheme)  # type: ignore[arg-type]
     except PosswapError as error:
-        yield Problem(key, str(error), needs)
+        return str(error)
 
 
 def _objective(recipe: Recipe) -> Iterator[Problem]:
@@ -161,12 +163,13 @@ def _stages(recipe: Recipe) -> Iterator[Problem]:
     for number, stage in enumerate(recipe.stages):
         key = f"stages[{number}]"
         yield from _numbers(key, stage)
-        scheme = scheme_of(recipe, stage)
-        if stage.scheme is not None:
-            problems = list(_scheme_problem(f"{key}.scheme", scheme, "swap.scheme"))
-            yield from problems
-            if not problems:
-                kinds.add(make_scheme(dict(scheme)).kind)
+        if recipe.swap.scheme is None:
+            continue
+        made = _made(scheme_of(recipe, stage))
+        if isinstance(made, Scheme):
+            kinds.add(made.kind)
+        elif stage.scheme is not None:
+            yield Problem(f"{key}.scheme", made, ("swap.scheme",))
     if kinds - {"rotary", "none"}:
         yield Problem(
             "stages",

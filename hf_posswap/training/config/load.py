@@ -12,12 +12,17 @@ from hf_posswap.errors import CheckpointError, ConfigError
 from hf_posswap.files import read_json
 from hf_posswap.training.config.building import build
 from hf_posswap.training.config.checking import check
+from hf_posswap.training.config.problems import Problems
 from hf_posswap.training.config.reading import override, read_yaml
 from hf_posswap.training.config.settings import Recipe
 
 
-def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe in the YAML file `path`, with `overrides` such as "optimizer.steps=100".
+def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
+    """Return the recipe in the YAML file `source`, or that such a mapping says, with `overrides` put in.
+
+    Args:
+        source: a file, or what a file would say. `include:` in a file names others below it.
+        overrides: such as "optimizer.steps=100"; the values are read as YAML.
 
     Raises:
         ConfigError: every problem in one message: unknown keys, wrong types, impossible combinations.
@@ -29,8 +34,12 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         ...     _ = path.write_text("model: {name: gpt2}\\nswap: {scheme: rope}")
         ...     load_recipe(path, ["swap.max_length=4096"]).swap
         SwapSettings(scheme='rope', max_length=4096, site='auto', gradual_steps=0)
+        >>> load_recipe({"model": {"name": "gpt2"}}, ["optimizer.steps=50"]).optimizer.steps
+        50
     """
-    return make_recipe(override(read_yaml(path), overrides), where=str(path))
+    if isinstance(source, Mapping):
+        return make_recipe(override(source, overrides))
+    return make_recipe(override(read_yaml(Path(source).expanduser()), overrides), where=str(source))
 
 
 def make_recipe(values: Mapping[str, Any], where: str = "the recipe") -> Recipe:
@@ -39,34 +48,39 @@ def make_recipe(values: Mapping[str, Any], where: str = "the recipe") -> Recipe:
     Raises:
         ConfigError: as `load_recipe`.
     """
-    problems: list[str] = []
-    recipe = build(Recipe, _with_schemes(values), "", problems)
-    if recipe is not None:
-        problems = check(recipe)
-    if recipe is None or problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(f"{where} has {count}: " + " ".join(f"({n}) {p}" for n, p in enumerate(problems, 1)))
+    problems = Problems()
+    recipe = build(Recipe, _with_schemes(values, problems), "", problems)
+    problems.take(check(recipe))
+    said = problems.said
+    if said:
+        count = "1 problem" if len(said) == 1 else f"{len(said)} problems"
+        raise ConfigError(f"{where} has {count}: " + " ".join(f"({n}) {p}" for n, p in enumerate(said, 1)))
     return recipe
 
 
-def _with_schemes(values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_schemes(values: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
     """Return `values` with schemes read from the .json files that stand in their place."""
     held = dict(values)
     if isinstance(held.get("swap"), Mapping):
-        held["swap"] = _with_scheme(held["swap"])
+        held["swap"] = _with_scheme(held["swap"], "swap", problems)
     if isinstance(held.get("stages"), list):
-        held["stages"] = [_with_scheme(stage) if isinstance(stage, Mapping) else stage for stage in held["stages"]]
+        held["stages"] = [
+            _with_scheme(stage, f"stages[{number}]", problems) if isinstance(stage, Mapping) else stage
+            for number, stage in enumerate(held["stages"])
+        ]
     return held
 
 
-def _with_scheme(values: Mapping[str, Any]) -> dict[str, Any]:
-    named = values.get("scheme")
-    if not (isinstance(named, str) and named.endswith(".json")):
-        return dict(values)
-    try:
-        return dict(values) | {"scheme": read_json(Path(named).expanduser())}
-    except CheckpointError as error:
-        raise ConfigError(f"swap.scheme: {error} posswap search writes such a file.") from error
+def _with_scheme(values: Mapping[str, Any], key: str, problems: Problems) -> dict[str, Any]:
+    held = dict(values)
+    named = held.get("scheme")
+    if isinstance(named, str) and named.endswith(".json"):
+        try:
+            held["scheme"] = read_json(Path(named).expanduser())
+        except CheckpointError as error:
+            problems.add(f"{key}.scheme", f"{error} posswap search writes such a file.")
+            del held["scheme"]
+    return held
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:

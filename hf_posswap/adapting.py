@@ -1,0 +1,106 @@
+"""Training by a recipe, from Python: the engine, given evaluation and memory, which lie above it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_posswap.errors import DataError
+from hf_posswap.training.config import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from hf_posswap.progress import Reporter
+    from hf_posswap.training.engine import Finished
+
+__all__ = ["load_recipe", "nll_at_lengths", "run_recipe"]
+
+
+def run_recipe(recipe: Recipe, *, reporter: Reporter | None = None) -> Finished:
+    """Train as `recipe` says, as `posswap train` does, and return what it left behind.
+
+    The same call after a stop, even by SIGKILL, goes on from the newest whole checkpoint and ends with the same
+    weights; after the end it returns what is there. Under a launcher every process calls it.
+
+    Args:
+        recipe: from `load_recipe`.
+        reporter: shows lines and bars on the main process; None: nothing is shown.
+
+    Returns:
+        The folder of the run, that of the finished model, and the report.
+
+    Raises:
+        ConfigError: the recipe does not fit the model.
+        CheckpointError: the folder belongs to another training, another process writes there, or nothing can be
+            written.
+        DataError: the text does not do.
+        TrainingError, NumericError, NotEnoughMemoryError, PositionRangeError: a gate stopped it.
+        UnsupportedSwapError: the swap is not possible, or not under this kind of parallelism.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import hf_posswap
+        >>> from hf_posswap.training.fresh import FreshSettings, fresh_model, fresh_tokenizer
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> shape = FreshSettings("gpt2", window=32, layers=1, width=32, heads=2, vocabulary=0)
+        >>> tokenizer = fresh_tokenizer(shape, [])
+        >>> start = hf_posswap.save(fresh_model(shape, tokenizer), folder / "start", tokenizer=tokenizer)
+        >>> recipe = hf_posswap.load_recipe(
+        ...     {
+        ...         "model": {"name": str(start)},
+        ...         "swap": {"scheme": "rope", "max_length": 128},
+        ...         "data": {"sources": [{"path": "python", "documents": 40}], "length": 32, "cache": str(folder)},
+        ...         "optimizer": {"steps": 2, "warmup": 1},
+        ...         "watch": {"report_to": [], "picture": False, "evaluate_lengths": [32, 128]},
+        ...         "out": str(folder / "run"),
+        ...     },
+        ...     ["optimizer.batch=4"],
+        ... )
+        >>> finished = hf_posswap.run_recipe(recipe)
+        >>> sorted(finished.report["nll"]), hf_posswap.load(finished.model).config.posswap["scheme"]["name"]
+        (['128', '32'], 'rope')
+    """
+    from hf_posswap.evaluation.memory import available_bytes
+    from hf_posswap.training import engine
+
+    services = engine.Services(evaluate=nll_at_lengths, free_bytes=available_bytes, reporter=reporter)
+    return engine.run_recipe(recipe, services)
+
+
+def nll_at_lengths(model: Any, documents: Sequence[np.ndarray], lengths: Sequence[int], limit: int) -> dict[int, float]:
+    """Return the mean loss a token of whole held-out documents at each length that the model can run.
+
+    Args:
+        model: a causal model, or a PEFT model around one.
+        documents: token ids of each.
+        lengths: tokens to read of each document.
+        limit: most documents to read.
+
+    Raises:
+        DataError: no document is as long as the longest length.
+    """
+    from hf_posswap.evaluation import measure_losses
+    from hf_posswap.evaluation.reach import reach_of
+    from hf_posswap.patching.plan import unwrap
+
+    target = unwrap(model)
+    reach = reach_of(target)
+    runs = [length for length in lengths if reach.limit is None or length <= reach.limit]
+    long = [document[: max(lengths)] for document in documents if len(document) >= max(lengths)][:limit]
+    if not long:
+        longest = max(map(len, documents), default=0)
+        raise DataError(
+            f"no held-out document has {max(lengths)} tokens (the longest has {longest}): give longer documents, or "
+            "shorter watch.evaluate_lengths."
+        )
+    if not runs:
+        return {}
+    training = model.training
+    model.eval()
+    try:
+        losses = measure_losses(target, np.stack(long), runs, one_pass=reach.prefix_consistent)
+    finally:
+        model.train(training)
+    return {length: float(found.mean(dtype=np.float64)) for length, found in losses.items()}

@@ -1,0 +1,57 @@
+"""What is wrong with a recipe, all of it, and which of its values are therefore not known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        key: that it is about; "" for the recipe as a whole.
+        text: a sentence.
+        needs: other keys whose values make it a problem.
+    """
+
+    key: str
+    text: str
+    needs: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.text}" if self.key else self.text
+
+
+@dataclass
+class Problems:
+    """The problems found so far.
+
+    Attributes:
+        said: all, in order.
+        doubted: keys whose values could not be read.
+    """
+
+    said: list[Problem] = field(default_factory=list)
+    doubted: set[str] = field(default_factory=set)
+
+    def add(self, key: str, text: str, doubts: str | None = None) -> None:
+        """Note what is wrong with `key`, whose value, or that of `doubts`, is not known then."""
+        self.said.append(Problem(key, text))
+        self.doubted.add(key if doubts is None else doubts)
+
+    def take(self, found: list[Problem]) -> None:
+        """Add those of `found` that rest on values which are known: the others may go with what has been said.
+
+        Example:
+            >>> problems = Problems()
+            >>> problems.add("optimizer.steps", "expected a whole number, got 'many'.")
+            >>> warmup = Problem("optimizer.warmup", "2000 steps of warm-up in 1000.", needs=("optimizer.steps",))
+            >>> problems.take([warmup, Problem("out", "give a folder.")])
+            >>> [str(problem) for problem in problems.said]
+            ["optimizer.steps: expected a whole number, got 'many'.", 'out: give a folder.']
+        """
+        self.said += [problem for problem in found if all(map(self._is_known, (problem.key, *problem.needs)))]
+
+    def _is_known(self, key: str) -> bool:
+        return not any(key == doubted or key.startswith((f"{doubted}.", f"{doubted}[")) for doubted in self.doubted)
