@@ -26,7 +26,7 @@ import typer
 
 import hf_posswap
 from hf_posswap.comparison import read_documents
-from hf_posswap.errors import ConfigError, DataError, PosswapError
+from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.evaluation import RunStore, reach_of
 from hf_posswap.files import cache_folder, writable_folder, write_json, write_text
 from hf_posswap.patching.record import SwapRecord
@@ -49,6 +49,7 @@ from recipes.studies.running import (
     Run,
     control_settings,
     make_run,
+    one_line_errors,
     source_settings,
     step_tokens,
     tokens_of,
@@ -56,8 +57,8 @@ from recipes.studies.running import (
 )
 
 NAME = "learned-to-rope"
-IN_WINDOW, TO_LONGEST = 0.02, 0.05
-"""Nats a token that the upper bounds may reach."""
+TO_LONGEST = 0.05
+"""Nats a token that the upper bound from one window to the longest may reach."""
 
 
 def main(
@@ -99,7 +100,7 @@ def main(
         "versions": versions(),
         "base": {"name": base.name, "parameters": model.num_parameters(), "window": window},
         "tokens": tokens_of(runs[0][0].recipe),
-        "read": [[_tokens_read(run) for run in pair] for pair in runs],
+        "read": [[run.tokens_read for run in pair] for pair in runs],
         "seeds": seeds,
         "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or found.source},
         "commands": [[run.command(places) for run in pair] for pair in runs],
@@ -146,10 +147,6 @@ def _loaded(config: Path, settings: list[str]) -> Recipe:
     return load_recipe(config, [*settings, f"optimizer.steps={10**9}"])
 
 
-def _tokens_read(run: Run) -> int:
-    return sum(phase["tokens"] for phase in run.finish()["phases"])
-
-
 def _measure(
     base: Any, runs: list[tuple[Run, Run]], texts: Texts, store: RunStore
 ) -> tuple[Means, Means, list[Means], list[Means]]:
@@ -172,7 +169,7 @@ def judge(base: Means, before: Means, after: Sequence[Means], control: Sequence[
     """
     swapped = {key: np.mean([means[key] for means in after], axis=0) for key in after[0]}
     plain = np.mean([means[WINDOW] for means in control], axis=0)
-    seeds = [difference(c[WINDOW], a[WINDOW], IN_WINDOW) for c, a in zip(control, after, strict=True)]
+    seeds = [difference(c[WINDOW], a[WINDOW]) for c, a in zip(control, after, strict=True)]
     longest = str(MULTIPLES[-1])
     lengths = [
         {"windows": m, "before": float(before[str(m)].mean()), **mean_with_interval(swapped[str(m)])} for m in MULTIPLES
@@ -183,7 +180,7 @@ def judge(base: Means, before: Means, after: Sequence[Means], control: Sequence[
             "control": float(plain.mean()),
             "before": float(before[WINDOW].mean()),
             "after": float(swapped[WINDOW].mean()),
-            **difference(plain, swapped[WINDOW], IN_WINDOW),
+            **difference(plain, swapped[WINDOW]),
             "by_seed": seeds,
         },
         "lengths": lengths,
@@ -235,16 +232,5 @@ def _verdict(found: dict[str, Any]) -> str:
     return f"{found['difference']:+.4f} | {interval} | {found['upper']:+.4f} | {found['margin']} | {said} |"
 
 
-def run() -> None:
-    """Run the command line; an error is one line."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(main)
-    try:
-        app(standalone_mode=False)
-    except PosswapError as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise SystemExit(2) from None
-
-
 if __name__ == "__main__":
-    run()
+    one_line_errors(main)

@@ -7,6 +7,7 @@ its pieces are not independent.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from hf_posswap.comparison import EvalDocuments
 from hf_posswap.comparison.candidates import fingerprint
 from hf_posswap.evaluation import (
     RunStore,
+    embed,
     mask_groups,
     masked_losses,
     measure_losses,
@@ -28,6 +30,8 @@ from hf_posswap.evaluation.frames import special_frame
 
 MULTIPLES = (1, 2, 4, 8)
 WINDOW, LAST, LAST_ALONE = "window", "last window", "last window alone"
+MARGIN = 0.02
+"""Nats a token that a recipe may lose in the window."""
 _GROUPS = 2
 """Of the seven groups of 15 % of the tokens that would mask each once: those that are read."""
 
@@ -71,12 +75,19 @@ class Texts:
         }
 
 
-def document_means(model: Any, texts: Texts, store: RunStore) -> Means:
+def document_means(model: Any, texts: Texts, store: RunStore, teacher: Any = None) -> Means:
     """Return what `model` loses on each document, measured now or found in `store`.
 
     "window": all windows of the original length, each read by itself. "1", "2", "4", "8": the first so many windows of
     each piece, as far as the model runs. "last window": the tokens of the last window of each piece, read after all
     before them; "last window alone": the same tokens in a window of their own.
+
+    Args:
+        model: a causal model (next-token loss), or an encoder (loss of masked tokens).
+        texts: to read.
+        store: of what was measured.
+        teacher: the unswapped encoder; then 1 less the cosine of the pooled states of both is measured. Of a text that
+            is longer than its window it gives the mean over windows.
     """
     named = {
         "what": "means of documents",
@@ -85,8 +96,17 @@ def document_means(model: Any, texts: Texts, store: RunStore) -> Means:
         "multiples": list(texts.multiples),
         "pieces": list(texts.documents.tokens.shape),
     }
-    measure = _causal if reach_of(model).causal else _masked
-    found = store.value(named, lambda: {key: row.tolist() for key, row in measure(model, texts).items()})
+    if teacher is not None:
+        named["teacher"] = fingerprint(teacher)
+
+    def measure() -> dict[str, Any]:
+        if teacher is not None:
+            means = _embedded(model, teacher, texts)
+        else:
+            means = (_causal if reach_of(model).causal else _masked)(model, texts)
+        return {key: row.tolist() for key, row in means.items()}
+
+    found = store.value(named, measure)
     assert isinstance(found, dict)
     return {key: np.array(row) for key, row in found.items()}
 
@@ -106,14 +126,35 @@ def _causal(model: Any, texts: Texts) -> Means:
 
 
 def _masked(model: Any, texts: Texts) -> Means:
+    return _by_length(lambda rows: _masked_rows(model, texts, rows), model, texts)
+
+
+def _embedded(model: Any, teacher: Any, texts: Texts) -> Means:
+    before, after = special_frame(texts.tokenizer)
+
+    def vectors(encoder: Any, rows: np.ndarray) -> np.ndarray:
+        return embed(encoder, [[*before, *row, *after] for row in rows.tolist()]).double().numpy()  # [rows, E]
+
+    def distances(rows: np.ndarray) -> np.ndarray:
+        parts = -(-rows.shape[1] // texts.window)  # of the teacher's window, the last one shorter by the frame
+        pieces = [rows[:, i * texts.window : (i + 1) * texts.window] for i in range(parts)]
+        inside = texts.window - len(before) - len(after)
+        wanted = sum(vectors(teacher, piece[:, :inside]) for piece in pieces)
+        wanted = wanted / np.linalg.norm(wanted, axis=1, keepdims=True)
+        return 1 - (vectors(model, rows) * wanted).sum(axis=1)[:, None]  # [rows, 1]
+
+    return _by_length(distances, model, texts)
+
+
+def _by_length(losses: Callable[[np.ndarray], np.ndarray], model: Any, texts: Texts) -> Means:
+    """Return the means of documents of `losses` of texts that an encoder's special tokens fill up to each length."""
     reach, window, count = reach_of(model), texts.window, len(texts.documents.names)
     frame = sum(map(len, special_frame(texts.tokenizer)))
-    pieces = texts.cut(texts.longest)
-    means = {WINDOW: _by_document(_masked_rows(model, texts, texts.cut(window)[:, : window - frame]), count)}
+    means = {WINDOW: _by_document(losses(texts.cut(window)[:, : window - frame]), count)}
     for multiple in texts.multiples:
         length = window * multiple
         if reach.limit is None or length <= reach.limit:
-            means[str(multiple)] = _by_document(_masked_rows(model, texts, pieces[:, : length - frame]), count)
+            means[str(multiple)] = _by_document(losses(texts.cut(texts.longest)[:, : length - frame]), count)
     return means
 
 
@@ -135,7 +176,7 @@ def mean_with_interval(means: np.ndarray) -> dict[str, float]:
     return {"nll": float(means.mean()), "low": low, "high": high}
 
 
-def difference(before: np.ndarray, after: np.ndarray, margin: float) -> dict[str, Any]:
+def difference(before: np.ndarray, after: np.ndarray, margin: float = MARGIN) -> dict[str, Any]:
     """Return `after` less `before`, paired by document: the interval, the one-sided bound, and a verdict on `margin`.
 
     Args:

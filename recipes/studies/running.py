@@ -8,15 +8,16 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import typer
 
-from hf_posswap.errors import ConfigError, TrainingError
+from hf_posswap.errors import ConfigError, PosswapError, TrainingError
 from hf_posswap.evaluation.store import unit_key
 from hf_posswap.files import read_json
 from hf_posswap.training.config import OptimizerSettings, Recipe, load_recipe, phases_of
@@ -58,11 +59,13 @@ class Run:
 
     def command(self, places: Mapping[Path, str]) -> str:
         """Return the command line as others can use it: of `places`, folders of this machine, it has the names."""
-        words = [shlex.quote(word.replace(f"{RECIPES.parent}/", "")) for word in self.arguments]
-        line = " ".join(["python recipes/train.py", *words])
-        for folder, name in places.items():
-            line = line.replace(str(folder), name)
-        return line
+        return command_line("recipes/train.py", self.arguments, places)
+
+    @property
+    def tokens_read(self) -> int:
+        """Of a finished run: fewer than `tokens_of`, where a stage ended early."""
+        steps = [phase["steps"] for phase in self.finish()["phases"]]
+        return sum(n * step_tokens(phase.recipe) for n, phase in zip(steps, phases_of(self.recipe), strict=True))
 
     def finish(self) -> dict[str, Any]:
         """Train, or go on with it, unless it is done; return the report.
@@ -73,6 +76,20 @@ class Run:
         if not (self.folder / "report.json").is_file():
             run_script(RECIPES / "train.py", self.arguments)
         return read_json(self.folder / "report.json")
+
+
+def command_line(program: str, arguments: Sequence[str], places: Mapping[Path, str]) -> str:
+    """Return a command as others can use it: of `places`, folders of this machine, it has the names.
+
+    Example:
+        >>> command_line("recipes/train.py", ["out=/my/place/a"], {Path("/my/place"): "$WORK"})
+        'python recipes/train.py out=$WORK/a'
+    """
+    words = [shlex.quote(word.replace(f"{RECIPES.parent}/", "")) for word in arguments]
+    line = " ".join([f"python {program}" if program.endswith(".py") else program, *words])
+    for folder, name in places.items():
+        line = line.replace(str(folder), name)
+    return line
 
 
 def source_settings(paths: Sequence[str]) -> str:
@@ -179,3 +196,14 @@ def versions() -> dict[str, str]:
         "transformers": transformers_version,
         "machine": platform.machine(),
     }
+
+
+def one_line_errors(main: Callable[..., None]) -> None:
+    """Run the command line of a study; an error of the package is one line."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    try:
+        app(standalone_mode=False)
+    except PosswapError as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        sys.exit(2)

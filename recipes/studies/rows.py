@@ -1,0 +1,159 @@
+"""What the effects study trains: the bases, and each recipe shrunk to them. All rows read the same number of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hf_posswap.training.config.reading import read_yaml
+from recipes.studies.running import RECIPES
+
+Kind = Literal["gpt2", "llama", "bert"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is.
+
+    Attributes:
+        window: of the bases, in tokens.
+        layers: of the bases.
+        width: of their hidden states.
+        heads: of each attention.
+        vocabulary: of their tokenizers; 0: bytes.
+        tokens: of the pretraining of each base.
+        pretraining_rate: learning rate of each, at its peak.
+        step: tokens of a step of a recipe.
+        steps: of a recipe.
+        warmup: of these.
+        rate: learning rate of all recipes and controls: their own are for models a thousand times larger.
+        population: of the search for LongRoPE's divisors.
+        iterations: of that search.
+        documents: most to measure on.
+        training_documents: most to train on; None: all.
+    """
+
+    window: int = 128
+    layers: int = 4
+    width: int = 160
+    heads: int = 5
+    vocabulary: int = 2048
+    tokens: tuple[tuple[Kind, int], ...] = (("gpt2", 1_600_000), ("llama", 1_600_000), ("bert", 2_400_000))
+    pretraining_rate: tuple[tuple[Kind, float], ...] = (("gpt2", 2e-3), ("llama", 2e-3), ("bert", 1e-3))
+    step: int = 2048
+    steps: int = 48
+    warmup: int = 5
+    rate: float = 3e-4
+    population: int = 16
+    iterations: int = 8
+    documents: int = 48
+    training_documents: int | None = None
+
+
+SMOKE = Sizes(
+    window=32,
+    width=32,
+    heads=2,
+    vocabulary=0,
+    tokens=(("gpt2", 4096), ("llama", 4096), ("bert", 4096)),
+    step=256,
+    steps=3,
+    warmup=1,
+    population=4,
+    iterations=1,
+    documents=8,
+    training_documents=60,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe.
+
+    Attributes:
+        name: of its file.
+        base: what it starts from.
+        windows: that one training window is long, in those of the base.
+        demonstration: why it proves nothing at this size; "": it is no such recipe.
+    """
+
+    name: str
+    base: Kind
+    windows: int = 1
+    demonstration: str = ""
+
+    @property
+    def config(self) -> Path:
+        """The recipe's file."""
+        return RECIPES / f"{self.name}.yaml"
+
+    @property
+    def searched(self) -> bool:
+        """Whether its divisors are searched first."""
+        return isinstance(read_yaml(self.config)["swap"]["scheme"], str)
+
+
+REACH = 8
+"""Windows that swaps are meant for where the recipe leaves that open, and the most that are read."""
+ROWS = (
+    Row("learned-to-rope", "gpt2"),
+    Row("gradual", "gpt2"),
+    Row("distill", "gpt2"),
+    Row("to-alibi", "gpt2"),
+    Row("learned-to-sinusoidal", "gpt2"),
+    Row("abf", "llama", 4),
+    Row("linear", "llama", 4),
+    Row("yarn", "llama", 4),
+    Row("pose", "llama"),
+    Row("staged", "llama", REACH),
+    Row("longrope", "llama", REACH, demonstration="a search of few candidates, where 1344 are meant"),
+    Row("rnope", "llama"),
+    Row("drope", "llama", demonstration="the paper spends a hundred thousand times as many tokens"),
+    Row("encoder-mlm", "bert"),
+    Row("embedding", "bert"),
+)
+
+
+def row_settings(row: Row, sizes: Sizes, model: Path, scheme: Path | None) -> list[str]:
+    """Return what shrinks the recipe of `row`, as KEY=VALUE: sizes, lengths and the rate, and nothing else of it.
+
+    Args:
+        row: which.
+        sizes: of the study.
+        model: folder of its base.
+        scheme: file that the search wrote, where there was one.
+    """
+    held, length = read_yaml(row.config), row.windows * sizes.window
+    settings = [f"model.name={model}"]
+    if sizes.training_documents is not None:
+        settings.append(f"data.sources=[{{path: python, documents: {sizes.training_documents}}}]")
+    if scheme is not None:
+        settings.append(f"swap.scheme={scheme}")
+    if held["swap"].get("max_length"):
+        settings.append(f"swap.max_length={REACH * sizes.window}")
+    if held["swap"].get("gradual_steps"):
+        settings.append(f"swap.gradual_steps={sizes.steps // 3}")
+    optimizer = {
+        "steps": sizes.steps,
+        "batch": sizes.step // length,
+        "accumulate": 1,
+        "warmup": sizes.warmup,
+        "learning_rate": sizes.rate,
+    }
+    settings += [f"data.length={length}", *(f"optimizer.{key}={value}" for key, value in optimizer.items())]
+    settings += _stages(held.get("stages", []), sizes, optimizer["batch"])
+    return [*settings, "compute.checkpointing=false"]
+
+
+def _stages(stages: list[dict[str, Any]], sizes: Sizes, batch: float) -> list[str]:
+    """Return what shrinks stages: the last is as long as all that is read; each has the same share of the tokens."""
+    settings = []
+    for number, stage in enumerate(stages):
+        length = REACH * sizes.window * stage["length"] // max(other["length"] for other in stages)
+        steps = int(sizes.steps * sizes.step / len(stages) / (batch * length))
+        values = {"steps": steps, "length": length, "learning_rate": sizes.rate}
+        if "least_steps" in stage:
+            values |= {"least_steps": steps // 4, "check_every": max(1, steps // 4)}
+        settings += [f"stages.{number}.{key}={value}" for key, value in values.items()]
+    return settings
