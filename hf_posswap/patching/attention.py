@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
 from hf_posswap.families.modules import modeling_module
 from hf_posswap.patching import backends
-from hf_posswap.patching.cache_view import rotating, self_attention_cache
+from hf_posswap.patching.cache_view import rotating, self_attention_cache, takes_copies
 from hf_posswap.patching.config_view import ATTENTION_NAME, ConfigView
 from hf_posswap.patching.pieces import attend_in_pieces
 from hf_posswap.patching.positions import ForwardMemo, Span, after_padding, find_span
@@ -95,7 +95,9 @@ class AttentionCall:
 
     def pieces(self) -> tuple[Piece, ...]:
         """Return the pieces into which the scheme splits this attention."""
-        return self._shared("pieces", lambda: self.mechanism.pieces(self.span.query, self.span.key))
+        copied = self.keys_rotated and self.mechanism.copies > 1
+        what = "pieces of copies" if copied else "pieces"
+        return self._shared(what, lambda: self.mechanism.pieces(self.span.query, self.span.key, copied=copied))
 
     def bias(self) -> Tensor | None:
         """Return the scheme's bias, [B or 1, H, Q, K] float32, or None."""
@@ -149,8 +151,9 @@ class PositionHook:
         layer: Any = getattr(module, "layer_idx", None)  # where there is no cache, there may be none
         span = find_span(hidden, counted, self_attention_cache(cache), layer)
         mechanism = self.mechanism
-        writes_rotated = cache is not None and mechanism.rotates and mechanism.stores_rotated_keys
-        key = _memo_key(span, position_ids)
+        copies = mechanism.copies > 1 and takes_copies(self_attention_cache(cache), layer, mechanism.head_dim)
+        writes_rotated = cache is not None and mechanism.stores_rotated_keys and (mechanism.rotates or copies)
+        key = memo_key(span, position_ids)
         call = AttentionCall(mechanism, span, self.memo, key, keys_rotated=writes_rotated)
         kwargs = {**kwargs, CALL_ARGUMENT: call}
         if writes_rotated and self.cache_argument is not None:

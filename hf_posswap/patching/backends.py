@@ -97,7 +97,8 @@ class Request:
         if any(value is not None and value is not False for value in altering):
             return True
         learned_mask = isinstance(self.mask, Tensor) and self.mask.requires_grad
-        return learned_mask or not fused.fits(self.query, self.key, self.value)
+        one_key = self.key[..., : self.query.shape[-1]] if self.mechanism.copies > 1 else self.key
+        return learned_mask or not fused.fits(self.query, one_key, self.value)
 
 
 def backends_of(mechanism: Mechanism) -> tuple[str, ...]:

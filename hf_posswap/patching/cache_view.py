@@ -16,7 +16,7 @@ class RotatingCache:
 
     Args:
         cache: what the caller passed; it keeps its type, and holds rotated keys afterwards.
-        rotate: rotates new keys [B, G, Q, D].
+        rotate: rotates new keys [B, G, Q, D]; the cache holds what it gives, [B, G, Q, D] or [B, G, Q, copies D].
     """
 
     def __init__(self, cache: Cache, rotate: Callable[[Tensor], Tensor]) -> None:
@@ -43,6 +43,16 @@ def rotating(cache: Cache, rotate: Callable[[Tensor], Tensor]) -> Any:
     view.__dict__.update(cache.__dict__)
     view.self_attention_cache = RotatingCache(cache.self_attention_cache, rotate)  # type: ignore[assignment]
     return view
+
+
+def takes_copies(cache: Any, layer: int | None, head_dim: int) -> bool:
+    """Return whether layer `layer` of `cache` may hold several rotated keys [B, G, K, copies D] of each token.
+
+    Some caches were given their shape, that of one key a token, before the first key came.
+    """
+    layers = getattr(cache, "layers", ())
+    held = getattr(layers[layer], "keys", None) if layer is not None and layer < len(layers) else None
+    return cache is not None and (held is None or held.shape[-1] != head_dim)
 
 
 def self_attention_cache(cache: Any) -> Any:

@@ -61,9 +61,9 @@ class Scoring:
             low, high = _range(held if seen is None else held & seen)
             if low == high:
                 continue
-            query = piece.rotate_query(self.query[:, :, start:stop], start, stop).unflatten(1, (self.key.shape[1], -1))
-            key = piece.rotate_key(self.key[:, :, low:high], low, high)[:, :, None].transpose(-1, -2)
-            part = torch.matmul(query, key).flatten(1, 2).to(self.wide) * self.scaling  # [B, H, q, high - low]
+            query = piece.rotate_query(self.query[:, :, start:stop], start, stop)
+            key = piece.rotate_key(self.key[:, :, low:high], low, high)
+            part = grouped_matmul(query, key.transpose(-1, -2)).to(self.wide) * self.scaling  # [B, H, q, high - low]
             kept = torch.where(held[:, None, :, low:high], part, scores[..., low:high])
             scores = torch.cat((scores[..., :low], kept, scores[..., high:]), dim=-1)
         return self._masked(scores, seen, start, stop)
@@ -85,6 +85,13 @@ class Scoring:
         if mask.dtype == torch.bool:
             return scores.masked_fill(~mask, LOWEST)
         return (scores + mask).clamp(min=LOWEST)
+
+
+def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product of `left` [B, H, q, n] and `right` [B, G, n, m], which H/G heads share: [B, H, q, m]."""
+    groups, rows = right.shape[1], left.shape[2]
+    together = left.unflatten(1, (groups, -1)).flatten(2, 3)  # [B, G, H/G q, n]: nothing of `right` is repeated
+    return torch.matmul(together, right).unflatten(2, (-1, rows)).flatten(1, 2)
 
 
 def _range(held: Tensor) -> tuple[int, int]:
@@ -128,7 +135,6 @@ def attend_in_pieces(
     Returns:
         [B, Q, H, Dv], and the weights [B, H, Q, K] or None.
     """
-    groups = key.shape[1]
     scoring = Scoring(
         pieces=pieces,
         query=query,
@@ -146,6 +152,5 @@ def attend_in_pieces(
         scores = scoring.block(start, min(start + rows, length))
         chances = torch.softmax(scores, dim=-1).to(query.dtype)  # [B, H, q, K]
         chances = torch.nn.functional.dropout(chances, p=dropout, training=dropout > 0)
-        out = torch.matmul(chances.unflatten(1, (groups, -1)), value[:, :, None])  # [B, G, H/G, q, Dv]
-        outs.append(out.flatten(1, 2))
+        outs.append(grouped_matmul(chances, value))  # [B, H, q, Dv]
     return torch.cat(outs, dim=2).transpose(1, 2).contiguous(), chances if weights else None

@@ -333,7 +333,9 @@ class Planner:
             effects.append("keys rotated" if mechanism.splits else "q and k rotated")
         if mechanism.rotates or mechanism.splits:
             rotated = mechanism.rotates and mechanism.stores_rotated_keys
-            effects.append("keys before the cache" if rotated else "raw keys cached")
+            several = f"{mechanism.copies} rotated keys a token cached"
+            single = "keys before the cache" if rotated else "raw keys cached"
+            effects.append(several if mechanism.copies > 1 else single)
         if mechanism.scales:
             effects.append("queries scaled by their position")
         if mechanism.biases:

@@ -86,6 +86,9 @@ class Mechanism(nn.Module):
     scales: bool = False
     """Whether each query is multiplied by a number that depends on its position."""
     head_dim: int = 0
+    copies: int = 1
+    """Where it splits: how many keys `rotate_key` makes of each, side by side, for the cache to hold and the pieces to
+    take their own from; 1: the pieces rotate the keys, or have them in common."""
     """D, where the mechanism rotates or splits."""
 
     def for_layer(self, layer: int) -> Mechanism:
@@ -109,7 +112,7 @@ class Mechanism(nn.Module):
         """Return `key` [B, G, K, D] rotated."""
         raise NotImplementedError
 
-    def pieces(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Piece, ...]:
+    def pieces(self, query_positions: Tensor, key_positions: Tensor, *, copied: bool = False) -> tuple[Piece, ...]:
         """Return the pieces of the attention of queries at [B or 1, Q] to keys at [B or 1, K].
 
         Each pair of a query and a key that causality allows belongs to one piece.

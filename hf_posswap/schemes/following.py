@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.rotary import Frequencies
+from hf_posswap.rotary import CosSin, Frequencies
 from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import Traits
-from hf_posswap.schemes.piece import Piece
+from hf_posswap.schemes.piece import Piece, side_by_side
 from hf_posswap.schemes.rope import RotaryMechanism
 from hf_posswap.schemes.scaled import ScaledRotary
 
@@ -32,9 +32,12 @@ class Following(ScaledRotary):
     Attributes:
         follow: "sequence": all tokens take the angles of the current length, as stock transformers does; "query": each
             query, and every key for it, takes those of the query's own length, so that full, chunked and stepwise
-            forwards agree. Keys are then cached raw.
+            forwards agree. Keys are then cached raw, or, where few lengths are told apart, rotated for each of them.
         pin: one length, in tokens, whose angles hold for every sequence, however long.
     """
+
+    lengths: ClassVar[int | None] = None
+    """How many lengths are told apart with follow="query"; None: ever more."""
 
     follow: Literal["sequence", "query"] = "sequence"
     pin: int | None = None
@@ -70,7 +73,8 @@ class Following(ScaledRotary):
         if self.pin is not None:
             return (f"the angles are those of {self.pin} tokens for every sequence, however long",)
         if self.follow == "query":
-            return (f"each token takes the angles of its own length {self.rounding()}; keys are cached raw",)
+            kept = "raw" if self.lengths is None else f"rotated for each of {self.lengths} lengths"
+            return (f"each token takes the angles of its own length {self.rounding()}; keys are cached {kept}",)
         return (
             "the angles follow the current length: past the original one, decoding with a cache and a full forward "
             "differ; follow='query' or pin= make them agree",
@@ -119,18 +123,34 @@ class ByQueryMechanism(RotaryMechanism):
     rotates = False
     scheme: Following
 
+    def __init__(self, scheme: Following, geometry: Geometry) -> None:
+        super().__init__(scheme, geometry)
+        self.copies = scheme.lengths or 1
+        self.stores_rotated_keys = self.copies > 1
+
+    def prepare(self, positions: Tensor, length: Tensor) -> Any:
+        return tuple(self._turn(bucket, positions) for bucket in range(self.copies))
+
     def rotate_query(self, query: Tensor, prepared: Any) -> Tensor:
         return query  # each piece rotates it in its own way
 
-    def pieces(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Piece, ...]:
+    def rotate_key(self, key: Tensor, prepared: Any) -> Tensor:
+        return side_by_side(key, prepared, self.layout)
+
+    def pieces(self, query_positions: Tensor, key_positions: Tensor, *, copied: bool = False) -> tuple[Piece, ...]:
         buckets = self.scheme.bucket(query_positions)
         return tuple(
-            self._piece(bucket, query_positions, key_positions)
+            Piece(
+                query=self._turn(bucket, query_positions),
+                key=None if copied else self._turn(bucket, key_positions),
+                layout=self.layout,
+                pairs=OfBucket(self.scheme, bucket),
+                copy=bucket if copied else 0,
+                copies=self.copies if copied else 1,
+            )
             for bucket in range(int(buckets.min()), int(buckets.max()) + 1)
         )
 
-    def _piece(self, bucket: int, query_positions: Tensor, key_positions: Tensor) -> Piece:
-        length = torch.tensor([self.scheme.bucket_length(bucket)], device=query_positions.device)
-        angles = self.scheme.angles(self.geometry, length)
-        queries, keys = (self.scheme.turns(p, angles, self.geometry) for p in (query_positions, key_positions))
-        return Piece(queries, keys, self.layout, OfBucket(self.scheme, bucket))
+    def _turn(self, bucket: int, positions: Tensor) -> CosSin:
+        length = torch.tensor([self.scheme.bucket_length(bucket)], device=positions.device)
+        return self.scheme.turns(positions, self.scheme.angles(self.geometry, length), self.geometry)

@@ -49,6 +49,8 @@ class LongRope(Following):
     summary: ClassVar[str] = "LongRoPE: a given divisor for each pair, short and long"
     source: ClassVar[str] = "https://arxiv.org/abs/2402.13753"
 
+    lengths: ClassVar[int | None] = 2
+
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
     attention_factor: float | None = None

@@ -6,9 +6,11 @@ softmax runs over all of them together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hf_posswap.geometry import Layout
@@ -34,20 +36,38 @@ class Piece:
         key: rotates the keys, tables of [B or 1, 1, K, R/2]; None: they come from the cache as they are to be used.
         layout: how rotary pairs lie in a head.
         pairs: which belong here.
+        copy: where there is no `key`: which of the `copies` keys of each token this piece takes.
+        copies: how many keys of each token lie side by side.
     """
 
     query: CosSin
     key: CosSin | None
     layout: Layout
     pairs: Pairs
+    copy: int = 0
+    copies: int = 1
 
     def rotate_query(self, query: Tensor, start: int, stop: int) -> Tensor:
         """Return queries `start` to `stop`, [B, H, stop - start, D], rotated for this piece."""
         return rotate(query, _rows(self.query, start, stop), self.layout)
 
     def rotate_key(self, key: Tensor, start: int, stop: int) -> Tensor:
-        """Return keys `start` to `stop`, [B, G, stop - start, D], rotated for this piece."""
-        return key if self.key is None else rotate(key, _rows(self.key, start, stop), self.layout)
+        """Return keys `start` to `stop`, [B, G, stop - start, copies D], rotated for this piece: [..., D]."""
+        if self.key is None:
+            return key.unflatten(-1, (self.copies, -1))[..., self.copy, :] if self.copies > 1 else key
+        return rotate(key, _rows(self.key, start, stop), self.layout)
+
+
+def side_by_side(key: Tensor, tables: Sequence[CosSin], layout: Layout) -> Tensor:
+    """Return `key` [B, G, K, D] rotated by each of `tables`, side by side: [B, G, K, copies D].
+
+    Example:
+        >>> import torch
+        >>> still, quarter = (CosSin(torch.tensor([[[[c]]]]), torch.tensor([[[[1.0 - c]]]])) for c in (1.0, 0.0))
+        >>> side_by_side(torch.tensor([[[[1.0, 2.0]]]]), (still, quarter), "half")
+        tensor([[[[ 1.,  2., -2.,  1.]]]])
+    """
+    return torch.cat([rotate(key, table, layout) for table in tables], dim=-1)
 
 
 def _rows(table: CosSin, start: int, stop: int) -> CosSin:

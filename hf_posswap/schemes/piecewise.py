@@ -17,10 +17,10 @@ from torch import Tensor
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.merge import Region
-from hf_posswap.rotary import CosSin, Frequencies, cos_sin, default_inv_freq
+from hf_posswap.rotary import CosSin, Frequencies, cos_sin, default_inv_freq, rotate
 from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import Traits
-from hf_posswap.schemes.piece import Piece
+from hf_posswap.schemes.piece import Piece, side_by_side
 from hf_posswap.schemes.rope import RotaryMechanism, RotaryScheme
 
 
@@ -101,23 +101,31 @@ class PiecewiseMechanism(RotaryMechanism):
     def __init__(self, scheme: Piecewise, geometry: Geometry) -> None:
         super().__init__(scheme, geometry)
         self.regions = tuple(part.region for part in scheme.parts())
-        self.rotates = self.stores_rotated_keys = any(part.key is None for part in scheme.parts())
+        self.rotates = any(part.key is None for part in scheme.parts())
+        self.copies = 1 if self.rotates else len(self.regions)
 
-    def prepare(self, positions: Tensor, length: Tensor) -> CosSin:
-        return self._turn(self.scheme.cached_key(positions))
+    def prepare(self, positions: Tensor, length: Tensor) -> Any:
+        if self.rotates:
+            return self._turn(self.scheme.cached_key(positions))
+        return tuple(self._turn(part.key(positions)) for part in self.scheme.parts() if part.key is not None)
 
     def rotate_query(self, query: Tensor, prepared: Any) -> Tensor:
         return query  # each piece rotates it in its own way
 
-    def pieces(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Piece, ...]:
+    def rotate_key(self, key: Tensor, prepared: Any) -> Tensor:
+        return rotate(key, prepared, self.layout) if self.rotates else side_by_side(key, prepared, self.layout)
+
+    def pieces(self, query_positions: Tensor, key_positions: Tensor, *, copied: bool = False) -> tuple[Piece, ...]:
         return tuple(
             Piece(
                 query=self._turn(part.query(query_positions)),
-                key=None if part.key is None else self._turn(part.key(key_positions)),
+                key=None if part.key is None or copied else self._turn(part.key(key_positions)),
                 layout=self.layout,
                 pairs=part.region,
+                copy=number if copied else 0,
+                copies=self.copies if copied else 1,
             )
-            for part in self.scheme.parts()
+            for number, part in enumerate(self.scheme.parts())
         )
 
     def _turn(self, positions: Tensor) -> CosSin:
