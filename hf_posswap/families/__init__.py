@@ -1,10 +1,11 @@
 """Model families: where positions live; importing this package registers them all."""
 
 from hf_posswap.families import (
-    learned_closed,
+    deberta,
     learned_decoders,
     learned_encoder_decoders,
     learned_encoders,
+    own_bert_like,
     own_decoders,
     own_encoders,
     rotary,
@@ -22,12 +23,13 @@ __all__ = [
     "StackSpec",
     "TableSpec",
     "family_of",
-    "learned_closed",
+    "deberta",
     "learned_decoders",
     "learned_encoder_decoders",
     "learned_encoders",
     "locate",
     "own_decoders",
+    "own_bert_like",
     "own_encoders",
     "register",
     "rotary",

@@ -33,6 +33,7 @@ class TableSpec:
         kind: what stands in it.
         computed: whether its module makes its rows itself, at any length, as `weights` that no checkpoint holds.
     """
+        absent: of a config, whether a model has no such table; None: all have it.
 
     path: str
     offset: int | Literal["padding"] = 0
@@ -42,6 +43,7 @@ class TableSpec:
     kind: Literal["learned", "sinusoidal"] = "learned"
     computed: bool = False
 
+    absent: Callable[[PreTrainedConfig], bool] | None = None
 
 @dataclass(frozen=True)
 class StackSpec:

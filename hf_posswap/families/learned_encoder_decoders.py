@@ -5,9 +5,35 @@ Cross-attention knows no positions and stays as it is.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from hf_posswap.families.base import Family, StackSpec, TableSpec, register
+from hf_posswap.families.own import OwnAttention
+from hf_posswap.families.own_bert_like import sees_blocks
+
+
+def _bart_like(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.bart_like import MvpInterface, TrOCRInterface
+    from hf_posswap.families.interfaces.fitting import fitting
+
+    return fitting(module, MvpInterface, TrOCRInterface)
+
+
+def _bigbird_pegasus(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.bert_like import BigBirdPegasusInterface
+    from hf_posswap.families.interfaces.fitting import fitting
+
+    return fitting(module, BigBirdPegasusInterface)
+
+
+def _prompts(config: Any) -> str | None:
+    """Return why nothing is put inside attention to prompts, where the config says that there are some."""
+    if not config.use_prompt:
+        return None
+    return "its config says use_prompt=True: prompts stand before the keys, nowhere. What works: use_prompt=False"
 
 
 def stacks(**table: Any) -> tuple[StackSpec, StackSpec]:
@@ -41,16 +67,39 @@ register(
     Family(
         name="bart",
         summary="BART, mBART, PLBart: a learned table with two extra rows in encoder and decoder",
-        model_types=("bart", "mbart", "plbart", "mvp"),
+        model_types=("bart", "mbart", "plbart"),
         stacks=stacks(offset=2),
     )
 )
 register(
     Family(
+        name="mvp",
+        summary="MVP: a learned table with two extra rows in encoder and decoder",
+        model_types=("mvp",),
+        stacks=tuple(replace(stack, own=OwnAttention(_bart_like, closed=_prompts)) for stack in stacks(offset=2)),
+    )
+)
+register(
+    Family(
         name="blenderbot",
-        summary="Blenderbot, BigBird-Pegasus: a learned table in encoder and decoder",
-        model_types=("blenderbot", "blenderbot-small", "bigbird_pegasus"),
+        summary="Blenderbot: a learned table in encoder and decoder",
+        model_types=("blenderbot", "blenderbot-small"),
         stacks=stacks(),
+    )
+)
+register(
+    Family(
+        name="bigbird_pegasus",
+        summary="BigBird-Pegasus: a learned table in encoder, which attends to blocks or to all, and decoder",
+        model_types=("bigbird_pegasus",),
+        stacks=(
+            replace(
+                stacks()[0],
+                attention="encoder.layers.*.self_attn.self",
+                own=OwnAttention(_bigbird_pegasus, closed=sees_blocks),
+            ),
+            *decoder_alone(),
+        ),
     )
 )
 register(
@@ -83,6 +132,6 @@ register(
         name="trocr",
         summary="TrOCR's decoder: a learned table with two extra rows",
         model_types=("trocr",),
-        stacks=decoder_alone(offset=2),
+        stacks=(replace(*decoder_alone(offset=2), own=OwnAttention(_bart_like)),),
     )
 )

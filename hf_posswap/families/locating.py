@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -75,6 +76,8 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
     attention = matching(root, spec.attention)
     rotary = [path for path in (family.rotary(root) if family.rotary else []) if path.startswith(spec.entry)]
     table = spec.table
+    if spec.table is not None and spec.table.absent is not None and spec.table.absent(model.config):
+        spec = replace(spec, table=None)
     if table is not None and get(root, table.path) is None:
         raise UnsupportedModelError(
             f"{who(model)}: family {family.name!r} expects a table at {table.path!r}, none there."

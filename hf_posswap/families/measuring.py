@@ -54,6 +54,8 @@ def geometry_of(
     kv_heads = None if spec.heads else getattr(config, "num_key_value_heads", None)
     own_width = _head_dim(whole, root, attention, turning[0]) if turning[0] else None
     head_dim = own_width or getattr(config, "head_dim", None) or config.hidden_size // heads
+    if spec.own is not None and spec.own.heads is not None:
+        heads, head_dim = spec.own.heads(config)
     length, width = _extent(model, config, root, spec, offset)
     rotation: dict[str, Any] = {}
     if rotary:

@@ -13,6 +13,25 @@ NativeScheme = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class RelativePart:
+    """Positions inside the attention of a kind of model that are no scheme: they stay beside one, or go.
+
+    Attributes:
+        config_name: the config value that says whether they are there.
+        switches: patterns of the modules, from the base model, whose attribute of that name puts them in force.
+        weights: patterns of the modules, from the base model, that are out of use without them.
+    """
+
+    config_name: str
+    switches: tuple[str, ...]
+    weights: tuple[str, ...]
+
+    def is_in(self, config: Any) -> bool:
+        """Return whether a model of `config` has them."""
+        return bool(getattr(config, self.config_name, False))
+
+
+@dataclass(frozen=True)
 class OwnAttention:
     """What differs in the attention of one stack from what transformers promises of its newer models.
 
@@ -25,6 +44,9 @@ class OwnAttention:
         causal: of a config, whether a query sees only its past; None: the attention modules say it.
         length_name: the config value that says how many positions the model was made for; None: it has none.
         length: positions that it was made for, where its config does not say.
+        heads: of a config, how many heads attend and how wide they are; None: as it says usually.
+        closed: of a config, why nothing can be put inside its attention, or None; None: nothing speaks against it.
+        relative: positions inside attention that are no scheme; None: there are none.
     """
 
     interface: Callable[[nn.Module], type | str] | None = None
@@ -34,6 +56,9 @@ class OwnAttention:
     causal: Callable[[Any], bool] | None = None
     length_name: str | None = "max_position_embeddings"
     length: int = 2048
+    heads: Callable[[Any], tuple[int, int]] | None = None
+    closed: Callable[[Any], str | None] | None = None
+    relative: RelativePart | None = None
 
     def inside(self, config: Any) -> NativeScheme | None:
         """Return the position mechanism that is native inside attention, or None."""

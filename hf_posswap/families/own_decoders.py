@@ -26,8 +26,8 @@ def _openai(module: nn.Module) -> type | str:
 
 
 def _xglm(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.bart_like import XGLMInterface
     from hf_posswap.families.interfaces.fitting import fitting
-    from hf_posswap.families.interfaces.xglm import XGLMInterface
 
     return fitting(module, XGLMInterface)
 

@@ -80,6 +80,7 @@ _NO_LAYER_INPUT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input
 
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2},
+    **dict.fromkeys(("big_bird", "bigbird_pegasus"), {"attention_type": "original_full"}),
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {

@@ -60,6 +60,8 @@ class Case:
 
 _WINDOWS = {"attention_types": [[["global", "local"], 2]], "window_size": 5, "num_layers": 4}
 _FALCON = ("FalconForCausalLM", "falcon", "FalconInterface")
+_RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 8}
+_V3 = {"position_biased_input": False, "share_att_key": True, "position_buckets": 4, "norm_rel_ebd": "layer_norm"}
 
 CASES = {
     "gpt_neo": Case("GPTNeoForCausalLM", "gpt_neo", "GPTNeoInterface", _WINDOWS),
@@ -73,7 +75,9 @@ CASES = {
     "falcon (one key head)": Case(*_FALCON, {"new_decoder_architecture": False, "multi_query": True}),
     "falcon (groups)": Case(*_FALCON, {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon (alibi)": Case(*_FALCON, {"alibi": True}, positions=False, masks_2d=True, implementation="sdpa"),
-    "xglm": Case("XGLMForCausalLM", "xglm", "XGLMInterface"),
+    "xglm": Case("XGLMForCausalLM", "bart_like", "XGLMInterface"),
+    "trocr": Case("TrOCRForCausalLM", "bart_like", "TrOCRInterface", positions=False),
+    "mvp": Case("MvpForCausalLM", "bart_like", "MvpInterface", positions=False),
     "openai-gpt": Case("OpenAIGPTLMHeadModel", "openai", "OpenAIGPTInterface", caches=False, masks_2d=True),
     "mpnet": Case("MPNetForMaskedLM", "mpnet", "MPNetInterface", caches=False),
     "roformer": Case("RoFormerForMaskedLM", "roformer", "RoFormerInterface", caches=False, positions=False),
@@ -81,10 +85,24 @@ CASES = {
                                   caches=False, positions=False),
     "roformer (is_decoder)": Case("RoFormerForCausalLM", "roformer", "RoFormerInterface", {"is_decoder": True},
                                   positions=False),
+    "megatron-bert": Case("MegatronBertForMaskedLM", "bert_like", "MegatronBertInterface", caches=False),
+    "megatron-bert (is_decoder)": Case("MegatronBertForCausalLM", "bert_like", "MegatronBertInterface"),
+    "rembert": Case("RemBertForMaskedLM", "bert_like", "RemBertInterface", caches=False),
+    "rembert (is_decoder)": Case("RemBertForCausalLM", "bert_like", "RemBertInterface"),
+    "big_bird": Case("BigBirdForMaskedLM", "bert_like", "BigBirdInterface", caches=False, masks_2d=True),
+    "big_bird (is_decoder)": Case("BigBirdForCausalLM", "bert_like", "BigBirdInterface", masks_2d=True),
+    "squeezebert": Case("SqueezeBertForMaskedLM", "squeezebert", "SqueezeBertInterface", caches=False),
+    "convbert": Case("ConvBertForMaskedLM", "convbert", "ConvBertInterface", caches=False),
+    "deberta": Case("DebertaForMaskedLM", "deberta", "DebertaInterface", _RELATIVE, caches=False, masks_2d=True),
+    "deberta (a table alone)": Case("DebertaForMaskedLM", "deberta", "DebertaInterface", caches=False, masks_2d=True),
+    "deberta-v2": Case("DebertaV2ForMaskedLM", "deberta", "DebertaV2Interface", _RELATIVE, caches=False,
+                       masks_2d=True),
+    "deberta-v3": Case("DebertaV2ForMaskedLM", "deberta", "DebertaV2Interface", _RELATIVE | _V3, caches=False,
+                       positions=False, masks_2d=True),
 }  # fmt: skip
 
 if not hasattr(transformers.models.roformer.modeling_roformer, "create_causal_mask"):
-    del CASES["roformer (is_decoder)"]  # it sees its future
+    CASES = {name: case for name, case in CASES.items() if "is_decoder" not in name}  # they see their future
 
 
 def dress(model: Any, interface: Any, *, native_positions: bool = True) -> list[Undo]:

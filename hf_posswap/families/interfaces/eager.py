@@ -15,12 +15,14 @@ class ThroughInterface:
     Attributes:
         config: of the model; a module whose own class keeps none is given it.
         upcasts: whether eager scores are computed in float32.
+        returns_scores: whether eager code hands out the scores in the place of the weights.
         native_positions: whether positions that the original applies inside attention are applied here too.
     """
 
     config: Any
     training: bool
     upcasts = False
+    returns_scores = False
     native_positions = True
 
     @staticmethod
@@ -93,7 +95,7 @@ def eager_attention_forward(
         scores = scores + attention_mask
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(weights, value).transpose(1, 2), weights
+    return torch.matmul(weights, value).transpose(1, 2), scores if module.returns_scores else weights
 
 
 def narrowed(mask: Tensor | None, seen: Tensor, dtype: torch.dtype) -> Tensor:

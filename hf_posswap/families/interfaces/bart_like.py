@@ -1,0 +1,56 @@
+"""The self-attention that BART has, in classes which kept it when BART's own got the interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.models.mvp.modeling_mvp import MvpAttention
+from transformers.models.trocr.modeling_trocr import TrOCRAttention
+from transformers.models.xglm.modeling_xglm import XGLMAttention
+
+from hf_posswap.families.interfaces.eager import ThroughInterface
+
+
+class BartLike(ThroughInterface):
+    """Mixed into a native class with `q_proj`, `k_proj`, `v_proj` and `out_proj`, before it."""
+
+    is_decoder: Any
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a mask that is left out means causal."""
+        return bool(self.is_decoder)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        key_value_states: None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
+        own: Any = self
+        shape = (*hidden_states.shape[:-1], own.num_heads, own.head_dim)
+        projections = (own.q_proj, own.k_proj, own.v_proj)
+        query, key, value = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
+        cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+        if cache is not None:
+            key, value = cache.update(key, value, own.layer_idx)
+        out, weights = self.attend(
+            query, key, value, attention_mask, scaling=own.scaling, dropout=own.dropout or 0.0, **kwargs
+        )
+        return own.out_proj(out), weights
+
+
+class MvpInterface(BartLike, MvpAttention):  # type: ignore[misc]
+    """MvpAttention without prompts, as self-attention through the AttentionInterface."""
+
+
+class TrOCRInterface(BartLike, TrOCRAttention):  # type: ignore[misc]
+    """TrOCRAttention as self-attention, through the AttentionInterface."""
+
+
+class XGLMInterface(BartLike, XGLMAttention):  # type: ignore[misc]
+    """XGLMAttention as self-attention, through the AttentionInterface."""

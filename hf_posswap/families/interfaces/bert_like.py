@@ -1,0 +1,67 @@
+"""The self-attention that BERT has, in classes which kept it when BERT's own got the interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.models.big_bird.modeling_big_bird import BigBirdSelfAttention
+from transformers.models.bigbird_pegasus.modeling_bigbird_pegasus import BigBirdPegasusSelfAttention
+from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBertSelfAttention
+from transformers.models.rembert.modeling_rembert import RemBertSelfAttention
+
+from hf_posswap.families.interfaces.eager import ThroughInterface
+
+
+class BertLike(ThroughInterface):
+    """Mixed into a native class with `query`, `key` and `value`, before it."""
+
+    is_decoder: bool
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a mask that is left out means causal."""
+        return bool(self.is_decoder)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
+        own: Any = self
+        shape = (*hidden_states.shape[:-1], -1, own.attention_head_size)
+        projections = (own.query, own.key, own.value)
+        query, key, value = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
+        query, key, value = self.placed(query, key, value, kwargs)
+        cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+        if cache is not None:
+            key, value = cache.update(key, value, own.layer_idx)
+        return self.attend(
+            query, key, value, attention_mask, scaling=own.attention_head_size**-0.5, dropout=own.dropout.p, **kwargs
+        )
+
+    def placed(
+        self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v, [B, H, Q, D] each, with the positions that are native inside attention: here, none."""
+        return query, key, value
+
+
+class BigBirdInterface(BertLike, BigBirdSelfAttention):  # type: ignore[misc]
+    """BigBirdSelfAttention, which sees all keys, as self-attention through the AttentionInterface."""
+
+
+class BigBirdPegasusInterface(BertLike, BigBirdPegasusSelfAttention):  # type: ignore[misc]
+    """BigBirdPegasusSelfAttention, which sees all keys, through the AttentionInterface."""
+
+
+class MegatronBertInterface(BertLike, MegatronBertSelfAttention):  # type: ignore[misc]
+    """MegatronBertSelfAttention as self-attention, through the AttentionInterface."""
+
+
+class RemBertInterface(BertLike, RemBertSelfAttention):  # type: ignore[misc]
+    """RemBertSelfAttention as self-attention, through the AttentionInterface."""
