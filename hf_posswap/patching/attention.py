@@ -171,7 +171,7 @@ class PositionHook:
         return self.memo.given
 
 
-def _memo_key(span: Span, position_ids: Tensor | None) -> tuple[Any, ...] | None:
+def memo_key(span: Span, position_ids: Tensor | None) -> tuple[Any, ...] | None:
     """Return what this call's positions depend on; None where nothing may be shared."""
     if torch.compiler.is_compiling() or isinstance(span.past, Tensor):
         return None

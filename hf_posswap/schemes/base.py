@@ -119,6 +119,11 @@ class Mechanism(nn.Module):
         """
         raise NotImplementedError
 
+
+        Args:
+            query_positions: [B or 1, Q].
+            key_positions: [B or 1, K].
+            copied: whether keys come as `rotate_key` makes them, `copies` > 1 of each.
     def scale(self, query_positions: Tensor) -> Tensor:
         """Return what multiplies the queries at [B or 1, Q], [B or 1, Q], float32."""
         raise NotImplementedError
