@@ -7,7 +7,7 @@ in a deep copy of the model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from hf_posswap.patching.embedding import (
     is_mask,
     replace_weight,
 )
+from hf_posswap.patching.offloaded import device_of
 from hf_posswap.patching.positions import ForwardMemo
 from hf_posswap.patching.rotary import KeepAngles, NeutralRotary, rebuilt
 from hf_posswap.schemes.base import Mechanism
@@ -138,6 +139,7 @@ class RemoveHook:
 class ReplaceTable:
     """Writes a table scheme's rows into the model's own table; rows before position 0 stay."""
 
+    takes_weights: ClassVar[bool] = True
     path: str
     scheme: TableScheme
     rows: int
@@ -177,6 +179,7 @@ class BlendTable:
         share: of the new mechanism, in [0, 1].
     """
 
+    takes_weights: ClassVar[bool] = True
     path: str
     scheme: TableScheme | None
     share: float
@@ -207,6 +210,7 @@ class RemoveTable:
         rows: zero rows that stand for it in the state dict; None: one lone zero, so that stock classes refuse.
     """
 
+    takes_weights: ClassVar[bool] = True
     path: str
     rows: int | None
 
@@ -335,13 +339,14 @@ class AddMechanism:
     memo: ForwardMemo
 
     def apply(self, model: Any, undo: list[Undo]) -> None:
-        device = next(model.parameters()).device
+        device = device_of(model)
         if device.type != "meta":
             self.mechanism.to(device)
         model.set_submodule(self.path, self.mechanism)
         undo.insert(0, RemoveChild(self.path))
         entry = model.get_submodule(self.entry)
-        start = StartHook(self.memo, entry_signature(entry))
+        owner, _, leaf = self.path.rpartition(".")
+        start = StartHook(model.get_submodule(owner), leaf, self.memo, entry_signature(entry))
         undo.insert(0, RemoveHook(entry.register_forward_pre_hook(start, with_kwargs=True)))
         undo.insert(0, RemoveHook(entry.register_forward_hook(start.stop)))
 

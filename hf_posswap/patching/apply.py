@@ -15,9 +15,11 @@ from hf_posswap.families.rope_config import config_parts
 from hf_posswap.patching.actions import ReplaceTable, Undo
 from hf_posswap.patching.attention import register_attention
 from hf_posswap.patching.config_class import native_config_class, plugin_config_class
+from hf_posswap.patching.offloaded import bring_into_memory, offloaded_tables, stored
 from hf_posswap.patching.plan import SchemeChoice, SiteChoice, SwapPlan, plan_swap, unwrap
 from hf_posswap.patching.verify import check_structure, check_untouched, fingerprint
 from hf_posswap.schemes.base import Scheme, make_scheme
+from hf_posswap.patching.wrapped import refuse_wrapped_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -101,6 +103,7 @@ def carry_out(model: Any, plan: SwapPlan, owner: nn.Module | None = None) -> Non
         _set_config(owner or model, model.config, _own_config(model.config, plan))
         for edit in plan.edits:
             edit.action.apply(model, patch.undo)
+        patch.undo += [bring_into_memory(model, path) for path in offloaded_tables(model, plan.edits)]
         model._posswap = patch
         check_structure(model)
         check_untouched(model, before)
@@ -129,6 +132,7 @@ def unpatch_model(model: M) -> M:
         )
     _undo(target, patch, owner=model)
     return model
+    refuse_wrapped_parts(target)
 
 
 @contextmanager
@@ -154,6 +158,8 @@ def patched(model: M, scheme: SchemeChoice, **options: Any) -> Iterator[M]:
 def _undo(model: Any, patch: Patch, owner: nn.Module | None) -> None:
     for step in patch.undo:
         step(model)
+    for path in offloaded_tables(model, patch.plan.edits):  # which was done since
+        bring_into_memory(model, path)
     _set_config(owner or model, model.config, patch.config)
     model.__dict__.pop("_posswap", None)
 
@@ -183,7 +189,7 @@ def _fit(model: Any, plan: SwapPlan, stack: str) -> Scheme:
     whole = plan.schemes[stack]
     scheme = whole.table_part
     action = next(e.action for e in plan.edits if e.stack == stack and isinstance(e.action, ReplaceTable))
-    weight = model.get_submodule(action.path).weight
+    weight = stored(model.get_submodule(action.path), "weight")
     if weight.is_meta:
         if make_scheme(scheme.to_dict()) != scheme.fit(weight.new_ones(weight.shape, device="cpu"), action.geometry):
             raise SchemeError(f"{scheme} takes a value from the old table's weights, and this model's are on meta.")

@@ -20,6 +20,7 @@ from hf_posswap.families.modules import modeling_module
 from hf_posswap.patching import backends
 from hf_posswap.patching.cache_view import rotating, self_attention_cache, takes_copies
 from hf_posswap.patching.config_view import ATTENTION_NAME, ConfigView
+from hf_posswap.patching.offloaded import bring_all
 from hf_posswap.patching.pieces import attend_in_pieces
 from hf_posswap.patching.positions import ForwardMemo, Span, after_padding, find_span
 from hf_posswap.schemes.base import Mechanism
@@ -187,15 +188,20 @@ class StartHook:
     a model takes none, positions that skip left padding stand for them.
 
     Args:
+        owner: the module that carries the mechanism, which has no forward that could bring weights that are offloaded.
+        name: under which it does.
         memo: shared by the layers.
         signature: names of the module's positional arguments.
     """
 
-    def __init__(self, memo: ForwardMemo, signature: list[str]) -> None:
+    def __init__(self, owner: nn.Module, name: str, memo: ForwardMemo, signature: list[str]) -> None:
+        self.owner, self.name = owner, name
         self.memo, self.signature = memo, signature
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stop()
+        if not torch.compiler.is_compiling():
+            bring_all(getattr(self.owner, self.name))
         given = dict(zip(self.signature, args, strict=False)) | kwargs
         checkpoints = (getattr(part, "gradient_checkpointing", False) for part in module.modules())
         self.memo.runs_again = module.training and any(checkpoints)

@@ -16,6 +16,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import ReplaceTable
 from hf_posswap.patching.apply import unpatch_model
 from hf_posswap.patching.interface import CopyRows
+from hf_posswap.patching.offloaded import stored, weight_maps
 from hf_posswap.patching.own_attention import native_scheme
 from hf_posswap.patching.plan import SwapPlan
 from hf_posswap.patching.probe import Probe, make_probe
@@ -54,7 +55,8 @@ def behaviour(model: Any, tokens: int, seed: int) -> dict[str, str]:
 
 def shadow(model: Any) -> Any:
     """Return a copy of `model` that shares its parameters and buffers: only its structure is copied."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, tensors | weight_maps(model))
 
 
 def expectation(model: Any) -> Literal["same", "different"] | None:
@@ -74,7 +76,7 @@ def _is_kept(model: Any, plan: SwapPlan, stack: Stack, old: dict[str, Any]) -> b
         return True
     first = next(edit.action for edit in plan.edits if edit.stack == stack.name)
     if isinstance(first, ReplaceTable) and not scheme.acts_inside:
-        before, now = old[first.path].weight, model.get_submodule(first.path).weight
+        before, now = old[first.path].weight, stored(model.get_submodule(first.path), "weight")
         rows = min(len(before), len(now))
         return torch.equal(before[:rows].to(now), now[:rows])
     if stack.inside is not None:

@@ -50,11 +50,13 @@ def followed(model: Any, sites: Sites, values: dict[str, Any], unread: set[str])
     trial = copy.deepcopy(model.config)
     for name, value in lengths.items():
         setattr(trial, name, value)
+    cls = getattr(type(model), "posswap_native", type(model))
     with torch.device("meta"):
-        fresh = getattr(type(model), "posswap_native", type(model))(trial)
+        fresh, as_it_was = cls(trial), cls(copy.deepcopy(model.config))
     found = list(_masks(model, fresh, sites, unread))
     tables = {f"{path}.weight" for path in table_paths(sites)}
-    if _shapes(fresh, tables) != _shapes(model, tables):
+    # not with the model itself, whose weights may be adapted by PEFT, or quantised
+    if _shapes(fresh, tables) != _shapes(as_it_was, tables):
         return found, False
     for path, name, old, new in changed_settings(model, fresh, table_paths(sites)):
         edit = SetAttribute(path, name, old, new)

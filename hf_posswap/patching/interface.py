@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,7 @@ class RemoveRows:
             refuse it.
     """
 
+    takes_weights: ClassVar[bool] = True
     path: str
     native: bool
 

@@ -13,6 +13,7 @@ from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import Action, SetAttribute
 from hf_posswap.patching.interface import AttendThroughInterface
+from hf_posswap.patching.offloaded import stored
 from hf_posswap.schemes.base import Scheme, make_scheme
 
 EditText = tuple[str, str, str, Action]
@@ -73,9 +74,9 @@ def rows_of(model: Any, stack: Stack, base: str) -> list[str]:
 
 def _refuse_other_sinusoids(path: str, embedding: Any) -> None:
     """Refuse a frozen table of sinusoids that does not hold what its class computes: the native angles are unknown."""
-    if not hasattr(embedding, "create_weight") or embedding.weight.is_meta:
+    if not hasattr(embedding, "create_weight") or stored(embedding, "weight").is_meta:
         return
-    if not torch.allclose(embedding.weight.float().cpu(), embedding.create_weight().float(), atol=1e-2):
+    if not torch.allclose(stored(embedding, "weight").float().cpu(), embedding.create_weight().float(), atol=1e-2):
         raise UnsupportedSwapError(
             f"{path} holds other numbers than the sinusoids that {type(embedding).__name__} computes, so the angles by "
             "which this model turns are unknown. What works: a checkpoint whose table was never changed."

@@ -16,6 +16,7 @@ from hf_posswap.patching.actions import (
 from hf_posswap.patching.record import SwapRecord
 from hf_posswap.patching.record_schema import LONGEST
 from hf_posswap.schemes.base import Scheme, make_scheme
+from hf_posswap.patching.wrapped import refuse_missed, refuse_wrapped_parts, what_instead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -176,7 +177,9 @@ def plan_swap(
     if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
         raise SchemeError(f"max_length must be a whole number of tokens >= 1, got {max_length!r}.")
     sites = locate(model)
+    refuse_wrapped_parts(model)
     chosen = choose(scheme, sites, options)
+    refuse_missed(model, sites)
     for name, one in chosen.items():
         _refuse_two_sided(model, sites.stack(name), one)
     resolved = {name: one.resolve(sites.stack(name).geometry, max_length) for name, one in chosen.items()}
@@ -240,8 +243,12 @@ def unwrap(model: Any) -> Any:
             raise UnsupportedSwapError(
                 "PEFT prompt learning adds tokens without positions of their own: not supported."
             )
-        return model.get_base_model()
+        return unwrap(model.get_base_model())
     raise UnsupportedSwapError(
-        f"expected a transformers PreTrainedModel (or a PEFT model around one), got {type(model).__name__}; give "
-        "the model itself, before wrapping or compiling it."
+        f"expected a transformers PreTrainedModel (or a PEFT model around one), got {_named(model)}; "
+        f"{what_instead(model)}."
     )
+
+
+def _named(given: Any) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__

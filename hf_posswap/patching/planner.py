@@ -26,6 +26,7 @@ from hf_posswap.patching.inside import refuse_inside, refuse_positions_elsewhere
 from hf_posswap.patching.interface import AttendThroughInterface, CopyRows, RemoveRows
 from hf_posswap.patching.own_attention import native_scheme, ready_edits, rows_of
 from hf_posswap.patching.plan import Edit, SiteChoice, SwapPlan
+from hf_posswap.patching.offloaded import KEPT_IN_MEMORY, offloaded_tables
 from hf_posswap.patching.positions import ForwardMemo
 from hf_posswap.patching.record import SwapRecord
 from hf_posswap.patching.rotary import Scalar
@@ -33,6 +34,7 @@ from hf_posswap.patching.rotary_plan import keeping, native_swap, neutral_values
 from hf_posswap.patching.show import brief
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.blend import Blend
+from hf_posswap.patching.wrapped import refuse_written
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.schemes.table import TableScheme
 
@@ -66,6 +68,7 @@ class Planner:
         several = len(adaptation) > 1
         notes = dict.fromkeys(note for scheme in self.schemes.values() for note in scheme.notes())
         return SwapPlan(
+        self.notes += map(KEPT_IN_MEMORY.format, offloaded_tables(self.model, self.edits))
             model=type(self.model).__name__,
             scheme=self.scheme,
             schemes=self.schemes,
@@ -154,6 +157,7 @@ class Planner:
         rows = scheme.rows(self.geometry, self.length) + self.stack.table_offset
         self.unused[f"{path}.weight"] = self.model.get_submodule(path).weight.numel()
         self.added.pop(f"{path}.weight (new rows)", None)
+        refuse_written(path, self.model.get_submodule(path), scheme.name)
         self.added[f"{path}.old"] = rows * self.geometry.row_width
 
     def _drop_table(self, rows: int | None) -> None:
@@ -241,6 +245,7 @@ class Planner:
         """Plan a mechanism in the place of one that is native inside attention, and of the table beside it."""
         if self.stack.table is not None:
             self._drop_table(rows=None)
+            refuse_written(path, self.model.get_submodule(path), scheme.name)
         self._attention()
         self._clear_rows()
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.families.sites import Stack
+from hf_posswap.patching.offloaded import device_of
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ def make_probe(model: Any, tokens: int, seed: int) -> Probe:
     longest = min(stack.geometry.original_length for stack in sites.stacks)
     tokens = min(tokens, longest)
     low = min(5, words - 2)  # leave special tokens (padding above all) out of the input
-    ids = torch.randint(low, words, (1, tokens), generator=generator).to(model.device)
-    near = torch.arange(tokens, device=model.device)[None]
+    device = device_of(model)
+    ids = torch.randint(low, words, (1, tokens), generator=generator).to(device)
+    near = torch.arange(tokens, device=device)[None]
     far = near * max(1, (longest - 1) // max(1, tokens - 1))
     first, argument = sites.first_position, _position_argument(model, sites.main)
     return Probe(
@@ -108,4 +110,4 @@ def _features(model: Any, generator: torch.Generator) -> Tensor | None:
     if not config.is_encoder_decoder or getattr(model, "main_input_name", "input_ids") != "input_features":
         return None
     features = torch.randn(1, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
-    return features.to(model.device, model.dtype)
+    return features.to(device_of(model), model.dtype)

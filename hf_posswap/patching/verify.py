@@ -27,6 +27,7 @@ from hf_posswap.patching.config_view import ConfigView
 from hf_posswap.patching.embedding import BlendedTable, LengthHook, NoPositions
 from hf_posswap.patching.interface import RemoveRows
 from hf_posswap.patching.rotary import NeutralRotary, is_still, matches
+from hf_posswap.patching.offloaded import stored
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.rope import RotaryScheme
 
@@ -131,7 +132,7 @@ def _has_hook(module: Any, kind: type) -> bool:
 
 
 def _table_problem(embedding: Any, action: ReplaceTable) -> str | None:
-    weight, scheme = getattr(embedding, "old", embedding.weight), action.scheme
+    weight, scheme = stored(embedding, "old" if hasattr(embedding, "old") else "weight"), action.scheme
     if weight.shape[0] != action.rows + action.offset:
         return f"the table has {weight.shape[0]} rows instead of {action.rows + action.offset}"
     if weight.requires_grad and not scheme.trainable:
