@@ -29,6 +29,9 @@ class Geometry:
         attention_factor: what the native rotary multiplies cos and sin by.
         table_width: width of the position table's rows where it is not E: some models project their embeddings.
         sliding_window: keys that a query sees at most, in every layer; None: some layer sees all.
+        image_size: height and width, in pixels, of the images that the model was made for; None: it sees no images.
+        patch_size: height and width of the patch of an image that becomes one token, in pixels; None as above.
+        prefix_tokens: tokens before the patches that have no place in the image: class, distillation.
     """
 
     hidden_size: int
@@ -45,8 +48,24 @@ class Geometry:
     attention_factor: float = 1.0
     sliding_window: int | None = None
     table_width: int | None = None
+    image_size: tuple[int, int] | None = None
+    patch_size: tuple[int, int] | None = None
+    prefix_tokens: int = 0
 
     @property
     def row_width(self) -> int:
         """Width of the position table's rows."""
         return self.table_width or self.hidden_size
+
+    def grid(self, image_size: tuple[int, int] | None = None) -> tuple[int, int]:
+        """Return the rows and columns of patches of an image; None: of the size that the model was made for.
+
+        Example:
+            >>> vit = Geometry(768, 12, 12, 64, 12, 197, False, image_size=(224, 224), patch_size=(16, 16))
+            >>> vit.grid(), vit.grid((224, 320))
+            ((14, 14), (14, 20))
+        """
+        size = image_size or self.image_size
+        assert size is not None, "a model that sees no images has no patches"
+        assert self.patch_size is not None
+        return size[0] // self.patch_size[0], size[1] // self.patch_size[1]

@@ -105,7 +105,9 @@ def _dress(model: Any, record: SwapRecord) -> None:
         skeleton = type(model)(native_config(model.config))
     plan = plan_swap(skeleton, record.choice(), max_length=record.max_length, site=record.site)
     for edit in plan.edits:
-        if isinstance(edit.action, GuardLength | RemoveTable | SaveKeys | AttendThroughInterface):
+        if hasattr(edit.action, "dress"):
+            edit.action.dress(model)
+        elif isinstance(edit.action, GuardLength | RemoveTable | SaveKeys | AttendThroughInterface):
             edit.action.apply(model, [])
         elif isinstance(edit.action, RebuildRotary):
             rotary = model.get_submodule(edit.path)

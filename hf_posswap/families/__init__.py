@@ -10,6 +10,7 @@ from hf_posswap.families import (
     own_encoders,
     rotary,
     t5,
+    vision,
 )
 from hf_posswap.families.base import FAMILIES, Family, StackSpec, TableSpec, register
 from hf_posswap.families.locating import family_of, locate
@@ -22,16 +23,17 @@ __all__ = [
     "Stack",
     "StackSpec",
     "TableSpec",
-    "family_of",
     "deberta",
+    "family_of",
     "learned_decoders",
     "learned_encoder_decoders",
     "learned_encoders",
     "locate",
-    "own_decoders",
     "own_bert_like",
+    "own_decoders",
     "own_encoders",
     "register",
     "rotary",
     "t5",
+    "vision",
 ]

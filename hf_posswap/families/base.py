@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
+from hf_posswap.families.images import ImageSpec
 from hf_posswap.families.own import OwnAttention
 from hf_posswap.registry import Registry
 
@@ -32,8 +33,8 @@ class TableSpec:
         config_name: the config value that says how long the table is.
         kind: what stands in it.
         computed: whether its module makes its rows itself, at any length, as `weights` that no checkpoint holds.
-    """
         absent: of a config, whether a model has no such table; None: all have it.
+    """
 
     path: str
     offset: int | Literal["padding"] = 0
@@ -42,8 +43,8 @@ class TableSpec:
     config_name: str = "max_position_embeddings"
     kind: Literal["learned", "sinusoidal"] = "learned"
     computed: bool = False
-
     absent: Callable[[PreTrainedConfig], bool] | None = None
+
 
 @dataclass(frozen=True)
 class StackSpec:
@@ -58,6 +59,7 @@ class StackSpec:
         causal: whether a query sees only its past; None: what its attention modules say.
         layers_share: whether layers share their weights, attention modules and all.
         own: what is peculiar to its attention; None: nothing is.
+        image: how it makes tokens of an image; None: it reads text.
     """
 
     name: str
@@ -68,6 +70,7 @@ class StackSpec:
     causal: bool | None = None
     layers_share: bool = False
     own: OwnAttention | None = None
+    image: ImageSpec | None = None
 
 
 @dataclass(frozen=True)

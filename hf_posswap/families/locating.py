@@ -9,7 +9,8 @@ from torch import nn
 
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.base import FAMILIES, Family, StackSpec, TableSpec
-from hf_posswap.families.measuring import geometry_of
+from hf_posswap.families.images import image_geometry, image_sites, refuse_other_tables
+from hf_posswap.families.measuring import causal_of, geometry_of
 from hf_posswap.families.modules import get, has_buffer, join, matching, table_of, who
 from hf_posswap.families.refused import REFUSED
 from hf_posswap.families.rope_config import config_at, config_path, inv_freq_names, rope_sets
@@ -75,9 +76,9 @@ def _tower(root: nn.Module, family: Family) -> str:
 def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, spec: StackSpec) -> Stack:
     attention = matching(root, spec.attention)
     rotary = [path for path in (family.rotary(root) if family.rotary else []) if path.startswith(spec.entry)]
-    table = spec.table
     if spec.table is not None and spec.table.absent is not None and spec.table.absent(model.config):
         spec = replace(spec, table=None)
+    table = spec.table
     if table is not None and get(root, table.path) is None:
         raise UnsupportedModelError(
             f"{who(model)}: family {family.name!r} expects a table at {table.path!r}, none there."
@@ -91,6 +92,8 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
         raise UnsupportedModelError(f"{who(model)}: no self-attention modules at {spec.attention!r}.")
     if family.rotary and not rotary and (spec.own is None or spec.own.inside(model.config) is None):
         raise UnsupportedModelError(f"{who(model)} has no rotary module, nor any other positions: its config says so.")
+    if spec.image is not None:
+        return _image_stack(model, root, base, spec, attention)
     offset = _table_offset(table, root) if table else 0
     part = _config_of(model, root, rotary)
     return Stack(
@@ -105,6 +108,29 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
         config=part,
         sets=rope_sets(root.get_submodule(rotary[0])) if rotary else (),
         inside=None if spec.own is None else spec.own.inside(model.config),
+    )
+
+
+def _image_stack(model: PreTrainedModel, root: Any, base: str, spec: StackSpec, attention: list[str]) -> Stack:
+    assert spec.image is not None
+    part = config_path(model.config, root.config)
+    if part is None:
+        raise UnsupportedModelError(
+            f"{who(model)}: the part of it that sees images was built from another config than its own."
+        )
+    config = config_at(model.config, part)
+    causal = causal_of(model, config, root, spec, attention)
+    return Stack(
+        spec=spec,
+        entry=join(base, spec.entry),
+        attention=tuple(join(base, path) for path in attention),
+        table=None,
+        table_offset=0,
+        buffers=(),
+        rotary=(),
+        geometry=image_geometry(model, config, root, spec.image, attention, causal),
+        config=part,
+        image=image_sites(model, root, base, spec.image),
     )
 
 
@@ -137,6 +163,9 @@ def _refuse_unclaimed(model: PreTrainedModel, sites: Sites, kept: list[str]) -> 
     claimed: set[str] = set()
     for stack in sites.stacks:
         claimed |= {*stack.rotary, *([stack.table] if stack.table else [])}
+        if stack.image is not None:
+            claimed.add(stack.image.table.rpartition(".")[0])
+            refuse_other_tables(model, stack.image.table, kept, sites.family.name)
     for path, module in model.named_modules():
         leaf = path.rsplit(".", 1)[-1]
         table_like = isinstance(module, nn.Embedding) and ("position" in leaf or leaf in {"wpe", "pos_embed"})

@@ -78,13 +78,13 @@ def geometry_of(
         head_dim=head_dim,
         num_layers=len(attention),
         original_length=length,
-        causal=_causal(model, config, root, spec, attention),
+        causal=causal_of(model, config, root, spec, attention),
         sliding_window=_sliding_window(config),
         **rotation,
     )
 
 
-def _causal(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackSpec, attention: list[str]) -> bool:
+def causal_of(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackSpec, attention: list[str]) -> bool:
     """Return whether a query sees only its past."""
     if spec.causal is not None:
         return spec.causal

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_posswap.families.base import Family, StackSpec, TableSpec
+from hf_posswap.families.images import ImageSites
 from hf_posswap.families.modules import join
 from hf_posswap.families.own import NativeScheme
 from hf_posswap.families.rope_config import reaching
@@ -27,6 +28,7 @@ class Stack:
         config: path of its part of the model's config; "": all of it.
         sets: of native frequencies, by name; see `rope_config`.
         inside: the position mechanism that is native inside attention, as `Scheme.to_dict` writes it; None: none is.
+        image: where its table of patches is; None: it reads text.
     """
 
     spec: StackSpec
@@ -40,6 +42,7 @@ class Stack:
     config: str = ""
     sets: tuple[str, ...] = ()
     inside: NativeScheme | None = None
+    image: ImageSites | None = None
 
     @property
     def turning(self) -> tuple[str, ...]:
@@ -59,6 +62,8 @@ class Stack:
     @property
     def config_name(self) -> str | None:
         """The config value that says how long the model is, by its path in the config; None: none does."""
+        if self.image is not None:
+            return None
         if self.spec.own is not None and self.spec.table is None:
             return self.spec.own.length_name
         name = TableSpec.config_name if self.spec.table is None else self.spec.table.config_name

@@ -368,6 +368,7 @@ class PatchAttention:
     memo: ForwardMemo
     first: int
     layer: int
+    hook: ClassVar[type[PositionHook]] = PositionHook
 
     def apply(self, model: Any, undo: list[Undo]) -> None:
         module = model.get_submodule(self.path)
@@ -375,7 +376,7 @@ class PatchAttention:
         undo.insert(0, RestoreConfigView(self.path))
         name = cache_argument(module)
         owner, _, leaf = self.carried.rpartition(".")
-        hook = PositionHook(model.get_submodule(owner), leaf, self.memo, name, self.first, self.layer)
+        hook = self.hook(model.get_submodule(owner), leaf, self.memo, name, self.first, self.layer)
         undo.insert(0, RemoveHook(module.register_forward_pre_hook(hook, with_kwargs=True)))
 
 

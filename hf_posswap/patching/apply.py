@@ -15,10 +15,12 @@ from hf_posswap.families.rope_config import config_parts
 from hf_posswap.patching.actions import ReplaceTable, Undo
 from hf_posswap.patching.attention import register_attention
 from hf_posswap.patching.config_class import native_config_class, plugin_config_class
+from hf_posswap.patching.image_actions import ReplaceGridTable
 from hf_posswap.patching.offloaded import bring_into_memory, offloaded_tables, stored
 from hf_posswap.patching.plan import SchemeChoice, SiteChoice, SwapPlan, plan_swap, unwrap
 from hf_posswap.patching.verify import check_structure, check_untouched, fingerprint
 from hf_posswap.schemes.base import Scheme, make_scheme
+from hf_posswap.schemes.grid_table import GridTable
 from hf_posswap.patching.wrapped import refuse_wrapped_parts
 
 if TYPE_CHECKING:
@@ -184,10 +186,24 @@ def _set_config(owner: nn.Module, old: Any, new: Any) -> None:
             module.config = instead[id(held)]
 
 
+def _fit_grid(model: Any, plan: SwapPlan, stack: str) -> Scheme:
+    """Return what `_fit` does, of a table of patches."""
+    scheme: Any = plan.schemes[stack]
+    action = next(e.action for e in plan.edits if e.stack == stack and isinstance(e.action, ReplaceGridTable))
+    old = action.old(model)
+    if not old.is_meta:
+        return scheme.fit(old, action.geometry)
+    if scheme != scheme.fit(old.new_ones(old.shape, device="cpu"), action.geometry):
+        raise SchemeError(f"{scheme} takes a value from the old table's weights, and this model's are on meta.")
+    return scheme
+
+
 def _fit(model: Any, plan: SwapPlan, stack: str) -> Scheme:
     """Return the scheme of a stack with what its table takes from the old one's weights filled in."""
     whole = plan.schemes[stack]
     scheme = whole.table_part
+    if isinstance(scheme, GridTable):
+        return _fit_grid(model, plan, stack)
     action = next(e.action for e in plan.edits if e.stack == stack and isinstance(e.action, ReplaceTable))
     weight = stored(model.get_submodule(action.path), "weight")
     if weight.is_meta:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import family_of
-from hf_posswap.schemes.base import SCHEMES
+from hf_posswap.schemes.base import scheme_class
 
 ENTRY = "modeling_posswap"
 """Name of the module that config.json names under `auto_map`."""
@@ -78,7 +78,7 @@ def _bundle(schemes: list[str]) -> dict[str, str]:
     waiting = [_START, *(f"families.{path.stem}" for path in sorted((_PACKAGE / "families").glob("[a-z]*.py")))]
     files: dict[str, str] = {}
     for name in schemes:
-        module = SCHEMES.get(name).__module__
+        module = scheme_class(name).__module__
         if module.startswith("hf_posswap."):
             waiting.append(module.removeprefix("hf_posswap."))
         else:

@@ -13,6 +13,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import (
     Action,
 )
+from hf_posswap.patching.inputs import refuse_length, refuse_other_input
 from hf_posswap.patching.record import SwapRecord
 from hf_posswap.patching.record_schema import LONGEST
 from hf_posswap.schemes.base import Scheme, make_scheme
@@ -181,8 +182,11 @@ def plan_swap(
     chosen = choose(scheme, sites, options)
     refuse_missed(model, sites)
     for name, one in chosen.items():
+        refuse_other_input(model, sites.stack(name), one)
         _refuse_two_sided(model, sites.stack(name), one)
     resolved = {name: one.resolve(sites.stack(name).geometry, max_length) for name, one in chosen.items()}
+    for name, one in resolved.items():
+        refuse_length(model, sites.stack(name), one, max_length)
     length = max_length or max(_length(one, sites.stack(name).geometry) for name, one in resolved.items())
     if length > LONGEST:
         raise SchemeError(
@@ -213,7 +217,7 @@ def choose(scheme: SchemeChoice, sites: Sites, options: dict[str, Any]) -> dict[
 
 
 def _refuse_two_sided(model: Any, stack: Stack, scheme: Scheme) -> None:
-    if stack.geometry.causal or not scheme.traits.causal_only:
+    if stack.geometry.causal or not scheme.traits.causal_only or stack.image is not None:
         return
     whole = type(model).__name__
     raise UnsupportedSwapError(

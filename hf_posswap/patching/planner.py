@@ -22,6 +22,8 @@ from hf_posswap.patching.actions import (
     SetAttribute,
 )
 from hf_posswap.patching.following import followed, saved_tables
+from hf_posswap.patching.image_actions import PatchImageAttention, TellPlaces
+from hf_posswap.patching.image_plan import image_plan, kept_or_resized
 from hf_posswap.patching.inside import refuse_inside, refuse_positions_elsewhere, refuse_without_effect, turns
 from hf_posswap.patching.interface import AttendThroughInterface, CopyRows, RemoveRows
 from hf_posswap.patching.own_attention import native_scheme, ready_edits, rows_of
@@ -60,8 +62,9 @@ class Planner:
         for stack in self.sites.stacks:
             if stack.name in self.schemes:
                 self.stack, self.scheme, self.geometry = stack, self.schemes[stack.name], stack.geometry
-                self._of_stack()
-                adaptation.setdefault(self._adaptation(), stack.name)
+                self._of_stack() if stack.image is None else self._image()
+                kept = kept_or_resized(self.scheme, self.geometry)
+                adaptation.setdefault(kept or self._adaptation(), stack.name)
         self._left_alone()
         self._follow_length()
         self._config()
@@ -107,6 +110,18 @@ class Planner:
             self._attention()
         if self.stack.table is not None and (self.length > self.geometry.original_length or not scheme.table_part):
             self._ready(native_positions=True)  # a causal mask of the original length does not go on
+
+    def _image(self) -> None:
+        """Plan what a model that sees images needs: for its table, for other image sizes, inside its attention."""
+        draft = image_plan(self.model, self.sites, self.stack, self.scheme, self.site)
+        for edit in draft.edits:
+            self._edit(*edit)
+        self.values |= draft.values
+        self.unused |= draft.unused
+        self.added |= draft.added
+        self.notes += draft.notes
+        if self.scheme.acts_inside:
+            self._attention()
 
     def _left_alone(self) -> None:
         """Note the stacks that keep what they have; where their tables end elsewhere, no config can say both."""
@@ -321,8 +336,12 @@ class Planner:
         where = ".".join(part for part in (owner, "posswap") if part)
         add = AddMechanism(where, self.stack.entry, mechanism, memo)
         self._edit("attention", where, "-", self.scheme.name, add)
+        if self.stack.image is not None:
+            tell = TellPlaces(self.stack.entry, self.geometry)
+            self._edit("attention", self.stack.entry or "(model)", "-", "tells attention the places of patches", tell)
+        kind = PatchAttention if self.stack.image is None else PatchImageAttention
         for layer, path in self._reached():
-            patch = PatchAttention(path, where, memo, self.stack.first_position, layer)
+            patch = kind(path, where, memo, self.stack.first_position, layer)
             effect = self._effect(mechanism.for_layer(layer))
             self._edit("attention", path, "raw q and k", effect, patch)
         self.added |= {f"{where}.{name}": p.numel() for name, p in mechanism.named_parameters()}

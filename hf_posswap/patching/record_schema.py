@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_posswap.errors import PosswapError, RecordError
-from hf_posswap.schemes.base import SCHEMES, make_scheme
+from hf_posswap.schemes.base import make_scheme, scheme_class
+from hf_posswap.schemes.places import STRIDE
 
 LONGEST = 2**26
 """The most tokens that a swapped model may be meant for: buffers with one entry a position are made of this length."""
@@ -59,6 +60,11 @@ def _is_length(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LONGEST
 
 
+def _is_image_size(value: Any) -> bool:
+    sides = value if isinstance(value, list | tuple) and len(value) == 2 else [value]
+    return all(type(side) is int and 1 <= side < STRIDE for side in sides)
+
+
 def _is_stacks(value: Any) -> bool:
     named = isinstance(value, dict) and bool(value) and set(value) <= {"encoder", "decoder"}
     return named and all(isinstance(scheme, dict) for scheme in value.values())
@@ -84,6 +90,7 @@ _ORIGINAL: dict[str, _Rule] = {
     "max_position_embeddings": _LENGTH,
     "max_target_positions": _LENGTH,
     "max_seq_len": _LENGTH,
+    "image_size": (_is_image_size, "a number of pixels, or height and width, each from 1 to 65535"),
     "rope_parameters": (lambda value: value is None or isinstance(value, dict), "an object or null"),
 }
 
@@ -146,7 +153,7 @@ def _check_scheme(value: Any, where: str, depth: int) -> None:
     if not isinstance(value, dict) or not named:
         return
     try:
-        SCHEMES.get(value["name"])
+        scheme_class(value["name"])
         make_scheme(value)
     except (PosswapError, TypeError, ValueError, KeyError, OverflowError) as error:  # another package's scheme: any
         raise RecordError(f"config.posswap: {where} holds a scheme that cannot be built: {error}") from error

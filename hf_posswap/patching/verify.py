@@ -25,6 +25,7 @@ from hf_posswap.patching.actions import (
 from hf_posswap.patching.attention import PositionHook, StartHook
 from hf_posswap.patching.config_view import ConfigView
 from hf_posswap.patching.embedding import BlendedTable, LengthHook, NoPositions
+from hf_posswap.patching.image_actions import RemoveGridTable, ReplaceGridTable
 from hf_posswap.patching.interface import RemoveRows
 from hf_posswap.patching.rotary import NeutralRotary, is_still, matches
 from hf_posswap.patching.offloaded import stored
@@ -81,6 +82,7 @@ def check_untouched(model: Any, before: Fingerprint) -> None:
         for a in actions
         if isinstance(a, RemoveTable | ReplaceTable | BlendTable | AddMechanism | RemoveRows)
     ]
+    edited += [a.path for a in actions if isinstance(a, ReplaceGridTable | RemoveGridTable)]
     names = before.keys() | after.keys()
     changed = sorted(n for n in names if before.get(n) != after.get(n) and not n.startswith(tuple(edited)))
     if changed:

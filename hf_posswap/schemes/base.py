@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor, nn
 
-from hf_posswap.errors import OptionError, SchemeError
+from hf_posswap.errors import OptionError, SchemeError, UnknownNameError
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.merge import Region
 from hf_posswap.registry import Registry
@@ -23,6 +23,9 @@ from hf_posswap.schemes.piece import Piece
 Kind = Literal["rotary", "bias", "table", "none", "mixed"]
 
 SCHEMES: Registry[type[Scheme]] = Registry("scheme", "hf_posswap.schemes")
+"""Those for models that read text."""
+IMAGE_SCHEMES: Registry[type[Scheme]] = Registry("scheme", "hf_posswap.image_schemes")
+"""Those for models that see images; a name that is in both is one scheme, which suits both."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,12 @@ class Mechanism(nn.Module):
     """How attention with this mechanism is computed: see `set_backend`."""
     splits: bool = False
     """Whether attention falls into pieces, each with rotations of its own."""
-    scales: bool = False
-    """Whether each query is multiplied by a number that depends on its position."""
-    head_dim: int = 0
     copies: int = 1
     """Where it splits: how many keys `rotate_key` makes of each, side by side, for the cache to hold and the pieces to
     take their own from; 1: the pieces rotate the keys, or have them in common."""
+    scales: bool = False
+    """Whether each query is multiplied by a number that depends on its position."""
+    head_dim: int = 0
     """D, where the mechanism rotates or splits."""
 
     def for_layer(self, layer: int) -> Mechanism:
@@ -116,14 +119,14 @@ class Mechanism(nn.Module):
         """Return the pieces of the attention of queries at [B or 1, Q] to keys at [B or 1, K].
 
         Each pair of a query and a key that causality allows belongs to one piece.
-        """
-        raise NotImplementedError
-
 
         Args:
             query_positions: [B or 1, Q].
             key_positions: [B or 1, K].
             copied: whether keys come as `rotate_key` makes them, `copies` > 1 of each.
+        """
+        raise NotImplementedError
+
     def scale(self, query_positions: Tensor) -> Tensor:
         """Return what multiplies the queries at [B or 1, Q], [B or 1, Q], float32."""
         raise NotImplementedError
@@ -298,7 +301,7 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
         scheme, options = _from_dict(scheme, options)
     if not isinstance(scheme, str):
         raise SchemeError(f"a scheme is an object, a name or a dict, got {type(scheme).__name__}: {scheme!r}.")
-    cls = SCHEMES.get(scheme)
+    cls = scheme_class(scheme)
     known = [field.name for field in dataclasses.fields(cls)]
     unknown = [option for option in options if option not in known]
     if unknown:
@@ -308,6 +311,22 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
     if needed:
         raise OptionError(f"scheme {scheme!r} needs {', '.join(map(repr, needed))}: it has no default.")
     return cls(**options)
+
+
+def scheme_class(name: str) -> type[Scheme]:
+    """Return the scheme that is registered under `name`, for text or for images.
+
+    Raises:
+        UnknownNameError: with near names and the list of both.
+
+    Example:
+        >>> scheme_class("rope").kind
+        'rotary'
+    """
+    for registry in (SCHEMES, IMAGE_SCHEMES):
+        if name in registry:
+            return registry.get(name)
+    raise UnknownNameError("scheme", name, {*SCHEMES, *IMAGE_SCHEMES})
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

@@ -15,9 +15,10 @@ from torch import Tensor
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import checks
-from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits
+from hf_posswap.schemes.base import IMAGE_SCHEMES, SCHEMES, Kind, Mechanism, Scheme, Traits
 
 
+@IMAGE_SCHEMES.register("nope")
 @SCHEMES.register("nope")
 @dataclass(frozen=True)
 class NoPE(Scheme):

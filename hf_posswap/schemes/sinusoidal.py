@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,38 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import SCHEMES
 from hf_posswap.schemes.table import TableScheme
+
+S = TypeVar("S", bound=Any)
+
+
+def checked_scale(owner: str, scale: Any) -> float | Literal["match"]:
+    """Return `scale` if it is "match" or a number above 0.
+
+    Raises:
+        SchemeError: it is neither.
+    """
+    if scale == "match":
+        return "match"
+    if isinstance(scale, str):
+        raise SchemeError(f"{owner}: scale must be 'match' or a number > 0, got {scale!r}.")
+    return checks.number(owner, "scale", scale, above=0.0)
+
+
+def matching_scale(scheme: S, old: Tensor) -> S:
+    """Return `scheme` with the scale that gives sines and cosines the root mean square of the table `old`.
+
+    Raises:
+        SchemeError: the table has none.
+    """
+    if scheme.scale != "match":
+        return scheme
+    rms = old.detach().cpu().double().square().mean().sqrt().item()
+    if not math.isfinite(rms):
+        raise SchemeError(
+            f"{scheme.name}: the table to match has NaN or infinite values; repair it, or give scale as a number."
+        )
+    # rows of sines and cosines have root mean square sqrt(1/2) exactly; a zero table has nothing to match
+    return dataclasses.replace(scheme, scale=rms * 2**0.5 if rms > 0 else 1.0)
 
 
 @SCHEMES.register("sinusoidal")
@@ -44,10 +76,7 @@ class Sinusoidal(TableScheme):
     def __post_init__(self) -> None:
         object.__setattr__(self, "base", checks.number(self.name, "base", self.base, above=1.0))
         checks.choice(self.name, "layout", self.layout, ("interleaved", "halves"))
-        if self.scale != "match":
-            if isinstance(self.scale, str):
-                raise SchemeError(f"{self.name}: scale must be 'match' or a number > 0, got {self.scale!r}.")
-            object.__setattr__(self, "scale", checks.number(self.name, "scale", self.scale, above=0.0))
+        object.__setattr__(self, "scale", checked_scale(self.name, self.scale))
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
         super().resolve(geometry, max_length)
@@ -59,15 +88,7 @@ class Sinusoidal(TableScheme):
         return self
 
     def fit(self, old: Tensor, geometry: Geometry) -> Self:
-        if self.scale != "match":
-            return self
-        rms = old.detach().cpu().double().square().mean().sqrt().item()
-        if not math.isfinite(rms):
-            raise SchemeError(
-                f"{self.name}: the table to match has NaN or infinite values; repair it, or give scale as a number."
-            )
-        # rows of sines and cosines have root mean square sqrt(1/2) exactly; a zero table has nothing to match
-        return dataclasses.replace(self, scale=rms * 2**0.5 if rms > 0 else 1.0)
+        return matching_scale(self, old)
 
     def table(self, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
         if self.scale == "match":

@@ -1,0 +1,149 @@
+"""Where positions live in a model that sees images: its table of patches, found by what the family states of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_posswap.errors import UnsupportedModelError
+from hf_posswap.families.modules import get, has_buffer, join, who
+from hf_posswap.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """How the models of a family make tokens of an image, each with a row of a learned table.
+
+    Attributes:
+        table: path of the parameter [P, E] or [1, P, E] that holds the table, below `embeddings`.
+        patches: path of the convolution whose stride is the patch, below `embeddings`.
+        prefix: tokens before the patches that have no place in the image: class, distillation.
+        embeddings: path, from the base model, of the module that makes the tokens. Its method
+            `interpolate_pos_encoding` gives the rows, where its forward is told to ask it.
+        ids: path of the buffer [1, P] with one entry a row, below `embeddings`; None: there is none.
+        square_config: whether its code takes square images alone from the config.
+        square_heads: classes whose head takes the patches for a square.
+    """
+
+    table: str
+    patches: str
+    prefix: int
+    embeddings: str = "embeddings"
+    ids: str | None = None
+    square_config: bool = False
+    square_heads: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class ImageSites:
+    """The full paths of the position sites of a stack that sees images.
+
+    Attributes:
+        embeddings: path of the module that makes tokens of an image.
+        table: path of the parameter that holds the table.
+        ids: path of the buffer with one entry a row, or None.
+        square_config: whether the config can say square images alone.
+        square_head: whether the model's head takes the patches for a square.
+    """
+
+    embeddings: str
+    table: str
+    ids: str | None
+    square_config: bool
+    square_head: bool
+
+
+def image_sites(model: nn.Module, root: nn.Module, base: str, spec: ImageSpec) -> ImageSites:
+    """Return the paths of what `spec` states, in `model`, whose base model `root` lies at `base`.
+
+    Raises:
+        UnsupportedModelError: the table is missing, or a swap has left something else in its place.
+    """
+    table, ids = join(spec.embeddings, spec.table), spec.ids and join(spec.embeddings, spec.ids)
+    held = tensor_at(root, table)
+    if held is None:
+        raise UnsupportedModelError(f"{who(model)}: its family expects a table at {join(base, table)!r}, none there.")
+    return ImageSites(
+        embeddings=join(base, spec.embeddings),
+        table=join(base, table),
+        ids=join(base, ids) if ids and has_buffer(root, ids) else None,
+        square_config=spec.square_config,
+        square_head=who(model) in spec.square_heads,
+    )
+
+
+def image_geometry(
+    model: nn.Module, config: Any, root: nn.Module, spec: ImageSpec, attention: list[str], causal: bool
+) -> Geometry:
+    """Return what a scheme may know of a stack that sees images.
+
+    Args:
+        model: of which the stack is a part.
+        config: the part of its config that the stack was built from.
+        root: the module that all paths count from.
+        spec: what the family states of its images.
+        attention: paths of its attention modules.
+        causal: whether a query sees only its past.
+
+    Raises:
+        UnsupportedModelError: the table has not one row for each token.
+    """
+    held = tensor_at(root, join(spec.embeddings, spec.table))
+    assert held is not None
+    rows = held.shape[-2] if held.ndim > 1 else 0
+    stride: Any = root.get_submodule(join(spec.embeddings, spec.patches)).stride
+    geometry = Geometry(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        num_layers=len(attention),
+        original_length=rows,
+        causal=causal,
+        image_size=pair(config.image_size),
+        patch_size=pair(stride),
+        prefix_tokens=spec.prefix,
+    )
+    high, wide = geometry.grid()
+    if rows != high * wide + spec.prefix:
+        raise UnsupportedModelError(
+            f"{who(model)}: its table has {rows} rows where images of {config.image_size} pixels give {high} x {wide} "
+            f"patches after {spec.prefix} other tokens. A swap of a model that this is a part of, or of a part of "
+            "this one, may have left them: ask that model, or take the swap back."
+        )
+    return geometry
+
+
+def refuse_other_tables(model: nn.Module, table: str, kept: list[str], family: str) -> None:
+    """Refuse a model with parameters that look like another table of positions than the one at `table`.
+
+    Raises:
+        UnsupportedModelError: it has one that is in none of the paths `kept`.
+    """
+    for path, _ in model.named_parameters():
+        leaf = path.rsplit(".", 1)[-1]
+        claimed = path == table or any(path.startswith(f"{one}.") for one in kept)
+        if ("position" in leaf or "pos_embed" in leaf) and not claimed:
+            raise UnsupportedModelError(
+                f"{who(model)}: {path!r} looks like a part of the position mechanism, and family {family!r} does not "
+                "mention it; patching the rest would leave it half-swapped."
+            )
+
+
+def tensor_at(root: nn.Module, path: str) -> Tensor | None:
+    """Return the parameter or buffer at `path` below `root`, or None."""
+    owner, _, leaf = path.rpartition(".")
+    held = getattr(get(root, owner), leaf, None)
+    return held if isinstance(held, Tensor) else None
+
+
+def pair(size: Any) -> tuple[int, int]:
+    """Return height and width of a size that may be one number for both.
+
+    Example:
+        >>> pair(224), pair([224, 320])
+        ((224, 224), (224, 320))
+    """
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))

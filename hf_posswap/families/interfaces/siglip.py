@@ -1,0 +1,13 @@
+"""SigLIP: an attention class that has the interface, but keeps from it what its caller says."""
+
+from __future__ import annotations
+
+from transformers.models.clip.modeling_clip import CLIPAttention, eager_attention_forward
+from transformers.models.siglip.modeling_siglip import SiglipAttention
+
+
+class SiglipInterface(SiglipAttention):
+    """SiglipAttention, with the forward of CLIP's: the same arithmetic, and keyword arguments go on."""
+
+    forward = CLIPAttention.forward
+    eager_attention = staticmethod(eager_attention_forward)

@@ -1,0 +1,89 @@
+"""Models that see images, with a learned table of one row a patch, and no other position mechanism.
+
+In a model of two towers (CLIP, SigLIP) the one that sees images is meant; the one that reads keeps its positions.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hf_posswap.families.base import Family, StackSpec, register
+from hf_posswap.families.images import ImageSpec
+from hf_posswap.families.own import OwnAttention
+
+_TABLE, _PATCHES = "position_embeddings", "patch_embeddings.projection"
+
+
+def siglip_interface(module: nn.Module) -> type | str:
+    """Return the class with the interface that equals SigLIP's attention, or why none does."""
+    from hf_posswap.families.interfaces.fitting import fitting
+    from hf_posswap.families.interfaces.siglip import SiglipInterface
+
+    return fitting(module, SiglipInterface)
+
+
+register(
+    Family(
+        name="vit",
+        summary="ViT: learned table of patches after a class token, sees images",
+        model_types=("vit",),
+        stacks=(
+            StackSpec(
+                "",
+                "layers.*.attention",
+                image=ImageSpec(_TABLE, _PATCHES, prefix=1, square_heads=frozenset({"ViTForMaskedImageModeling"})),
+            ),
+        ),
+    )
+)
+register(
+    Family(
+        name="deit",
+        summary="DeiT: learned table of patches after a class and a distillation token, sees images",
+        model_types=("deit",),
+        stacks=(
+            StackSpec(
+                "",
+                "layers.*.attention",
+                image=ImageSpec(_TABLE, _PATCHES, prefix=2, square_heads=frozenset({"DeiTForMaskedImageModeling"})),
+            ),
+        ),
+    )
+)
+register(
+    Family(
+        name="clip",
+        summary="CLIP, by itself or in the whole model: learned table of patches after a class token, sees images",
+        model_types=("clip", "clip_vision_model"),
+        towers=("vision_model", ""),
+        kept=("text_model",),
+        stacks=(
+            StackSpec(
+                "",
+                "encoder.layers.*.self_attn",
+                image=ImageSpec(
+                    "position_embedding.weight", "patch_embedding", prefix=1, ids="position_ids", square_config=True
+                ),
+            ),
+        ),
+    )
+)
+register(
+    Family(
+        name="siglip",
+        summary="SigLIP, by itself or in the whole model: learned table of patches alone, sees images",
+        model_types=("siglip", "siglip_vision_model"),
+        towers=("vision_model", ""),
+        kept=("text_model",),
+        stacks=(
+            StackSpec(
+                "",
+                "encoder.layers.*.self_attn",
+                image=ImageSpec(
+                    "position_embedding.weight", "patch_embedding", prefix=0, ids="position_ids", square_config=True
+                ),
+                own=OwnAttention(siglip_interface),
+            ),
+        ),
+    )
+)
