@@ -80,7 +80,7 @@ def make_scheme(name: str, settings: list[str] | None) -> Scheme:
         if settings:
             raise OptionError(f"--set cannot change a scheme's file; change {name} itself, or give the scheme by name.")
         return schemes.make_scheme(_held(name))
-    kinds = field_kinds(schemes.SCHEMES.get(name))
+    kinds = field_kinds(schemes.scheme_class(name))
     values: dict[str, Any] = {}
     for setting in settings or []:
         field, equals, text = setting.partition("=")

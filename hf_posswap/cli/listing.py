@@ -29,12 +29,13 @@ def schemes(
 
     Example: posswap schemes yarn
     """
-    from hf_posswap.schemes import SCHEMES
+    from hf_posswap.schemes import scheme_class
+    from hf_posswap.schemes.base import all_schemes
 
     if name is not None:
-        scheme = _scheme(name, SCHEMES.get(name))
+        scheme = _scheme(name, scheme_class(name))
         return show_json(scheme) if json else _show_scheme(scheme)
-    listed = [_scheme(known, cls) for known, cls in SCHEMES.items()]
+    listed = [_scheme(known, cls) for known, cls in all_schemes().items()]
     return show_json(listed) if json else _show_schemes(listed)
 
 
@@ -122,7 +123,7 @@ def families(
         {
             "name": name,
             "summary": family.summary,
-            "mechanism": "rotary" if family.rotary else "table" if any(part.table for part in family.parts) else "none",
+            "mechanism": "rotary" if family.rotary else "table" if any(map(_has_table, family.parts)) else "none",
             "model_types": list(family.model_types),
             "by_rule": family.matches is not None,
         }
@@ -141,6 +142,10 @@ def families(
     ]
     show_table(["name", "mechanism", "model types", "what it is"], rows)
     return show_text("", "by rule: every model whose config the family's rule accepts, whatever its type.")
+
+
+def _has_table(part: Any) -> bool:
+    return part.table is not None or part.image is not None
 
 
 @contextmanager

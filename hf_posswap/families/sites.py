@@ -45,6 +45,11 @@ class Stack:
     image: ImageSites | None = None
 
     @property
+    def table_path(self) -> str | None:
+        """Path of what holds the table: a module, or the parameter of one that sees images; None: it has no table."""
+        return self.table if self.image is None else self.image.table
+
+    @property
     def turning(self) -> tuple[str, ...]:
         """The sets that a rotary scheme replaces: those of the layers that see all tokens."""
         return reaching(self.sets)

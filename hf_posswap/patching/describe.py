@@ -25,7 +25,7 @@ from hf_posswap.patching.apply import Patch
 from hf_posswap.patching.own_attention import native_scheme
 from hf_posswap.patching.plan import SwapPlan, plan_swap, unwrap
 from hf_posswap.patching.record import SwapRecord, native_config
-from hf_posswap.schemes.base import SCHEMES, Scheme
+from hf_posswap.schemes.base import IMAGE_SCHEMES, SCHEMES, Scheme, all_schemes, scheme_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -108,14 +108,21 @@ def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> Positi
             native += "".join(f", in layers of type {name}" for name in sites.main.turning if name)
     if sites.main.inside is not None:
         native = str(native_scheme(sites.main.inside, g)) + (f", {native}" if sites.table else "")
+    if sites.main.image is not None:
+        native = f"learned table, {_patches(g)}"
     if len(sites.stacks) > 1:
         native += f", in {' and '.join(stack.name for stack in sites.stacks)}; the shape is the {sites.main.name}'s"
     places = {
-        "embedding": ", ".join(stack.table for stack in sites.stacks if stack.table) or "-",
+        "embedding": ", ".join(table for stack in sites.stacks if (table := stack.table_path)) or "-",
         "rotary": ", ".join(sites.rotary) or "-",
         "attention": ", ".join(f"{stack.attention[0]} ... {stack.attention[-1]}" for stack in sites.stacks),
     }
     return PositionReport(type(model).__name__, sites.family.name, native, swapped, g, places, limit)
+
+
+def _patches(geometry: Geometry) -> str:
+    (rows, columns), (high, wide) = geometry.grid(), geometry.patch_size or (0, 0)
+    return f"{rows} x {columns} patches of {high} x {wide} pixels after {geometry.prefix_tokens} other tokens"
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,8 @@ def explain(
     if report.swapped is not None:
         return Explanation(report, skeleton._posswap.plan, None, {})
     if scheme is None:
-        return Explanation(report, None, None, {name: _outcome(skeleton, name, report) for name in SCHEMES})
+        suited = SCHEMES if report.geometry.image_size is None else IMAGE_SCHEMES
+        return Explanation(report, None, None, {name: _outcome(skeleton, name, report) for name in suited})
     try:
         return Explanation(report, plan_swap(skeleton, scheme, max_length=max_length, **options), None, {})
     except UnsupportedSwapError as error:
@@ -224,7 +232,7 @@ def list_schemes() -> dict[str, str]:
         >>> list_schemes()["nope"]
         'no positions; the causal mask is all that orders tokens'
     """
-    return {name: cls.summary for name, cls in SCHEMES.items()}
+    return {name: cls.summary for name, cls in all_schemes().items()}
 
 
 def list_families() -> dict[str, str]:
@@ -291,7 +299,7 @@ def model_class_of(config: Any) -> Any:
 
 def stand_ins(scheme: Scheme | str, geometry: Geometry) -> dict[str, Any]:
     """Return options to try a scheme with that is given by name; none for an object."""
-    return SCHEMES.get(scheme).stand_ins(geometry) if isinstance(scheme, str) else {}
+    return scheme_class(scheme).stand_ins(geometry) if isinstance(scheme, str) else {}
 
 
 def _outcome(model: Any, name: str, report: PositionReport) -> str:

@@ -68,10 +68,10 @@ class Planner:
         self._left_alone()
         self._follow_length()
         self._config()
+        self.notes += map(KEPT_IN_MEMORY.format, offloaded_tables(self.model, self.edits))
         several = len(adaptation) > 1
         notes = dict.fromkeys(note for scheme in self.schemes.values() for note in scheme.notes())
         return SwapPlan(
-        self.notes += map(KEPT_IN_MEMORY.format, offloaded_tables(self.model, self.edits))
             model=type(self.model).__name__,
             scheme=self.scheme,
             schemes=self.schemes,

@@ -188,7 +188,8 @@ def verify_swap(model: Any, *, tokens: int = 12, seed: int = 0) -> Verification:
     Checks that every edit of the plan stands, with the planned frequencies, slopes and frozen tables; that the logits
     differ from the unswapped model's, or are the same where the swap is an identity; that shifting all positions leaves
     a relative scheme's logits alone and moves a table's; that spreading them, or reversing the tokens, matters. Runs on
-    a copy that shares the weights, so `model` itself is not touched.
+    a copy that shares the weights, so `model` itself is not touched. A model that sees images is given one of noise,
+    whose patches are shuffled instead, and one of another size.
 
     Args:
         model: a patched model (or a PEFT model around one), off meta.
@@ -208,6 +209,7 @@ def verify_swap(model: Any, *, tokens: int = 12, seed: int = 0) -> Verification:
         ['edits', 'finite', 'unswapped model', 'shifted positions', 'spread positions', 'order of tokens']
     """
     from hf_posswap.patching.behaviour import behaviour
+    from hf_posswap.patching.image_behaviour import image_behaviour
     from hf_posswap.patching.plan import unwrap
 
     target = unwrap(model)
@@ -217,4 +219,6 @@ def verify_swap(model: Any, *, tokens: int = 12, seed: int = 0) -> Verification:
         raise SwapVerificationError(f"tokens must be a whole number >= 2, got {tokens!r}.")
     check_structure(target)
     checks = {"edits": f"{len(target._posswap.plan.edits)} stand as planned"}
+    if target._posswap.plan.sites.main.image is not None:
+        return Verification(checks | image_behaviour(target, seed))
     return Verification(checks | behaviour(target, tokens, seed))

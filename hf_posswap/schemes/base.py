@@ -329,6 +329,11 @@ def scheme_class(name: str) -> type[Scheme]:
     raise UnknownNameError("scheme", name, {*SCHEMES, *IMAGE_SCHEMES})
 
 
+def all_schemes() -> dict[str, type[Scheme]]:
+    """Return every registered scheme by its name, those for text and those for images."""
+    return dict(sorted([*SCHEMES.items(), *(pair for pair in IMAGE_SCHEMES.items() if pair[0] not in SCHEMES)]))
+
+
 def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 

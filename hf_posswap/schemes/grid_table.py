@@ -26,7 +26,7 @@ class GridTable(Scheme):
     trainable: ClassVar[bool] = True
     """Whether the rows are parameters that training changes; otherwise they are frozen."""
 
-    image_size: tuple[int, int] | None = None
+    image_size: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.image_size is not None:

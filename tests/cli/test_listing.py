@@ -13,7 +13,7 @@ import hf_posswap
 from hf_posswap.cli import app
 from hf_posswap.cli.output import column_widths
 from hf_posswap.families import FAMILIES
-from hf_posswap.schemes import SCHEMES
+from hf_posswap.schemes import IMAGE_SCHEMES, SCHEMES
 from tests.cli.conftest import ROOT, Posswap
 
 COMMANDS = [command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands]  # type: ignore[union-attr]
@@ -61,7 +61,7 @@ def test_schemes_as_json(posswap: Posswap) -> None:
     run = posswap("schemes", "--json")
     listed = {scheme["name"]: scheme for scheme in json.loads(run.stdout)}
     assert (run.returncode, run.stderr) == (0, "")
-    assert set(listed) == set(SCHEMES)
+    assert set(listed) == {*SCHEMES, *IMAGE_SCHEMES}
     assert listed["nope"]["traits"]["causal_only"] is True
     assert listed["dynamic"]["traits"]["prefix_consistent"] is False
     assert listed["sinusoidal"]["traits"]["unbounded"] is False
@@ -71,7 +71,7 @@ def test_schemes_as_json(posswap: Posswap) -> None:
 def test_schemes_for_people_fits_80_columns_and_has_no_colours(posswap: Posswap) -> None:
     run = posswap("schemes")
     assert run.returncode == 0
-    assert [name for name in SCHEMES if f"\n{name} " not in run.stdout] == []
+    assert [name for name in {*SCHEMES, *IMAGE_SCHEMES} if f"\n{name} " not in run.stdout] == []
     assert max(map(len, run.stdout.splitlines())) <= 80
     assert "\x1b" not in run.stdout
 

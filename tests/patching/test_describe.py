@@ -18,7 +18,7 @@ from hf_posswap.errors import (
     UnsupportedSwapError,
 )
 from hf_posswap.families import FAMILIES
-from hf_posswap.schemes import SCHEMES
+from hf_posswap.schemes import IMAGE_SCHEMES, SCHEMES
 from tests.contract.models import LENGTH, TINY, build
 from tests.contract.pairs import Pair, refusal
 from tests.toys.registration import TOY_MODEL, registered
@@ -110,7 +110,7 @@ def test_supports_does_not_swallow_mistakes() -> None:
 
 
 def test_a_scheme_and_a_family_are_listed_as_soon_as_they_are_registered() -> None:
-    assert set(list_schemes()) == set(SCHEMES)
+    assert set(list_schemes()) == {*SCHEMES, *IMAGE_SCHEMES}
     assert set(list_families()) == set(FAMILIES)
     before = list_schemes(), list_families()
     with registered():
