@@ -22,6 +22,9 @@ PAPER_THRESHOLD = 512.0
 PAPER_SHARE = 0.25
 """Of the length that the paper trains on, 2048 tokens."""
 EPSILON = 1e-6
+IN_CACHE = 2**12
+"""Pairs of a query and a key, in all rows of a batch, whose hidden layer a processor's cache holds: so many go through
+the network at a time, five times as fast as all at once, and within a tenth of what torch.compile makes of it."""
 
 
 @SCHEMES.register("fire")
@@ -117,11 +120,21 @@ class FireMechanism(Mechanism):
     def _network(self, share: Tensor) -> Tensor:
         """Return f_h of `share` [B, Q, K], [B, H, Q, K]."""
         flat = share.flatten(1)[:, None]  # [B, 1, Q K]
-        inner, outer = self.hidden_bias.float()[:, None], self.out_bias.float()[:, None]
-        hidden = (self.hidden_weight.float()[:, None] * flat + inner).relu()  # [B, W, Q K]
-        # matmul would take another path, and round otherwise, for frozen weights
-        out = torch.einsum("hw,bwn->bhn", self.out_weight.float(), hidden) + outer  # [B, H, Q K]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return self._of(flat).unflatten(2, share.shape[1:])
+        out = flat.new_empty(len(flat), len(self.out_bias), flat.shape[2])  # [B, H, Q K]
+        pairs = max(1, IN_CACHE // len(flat)) if flat.device.type == "cpu" else max(1, flat.shape[2])
+        for start in range(0, flat.shape[2], pairs):
+            some = slice(start, start + pairs)
+            out[..., some] = self._of(flat[..., some])
         return out.unflatten(2, share.shape[1:])
+
+    def _of(self, share: Tensor) -> Tensor:
+        """Return f_h of `share` [B, 1, n], [B, H, n]."""
+        inner, outer = self.hidden_bias.float()[:, None], self.out_bias.float()[:, None]
+        hidden = (self.hidden_weight.float()[:, None] * share).add_(inner).relu_()  # [B, W, n]
+        # matmul would take another path, and round otherwise, for frozen weights
+        return torch.einsum("hw,bwn->bhn", self.out_weight.float(), hidden) + outer
 
     def _psi(self, length: Tensor) -> Tensor:
         """Return ln(1 + |c length|)."""

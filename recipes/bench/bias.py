@@ -15,10 +15,14 @@ from hf_posswap.kernels.made_bias import attend_made
 from hf_posswap.kernels.row_bias import attend_linear
 from hf_posswap.schemes import Fire, Kerple, T5Bias
 from hf_posswap.schemes.alibi import slopes
+from recipes.bench import peers
 from recipes.bench.harness import Case, attention_inputs, with_gradients
 
 HEADS, SCALING = 12, 0.125
-NO_BIAS, DENSE = "sdpa without bias", "dense bias"
+NO_BIAS, DENSE, X = "sdpa without bias", "dense bias", "x-transformers"
+T5_DENSE = "transformers' position_bias="
+ONCE = 32_768
+"""Tokens that go through attention for its memory alone."""
 
 
 def cases(smoke: bool) -> Iterator[Case]:
@@ -54,10 +58,12 @@ def _alibi(length: int) -> Iterator[Case]:
     def row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend_linear(q, k, v, slope, scaling=SCALING)
 
-    yield Case(
-        f"ALiBi forward, {length}", {"ours": lambda: row(*inputs), NO_BIAS: lambda: _plain(*inputs)},
-        {NO_BIAS: 1.08}, unlike=frozenset({NO_BIAS}),
-    )  # fmt: skip
+    ways = {"ours": lambda: row(*inputs), NO_BIAS: lambda: _plain(*inputs)}
+    if length <= 4096 and peers.missing("x_transformers") is None:
+        theirs = peers.x_transformers_alibi(HEADS)
+        ways[X] = lambda: theirs(*inputs)
+    missing = peers.told("x_transformers")
+    yield Case(f"ALiBi forward, {length}", ways, {NO_BIAS: 1.08}, unlike=frozenset({NO_BIAS}), missing=missing)
     both = {"ours": with_gradients(row, *inputs), NO_BIAS: with_gradients(_plain, *inputs)}
     yield Case(f"ALiBi forward and backward, {length}", both, {NO_BIAS: 1.08}, unlike=frozenset({NO_BIAS}))
     windowed = {
@@ -77,31 +83,37 @@ def _forward(name: str, scheme: Any, length: int, smoke: bool) -> Case:
         return attend_by_distance(*inputs, line, scaling=SCALING, causal=True)
 
     ways: dict[str, Callable[[], Tensor]] = {"ours": ours, NO_BIAS: lambda: _plain(*inputs)}
-    if length <= 4096:
+    goals, missing = {NO_BIAS: 1.2}, {}
+    if length <= 4096 and name == "T5":
+        goals[T5_DENSE], missing = 0.2, peers.told("x_transformers")
+        dense = peers.transformers_t5(mechanism.table.detach(), SCALING)
+        ways[T5_DENSE] = lambda: dense(*inputs)
+        if not missing:
+            theirs = peers.x_transformers_t5(mechanism.table)
+            ways[X] = lambda: theirs(*inputs)
+    elif length <= 4096:
         ways[DENSE] = lambda: _with_dense(*inputs, mechanism.bias(at, at))
-    return Case(f"{name} forward, {length}", ways, {NO_BIAS: 1.2, DENSE: 0.2}, unlike=frozenset({NO_BIAS}))
+    return Case(f"{name} forward, {length}", ways, goals, unlike=frozenset({NO_BIAS}), missing=missing)
 
 
 def _learned(length: int, smoke: bool) -> Case:
-    """Return T5 with gradients, of the bias by distance too."""
-    inputs, line = attention_inputs(length, HEADS), torch.randn(HEADS, length)
-    away = (torch.arange(length)[:, None] - torch.arange(length)).clamp(min=0)
+    """Return T5 with gradients, of its table too."""
+    inputs, table = attention_inputs(length, HEADS), torch.randn(32, HEADS, generator=torch.Generator().manual_seed(1))
+    row = _mechanism(T5Bias()).bucket[128:].clone()  # of distances 0 to 128, and all beyond
+    of_distance = row[torch.arange(length).clamp(max=128)]
 
-    def ours(q: Tensor, k: Tensor, v: Tensor, line: Tensor) -> Tensor:
-        return attend_by_distance(q, k, v, line, scaling=SCALING, causal=True)
-
-    def dense(q: Tensor, k: Tensor, v: Tensor, line: Tensor) -> Tensor:
-        return _with_dense(q, k, v, line[:, away][None])
+    def ours(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        return attend_by_distance(q, k, v, table[of_distance].T, scaling=SCALING, causal=True)
 
     ways: dict[str, Callable[[], Any]] = {
-        "ours": with_gradients(ours, *inputs, line),
+        "ours": with_gradients(ours, *inputs, table),
         NO_BIAS: with_gradients(_plain, *inputs),
-        DENSE: with_gradients(dense, *inputs, line),
+        T5_DENSE: with_gradients(peers.transformers_t5(table, SCALING), *inputs, table),
     }
     return Case(
-        f"learned bias forward and backward, {length}", ways, {NO_BIAS: 2.0, DENSE: 0.4}, tolerance=2e-2,
+        f"learned T5 forward and backward, {length}", ways, {NO_BIAS: 2.0, T5_DENSE: 0.4}, tolerance=2e-2,
         unlike=frozenset({NO_BIAS}), memory=None if smoke or length != 4096 else {"length": length},
-        memory_goals={DENSE: 0.1},
+        memory_goals={T5_DENSE: 0.1},
     )  # fmt: skip
 
 

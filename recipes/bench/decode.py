@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from hf_posswap.schemes.base import Mechanism
 from recipes.bench.harness import Case
 from recipes.bench.models import gpt2, gpt_neox
 
-BEFORE, NATIVE = "unpatched", "GPT-NeoX of the same size"
+BEFORE, NATIVE, ON_READ = "unpatched", "GPT-NeoX of the same size", "all keys rotated in each step"
 
 
 def cases(smoke: bool) -> Iterator[Case]:
@@ -23,6 +24,23 @@ def cases(smoke: bool) -> Iterator[Case]:
         }
         goals = {BEFORE: 1.03, NATIVE: 1.0}
         yield Case(f"one token after {past}", ways, goals, tolerance=None, repetitions=21)
+        window = past // 4
+        settings = {"original_length": 2 * window, "max_length": 4096}
+        yield _copies("self_extend", past, smoke, window=window, **settings)
+        pairs = 6 if smoke else 32
+        yield _copies("longrope", past, smoke, follow="query", long_factor=[2.0] * pairs, **settings)
+
+
+def _copies(scheme: str, past: int, smoke: bool, **options: Any) -> Case:
+    """Return the case of a scheme that needs keys in two rotations: both cached, against rotating all on reading."""
+    on_read = gpt2(smoke, scheme=scheme, **options)
+    for module in on_read.modules():
+        if isinstance(module, Mechanism):
+            module.copies = 1
+    kept, unpatched = _step(gpt2(smoke, scheme=scheme, **options), past), _step(gpt2(smoke), past)
+    ways = {"ours": kept, ON_READ: _step(on_read, past), BEFORE: unpatched}
+    name = f"one token after {past}, {scheme}"
+    return Case(name, ways, {ON_READ: 1.0}, tolerance=1e-3, unlike=frozenset({BEFORE}), repetitions=21)
 
 
 def _step(model: Any, past: int) -> Callable[[], Any]:

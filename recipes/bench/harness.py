@@ -30,11 +30,14 @@ import torch
 from recipes.bench.harness import status
 torch.set_num_threads(1)
 module, way, sizes = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-run = importlib.import_module(module).apart(way, **sizes)
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-run()
-print((status("VmHWM") - before) / 2**20)
+runs = importlib.import_module(module).apart(way, **sizes)
+peaks = {}
+for name, run in runs.items() if isinstance(runs, dict) else [("", runs)]:
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    run()
+    peaks[name] = (status("VmHWM") - before) / 2**20
+print(json.dumps(peaks))
 """
 
 
@@ -51,6 +54,8 @@ class Case:
         repetitions: of each way, after the warm-ups.
         memory: sizes for `apart` of the module, whose ways are measured in processes of their own; None: no memory.
         memory_goals: name of another way to the highest ratio of our peak to its.
+        memory_beyond: name of another way to the most MiB by which our peak may lie above its.
+        missing: peers that cannot run here, to the reason.
         seconds: most that ours may take; None: only ratios count.
     """
 
@@ -62,6 +67,8 @@ class Case:
     repetitions: int = 7
     memory: Mapping[str, int] | None = None
     memory_goals: Mapping[str, float] = field(default_factory=dict)
+    memory_beyond: Mapping[str, float] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
     seconds: float | None = None
 
 
@@ -74,6 +81,7 @@ def measure(case: Case, module: str, *, smoke: bool) -> dict[str, Any]:
         "name": case.name,
         "wrong": wrong,
         "most_seconds": case.seconds,
+        "missing": dict(case.missing),
         "seconds": {way: statistics.median(taken) for way, taken in times.items()},
         "ratios": {
             way: {
@@ -85,9 +93,9 @@ def measure(case: Case, module: str, *, smoke: bool) -> dict[str, Any]:
         },
     }
     if case.memory is not None and sys.platform == "linux":
-        peaks = {way: peak_mib(module, way, case.memory) for way in (ours, *case.memory_goals)}
-        row["peak_mib"] = peaks
-        row["peak_goals"] = dict(case.memory_goals)
+        compared = (ours, *case.memory_goals, *case.memory_beyond)
+        row["peak_mib"] = {way: peak_mib(module, way, case.memory) for way in compared}
+        row["peak_goals"], row["peak_beyond"] = dict(case.memory_goals), dict(case.memory_beyond)
     return row
 
 
@@ -128,6 +136,15 @@ def peak_mib(module: str, way: str, sizes: Mapping[str, int]) -> float:
     Raises:
         RuntimeError: that process failed.
     """
+    return in_a_process(module, way, sizes)[""]
+
+
+def in_a_process(module: str, way: str, sizes: Mapping[str, int]) -> dict[str, float]:
+    """Return the peaks in MiB of what `apart(way, **sizes)` of a module gives: by name, or one, called "".
+
+    Raises:
+        RuntimeError: that process failed.
+    """
     root = Path(__file__).resolve().parents[2]
     # glibc keeps what was freed, and hides the peaks, unless large blocks go back to the system
     environment = os.environ | {
@@ -137,7 +154,7 @@ def peak_mib(module: str, way: str, sizes: Mapping[str, int]) -> float:
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{module}: {way} at {dict(sizes)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return float(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def status(name: str) -> int:
@@ -161,26 +178,45 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:
-    """Return the rows of `measure` as a Markdown table: one line a ratio."""
+    """Return the rows of `measure` as a Markdown table: one line a ratio, a peak, or a peer that is not there."""
     lines = ["| what | against | ratio of medians | of minima | goal | |", "|---|---|---|---|---|---|"]
     slack = LOOSER if smoke else 1.0
     for row in rows:
+        name = row["name"]
         for way, ratio in row["ratios"].items():
             goal, found = ratio["goal"], ratio["of medians"]
-            verdict = "" if goal is None else "reached" if found <= goal * slack else "missed"
             shown = "" if goal is None else f"<= {goal:.4g}"
-            lines.append(f"| {row['name']} | {way} | {found:.3f} | {ratio['of minima']:.3f} | {shown} | {verdict} |")
-        for way, goal in row.get("peak_goals", {}).items():
-            ours, theirs = next(iter(row["peak_mib"].values())), row["peak_mib"][way]
-            found = ours / max(theirs, 1e-9)
-            verdict = "reached" if found <= goal * slack else "missed"
-            name = f"{row['name']}: peak memory, {ours:.0f} MiB"
-            lines.append(f"| {name} | {way}, {theirs:.0f} MiB | {found:.3f} | | <= {goal:.3g} | {verdict} |")
+            said = _verdict(found, goal, slack)
+            lines.append(f"| {name} | {way} | {found:.3f} | {ratio['of minima']:.3f} | {shown} | {said} |")
+        lines += _peaks(row, slack)
+        lines += [f"| {name} | {peer} | NOT MEASURED | | | {why} |" for peer, why in row.get("missing", {}).items()]
         if not row["ratios"]:
             (way, taken), most = next(iter(row["seconds"].items())), row["most_seconds"]
-            shown, verdict = ("", "") if most is None else (f"< {most:g} s", "reached" if taken < most else "missed")
-            lines.append(f"| {row['name']} | {way}: {taken:.4f} s | | | {shown} | {verdict} |")
+            shown = "" if most is None else f"< {most:g} s"
+            lines.append(f"| {name} | {way}: {taken:.4f} s | | | {shown} | {_verdict(taken, most, 1.0)} |")
     return "\n".join(lines)
+
+
+def _verdict(found: float, goal: float | None, slack: float) -> str:
+    return "" if goal is None else "reached" if found <= goal * slack else "missed"
+
+
+def _peaks(row: dict[str, Any], slack: float) -> list[str]:
+    """Return the lines of a row of `table` that tell of memory."""
+    if "peak_mib" not in row:
+        return []
+    ours, lines = next(iter(row["peak_mib"].values())), []
+    name = f"{row['name']}: peak memory, {ours:.0f} MiB"
+    for way, goal in row["peak_goals"].items():
+        theirs = row["peak_mib"][way]
+        found = ours / max(theirs, 1e-9)
+        said = _verdict(found, goal, slack)
+        lines.append(f"| {name} | {way}, {theirs:.0f} MiB | {found:.3f} | | <= {goal:.3g} | {said} |")
+    for way, most in row["peak_beyond"].items():
+        theirs = row["peak_mib"][way]
+        said = _verdict(ours - theirs, most, slack)
+        lines.append(f"| {name} | {way}, {theirs:.0f} MiB | {ours - theirs:+.0f} MiB | | <= {most:+.0f} MiB | {said} |")
+    return lines
 
 
 def attention_inputs(length: int, heads: int = 12, width: int = 64) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForC
 from hf_posswap import patch_model
 
 
-def gpt2(smoke: bool, *, scheme: str | None = None, positions: int = 4096) -> Any:
+def gpt2(smoke: bool, *, scheme: str | None = None, positions: int = 4096, **options: Any) -> Any:
     """Return a GPT-2 of the size of "small", its position table replaced by `scheme` where one is given."""
     torch.manual_seed(0)
     shape = {"n_embd": 48, "n_layer": 2, "n_head": 4} if smoke else {}
@@ -20,7 +20,7 @@ def gpt2(smoke: bool, *, scheme: str | None = None, positions: int = 4096) -> An
     )  # fmt: skip
     model = GPT2LMHeadModel(config).eval()
     if scheme is not None:
-        patch_model(model, scheme)
+        patch_model(model, scheme, **options)
     return model
 
 

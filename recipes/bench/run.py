@@ -4,23 +4,25 @@
     python -m recipes.bench.run bias merge            # some
     python -m recipes.bench.run --smoke --out small   # tiny sizes: a check that all ways agree, and a report
 
-Writes NAME.json, one row a line, and table.md to the folder. It ends with 1 where two ways of computing the same thing
-differ; a goal that is missed is said in the table and fails nothing.
+Writes NAME.json, one row a line, and table.md of all that the folder holds. It ends with 1 where two ways of computing
+the same thing differ, or a benchmark breaks; a goal that is missed is said in the table and fails nothing.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
+from hf_posswap.files import write_text
 from recipes.bench.harness import machine, measure, table
 
-NAMES = ("roof", "rope", "bias", "merge", "ppl", "train", "patch", "decode", "load")
+NAMES = ("roof", "rope", "bias", "merge", "ppl", "train", "patch", "decode", "load", "growth")
 
 
 def main(
@@ -33,25 +35,47 @@ def main(
     if unknown:
         raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(NAMES)}.")
     torch.set_num_threads(1)
-    out.mkdir(parents=True, exist_ok=True)
-    about = machine()
-    text, wrong = [f"`{json.dumps(about)}`"], []
+    wrong: list[str] = []
     for name in names or NAMES:
-        module = f"recipes.bench.{name}"
-        rows = []
-        for case in importlib.import_module(module).cases(smoke):
-            with torch.no_grad():
-                rows.append(measure(case, module, smoke=smoke))
-            typer.echo(f"{name}: {rows[-1]['name']}")
-        lines = [json.dumps(about), *map(json.dumps, rows)]
-        (out / f"{name}.json").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        text += [f"## {name}", table(rows, smoke=smoke)]
+        about = machine() | {"smoke": smoke}
+        try:
+            rows = _rows(name, smoke)
+        except Exception:  # the others are worth having all the same
+            wrong.append(f"{name}: {traceback.format_exc()}")
+            continue
+        write_text(out / f"{name}.json", "\n".join(map(json.dumps, [about, *rows])) + "\n")
+        write_text(out / "table.md", report(out))
         wrong += [f"{name}: {row['name']}: {problem}" for row in rows for problem in row["wrong"]]
-    (out / "table.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
-    typer.echo("\n\n".join(text))
+    typer.echo(report(out))
     if wrong:
-        typer.echo("\n".join(["not the same numbers:", *wrong]), err=True)
+        typer.echo("\n".join(["different numbers, or a benchmark that broke:", *wrong]), err=True)
         raise typer.Exit(1)
+
+
+def _rows(name: str, smoke: bool) -> list[dict[str, Any]]:
+    """Return the rows of one benchmark, and say each as it is measured."""
+    module: Any = importlib.import_module(f"recipes.bench.{name}")
+    if hasattr(module, "rows"):
+        return module.rows(smoke)
+    rows = []
+    for case in module.cases(smoke):
+        with torch.no_grad():
+            rows.append(measure(case, module.__name__, smoke=smoke))
+        typer.echo(f"{name}: {rows[-1]['name']}")
+        for peer, why in rows[-1]["missing"].items():
+            typer.echo(f"{name}: {rows[-1]['name']}: {peer} NOT MEASURED: {why}", err=True)
+    return rows
+
+
+def report(folder: Path) -> str:
+    """Return a table of each of the benchmarks whose results `folder` holds, in Markdown."""
+    parts = []
+    for name in NAMES:
+        if (path := folder / f"{name}.json").exists():
+            about, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+            tables = getattr(importlib.import_module(f"recipes.bench.{name}"), "table", table)
+            parts += [f"## {name}", f"`{json.dumps(about)}`", tables(rows, smoke=about["smoke"])]
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

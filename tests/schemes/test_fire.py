@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_posswap.geometry import Geometry
+from hf_posswap.schemes import fire
 from hf_posswap.schemes.fire import Fire, FireMechanism
 
 Geometries = Callable[..., Geometry]
@@ -132,3 +133,17 @@ def test_gradients_reach_every_parameter_from_both_sides_of_the_threshold(geomet
 
 def test_shown(geometry: Geometries) -> None:
     assert repr(made(geometry, Fire())) == "FireMechanism(heads=4, width=32, threshold=32)"
+
+
+@pytest.mark.parametrize("at_a_time", [1, 5, 64])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_parts_give_what_the_whole_gives(
+    geometry: Geometries, batch: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mechanism = trained(made(geometry, Fire()))
+    positions = torch.arange(9).repeat(batch, 1) + 100 * torch.arange(batch)[:, None]
+    whole = mechanism.bias(positions, positions)
+    assert whole.requires_grad
+    monkeypatch.setattr(fire, "IN_CACHE", at_a_time)
+    with torch.no_grad():
+        torch.testing.assert_close(mechanism.bias(positions, positions), whole.detach(), rtol=1e-6, atol=1e-6)

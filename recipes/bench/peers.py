@@ -1,0 +1,105 @@
+"""Other packages' ways of doing the same, from PyPI: `pip install -e ".[bench]"`. One that cannot run here is told."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PEERS = {
+    "rotary_embedding_torch": "rotary-embedding-torch",
+    "x_transformers": "x-transformers",
+    "liger_kernel.ops.rope": "liger-kernel",
+}
+"""What is imported, to the name of its package."""
+
+
+def missing(module: str) -> str | None:
+    """Return why the package that has `module` cannot run here, in words; None: it can."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return f"{error}; pip install -e '.[bench]'"
+    if module.startswith("liger") and not torch.cuda.is_available():
+        return "its kernels are Triton's, for a GPU alone, and there is none here"
+    return None
+
+
+def told(*modules: str) -> dict[str, str]:
+    """Return those packages of `modules` that cannot run here, to the reason."""
+    return {PEERS[module]: reason for module in modules if (reason := missing(module)) is not None}
+
+
+def rotary_embedding(width: int, base: float = 10000.0) -> Callable[[Tensor], Tensor]:
+    """Return rotary-embedding-torch's rotation of [B, H, L, D], which interleaves: another layout, the same work."""
+    from rotary_embedding_torch import RotaryEmbedding
+
+    return RotaryEmbedding(dim=width, theta=base).rotate_queries_or_keys
+
+
+def liger_rope() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return liger-kernel's counterpart of transformers' `apply_rotary_pos_emb`."""
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+    return liger_rotary_pos_emb
+
+
+def x_transformers_alibi(heads: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return x-transformers' causal attention with its ALiBi, by PyTorch's fused attention; D = 64."""
+    from x_transformers.x_transformers import AlibiPositionalBias
+
+    bias = AlibiPositionalBias(heads)
+    attend = _x_attend(heads)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bias.bias = None  # it would keep the first one: each call makes its own, as ours does
+        return attend(q, k, v, bias)
+
+    return run
+
+
+def x_transformers_t5(table: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return x-transformers' causal attention with its T5 bias, its `table` [buckets, H] given."""
+    from x_transformers.x_transformers import RelativePositionBias
+
+    buckets, heads = table.shape
+    bias = RelativePositionBias(1.0, causal=True, num_buckets=buckets, max_distance=128, heads=heads)
+    bias.relative_attention_bias.weight.data = table.detach()
+    attend = _x_attend(heads)
+    return lambda q, k, v: attend(q, k, v, bias)
+
+
+def _x_attend(heads: int) -> Callable[..., Tensor]:
+    from x_transformers.attend import Attend
+
+    attend = Attend(causal=True, flash=True, heads=heads)
+    return lambda q, k, v, bias: attend(q, k, v, attn_bias=bias(q.shape[2], k.shape[2]))[0]
+
+
+def transformers_t5(table: Tensor, scaling: float) -> Callable[..., Tensor]:
+    """Return what a T5 decoder of transformers does with its bias: made dense, given to sdpa as `position_bias`.
+
+    The function takes q, k, v [1, H, L, D] and, where gradients are wanted, the table [buckets, H].
+    """
+    from transformers import T5Config
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    buckets, heads = table.shape
+    config = T5Config(
+        num_heads=heads, d_kv=8, d_model=8 * heads, relative_attention_num_buckets=buckets, is_decoder=True,
+        relative_attention_max_distance=128,
+    )  # fmt: skip
+    module: Any = T5Attention(config, has_relative_attention_bias=True, layer_idx=0, is_causal=True).eval()
+    del module.relative_attention_bias
+
+    def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor = table) -> Tensor:
+        module.relative_attention_bias = lambda index: torch.nn.functional.embedding(index, table)
+        bias = module.compute_bias(q.shape[2], k.shape[2], device=q.device)
+        out, _ = sdpa_attention_forward(module, q, k, v, None, scaling=scaling, position_bias=bias, is_causal=True)
+        return out.transpose(1, 2)
+
+    return run
