@@ -125,7 +125,7 @@ def load_with_base(source: str | Path, found: AdapterSource, load: Any, **kwargs
         ) from error
     if found.record is not None and not found.base_is_swapped and getattr(model, "_posswap", None) is None:
         record = found.record
-        patch_model(model, record.choice(), max_length=record.max_length, site=record.site)
+        patch_model(model, record.choice(), **record.arguments)
     _refuse_other(unwrap(model), found, str(source), trust_unrecorded=False)
     adapted = _with_adapter(model, source, False, hub)
     for config in adapted.peft_config.values():

@@ -123,7 +123,7 @@ def restore_swap(model: Any, record: SwapRecord) -> None:
     Raises:
         RecordError: this version of the package would carry out another swap than the one recorded.
     """
-    plan = plan_swap(model, record.choice(), max_length=record.max_length, site=record.site)
+    plan = plan_swap(model, record.choice(), **record.arguments)
     if plan.route != record.route:
         raise RecordError(
             f"config.posswap records a {record.route} swap to {plan.named}, but here it would be {plan.route}: "

@@ -103,7 +103,7 @@ def _dress(model: Any, record: SwapRecord) -> None:
     """Give a natively loaded model what its checkpoint cannot hold: the plan, the guard, frozen tables, kept angles."""
     with torch.device("meta"):
         skeleton = type(model)(native_config(model.config))
-    plan = plan_swap(skeleton, record.choice(), max_length=record.max_length, site=record.site)
+    plan = plan_swap(skeleton, record.choice(), **record.arguments)
     for edit in plan.edits:
         if hasattr(edit.action, "dress"):
             edit.action.dress(model)

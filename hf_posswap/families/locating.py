@@ -76,6 +76,7 @@ def _tower(root: nn.Module, family: Family) -> str:
 def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, spec: StackSpec) -> Stack:
     attention = matching(root, spec.attention)
     rotary = [path for path in (family.rotary(root) if family.rotary else []) if path.startswith(spec.entry)]
+    buffers = () if spec.table is None else spec.table.buffers
     if spec.table is not None and spec.table.absent is not None and spec.table.absent(model.config):
         spec = replace(spec, table=None)
     table = spec.table
@@ -102,7 +103,7 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
         attention=tuple(join(base, path) for path in attention),
         table=join(base, table.path) if table else None,
         table_offset=offset,
-        buffers=tuple(join(base, path) for path in table.buffers if has_buffer(root, path)) if table else (),
+        buffers=tuple(join(base, path) for path in buffers if has_buffer(root, path)),
         rotary=tuple(join(base, path) for path in rotary),
         geometry=geometry_of(model, config_at(model.config, part), root, spec, attention, rotary, offset),
         config=part,

@@ -17,7 +17,7 @@ from hf_posswap.patching.attention import register_attention
 from hf_posswap.patching.config_class import native_config_class, plugin_config_class
 from hf_posswap.patching.image_actions import ReplaceGridTable
 from hf_posswap.patching.offloaded import bring_into_memory, offloaded_tables, stored
-from hf_posswap.patching.plan import SchemeChoice, SiteChoice, SwapPlan, plan_swap, unwrap
+from hf_posswap.patching.plan import RelativeChoice, SchemeChoice, SiteChoice, SwapPlan, plan_swap, unwrap
 from hf_posswap.patching.verify import check_structure, check_untouched, fingerprint
 from hf_posswap.schemes.base import Scheme, make_scheme
 from hf_posswap.schemes.grid_table import GridTable
@@ -50,6 +50,7 @@ def patch_model(
     *,
     max_length: int | None = None,
     site: SiteChoice = "auto",
+    relative: RelativeChoice | None = None,
     **options: Any,
 ) -> SwapPlan:
     """Swap the position mechanism of `model`, in place, and return the plan that was carried out.
@@ -64,6 +65,8 @@ def patch_model(
         max_length: positions the swapped model is meant for, in tokens; None keeps the model's own (or what a given
             factor reaches).
         site: "auto" expresses the swap natively where it can be; "attention" always applies it inside attention.
+        relative: whether DeBERTa's relative positions inside attention stay beside the scheme, "keep", or go, "drop";
+            None keeps them, and is all that other models take.
         options: fields of the scheme, where it is given by name.
 
     Raises:
@@ -82,10 +85,11 @@ def patch_model(
         torch.Size([1, 64, 11])
     """
     target = unwrap(model)
-    plan = plan_swap(target, scheme, max_length=max_length, site=site, **options)
+    asked: dict[str, Any] = {"max_length": max_length, "site": site, "relative": relative}
+    plan = plan_swap(target, scheme, **asked, **options)
     fitted = {name: _fit(target, plan, name) for name, one in plan.schemes.items() if one.table_part is not None}
     if fitted:
-        plan = plan_swap(target, replace(plan, schemes=plan.schemes | fitted).choice, max_length=max_length, site=site)
+        plan = plan_swap(target, replace(plan, schemes=plan.schemes | fitted).choice, **asked)
     carry_out(target, plan, owner=model)
     return plan
 

@@ -72,6 +72,8 @@ def expectation(model: Any) -> Literal["same", "different"] | None:
 def _is_kept(model: Any, plan: SwapPlan, stack: Stack, old: dict[str, Any]) -> bool:
     """Return whether the scheme of `stack` is, within the original length, the mechanism that it had before."""
     scheme, geometry = plan.schemes[stack.name], stack.geometry
+    if plan.record.relative == "drop":
+        return False
     if isinstance(scheme, Blend) and scheme.weight == 0:
         return True
     first = next(edit.action for edit in plan.edits if edit.stack == stack.name)

@@ -71,9 +71,9 @@ def finish_blend(model: Any, *, max_length: int | None = None) -> SwapPlan:
     try:
         length = max_length or (plan.max_length if scheme.old == "rotary" else None)
         new = dataclasses.replace(plan, schemes=_new_schemes(plan)).choice
-        ended = patch_model(model, new, max_length=length, site=plan.record.site)
+        ended = patch_model(model, new, **plan.record.arguments | {"max_length": length})
     except BaseException:
-        patch_model(model, plan.choice, max_length=plan.max_length, site=plan.record.site)
+        patch_model(model, plan.choice, **plan.record.arguments)
         _fill(_new_tensors(target, _plan(target)), learned)
         raise
     if learned:

@@ -259,7 +259,7 @@ def on_meta(model: Any) -> Any:
         skeleton = model_class_of(config)(config if values is None else native_config(config))
     if values is not None:
         record = SwapRecord.from_dict(values)
-        plan = plan_swap(skeleton, record.choice(), max_length=record.max_length, site=record.site)
+        plan = plan_swap(skeleton, record.choice(), **record.arguments)
         skeleton._posswap = Patch(plan, [], skeleton.config)
     return skeleton
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SiteChoice = Literal["auto", "attention"]
+RelativeChoice = Literal["keep", "drop"]
 SchemeChoice = Scheme | str | Mapping[str, Any]
 """A scheme, its name, or a mapping of an encoder-decoder's stacks to schemes."""
 
@@ -139,6 +140,7 @@ def plan_swap(
     *,
     max_length: int | None = None,
     site: SiteChoice = "auto",
+    relative: RelativeChoice | None = None,
     **options: Any,
 ) -> SwapPlan:
     """Return what `patch_model` with the same arguments would do. The model is not touched; it may lie on meta.
@@ -150,6 +152,8 @@ def plan_swap(
         max_length: positions the swapped model is meant for, in tokens; None keeps the model's own (or what a given
             factor reaches).
         site: "auto" expresses the swap natively where it can be; "attention" always applies it inside attention.
+        relative: whether DeBERTa's relative positions inside attention stay beside the scheme, "keep", or go, "drop";
+            None keeps them, and is all that other models take.
         options: fields of the scheme, where it is given by name.
 
     Raises:
@@ -166,6 +170,7 @@ def plan_swap(
         ('plugin', ['transformer.wpe', 'transformer.posswap'])
     """
     from hf_posswap.patching.planner import Planner  # which imports this module's classes
+    from hf_posswap.patching.relative import relative_choice
 
     model = unwrap(model)
     carried: Any = getattr(model, "_posswap", None)
@@ -193,7 +198,8 @@ def plan_swap(
             f"{', '.join(map(str, resolved.values()))}: the model would be meant for {length} tokens; the most is "
             f"{LONGEST}. Give a smaller max_length or factor."
         )
-    return Planner(model, sites, resolved, length, site).plan()
+    relative = relative_choice(model, sites, relative)
+    return Planner(model, sites, resolved, length, site, relative).plan()
 
 
 def choose(scheme: SchemeChoice, sites: Sites, options: dict[str, Any]) -> dict[str, Scheme]:

@@ -27,8 +27,11 @@ from hf_posswap.patching.image_plan import image_plan, kept_or_resized
 from hf_posswap.patching.inside import refuse_inside, refuse_positions_elsewhere, refuse_without_effect, turns
 from hf_posswap.patching.interface import AttendThroughInterface, CopyRows, RemoveRows
 from hf_posswap.patching.own_attention import native_scheme, ready_edits, rows_of
+from hf_posswap.patching.own_attention import native_scheme, ready_edits, rows_of
+from hf_posswap.patching.plan import Edit, RelativeChoice, SiteChoice, SwapPlan
 from hf_posswap.patching.plan import Edit, SiteChoice, SwapPlan
 from hf_posswap.patching.offloaded import KEPT_IN_MEMORY, offloaded_tables
+from hf_posswap.patching.relative import parameters_left_out, relative_edits, relative_part
 from hf_posswap.patching.positions import ForwardMemo
 from hf_posswap.patching.record import SwapRecord
 from hf_posswap.patching.rotary import Scalar
@@ -48,7 +51,16 @@ class Planner:
     scheme: Scheme
     geometry: Geometry
 
-    def __init__(self, model: Any, sites: Sites, schemes: dict[str, Scheme], length: int, site: SiteChoice) -> None:
+    def __init__(
+        self,
+        model: Any,
+        sites: Sites,
+        schemes: dict[str, Scheme],
+        length: int,
+        site: SiteChoice,
+        relative: RelativeChoice | None = None,
+        self.relative = relative
+    ) -> None:
         self.model, self.sites, self.schemes, self.length, self.site = model, sites, schemes, length, site
         self.edits: list[Edit] = []
         self.values: dict[str, Any] = {}
@@ -63,8 +75,8 @@ class Planner:
             if stack.name in self.schemes:
                 self.stack, self.scheme, self.geometry = stack, self.schemes[stack.name], stack.geometry
                 self._of_stack() if stack.image is None else self._image()
-                kept = kept_or_resized(self.scheme, self.geometry)
-                adaptation.setdefault(kept or self._adaptation(), stack.name)
+                what = self._relative() or kept_or_resized(self.scheme, self.geometry) or self._adaptation()
+                adaptation.setdefault(what, stack.name)
         self._left_alone()
         self._follow_length()
         self._config()
@@ -121,6 +133,20 @@ class Planner:
         self.added |= draft.added
         self.notes += draft.notes
         if self.scheme.acts_inside:
+    def _relative(self) -> str:
+        """Plan what becomes of positions inside attention that are no scheme; return what training it needs, or ""."""
+        part = None if self.relative is None else relative_part(self.model, self.stack)
+        if part is None:
+            return ""
+        if self.relative == "keep":
+            self.notes.append('Its relative positions stay beside the scheme; relative="drop" takes them away.')
+            return ""
+        for edit in relative_edits(self.model, part, self.sites.base):
+            self._edit("attention", *edit)
+        self.unused |= parameters_left_out(self.model, self.edits)
+        self.values[part.config_name] = False
+        return "required: the weights have never been without their relative positions"
+
             self._attention()
 
     def _left_alone(self) -> None:
@@ -177,7 +203,8 @@ class Planner:
 
     def _drop_table(self, rows: int | None) -> None:
         path = self.stack.table
-        assert path is not None
+        if path is None:  # the model has no table: its positions are inside attention
+            return self._guard(capacity=None)
         if self._is_computed:  # no checkpoint holds it, so stock classes would not miss it
             rows, self.route = None, "plugin"
         else:
@@ -381,6 +408,7 @@ class Planner:
             base_type=self.model.config.model_type,
             max_length=self.length,
             site=self.site,
+            relative=self.relative,
             original=original,
             stacks={name: scheme.to_dict() for name, scheme in self.schemes.items()} if self.stack.name else None,
         )

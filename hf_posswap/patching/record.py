@@ -14,6 +14,7 @@ from hf_posswap.patching.record_schema import check_record
 from hf_posswap.schemes import Scheme, make_scheme
 
 RECORD_VERSION = 1
+_OPTIONAL = {"stacks", "relative"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class SwapRecord:
         version: of this format.
         stacks: `Scheme.to_dict` of every swapped stack's scheme, by its name; None for a model of one stack, and then
             left out of the JSON.
+        relative: what became of positions inside attention that are no scheme, "keep" or "drop", as asked of
+            `patch_model`; None, for a model that has none, is left out of the JSON.
     """
 
     scheme: dict[str, Any]
@@ -41,13 +44,16 @@ class SwapRecord:
     original: dict[str, Any]
     version: int = RECORD_VERSION
     stacks: dict[str, dict[str, Any]] | None = None
+    relative: Literal["keep", "drop"] | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `plan_swap` takes beside the scheme to do it again."""
+        return {"max_length": self.max_length, "site": self.site, "relative": self.relative}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON."""
-        values = asdict(self)
-        if self.stacks is None:
-            del values["stacks"]
-        return values
+        return {name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value is not None}
 
     def make_scheme(self) -> Scheme:
         """Return the resolved scheme.
@@ -97,7 +103,7 @@ hf_posswap, or check the file.
                 "update hf_posswap, or check the file."
             )
         names = {field.name for field in fields(cls)}
-        missing, unknown = sorted(names - {"stacks"} - set(data)), sorted(map(reprlib.repr, set(data) - names))
+        missing, unknown = sorted(names - _OPTIONAL - set(data)), sorted(map(reprlib.repr, set(data) - names))
         if missing or unknown:
             raise RecordError(
                 f"config.posswap: missing fields: {', '.join(missing) or 'none'}; unknown fields: "

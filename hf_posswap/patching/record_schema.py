@@ -83,6 +83,7 @@ _FIELDS: dict[str, _Rule] = {
         lambda value: value is None or _is_stacks(value),
         "an object with the schemes of encoder and decoder, or left out",
     ),
+    "relative": (lambda value: value in (None, "keep", "drop"), "'keep' or 'drop', or left out"),
 }
 _PART = re.compile(r"[a-z]\w*(\.[a-z]\w*){0,3}")
 """The path of a config inside the config: text_config."""
@@ -91,6 +92,7 @@ _ORIGINAL: dict[str, _Rule] = {
     "max_target_positions": _LENGTH,
     "max_seq_len": _LENGTH,
     "image_size": (_is_image_size, "a number of pixels, or height and width, each from 1 to 65535"),
+    "relative_attention": (lambda value: isinstance(value, bool), "true or false"),
     "rope_parameters": (lambda value: value is None or isinstance(value, dict), "an object or null"),
 }
 

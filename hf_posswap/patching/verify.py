@@ -28,6 +28,8 @@ from hf_posswap.patching.embedding import BlendedTable, LengthHook, NoPositions
 from hf_posswap.patching.image_actions import RemoveGridTable, ReplaceGridTable
 from hf_posswap.patching.interface import RemoveRows
 from hf_posswap.patching.rotary import NeutralRotary, is_still, matches
+from hf_posswap.patching.relative import LeaveOut
+from hf_posswap.patching.rotary import NeutralRotary, is_still, matches
 from hf_posswap.patching.offloaded import stored
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.rope import RotaryScheme
@@ -80,7 +82,7 @@ def check_untouched(model: Any, before: Fingerprint) -> None:
     edited = [
         f"{a.path}."
         for a in actions
-        if isinstance(a, RemoveTable | ReplaceTable | BlendTable | AddMechanism | RemoveRows)
+        if isinstance(a, RemoveTable | ReplaceTable | BlendTable | AddMechanism | RemoveRows | LeaveOut)
     ]
     edited += [a.path for a in actions if isinstance(a, ReplaceGridTable | RemoveGridTable)]
     names = before.keys() | after.keys()

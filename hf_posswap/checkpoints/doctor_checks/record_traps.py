@@ -58,7 +58,7 @@ def _against_config(record: SwapRecord, config: dict[str, Any]) -> Iterator[Find
         )
         with torch.device("meta"):
             skeleton = model_class_of(native)(native)
-        plan = plan_swap(skeleton, record.choice(), max_length=record.max_length, site=record.site)
+        plan = plan_swap(skeleton, record.choice(), **record.arguments)
     except (PosswapError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"the recorded swap cannot be carried out on {record.base_type}: {error}"
         yield Finding("error", _WHERE, what, "Use the versions that the checkpoint was made with.")
