@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hf_posswap.patching.apply import patch_model, patched, unpatch_model
     from hf_posswap.patching.backends import set_backend
     from hf_posswap.patching.blending import finish_blend, set_blend
+    from hf_posswap.patching.centring import centre_table
     from hf_posswap.patching.describe import describe_positions, explain, list_families, list_schemes, supports
     from hf_posswap.patching.logit_scale import set_logit_scale
     from hf_posswap.patching.plan import SwapPlan, plan_swap
@@ -123,6 +124,7 @@ __all__ = [
     "XPos",
     "Yarn",
     "add_adapter",
+    "centre_table",
     "compare",
     "describe_positions",
     "doctor",
@@ -164,6 +166,7 @@ _HOMES = (
     "patching.apply",
     "patching.backends",
     "patching.blending",
+    "patching.centring",
     "patching.describe",
     "patching.logit_scale",
     "patching.plan",
