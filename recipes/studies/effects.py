@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import typer
 
 import hf_posswap
+from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import read_documents
 from hf_posswap.corpus import python_corpus
 from hf_posswap.errors import TrainingError, UnknownNameError
@@ -47,7 +48,6 @@ from recipes.studies.running import (
     command_line,
     control_settings,
     make_run,
-    one_line_errors,
     run_script,
     versions,
 )
@@ -184,8 +184,7 @@ def make_base(kind: str, sizes: Sizes, place: Path) -> Base:
         shape["documents"] = sizes.training_documents
     arguments = [kind, str(folder), *(part for key, value in shape.items() for part in (f"--{key}", str(value)))]
     arguments += ["--set", "watch.report_to=[]", "--set", "watch.picture=false"]
-    if not (folder / "report.json").is_file():
-        run_script(RECIPES / "pretrain.py", arguments)
+    run_script(RECIPES / "pretrain.py", arguments)  # finds what it finished; refuses what was made otherwise
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     found = read_documents(None, tokenizer, length=MULTIPLES[-1] * sizes.window, limit=sizes.documents)
     command = command_line("recipes/pretrain.py", arguments, {place: "$WORK"})
@@ -225,5 +224,7 @@ def _swapped(base: Any, model: Any) -> Any:
     return base.eval()
 
 
+app = script(main)
+
 if __name__ == "__main__":
-    one_line_errors(main)
+    app()

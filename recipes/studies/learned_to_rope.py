@@ -25,6 +25,7 @@ import numpy as np
 import typer
 
 import hf_posswap
+from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import read_documents
 from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.evaluation import RunStore, reach_of
@@ -49,7 +50,6 @@ from recipes.studies.running import (
     Run,
     control_settings,
     make_run,
-    one_line_errors,
     source_settings,
     step_tokens,
     tokens_of,
@@ -232,5 +232,7 @@ def _verdict(found: dict[str, Any]) -> str:
     return f"{found['difference']:+.4f} | {interval} | {found['upper']:+.4f} | {found['margin']} | {said} |"
 
 
+app = script(main)
+
 if __name__ == "__main__":
-    one_line_errors(main)
+    app()

@@ -39,10 +39,10 @@ class Sizes:
     width: int = 160
     heads: int = 5
     vocabulary: int = 2048
-    tokens: tuple[tuple[Kind, int], ...] = (("gpt2", 1_600_000), ("llama", 1_600_000), ("bert", 2_400_000))
+    tokens: tuple[tuple[Kind, int], ...] = (("gpt2", 1_600_000), ("llama", 1_600_000), ("bert", 1_200_000))
     pretraining_rate: tuple[tuple[Kind, float], ...] = (("gpt2", 2e-3), ("llama", 2e-3), ("bert", 1e-3))
     step: int = 2048
-    steps: int = 48
+    steps: int = 40
     warmup: int = 5
     rate: float = 3e-4
     population: int = 16
@@ -53,14 +53,14 @@ class Sizes:
 
 SMOKE = Sizes(
     window=32,
-    width=32,
-    heads=2,
+    width=128,
+    heads=4,
     vocabulary=0,
     tokens=(("gpt2", 4096), ("llama", 4096), ("bert", 4096)),
     step=256,
     steps=3,
     warmup=1,
-    population=4,
+    population=8,
     iterations=1,
     documents=8,
     training_documents=60,
@@ -134,26 +134,30 @@ def row_settings(row: Row, sizes: Sizes, model: Path, scheme: Path | None) -> li
         settings.append(f"swap.max_length={REACH * sizes.window}")
     if held["swap"].get("gradual_steps"):
         settings.append(f"swap.gradual_steps={sizes.steps // 3}")
+    batch = sizes.step // length
     optimizer = {
         "steps": sizes.steps,
-        "batch": sizes.step // length,
+        "batch": batch,
         "accumulate": 1,
         "warmup": sizes.warmup,
         "learning_rate": sizes.rate,
     }
     settings += [f"data.length={length}", *(f"optimizer.{key}={value}" for key, value in optimizer.items())]
-    settings += _stages(held.get("stages", []), sizes, optimizer["batch"])
+    settings += _stages(held.get("stages", []), sizes, batch)
     return [*settings, "compute.checkpointing=false"]
 
 
-def _stages(stages: list[dict[str, Any]], sizes: Sizes, batch: float) -> list[str]:
+def _stages(stages: list[dict[str, Any]], sizes: Sizes, batch: int) -> list[str]:
     """Return what shrinks stages: the last is as long as all that is read; each has the same share of the tokens."""
-    settings = []
-    for number, stage in enumerate(stages):
-        length = REACH * sizes.window * stage["length"] // max(other["length"] for other in stages)
-        steps = int(sizes.steps * sizes.step / len(stages) / (batch * length))
+    settings: list[str] = []
+    left, longest = sizes.steps * sizes.step, max((stage["length"] for stage in stages), default=0)
+    numbered = sorted(enumerate(stages), key=lambda item: -item[1]["length"])
+    for done, (number, stage) in enumerate(numbered):  # the longest first: what it leaves, shorter windows fill
+        length = REACH * sizes.window * stage["length"] // longest
+        steps = left // (len(stages) - done) // (batch * length)
+        left -= steps * batch * length
         values = {"steps": steps, "length": length, "learning_rate": sizes.rate}
         if "least_steps" in stage:
             values |= {"least_steps": steps // 4, "check_every": max(1, steps // 4)}
-        settings += [f"stages.{number}.{key}={value}" for key, value in values.items()]
+        settings = [*(f"stages.{number}.{key}={value}" for key, value in values.items()), *settings]
     return settings

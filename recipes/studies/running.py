@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import re
 import runpy
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import typer
 
-from hf_posswap.errors import ConfigError, PosswapError, TrainingError
+from hf_posswap.errors import CheckpointError, ConfigError, TrainingError
 from hf_posswap.evaluation.store import unit_key
-from hf_posswap.files import read_json
+from hf_posswap.files import read_json, write_json
 from hf_posswap.training.config import OptimizerSettings, Recipe, load_recipe, phases_of
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.reading import read_yaml
+from hf_posswap.training.data.sources import source_identity
 
 RECIPES = Path(__file__).resolve().parents[1]
 CONTROL = RECIPES / "control.yaml"
@@ -64,18 +65,39 @@ class Run:
     @property
     def tokens_read(self) -> int:
         """Of a finished run: fewer than `tokens_of`, where a stage ended early."""
-        steps = [phase["steps"] for phase in self.finish()["phases"]]
+        steps = [phase["steps"] for phase in read_json(self.folder / "report.json")["phases"]]
         return sum(n * step_tokens(phase.recipe) for n, phase in zip(steps, phases_of(self.recipe), strict=True))
 
     def finish(self) -> dict[str, Any]:
         """Train, or go on with it, unless it is done; return the report.
 
         Raises:
+            CheckpointError: the folder holds what came of another base, other texts or other versions.
             TrainingError: the script ended with an error, which it printed.
         """
+        self._check_origin()
         if not (self.folder / "report.json").is_file():
             run_script(RECIPES / "train.py", self.arguments)
         return read_json(self.folder / "report.json")
+
+    def _check_origin(self) -> None:
+        """Check that what the settings only name is still the same: the base's weights, the texts, the versions."""
+        base = Path(self.recipe.model.name)
+        weights = sorted(base.glob("*.safetensors")) if base.is_dir() else []
+        origin = {
+            "base": [hashlib.sha256(path.read_bytes()).hexdigest() for path in weights],
+            "texts": [source_identity(source) for source in self.recipe.data.sources],
+            "versions": versions(),
+        }
+        path = self.folder / "origin.json"
+        if not path.is_file():
+            write_json(path, origin)
+        held = read_json(path)
+        changed = [name for name, value in origin.items() if held[name] != value]
+        if changed:
+            raise CheckpointError(
+                f"{self.folder} was trained from another {', '.join(changed)}: delete it, or choose another --work."
+            )
 
 
 def command_line(program: str, arguments: Sequence[str], places: Mapping[Path, str]) -> str:
@@ -196,14 +218,3 @@ def versions() -> dict[str, str]:
         "transformers": transformers_version,
         "machine": platform.machine(),
     }
-
-
-def one_line_errors(main: Callable[..., None]) -> None:
-    """Run the command line of a study; an error of the package is one line."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(main)
-    try:
-        app(standalone_mode=False)
-    except PosswapError as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        sys.exit(2)

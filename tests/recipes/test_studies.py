@@ -1,0 +1,200 @@
+"""The studies: what they shrink and hold equal, what they find again, and both scripts from end to end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hf_posswap.errors import CheckpointError, ConfigError, TrainingError
+from hf_posswap.files import read_json
+from hf_posswap.training.config import load_recipe
+from hf_posswap.training.config.load import to_dict
+from recipes.studies import effects, learned_to_rope
+from recipes.studies.rows import REACH, ROWS, SMOKE, Row, Sizes, row_settings
+from recipes.studies.running import CONTROL, RECIPES, control_settings, make_run, run_script, tokens_of
+from tests.training.engine_runs import write_model, write_texts
+
+SHRUNK = {"model", "data.length", "swap.max_length", "swap.gradual_steps", "stages", "compute.checkpointing"}
+SHRUNK |= {f"optimizer.{key}" for key in ("steps", "batch", "accumulate", "warmup", "learning_rate")}
+
+
+def scheme_of(row: Row, folder: Path) -> Path | None:
+    """Return a file with divisors where the recipe asks for one."""
+    if not row.searched:
+        return None
+    path = folder / "longrope.json"
+    path.write_text(json.dumps({"name": "longrope", "factor": 8.0, "long_factor": [1.0] * 16}))
+    return path
+
+
+def flat(values: dict[str, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
+    return found
+
+
+def test_every_recipe_has_a_row() -> None:
+    launchers = {"base", "control"}
+    assert {row.name for row in ROWS} == {path.stem for path in RECIPES.glob("*.yaml")} - launchers
+
+
+@pytest.mark.parametrize("sizes", [Sizes(), SMOKE], ids=["real", "smoke"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_recipe_is_shrunk_and_nothing_else(row: Row, sizes: Sizes, tmp_path: Path) -> None:
+    scheme = scheme_of(row, tmp_path)
+    own = flat(to_dict(load_recipe(row.config, [f"swap.scheme={scheme}"] if scheme else [])))
+    recipe = load_recipe(row.config, row_settings(row, sizes, tmp_path, scheme))
+    changed = {key for key, value in flat(to_dict(recipe)).items() if own.get(key) != value}
+    assert changed <= {*SHRUNK, "model.name", "data.sources"}
+    assert tokens_of(recipe) == sizes.steps * sizes.step
+    assert recipe.data.length <= REACH * sizes.window
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_control_reads_the_same_tokens_with_the_same_optimizer_and_no_swap(row: Row, tmp_path: Path) -> None:
+    sizes = Sizes()
+    settings = row_settings(row, sizes, tmp_path, scheme_of(row, tmp_path))
+    recipe = load_recipe(row.config, settings)
+    control = load_recipe(CONTROL, control_settings(recipe, settings, sizes.window))
+    assert control.swap.scheme is None
+    assert control.data.length == sizes.window
+    assert tokens_of(control) == tokens_of(recipe)
+    held, wanted = flat(to_dict(control)), flat(to_dict(recipe))
+    own = {"steps", "batch", "accumulate"} if recipe.stages else {"batch", "accumulate"}
+    for key in (key for key in wanted if key.startswith("optimizer.") and key.split(".")[1] not in own):
+        assert held[key] == wanted[key], key
+    assert (held["model.name"], held["data.sources"]) == (wanted["model.name"], wanted["data.sources"])
+    assert control.objective.kind == ("masked" if row.base == "bert" else "next-token")
+
+
+def test_windows_that_do_not_fit_the_control_are_refused(tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPES / "yarn.yaml", ["data.length=100", "optimizer.batch=1", "optimizer.accumulate=1"])
+    with pytest.raises(ConfigError, match="a step of 100 tokens is no number of windows of 64: change data.length"):
+        control_settings(recipe, [], 64)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tiny GPT-2 of learned positions, and texts to train and to measure on."""
+    folder = tmp_path_factory.mktemp("studies")
+    write_model(folder / "gpt2")
+    write_texts(folder / "train", count=12)
+    write_texts(folder / "valid", count=9)
+    return folder
+
+
+def tiny_settings(place: Path, *more: str) -> list[str]:
+    return [
+        f"model.name={place / 'gpt2'}", f"data.sources=[{{path: {place / 'train'}}}]", "data.length=64",
+        f"data.cache={place / 'cache'}", "optimizer.steps=2", "optimizer.batch=2", "optimizer.warmup=1", *more,
+    ]  # fmt: skip
+
+
+def test_a_run_is_named_after_what_has_a_part_in_it(place: Path) -> None:
+    config = RECIPES / "learned-to-rope.yaml"
+    first = make_run(config, tiny_settings(place), place)
+    assert first.folder == make_run(config, tiny_settings(place, "watch.log_every=1"), place).folder
+    assert first.folder != make_run(config, tiny_settings(place, "optimizer.steps=3"), place).folder
+    command = first.command({place: "$WORK"})
+    assert command.startswith("python recipes/train.py --config recipes/learned-to-rope.yaml model.name=$WORK/gpt2 ")
+    assert str(place) not in command
+    assert str(RECIPES) not in command
+
+
+def test_a_finished_run_is_found_and_another_base_is_refused(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "gpt2", tmp_path / "gpt2")
+    settings = tiny_settings(place, f"model.name={tmp_path / 'gpt2'}")
+    run = make_run(RECIPES / "learned-to-rope.yaml", settings, tmp_path)
+    report = run.finish()
+    assert run.tokens_read == 2 * 2 * 64
+    written = (run.folder / "report.json").stat().st_mtime_ns
+    assert run.finish() == report
+    assert (run.folder / "report.json").stat().st_mtime_ns == written
+    write_model(tmp_path / "other", n_layer=1)
+    shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path / "gpt2" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="was trained from another base: delete it, or choose another --work"):
+        run.finish()
+
+
+def test_a_script_that_fails_stops_the_study(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TrainingError, match="recipes/train.py ended with exit code 2; it says why above. Its argum"):
+        run_script(RECIPES / "train.py", ["--config", str(RECIPES / "base.yaml")])
+    assert "give a folder or a Hub id" in capfd.readouterr().err
+
+
+def judge(place: Path, out: Path, *more: str) -> Result:
+    """Run the acceptance study on the tiny base, with windows of 16 of its 64 positions."""
+    settings = ("data.length=8", f"data.cache={place / 'cache'}", "optimizer.batch=2", "optimizer.warmup=1")
+    options = [part for setting in settings for part in ("--set", setting)]
+    options += ["--train", str(place / "train"), "--valid", str(place / "valid"), "--work", str(place / "work")]
+    return CliRunner().invoke(
+        learned_to_rope.app, ["--base", str(place / "gpt2"), "--tokens", "32", "--out", str(out), *options, *more]
+    )
+
+
+def test_the_judge_of_learned_to_rope_runs_from_end_to_end(place: Path, tmp_path: Path) -> None:
+    done = judge(place, tmp_path, "--seeds", "2")
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    found = read_json(tmp_path / "learned-to-rope.json")
+    assert found["read"] == [[32, 32], [32, 32]]
+    assert found["texts"]["documents"] == 9
+    assert [row["windows"] for row in found["lengths"]] == [1, 2, 4, 8]
+    assert len(found["in_window"]["by_seed"]) == 2
+    assert str(place) not in json.dumps(found)
+    assert (tmp_path / "learned-to-rope.png").stat().st_size > 10_000
+    said = (tmp_path / "learned-to-rope.md").read_text()
+    for verdict in ("in_window", "to_longest", "last_window"):
+        assert f"{found[verdict]['upper']:+.4f}" in said
+    trained = sorted((place / "work" / "runs").iterdir())
+    assert judge(place, tmp_path / "again", "--seeds", "2").exit_code == 0
+    assert sorted((place / "work" / "runs").iterdir()) == trained
+    assert read_json(tmp_path / "again" / "learned-to-rope.json") == found
+
+
+def test_the_judge_refuses_what_is_no_study(place: Path, tmp_path: Path) -> None:
+    done = judge(place, tmp_path, "--set", "optimizer.batch=100")
+    assert done.exit_code != 0
+    assert "32 tokens are less than one step: give more, or a smaller optimizer.batch by --set." in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_recipe_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(effects.app, ["--out", str(tmp_path), "--only", "yarm"])
+    assert done.exit_code == 2
+    assert "Did you mean 'yarn'?" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_effects_study_runs_every_recipe(tmp_path: Path) -> None:
+    """Some rows, then all: what was there stays, and the second call trains only what is missing."""
+    arguments = ["--smoke", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(effects.app, [*arguments, "--only", "yarn,learned-to-rope"])
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    some = read_json(tmp_path / "out" / "effects.json")
+    assert [row["recipe"] for row in some["rows"]] == ["learned-to-rope", "yarn"]
+    done = CliRunner().invoke(effects.app, arguments)
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    found = read_json(tmp_path / "out" / "effects.json")
+    assert [row["recipe"] for row in found["rows"]] == [row.name for row in ROWS]
+    assert [row for row in found["rows"] if row["recipe"] in ("learned-to-rope", "yarn")] == some["rows"]
+    assert str(tmp_path) not in json.dumps(found)
+    said = (tmp_path / "out" / "effects.md").read_text()
+    for row in found["rows"]:
+        assert row["control_tokens"] == row["tokens"] or row["recipe"] == "staged"
+        assert f"| {row['recipe']}" in said
+        assert row["commands"]["recipe"] in said
+
+
+def test_rows_of_other_sizes_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "effects.json"
+    for number, row in enumerate(("yarn", "abf", "yarn"), 1):
+        path.write_text(json.dumps(effects._with_row(path, SMOKE, {"recipe": row, "number": number})))
+    assert read_json(path)["rows"] == [{"recipe": "abf", "number": 2}, {"recipe": "yarn", "number": 3}]
+    assert effects._with_row(path, Sizes(), {"recipe": "pose"})["rows"] == [{"recipe": "pose"}]
