@@ -161,6 +161,12 @@ IMPOSSIBLE = [
     ({"objective": {"distill": {"weight": 2}}}, r"objective.distill: distill: weight .* got 2"),
     ({"objective": {"distill": {"temperature": 0}}}, r"objective.distill: distill: temperature .* got 0"),
     ({"objective": {"kind": "distill"}, "data": {"packing": "pose"}}, r"use none or documents"),
+    (
+        {"objective": {"kind": "embedding"}, "data": {"packing": "documents"}},
+        r"packing documents are no texts; use none",
+    ),
+    ({"objective": {"kind": "contrastive", "scale": 0}}, r"objective.scale: expected a number above 0, got 0"),
+    ({"objective": {"kind": "contrastive"}}, r"objective.kind: contrastive holds the texts .* and a batch has 1"),
     ({"optimizer": {"learning_rate": 0}}, r"optimizer.learning_rate: expected a number above 0, got 0"),
     ({"optimizer": {"steps": 0, "warmup": 0}}, r"optimizer.steps: expected at least 1, got 0"),
     ({"optimizer": {"warmup": 2000}}, r"optimizer.warmup: 2000 steps of warm-up in a training of 1000"),

@@ -7,8 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -28,46 +31,70 @@ FSDP = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
 }
 HALVES = ("optimizer.batch=2", "compute.device=cpu")
+STAGES = [
+    {"steps": 6, "length": 32, "recovered": 50.0, "least_steps": 4, "check_every": 2},
+    {"steps": 5, "length": 64, "scheme": {"base": 5e5}},
+]
 
 
-def launch(place: Path, name: str, *settings: str, environment: dict[str, str]) -> Finished:
-    """Run a recipe by torchrun in two processes, and return what it left behind."""
-    wanted = recipe(place, *HALVES, *settings, f"out={place / name}", kind="llama")
+def begin(place: Path, name: str, *settings: str, environment: dict[str, str], **values: Any) -> subprocess.Popen[str]:
+    """Start a recipe by torchrun in two processes."""
+    wanted = recipe(place, *HALVES, *settings, f"out={place / name}", kind="llama", **values)
     path = place / f"{name}.json"  # which is YAML too
     path.write_text(json.dumps(to_dict(wanted)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    run = subprocess.run(
+    return subprocess.Popen(
         [*command, str(ROOT / "recipes" / "train.py"), "--config", str(path)],
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
-        env=env,
-        timeout=500,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
     )
-    assert run.returncode == 0, run.stderr[-4000:]
+
+
+def launch(place: Path, name: str, *settings: str, environment: dict[str, str], **values: Any) -> Finished:
+    """Run a recipe by torchrun in two processes, and return what it left behind."""
+    run = begin(place, name, *settings, environment=environment, **values)
+    _, said = run.communicate(timeout=280)
+    assert run.returncode == 0, said[-4000:]
     report = json.loads((place / name / "report.json").read_text())
-    return Finished(place / name, place / name / "model", report)
+    return Finished(place / name, place / name / report["saved"], report)
+
+
+def one_process(place: Path, *settings: str, **values: Any) -> Finished:
+    """Run the same recipe in this process, with batches twice as large."""
+    return run_recipe(recipe(place, "compute.device=cpu", *settings, f"out={place / 'one'}", kind="llama", **values))
 
 
 def losses(done: Finished) -> list[float]:
-    lines = (done.folder / "log.jsonl").read_text().splitlines()
+    lines = [line for path in sorted(done.folder.rglob("log.jsonl")) for line in path.read_text().splitlines()]
     return [entry["loss"] for line in lines if "loss" in (entry := json.loads(line))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("environment", "settings"),
-    [({}, ()), ({}, ("optimizer.accumulate=2", "train.what=lora", "train.rank=2")), (FSDP, ())],
-    ids=["ddp", "ddp-lora-accumulated", "fsdp2"],
-)
-def test_two_processes_are_one(tmp_path: Path, environment: dict[str, str], settings: tuple[str, ...]) -> None:
-    one = run_recipe(recipe(tmp_path, "compute.device=cpu", *settings, f"out={tmp_path / 'one'}", kind="llama"))
-    two = launch(tmp_path, "two", *settings, environment=environment)
+def assert_alike(two: Finished, one: Finished) -> None:
+    """Check that two processes have trained as one: the same losses but for rounding, and nearly the same weights."""
     assert losses(two) == pytest.approx(losses(one), abs=2e-5)
     assert losses(one)[-1] < losses(one)[0]
     held = weights_of(one)
     for name, weight in weights_of(two).items():
         torch.testing.assert_close(weight, held[name], rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "settings"),
+    [
+        ({}, ("swap.gradual_steps=4",)),
+        ({}, ("optimizer.accumulate=2", "train.what=lora", "train.rank=2")),
+        (FSDP, ()),
+        (FSDP, ("train.what=lora", "train.rank=2", "train.norms=true")),
+    ],
+    ids=["ddp-gradual", "ddp-lora-accumulated", "fsdp2", "fsdp2-lora"],
+)
+def test_two_processes_are_one(tmp_path: Path, environment: dict[str, str], settings: tuple[str, ...]) -> None:
+    one = one_process(tmp_path, *settings)
+    two = launch(tmp_path, "two", *settings, environment=environment)
+    assert_alike(two, one)
     model = hf_posswap.load(two.model)
     assert model.config.posswap["scheme"]["name"] == "rope"
     assert type(hf_posswap.patching.plan.unwrap(model)).__name__.endswith("LlamaForCausalLM")
@@ -81,6 +108,34 @@ def test_two_processes_are_one(tmp_path: Path, environment: dict[str, str], sett
     again = launch(tmp_path, "cut", *settings, environment=environment)
     assert losses(again) == losses(two)
     assert_same_weights(again, two)
+
+
+@pytest.mark.slow
+def test_killed_as_a_whole_and_then_in_one_process_it_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """Two stages, the first of which ends early: SIGKILL in each, and the same command again."""
+    whole = launch(tmp_path, "whole", "save.every=2", environment={}, stages=STAGES)
+    assert [phase["steps"] for phase in whole.report["phases"]] == [4, 5]
+    for stage, at_once in (("stage-1", True), ("stage-2", False)):
+        run = begin(tmp_path, "cut", "save.every=2", environment={}, stages=STAGES)
+        _kill(run, after=tmp_path / "cut" / stage / "log.jsonl", whole=at_once)
+    again = launch(tmp_path, "cut", "save.every=2", environment={}, stages=STAGES)
+    assert losses(again) == losses(whole)
+    assert_same_weights(again, whole)
+    assert_alike(again, one_process(tmp_path, "save.every=2", stages=STAGES))
+
+
+def _kill(run: subprocess.Popen[str], *, after: Path, whole: bool) -> None:
+    """Kill a launch, or one of its two processes, once three steps of a stage are in its log."""
+    while run.poll() is None and not (after.exists() and after.read_bytes().count(b'"loss"') >= 3):
+        time.sleep(0.02)
+    launcher = psutil.Process(run.pid)
+    workers = launcher.children(recursive=True)
+    assert len([worker for worker in workers if "--config" in worker.cmdline()]) == 2
+    doomed = [launcher, *workers] if whole else [worker for worker in workers if worker.environ().get("RANK") == "1"]
+    for process in doomed:
+        process.kill()
+    run.communicate(timeout=100)
+    assert run.returncode != 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from hf_posswap.training.config.load import load_recipe, make_recipe
 from hf_posswap.training.config.settings import (
+    SENTENCES,
     ComputeSettings,
     GateSettings,
     ModelSettings,
@@ -16,6 +17,7 @@ from hf_posswap.training.config.settings import (
 from hf_posswap.training.config.stages import Phase, phases_of
 
 __all__ = [
+    "SENTENCES",
     "ComputeSettings",
     "GateSettings",
     "ModelSettings",

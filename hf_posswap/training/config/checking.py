@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.training.config.problems import Problem
-from hf_posswap.training.config.settings import Recipe, SchemeValue, StageSettings
+from hf_posswap.training.config.settings import SENTENCES, Recipe, SchemeValue, StageSettings
 from hf_posswap.training.config.stages import scheme_of
 from hf_posswap.training.trainable import ADAPTERS
 
@@ -46,6 +46,7 @@ def _swap(recipe: Recipe) -> Iterator[Problem]:
         return
     wanting = {
         "swap.max_length": swap.max_length is not None,
+        "swap.centre": swap.centre,
         "swap.gradual_steps": swap.gradual_steps > 0,
         "train.what": recipe.train.what in ("positions", "new_rows"),
         "objective.kind": recipe.objective.kind in ("distill", "embedding"),
@@ -80,13 +81,22 @@ def _objective(recipe: Recipe) -> Iterator[Problem]:
     objective = recipe.objective
     if objective.chunk < 0:
         yield Problem("objective.chunk", f"expected a number of tokens from 0, got {objective.chunk}.")
-    if objective.kind in ("distill", "embedding") and recipe.data.packing not in ("none", "documents"):
+    if not objective.scale > 0:
+        yield Problem("objective.scale", f"expected a number above 0, got {objective.scale}.")
+    packing = recipe.data.packing
+    if objective.kind == "distill" and packing not in ("none", "documents"):
         yield Problem(
             "objective.kind",
-            f"{objective.kind} has the unswapped model read the same windows, and with data.packing "
-            f"{recipe.data.packing} they hold positions that it does not have; use none or documents.",
+            f"distill has the unswapped model read the same windows, and with data.packing {packing} they hold "
+            "positions that it does not have; use none or documents.",
             ("data.packing",),
         )
+    if objective.kind in SENTENCES and packing != "none":
+        said = f"{objective.kind} makes one vector of a text; windows of data.packing {packing} are no texts; use none."
+        yield Problem("objective.kind", said, ("data.packing",))
+    if objective.kind == "contrastive" and recipe.optimizer.batch < 2:
+        said = f"contrastive holds the texts of a batch against one another, and a batch has {recipe.optimizer.batch}."
+        yield Problem("objective.kind", said, ("optimizer.batch",))
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
@@ -138,7 +148,7 @@ def _watch(recipe: Recipe) -> Iterator[Problem]:
         )
     if any(length < 2 for length in lengths):
         yield Problem("watch.evaluate_lengths", f"expected at least 2 tokens each, got {list(lengths)}.")
-    if lengths and recipe.objective.kind in ("masked", "embedding"):
+    if lengths and recipe.objective.kind in ("masked", *SENTENCES):
         said = "measures next-token loss, which an encoder has not; leave it empty."
         yield Problem("watch.evaluate_lengths", said, ("objective.kind",))
 
@@ -152,6 +162,8 @@ def _missing(recipe: Recipe) -> Iterator[Problem]:
     if recipe.watch.picture and importlib.util.find_spec("matplotlib") is None:
         said = "needs matplotlib: pip install 'hf-posswap[plot]', or watch.picture=false."
         yield Problem("watch.picture", said)
+    if recipe.objective.kind == "contrastive" and importlib.util.find_spec("sentence_transformers") is None:
+        yield Problem("objective.kind", "contrastive needs sentence-transformers: pip install sentence-transformers.")
     needed = ["accelerate", "datasets"] + (["peft"] if recipe.train.what in ADAPTERS else [])
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:

@@ -11,6 +11,8 @@ from hf_posswap.training.distill import DistillSettings
 from hf_posswap.training.trainable import TrainableSettings
 
 SchemeValue = str | Mapping[str, Any] | None
+SENTENCES = ("embedding", "contrastive")
+"""Objectives that make one vector of a text."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,15 @@ class SwapSettings:
             swap, for a control.
         max_length: tokens that the swapped model is meant for; none: as patch_model has it.
         site: auto, or always inside attention.
+        centre: move the mean of the position table into the token embeddings first, so that the swap takes positions
+            alone: see hf_posswap.centre_table.
         gradual_steps: steps over which the share of the new mechanism grows from 0 to 1; 0: it is put in at once.
     """
 
     scheme: SchemeValue = None
     max_length: int | None = None
     site: Literal["auto", "attention"] = "auto"
+    centre: bool = False
     gradual_steps: int = 0
 
 
@@ -56,15 +61,18 @@ class ObjectiveSettings:
 
     Attributes:
         kind: next-token: cross-entropy of a causal model; masked: of an encoder on masked tokens; distill: next-token,
-            and the divergence from the unswapped model within its window; embedding: pooled sentence states against
-            those of the unswapped model.
+            and the divergence from the unswapped model within its window; embedding: the vectors of texts against
+            those of the unswapped encoder; contrastive: the two halves of a text against other texts, by
+            sentence-transformers.
         chunk: tokens whose logits are held at once; 0: those of the whole batch, as the model itself does.
         distill: how to stay close to the unswapped model, under distill.
+        scale: of the cosines under contrastive: one over the temperature.
     """
 
-    kind: Literal["next-token", "masked", "distill", "embedding"] = "next-token"
+    kind: Literal["next-token", "masked", "distill", "embedding", "contrastive"] = "next-token"
     chunk: int = 1024
     distill: DistillSettings = field(default_factory=DistillSettings)
+    scale: float = 20.0
 
 
 @dataclass(frozen=True)

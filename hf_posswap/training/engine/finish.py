@@ -22,6 +22,13 @@ from hf_posswap.training.engine.phase import LOG, PhaseResult, Run
 from hf_posswap.training.engine.picture import draw_losses
 
 REPORT = "report.json"
+_UNITS = {
+    "next-token": "nats a token",
+    "masked": "nats a masked token",
+    "distill": "nats a token, the teacher's share included",
+    "embedding": "1 - cosine to the unswapped encoder",
+    "contrastive": "nats a text",
+}
 
 
 def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -> dict[str, Any]:
@@ -60,7 +67,8 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
     }
     curves = [(r.name or "training", RunLog(run.folder / r.name / LOG).entries()) for r in results]
     if recipe.watch.picture and any("loss" in entry for _, entries in curves for entry in entries):
-        draw_losses(curves, run.folder / "loss.png", below=f"{recipe.model.name}, {_swap_in_words(report)}")
+        said = f"{_without_folder(recipe.model.name)}. {_swap_in_words(report)}"
+        draw_losses(curves, run.folder / "loss.png", below=said, unit=_UNITS[recipe.objective.kind])
     _write(run, report)
     return report
 
@@ -151,4 +159,4 @@ def _swap_in_words(report: dict[str, Any]) -> str:
     plan = report["phases"][-1]["plan"]
     if plan is None:
         return "No swap: the control"
-    return f"Swapped to {plan['scheme']['name']}, for {plan['max_length']} tokens"
+    return f"Swapped to {plan['scheme']['name']}, for {plan['max_length']:,} tokens"

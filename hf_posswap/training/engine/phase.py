@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from hf_posswap.checkpoints import save
 from hf_posswap.errors import CheckpointError
 from hf_posswap.files import read_json, replacing, write_json
 from hf_posswap.patching.blending import finish_blend
-from hf_posswap.training.config import Phase, Recipe
+from hf_posswap.training.config import SENTENCES, Phase, Recipe
 from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.callbacks import Evaluates, Gradual, Health, Recovered, stage_done_at
 from hf_posswap.training.engine.checkpoints import differences
@@ -24,6 +25,7 @@ from hf_posswap.training.engine.log import RunLog, Watch, tensorboard_callback
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.engine.preparing import Prepared, prepare
 from hf_posswap.training.engine.schedule import rate_share
+from hf_posswap.training.engine.sentence_files import write_sentence_files
 from hf_posswap.training.engine.services import Services
 from hf_posswap.training.engine.trainer import PosswapTrainer
 from hf_posswap.training.trainable import parameter_groups
@@ -116,7 +118,12 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     prepared.model.config.use_cache = True  # the Trainer had it off
     if recipe.swap.gradual_steps:
         prepared.plan = finish_blend(prepared.model, max_length=recipe.swap.max_length)
+    if prepared.plan is not None and prepared.tokenizer.model_max_length == prepared.window:
+        prepared.tokenizer.model_max_length = prepared.plan.max_length  # or it would cut every text at the old length
     _write_model(trainer, prepared, place, run)
+    if run.main and recipe.objective.kind in SENTENCES and _has_sentences():
+        assert prepared.plan is not None
+        write_sentence_files(recipe.model, place / MODEL, prepared.plan.max_length)
     result = _result(phase, prepared, trainer.state.global_step, log)
     if run.main:
         write_json(place / DONE, {"identity": run.identity, "result": asdict(result)})
@@ -125,6 +132,10 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     del trainer, prepared
     gc.collect()
     return result
+
+
+def _has_sentences() -> bool:
+    return importlib.util.find_spec("sentence_transformers") is not None
 
 
 def _windows(recipe: Recipe, run: Run) -> int:

@@ -1,21 +1,39 @@
-"""The loss curve of a run."""
+"""The loss curve of a run: every measurement, faint, under its running mean, and what was held out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hf_posswap.plotting import canvas
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-def draw_losses(curves: Sequence[tuple[str, list[dict[str, Any]]]], path: Path, *, below: str) -> None:
+_SMOOTHED = 30  # fewer points are drawn as they are
+_PARTS = 15  # of a curve, over one of which its mean is taken
+_FIRST_COLOUR = 2  # blue: grey and black stand for what was not swapped
+
+
+def draw_losses(
+    curves: Sequence[tuple[str, list[dict[str, Any]]]],
+    path: Path,
+    *,
+    below: str,
+    unit: str = "nats a token",
+) -> None:
     """Draw the training loss over the tokens read, one line a phase, and write it to `path` (PNG and SVG).
+
+    Losses on held-out text, where the log has any, are drawn as dots, one colour a length.
 
     Args:
         curves: name and log entries of each phase, in order.
         path: of the picture, a .png.
         below: a line under the title.
+        unit: of the loss.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -23,25 +41,92 @@ def draw_losses(curves: Sequence[tuple[str, list[dict[str, Any]]]], path: Path, 
 
     Example:
         >>> import tempfile
-        >>> entries = [{"tokens": 128, "loss": 5.0}, {"tokens": 256, "loss": 4.0}]
+        >>> entries = [{"step": 1, "tokens": 128, "loss": 5.0}, {"step": 2, "tokens": 256, "loss": 4.0}]
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     draw_losses([("training", entries)], Path(folder) / "loss.png", below="gpt2, rope")
         ...     sorted(path.name for path in Path(folder).iterdir())
         ['loss.png', 'loss.svg']
     """
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     picture, (ax,) = canvas.figure(8.0, 4.6)
     canvas.title(ax, "Training loss", below)
-    before = 0
-    for number, (name, entries) in enumerate(curves):
-        points = [(before + entry["tokens"], entry["loss"]) for entry in entries if "loss" in entry]
-        if not points:
-            continue
-        colour = canvas.COLOURS[(2 + number) % len(canvas.COLOURS)]
-        ax.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=name)
-        before = points[-1][0]
-    ax.grid(axis="both", color="#e6e6e6", linewidth=0.7)
-    ax.set_xlabel("tokens read", fontsize=9)
-    ax.set_ylabel("mean loss in nats a token, lower is better", fontsize=9)
-    if len(curves) > 1:
-        ax.legend(fontsize=9, frameon=False)
+    measured = _draw_phases(ax, curves)
+    if measured:
+        _draw_held_out(ax, measured, colour=_FIRST_COLOUR + len(curves))
+    ax.grid(axis="y", color="#e6e6e6", linewidth=0.7)
+    ax.set_axisbelow(True)
+    ax.xaxis.set_major_locator(MaxNLocator(7))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: count(tokens)))
+    ax.margins(x=0.02)
+    ax.set_xlabel("tokens read", fontsize=9, color=canvas.INK)
+    ax.set_ylabel(f"{unit}, lower is better", fontsize=9, color=canvas.INK)
+    if len(curves) > 1 or measured:
+        ax.legend(fontsize=9, frameon=False, labelcolor=canvas.INK)
     canvas.save(picture, path)
+
+
+def _draw_phases(ax: Axes, curves: Sequence[tuple[str, list[dict[str, Any]]]]) -> dict[str, list[tuple[float, float]]]:
+    """Draw each phase after the one before, and return what was measured on held-out text: tokens and loss a length."""
+    before, measured = 0.0, dict[str, list[tuple[float, float]]]()
+    for number, (name, entries) in enumerate(curves):
+        steps = [entry for entry in entries if "loss" in entry]
+        if not steps:
+            continue
+        tokens = np.array([before + entry["tokens"] for entry in steps])
+        _draw_curve(ax, tokens, np.array([entry["loss"] for entry in steps]), name, _FIRST_COLOUR + number)
+        a_step = steps[-1]["tokens"] / steps[-1]["step"]
+        for entry in (entry for entry in entries if "nll" in entry):
+            for length, nll in entry["nll"].items():
+                measured.setdefault(length, []).append((before + entry["step"] * a_step, nll))
+        if number:
+            ax.axvline(before, color=canvas.FAINT, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+        before = float(tokens[-1])
+    return measured
+
+
+def _draw_curve(ax: Axes, tokens: np.ndarray, losses: np.ndarray, name: str, colour: int) -> None:
+    smooth, mean = len(losses) >= _SMOOTHED, running_mean(losses, len(losses) // _PARTS)
+    style: dict[str, Any] = {"color": _colour(colour), "solid_capstyle": "round"}
+    if smooth:
+        ax.plot(tokens, losses, linewidth=0.8, alpha=0.3, **style)
+    marker = "" if smooth else "o"
+    ax.plot(tokens, mean if smooth else losses, marker=marker, markersize=3.5, linewidth=2.0, label=name, **style)
+
+
+def _draw_held_out(ax: Axes, measured: dict[str, list[tuple[float, float]]], colour: int) -> None:
+    for number, (length, points) in enumerate(measured.items()):
+        marker = canvas.MARKERS[number % len(canvas.MARKERS)]
+        label = f"held out, {int(length):,} tokens"
+        style = {"color": _colour(colour + number), "marker": marker, "markersize": 5, "linewidth": 1.0}
+        ax.plot(*zip(*points, strict=True), label=label, zorder=3, **style)  # type: ignore[arg-type]
+
+
+def _colour(number: int) -> str:
+    return canvas.COLOURS[number % len(canvas.COLOURS)]
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Return the mean of the last `window` values at each place, [N]; of fewer at the beginning.
+
+    Example:
+        >>> running_mean(np.array([4.0, 2.0, 2.0, 8.0]), 2)
+        array([4., 3., 2., 5.])
+    """
+    sums = np.concatenate(([0.0], np.cumsum(values, dtype=np.float64)))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - max(1, window))
+    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
+
+
+def count(number: float) -> str:
+    """Return a number of tokens in short.
+
+    Example:
+        >>> [count(n) for n in (0, 512, 1500, 250000, 1.5e6, 2e9)]
+        ['0', '512', '1.5 k', '250 k', '1.5 M', '2 G']
+    """
+    for size, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(number) >= size:
+            return f"{number / size:.4g}{name}"
+    return f"{number:.4g}"

@@ -14,21 +14,24 @@ from hf_posswap.checkpoints import load
 from hf_posswap.errors import CheckpointError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.apply import patch_model
+from hf_posswap.patching.centring import centre_table
 from hf_posswap.patching.plan import SwapPlan, plan_swap, unwrap
 from hf_posswap.patching.verify import verify_swap
 from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.tokens import check_token_ids
 from hf_posswap.training.chunk_proof import chunking_problem
-from hf_posswap.training.config import Recipe
+from hf_posswap.training.config import SENTENCES, Recipe
 from hf_posswap.training.data import TokenData, build_data, prove_packing
 from hf_posswap.training.distill import make_teacher
 from hf_posswap.training.engine.arguments import on_cpu
-from hf_posswap.training.engine.gates import FirstLoss, check_first_loss, check_positions, probe, short_windows
+from hf_posswap.training.engine.gates import check_positions, probe, short_windows
 from hf_posswap.training.engine.memory import refuse_too_much, training_need
 from hf_posswap.training.engine.objectives import Objective, make_objective
 from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
+from hf_posswap.training.engine.sentence_files import pooling_of
 from hf_posswap.training.engine.services import Services
+from hf_posswap.training.engine.start import measure_start
 from hf_posswap.training.engine.weights import load_weights
 from hf_posswap.training.trainable import prepare_trainable
 
@@ -46,6 +49,7 @@ class Prepared:
         data: what it reads.
         objective: what is minimised.
         plan: of the swap; None: there is none.
+        window: positions of the unswapped model.
         short: held-out tokens within the unswapped model's window, [N, L].
         short_before: the unswapped model's loss on them.
         said: what the gates found, in sentences.
@@ -56,6 +60,7 @@ class Prepared:
     data: TokenData
     objective: Objective
     plan: SwapPlan | None
+    window: int
     short: torch.Tensor
     short_before: float
     said: list[str] = field(default_factory=list)
@@ -87,6 +92,7 @@ def prepare(
     length = _max_length(recipe, scheme, has_table=sites.geometry.base is None)
     plan = None if scheme is None else plan_swap(model, scheme, max_length=length, site=recipe.swap.site)
     refuse_silent_errors(recipe, plan.scheme if plan else None, launch)
+    mean = centre_table(model) if recipe.swap.centre else None
     data = build_data(
         recipe.data,
         tokenizer,
@@ -97,15 +103,17 @@ def prepare(
     )
     _place(model, recipe, launch, services)
     batch = _first_batch(recipe, model, data, plan, sites)
+    pooling = pooling_of(recipe.model) if recipe.objective.kind in SENTENCES else None
+    start = measure_start(recipe, model, batch, causal=causal, window=window, pooling=pooling)
     short = short_windows(data.held_out, window)
-    before = FirstLoss(probe(model, batch, causal=causal, plain=window), model.config.get_text_config().vocab_size)
     short_before = probe(model, {"input_ids": short, "labels": short}, causal=True) if causal else 0.0
     if scheme is not None:
         plan = patch_model(model, scheme, max_length=length, site=recipe.swap.site)
     said = [] if plan is None else [f"swap verified: {', '.join(verify_swap(model).checks)}"]
+    if mean is not None:
+        said.append(f"the table's mean, of norm {float(mean.norm()):.2g}, went into the token embeddings")
     if recipe.gates.start and not resumes and weights is None:
-        loss, plain = probe(model, batch, causal=causal), probe(model, batch, causal=causal, plain=window)
-        said.append(check_first_loss(loss, plain, before, plan, recipe.gates.start_above))
+        said.append(start.check(model, plan, recipe.gates.start_above))
         prove_packing(model, data)
         said.append(f"data.packing {recipe.data.packing} proved on one batch")
     teacher = make_teacher(model) if recipe.objective.kind in ("distill", "embedding") else None
@@ -116,8 +124,17 @@ def prepare(
     said += [*([note] if note else []), _check_memory(recipe, model, launch, services, chunk)]
     if recipe.compute.compile:
         said.append(f"{compile_layers(model, sites.attention)} layers are compiled, each by itself")
-    objective = make_objective(recipe.objective, causal=causal, teacher=teacher, window=window, chunk=chunk)
-    return Prepared(model, tokenizer, data, objective, plan, short, short_before, said)
+    masking = data.train.masking
+    objective = make_objective(
+        recipe.objective,
+        causal=causal,
+        teacher=teacher,
+        window=window,
+        chunk=chunk,
+        pooling=pooling,
+        around=(len(masking.before), len(masking.after)) if masking else (0, 0),
+    )
+    return Prepared(model, tokenizer, data, objective, plan, window, short, short_before, said)
 
 
 def _place(model: Any, recipe: Recipe, launch: Launch, services: Services) -> None:

@@ -1,0 +1,179 @@
+"""Sentence embeddings: those of the unswapped encoder kept, or passages of one text brought near each other."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+IGNORED = -100
+Around = tuple[int, int]
+"""Special tokens before and after a text."""
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """Makes one vector of the states of a text.
+
+    Attributes:
+        modules: of sentence-transformers, that stand behind the encoder; none: the mean over the tokens.
+
+    Example:
+        >>> states, mask = torch.tensor([[[1.0, 3.0], [3.0, 5.0], [9.0, 9.0]]]), torch.tensor([[1, 1, 0]])
+        >>> Pooling()(states, mask)
+        tensor([[2., 4.]])
+    """
+
+    modules: tuple[nn.Module, ...] = ()
+
+    def __call__(self, states: Tensor, mask: Tensor) -> Tensor:
+        """Return [B, E], float32, of `states` [B, L, E], where `mask` [B, L] is not 0."""
+        states = states.float()
+        if not self.modules:
+            weights = mask[..., None].to(states.dtype)
+            return (states * weights).sum(1) / weights.sum(1).clamp_min(1)
+        features: dict[str, Any] = {"token_embeddings": states, "attention_mask": mask}
+        for module in self.modules:
+            features = module.to(states.device)(features)
+        return features["sentence_embedding"]
+
+
+def embed(model: Any, pooling: Pooling, ids: Tensor, mask: Tensor) -> Tensor:
+    """Return the vectors of texts, [B, E], float32.
+
+    Args:
+        model: an encoder, with or without a head, possibly wrapped.
+        pooling: of its last states.
+        ids: [B, L].
+        mask: [B, L], 0 where a text has ended.
+    """
+    output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+    states = getattr(output, "last_hidden_state", None)  # [B, L, E]
+    return pooling(output.hidden_states[-1] if states is None else states, mask)
+
+
+def texts_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the tokens of a batch with nothing masked, and where they are, [B, L] each."""
+    labels, ids = inputs["labels"], inputs["input_ids"]
+    texts = torch.where(labels == IGNORED, ids, labels)
+    mask = inputs.get("attention_mask")
+    return texts, torch.ones_like(texts) if mask is None else mask
+
+
+def embedding_loss(
+    model: Any, teacher: Any, pooling: Pooling, inputs: dict[str, Any], items: Tensor | int | None, *, window: int
+) -> Tensor:
+    """Return one less the mean cosine of the texts' vectors by `model` and by the unswapped `teacher`.
+
+    The teacher reads as much of each text as its window holds; the model reads all of it. A text counts as often as it
+    has labels, so that the losses of micro-batches add up to that of the big batch.
+
+    Args:
+        model: an encoder, with any head.
+        teacher: the unswapped one.
+        pooling: of both.
+        inputs: `input_ids` [B, L] in which some tokens are masked, their originals in `labels` [B, L].
+        items: labels of all micro-batches; None: of these.
+        window: tokens that the teacher can read.
+    """
+    texts, real = texts_of(inputs)
+    with torch.no_grad():
+        wanted = embed(teacher, pooling, texts[:, :window], real[:, :window])  # [B, E]
+    distances = 1 - functional.cosine_similarity(embed(model, pooling, texts, real), wanted, dim=-1)  # [B]
+    counted = _labels(inputs)  # [B]
+    return (distances * counted).sum() / (counted.sum().clamp_min(1) if items is None else items)
+
+
+def contrastive_loss(
+    model: Any, pooling: Pooling, inputs: dict[str, Any], items: Tensor | int | None, *, scale: float, around: Around
+) -> Tensor:
+    """Return sentence-transformers' MultipleNegativesRankingLoss over the two halves of each text.
+
+    A half is to be nearer to its other half than to those of the other texts of the batch
+    (https://arxiv.org/abs/1705.00652).
+
+    Args:
+        model: an encoder, with any head.
+        pooling: of its last states.
+        inputs: as in `embedding_loss`; at least two texts.
+        items: labels of all micro-batches, of which each weighs as much as it has; None: of these.
+        scale: of the cosines.
+        around: special tokens of a text.
+    """
+    texts, real = texts_of(inputs)
+    ids, mask = halves(texts, real, around)
+    first, second = embed(model, pooling, ids, mask).chunk(2)  # in one forward, which DDP counts on
+    ranking = _ranking_loss()(nn.Identity(), scale=scale)
+    loss: Tensor = ranking([{"sentence_embedding": first}, {"sentence_embedding": second}], None)
+    counted = _labels(inputs).sum()
+    return loss if items is None else loss * counted / items
+
+
+def _ranking_loss() -> Any:
+    own = "sentence_transformers.sentence_transformer"  # from its version 6 on
+    home = own if importlib.util.find_spec(own) else "sentence_transformers"
+    return importlib.import_module(f"{home}.losses").MultipleNegativesRankingLoss
+
+
+def _labels(inputs: dict[str, Any]) -> Tensor:
+    return (inputs["labels"] != IGNORED).sum(-1)
+
+
+def halves(texts: Tensor, real: Tensor, around: Around) -> tuple[Tensor, Tensor]:
+    """Return the first halves of all texts and then the second ones, each with its special tokens: ids and mask.
+
+    Args:
+        texts: [B, L].
+        real: [B, L], 0 where a text has ended.
+        around: special tokens before and after it.
+
+    Example:
+        >>> texts = torch.tensor([[1, 5, 6, 7, 2], [1, 8, 9, 2, 0]])
+        >>> ids, mask = halves(texts, (texts != 0).long(), (1, 1))
+        >>> ids.tolist()
+        [[1, 5, 2, 0], [1, 8, 2, 0], [1, 6, 7, 2], [1, 9, 2, 0]]
+    """
+    before, after = around
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for row, length in zip(texts, real.sum(-1).tolist(), strict=True):
+        start, body, end = row[:before], row[before : length - after], row[length - after : length]
+        middle = len(body) // 2
+        for part, words in zip(parts, (body[:middle], body[middle:]), strict=True):
+            part.append(torch.cat((start, words, end)))
+    rows = [*parts[0], *parts[1]]
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return pad_sequence(rows, batch_first=True), mask
+
+
+def all_vectors(model: Any, pooling: Pooling, batch: dict[str, Any], *, plain: int) -> Tensor:
+    """Return the vectors of the first `plain` tokens of a batch's texts, in eval mode, without a gradient, [B, E]."""
+    texts, real = (part[:, :plain].to(model.device) for part in texts_of(batch))
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return embed(model, pooling, texts, real)
+    finally:
+        model.train(training)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Return one less the mean cosine of two sets of vectors [B, E].
+
+    Example:
+        >>> distance(torch.eye(2), torch.tensor([[3.0, 0.0], [2.0, 0.0]]))
+        0.5
+    """
+    return float(1 - functional.cosine_similarity(one, other, dim=-1).mean())
+
+
+def behind_the_encoder(modules: Sequence[nn.Module]) -> Pooling:
+    """Return what stands behind the first module of a sentence-transformers model, frozen, in eval mode."""
+    return Pooling(tuple(module.requires_grad_(False).eval() for module in modules[1:]))
