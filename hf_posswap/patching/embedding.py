@@ -31,8 +31,8 @@ class NoPositions(nn.Module):
         self.register_buffer("weight", weight)
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Return a zero without dimensions: it broadcasts, and promotes no dtype."""
-        return self.weight.new_zeros(())
+        """Return a zero without dimensions: it broadcasts, promotes no dtype, and on the CPU it meets any device."""
+        return self.weight.new_zeros((), device="cpu" if self.weight.is_meta else None)  # on meta: it is offloaded
 
     def extra_repr(self) -> str:
         return f"weight={list(self.weight.shape)}"

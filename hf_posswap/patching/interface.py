@@ -87,8 +87,9 @@ class NoRows(NoPositions):
 
     def forward(self, index: Any = None, *_: Any, **__: Any) -> Tensor:
         """Return zeros, [..., W] for an `index` [...], or one row [1, W] where the model gives no index."""
-        shape = index.shape if isinstance(index, Tensor) else (1,)
-        return self.weight.new_zeros((*shape, self.width))
+        if isinstance(index, Tensor):
+            return self.weight.new_zeros((*index.shape, self.width), device=index.device)
+        return self.weight.new_zeros((1, self.width))
 
 
 @dataclass(frozen=True)
