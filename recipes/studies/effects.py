@@ -49,6 +49,7 @@ from recipes.studies.running import (
     control_settings,
     make_run,
     run_script,
+    swapped,
     versions,
 )
 from recipes.studies.tables import markdown
@@ -132,7 +133,7 @@ def measure_row(row: Row, sizes: Sizes, place: Path, store: RunStore) -> dict[st
     model = hf_posswap.load(run.model).eval()
     teacher = base.load() if run.recipe.objective.kind == "embedding" else None
     subjects = {"base": base.load(), "control": hf_posswap.load(control.model).eval(), "after": model}
-    subjects["before"] = _swapped(base.load(), model)
+    subjects["before"] = swapped(base.load(), run, model)
     means = {name: document_means(subject, base.texts, store, teacher) for name, subject in subjects.items()}
     record = SwapRecord.from_dict(model.config.posswap)
     places = {place: "$WORK"}
@@ -215,13 +216,6 @@ def _long_texts(base: Base) -> Iterator[str]:
         ids = base.texts.tokenizer(document.text[: 64 * base.texts.longest], verbose=False)["input_ids"]
         if len(ids) > 2 * base.texts.longest:
             yield document.text
-
-
-def _swapped(base: Any, model: Any) -> Any:
-    """Return `base` with the swap that `model` carries, not trained."""
-    record = SwapRecord.from_dict(model.config.posswap)
-    hf_posswap.patch_model(base, record.make_scheme(), max_length=record.max_length)
-    return base.eval()
 
 
 app = script(main)

@@ -30,7 +30,6 @@ from hf_posswap.comparison import read_documents
 from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.evaluation import RunStore, reach_of
 from hf_posswap.files import cache_folder, writable_folder, write_json, write_text
-from hf_posswap.patching.record import SwapRecord
 from hf_posswap.training.config import Recipe, load_recipe
 from recipes.studies.measuring import (
     LAST,
@@ -52,6 +51,7 @@ from recipes.studies.running import (
     make_run,
     source_settings,
     step_tokens,
+    swapped,
     tokens_of,
     versions,
 )
@@ -153,9 +153,8 @@ def _measure(
     """Return the means of documents of the base, of it swapped and not trained, and of recipe and control by seed."""
     after, control = ([document_means(hf_posswap.load(pair[i].model), texts, store) for pair in runs] for i in (0, 1))
     plain = document_means(base, texts, store)
-    record = SwapRecord.from_dict(hf_posswap.load(runs[0][0].model).config.posswap)
-    hf_posswap.patch_model(base, record.make_scheme(), max_length=record.max_length)
-    return plain, document_means(base, texts, store), after, control
+    before = swapped(base, runs[0][0], hf_posswap.load(runs[0][0].model))
+    return plain, document_means(before, texts, store), after, control
 
 
 def judge(base: Means, before: Means, after: Sequence[Means], control: Sequence[Means]) -> dict[str, Any]:

@@ -17,9 +17,11 @@ from unittest.mock import patch
 
 import torch
 
+import hf_posswap
 from hf_posswap.errors import CheckpointError, ConfigError, TrainingError
 from hf_posswap.evaluation.store import unit_key
 from hf_posswap.files import read_json, write_json
+from hf_posswap.patching.record import SwapRecord
 from hf_posswap.training.config import OptimizerSettings, Recipe, load_recipe, phases_of
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.reading import read_yaml
@@ -133,9 +135,19 @@ def make_run(config: Path, settings: Sequence[str], work: Path) -> Run:
     """
     given = (*settings, *_QUIET)
     recipe = load_recipe(config, given)
-    held = to_dict(recipe)
-    identity = {name: value for name, value in held.items() if name not in ("out", "watch", "save", "compute")}
+    identity = _said(to_dict(recipe), to_dict(Recipe()))
+    identity = {name: value for name, value in identity.items() if name not in ("out", "watch", "save", "compute")}
     return Run(config, given, recipe, work / "runs" / f"{config.stem}-{unit_key(identity)[:10]}")
+
+
+def _said(held: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """Return what `held` says beyond `default`, so that a key which recipes learn later changes no run of before."""
+    said = {}
+    for key, value in held.items():
+        other = default.get(key)
+        if value != other:
+            said[key] = _said(value, other) if isinstance(value, dict) and isinstance(other, dict) else value
+    return said
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:
@@ -196,20 +208,28 @@ def control_settings(recipe: Recipe, shared: Iterable[str], window: int) -> list
     said = OptimizerSettings(**held.get("optimizer", {}))
     more = [f"optimizer.{k}={json.dumps(value)}" for k, value in wanted.items() if value != getattr(said, k)]
     packing = "documents" if recipe.data.packing == "documents" else "none"
-    kind = "masked" if recipe.objective.kind in ("masked", "embedding") else "next-token"
-    fixed = {"data.length": length, "data.packing": packing, "objective.kind": kind}
-    if held["swap"].get("gradual_steps"):
-        fixed["swap.gradual_steps"] = 0
+    kind = "next-token" if recipe.objective.kind in ("next-token", "distill") else "masked"
+    fixed: dict[str, Any] = {"data.length": length, "data.packing": packing, "objective.kind": kind}
+    plain = to_dict(Recipe())["swap"]
+    kept_on = [name for name, value in held.get("swap", {}).items() if value not in (None, plain[name])]
+    fixed |= {f"swap.{name}": json.dumps(plain[name]) for name in kept_on}
     if held.get("stages"):
         fixed["stages"] = "[]"
     return [*kept, *(f"{key}={value}" for key, value in fixed.items()), *more]
 
 
+def swapped(base: Any, run: Run, model: Any) -> Any:
+    """Return `base` with the swap that `run` gave `model`, not trained."""
+    record = SwapRecord.from_dict(model.config.posswap)
+    if run.recipe.swap.centre:
+        hf_posswap.centre_table(base)
+    hf_posswap.patch_model(base, record.make_scheme(), max_length=record.max_length)
+    return base.eval()
+
+
 def versions() -> dict[str, str]:
     """Return the versions that numbers depend on."""
     from transformers import __version__ as transformers_version
-
-    import hf_posswap
 
     return {
         "hf_posswap": hf_posswap.__version__,

@@ -8,7 +8,7 @@ from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 
 _HEAD = (
     "recipe", "base", "tokens", "base's loss", "control", "before training", "after", "after less control",
-    "1x", "2x", "4x", "8x", "8th window: after all before it less alone", "runs with",
+    "1x", "2x", "4x", "8x", "8th window in context, less alone", "runs with",
 )  # fmt: skip
 _ROUTES = {"native": "stock transformers", "plugin": "hf_posswap"}
 
@@ -32,8 +32,9 @@ def markdown(result: dict[str, Any]) -> str:
         + (f": under {LEAST_DOCUMENTS} documents, so read no order into it" if _few(rows) else "")
         + ". The columns up to the difference are in the window: eight windows of each document, each by itself; "
         "brackets are 95 % intervals, paired over documents. 1x to 8x: after training, so many windows read at once "
-        "from the start of each document; a dash: the model ends before. The last but one: whether the tokens of the "
-        "eighth window gain (below 0) or lose (above) by the seven windows before them.",
+        "from the start of each document; a dash: the model ends before. Later text may be easier than the start, so "
+        "the last but one column compares the same tokens: do those of the eighth window gain (below 0) or lose "
+        "(above) by the seven windows before them?",
         "",
         _line(_HEAD),
         _line(["---"] * len(_HEAD)),
@@ -45,7 +46,7 @@ def markdown(result: dict[str, Any]) -> str:
         "The same lengths, read by the bases and by the controls. One seed and one corpus: differences below 0.01 "
         "between rows mean nothing.",
         "",
-        _line(["recipe's", "", "1x", "2x", "4x", "8x"]),
+        _line(["model", "base", "1x", "2x", "4x", "8x"]),
         _line(["---"] * 6),
         *_plain(rows),
         "",
@@ -67,11 +68,14 @@ def _line(cells: Any) -> str:
 def _row(row: dict[str, Any]) -> str:
     inside, last = row["in_window"], row.get("last_window")
     name = f"{row['recipe']} (demonstration)" if row["demonstration"] else row["recipe"]
-    measure = "" if row["measure"] == "next token" else f", {row['measure']}"
     losses = [f"{inside[key]:.3f}" for key in ("base", "control", "before", "after")]
-    cells = [name, row["base"] + measure, f"{row['tokens']:,}", *losses, _interval(inside)]
+    cells = [name, _base(row), f"{row['tokens']:,}", *losses, _interval(inside)]
     cells += [*_lengths(row, "after"), "–" if last is None else _interval(last), _ROUTES[row["route"]]]
     return _line(cells)
+
+
+def _base(row: dict[str, Any]) -> str:
+    return row["base"] if row["measure"] == "next token" else f"{row['base']}, {row['measure']}"
 
 
 def _interval(found: dict[str, Any]) -> str:
@@ -93,16 +97,16 @@ def _notes(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _plain(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of bases and controls, each once."""
-    lines = []
+    """Return the lines of bases and controls, each once, with the recipes that they belong to."""
+    lines: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
-        kind = f"{row['base']}, {row['measure']}"
         for name in ("base", "control"):
-            cells = _lengths(row, name)
-            line = _line(["base" if name == "base" else "control", kind, *cells])
-            if line not in lines:
-                lines.append(line)
-    return lines
+            key = (name, _base(row), *_lengths(row, name))
+            lines.setdefault(key, []).append(row["recipe"])
+    return [
+        _line([name if name == "base" else f"control of {', '.join(recipes)}", *cells])
+        for (name, *cells), recipes in lines.items()
+    ]
 
 
 def _commands(rows: list[dict[str, Any]]) -> list[str]:
