@@ -96,9 +96,17 @@ class AttentionCall:
 
     def pieces(self) -> tuple[Piece, ...]:
         """Return the pieces into which the scheme splits this attention."""
-        copied = self.keys_rotated and self.mechanism.copies > 1
-        what = "pieces of copies" if copied else "pieces"
-        return self._shared(what, lambda: self.mechanism.pieces(self.span.query, self.span.key, copied=copied))
+        copied = self._pieces == "copied"
+        return self._shared(self._pieces, lambda: self.mechanism.pieces(self.span.query, self.span.key, copied=copied))
+
+    @property
+    def _pieces(self) -> str:
+        """What the pieces of this call are known by: layers may differ in what their caches hold."""
+        return "copied" if self.keys_rotated and self.mechanism.copies > 1 else "pieces"
+
+    def held(self) -> dict[int, Any]:
+        """Return where the layers of a forward keep which keys the pieces hold."""
+        return self._shared(f"{self._pieces} held", dict)
 
     def bias(self) -> Tensor | None:
         """Return the scheme's bias, [B or 1, H, Q, K] float32, or None."""
@@ -286,6 +294,7 @@ def _in_pieces(
         scaling=kwargs.get("scaling"),
         dropout=kwargs.get("dropout", 0.0),
         weights=name != "sdpa",
+        held=call.held(),
     )
 
 

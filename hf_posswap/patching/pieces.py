@@ -7,6 +7,7 @@ computed only for the keys that it holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,22 @@ BLOCK = 256
 """Queries that are scored at once."""
 LOWEST = torch.finfo(torch.float32).min
 """The score of a pair that is masked."""
+
+
+class Held(NamedTuple):
+    """The keys that a piece holds for a block of queries.
+
+    Attributes:
+        piece: that holds them.
+        low: the first key that any query holds.
+        high: the one after the last.
+        which: of the keys between, [B or 1, q, high - low]; None: all.
+    """
+
+    piece: Piece
+    low: int
+    high: int
+    which: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,7 @@ class Scoring:
         mask: bool (True: attend) or additive, [B or 1, 1 or H, Q, K]; None: no mask.
         causal: where there is no mask: whether a query sees only keys up to its own index.
         scaling: multiplies the scores.
+        held: what `holding` found for one query, for all layers that ask the same.
     """
 
     pieces: tuple[Piece, ...]
@@ -42,6 +60,7 @@ class Scoring:
     mask: Tensor | None
     causal: bool
     scaling: float
+    held: dict[int, list[Held]]
 
     @property
     def wide(self) -> torch.dtype:
@@ -50,23 +69,43 @@ class Scoring:
 
     def block(self, start: int, stop: int) -> Tensor:
         """Return the masked scores of queries start to stop, [B, H, q, K], of dtype `wide`."""
-        rows = self.query_positions[:, start:stop, None]  # [B or 1, q, 1]
-        columns = self.key_positions[:, None, :]  # [B or 1, 1, K]
-        seen = self._seen(start, stop)  # [q, K] or None
+        seen, keys = self._seen(start, stop), self.key_positions.shape[1]
+        if self.query.shape[2] > 1:
+            found = self._holding(start, stop, seen)
+        elif (known := self.held.get(keys)) is None:
+            found = self.held[keys] = self._holding(start, stop, seen)
+        else:
+            found = known
+        parts = [self._part(one, start, stop) for one in found]
+        if _tile(found, keys):
+            return self._masked(torch.cat(parts, dim=-1), seen, start, stop)
         batch, heads, _, _ = self.query.shape
         # padding may belong to no piece
-        scores = self.query.new_full((batch, heads, stop - start, columns.shape[-1]), LOWEST, dtype=self.wide)
+        scores = self.query.new_full((batch, heads, stop - start, keys), LOWEST, dtype=self.wide)
+        for one, part in zip(found, parts, strict=True):
+            if one.which is not None:
+                part = torch.where(one.which[:, None], part, scores[..., one.low : one.high])
+            scores = torch.cat((scores[..., : one.low], part, scores[..., one.high :]), dim=-1)
+        return self._masked(scores, seen, start, stop)
+
+    def _part(self, held: Held, start: int, stop: int) -> Tensor:
+        """Return the scores of a piece for its range of keys, [B, H, q, high - low]."""
+        query = held.piece.rotate_query(self.query[:, :, start:stop], start, stop)
+        key = held.piece.rotate_key(self.key[:, :, held.low : held.high], held.low, held.high)
+        return grouped_matmul(query, key.transpose(-1, -2)).to(self.wide) * self.scaling
+
+    def _holding(self, start: int, stop: int, seen: Tensor | None) -> list[Held]:
+        """Return which keys each piece holds for the queries start to stop, in their order; none: it is left out."""
+        rows = self.query_positions[:, start:stop, None]  # [B or 1, q, 1]
+        columns = self.key_positions[:, None, :]  # [B or 1, 1, K]
+        found = []
         for piece in self.pieces:
             held = piece.pairs.holds(rows, columns)  # [B or 1, q, K]
             low, high = _range(held if seen is None else held & seen)
-            if low == high:
-                continue
-            query = piece.rotate_query(self.query[:, :, start:stop], start, stop)
-            key = piece.rotate_key(self.key[:, :, low:high], low, high)
-            part = grouped_matmul(query, key.transpose(-1, -2)).to(self.wide) * self.scaling  # [B, H, q, high - low]
-            kept = torch.where(held[:, None, :, low:high], part, scores[..., low:high])
-            scores = torch.cat((scores[..., :low], kept, scores[..., high:]), dim=-1)
-        return self._masked(scores, seen, start, stop)
+            which = held[..., low:high]
+            if low < high:
+                found.append(Held(piece, low, high, None if _is_all(which) else which))
+        return sorted(found, key=lambda one: one.low)
 
     def _seen(self, start: int, stop: int) -> Tensor | None:
         """Return which keys the queries start to stop may see by their index, bool [q, K]; None: all of them."""
@@ -94,6 +133,17 @@ def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
     return torch.matmul(together, right).unflatten(2, (-1, rows)).flatten(1, 2)
 
 
+def _tile(found: list[Held], keys: int) -> bool:
+    """Return whether each of `keys` keys is held, for all queries, by one of the pieces that were found."""
+    ends = [0, *(one.high for one in found)]
+    return ends[-1] == keys and all(one.which is None and one.low == end for one, end in zip(found, ends, strict=False))
+
+
+def _is_all(held: Tensor) -> bool:
+    """Return whether all of `held` is; False where asking is dear."""
+    return not torch.compiler.is_compiling() and held.device.type == "cpu" and bool(held.all())
+
+
 def _range(held: Tensor) -> tuple[int, int]:
     """Return the first key that any query of a block holds, and the one after the last; all where asking is dear."""
     keys = held.shape[-1]
@@ -116,6 +166,7 @@ def attend_in_pieces(
     scaling: float | None,
     dropout: float = 0.0,
     weights: bool = False,
+    held: dict[int, list[Held]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return softmax attention whose score for a query and a key is that of the piece which holds them.
 
@@ -131,6 +182,7 @@ def attend_in_pieces(
         scaling: multiplies the scores; None: 1/sqrt(D).
         dropout: probability of dropping an attention weight.
         weights: whether to return the attention weights; all queries are then one block.
+        held: kept by the caller for all calls with the same pieces and positions; None: nothing is kept.
 
     Returns:
         [B, Q, H, Dv], and the weights [B, H, Q, K] or None.
@@ -144,6 +196,7 @@ def attend_in_pieces(
         mask=mask,
         causal=causal,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        held={} if held is None else held,
     )
     length = query.shape[2]
     rows = length if weights else BLOCK
