@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import multiprocessing
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from hf_posswap.training.data.cutting import LEAST, cut_pieces, pack_pieces
 from hf_posswap.training.data.masking import make_masking
 from hf_posswap.training.data.order import Order
 from hf_posswap.training.data.positions import pose_draw, random_positions
+from hf_posswap.training.data.telling import Telling
 from tests.training.test_packing import built, masked_tokenizer
 
 TEXTS = [f"document {number} says {'more ' * number}and ends" for number in range(40)]
@@ -319,3 +322,32 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="datasets"):
         data(tmp_path, Source("org/books"))
+
+
+def test_tokens_that_take_long_are_told_of_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "folder" / f"{number:02}.txt").write_text(text)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(TEXTS)))
+    said: list[str] = []
+
+    def build(path: Path, cache: str) -> Any:
+        settings = DataSettings((Source(str(path)),), cache=tmp_path / cache, length=32, held_out=0.2)
+        return build_data(settings, TOKENIZER, causal=True, scheme_length=64, say=said.append)
+
+    quick = build(tmp_path / "folder", "quick")
+    assert said == []
+    monkeypatch.setattr(storing, "_AT_ONCE", 15)
+    seconds = itertools.count(0.0, 12.0)
+    monkeypatch.setattr(storing, "Telling", lambda source, say: Telling(source, say, lambda: next(seconds)))
+    slow = build(tmp_path / "folder", "slow")
+    shown = [line.partition(": ")[2].partition(" a second")[0] for line in said]
+    assert shown == [f"{n} of 40 documents are tokens, {rate}" for n, rate in ((15, 1.25), (30, 1.25), (40, 1.11))]
+    counted = sum(len(document) for store in (slow.train.stores[0], slow.held_out) for document in store)
+    assert said[-1].endswith(f"{counted:,} tokens, about 0 s left")
+    assert np.array_equal(slow.train.stores[0].tokens, quick.train.stores[0].tokens)
+    said.clear()
+    build(tmp_path / "folder", "slow")  # kept
+    assert said == []
+    build(tmp_path / "rows.jsonl", "slow")  # how many rows there are is not known
+    assert re.search(r": 15 documents are tokens, 1.25 a second, [\d,]+ tokens$", said[0])

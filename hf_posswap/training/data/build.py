@@ -18,6 +18,7 @@ from hf_posswap.training.data.order import Order
 from hf_posswap.training.data.settings import DataSettings
 from hf_posswap.training.data.sources import check_source
 from hf_posswap.training.data.store import TokenStore, token_stores
+from hf_posswap.training.data.telling import Say
 from hf_posswap.training.data.windows import Collate, TokenWindows
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def build_data(
     scheme_length: int,
     first_position: int = 0,
     dtype: torch.dtype = torch.float32,
+    say: Say | None = None,
 ) -> TokenData:
     """Return what to train on. Documents are tokenized whole, once; later calls find the tokens in the cache.
 
@@ -65,6 +67,7 @@ def build_data(
             reach up to it.
         first_position: what the model's `position_ids` call position 0, `Sites.first_position`.
         dtype: of the model's weights: the mask of an encoder's packed documents must have it.
+        say: shows a line now and then where tokens take long to make; None: nothing is said.
 
     Raises:
         DataError: a source cannot be read or has no window, the window is longer than `scheme_length`, or the
@@ -91,7 +94,9 @@ def build_data(
     folder = cache_folder(settings.cache) / "tokens"
     stores, held_out, cuts = [], [], []
     for source in settings.sources:
-        store, measured = token_stores(source, tokenizer, begin=causal, held_out=settings.held_out, cache=folder)
+        store, measured = token_stores(
+            source, tokenizer, begin=causal, held_out=settings.held_out, cache=folder, say=say
+        )
         stores.append(store)
         held_out.append(measured)
         cuts.append(_cut(store, settings, around, source.path))

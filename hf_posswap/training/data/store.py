@@ -17,6 +17,7 @@ from hf_posswap.errors import DataError
 from hf_posswap.files import replacing, writable_folder, write_json
 from hf_posswap.training.data.settings import Source
 from hf_posswap.training.data.sources import source_documents, source_identity
+from hf_posswap.training.data.telling import Say, Telling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +57,13 @@ class TokenStore(Sequence[np.ndarray]):
 
 
 def token_stores(
-    source: Source, tokenizer: PreTrainedTokenizerBase, *, begin: bool, held_out: float, cache: Path
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    begin: bool,
+    held_out: float,
+    cache: Path,
+    say: Say | None = None,
 ) -> tuple[TokenStore, TokenStore]:
     """Return the documents of `source` to learn from and those held out, from `cache` where they lie there.
 
@@ -68,6 +75,7 @@ def token_stores(
         begin: whether each begins with the tokenizer's begin-of-text token, where it has one.
         held_out: share to hold out, where the source does not say which.
         cache: folder that keeps them.
+        say: shows a line now and then where it takes long; None: nothing is said.
 
     Raises:
         DataError: the source cannot be read, or one of the parts would be empty.
@@ -86,17 +94,27 @@ def token_stores(
         if not folder.is_dir():
             with replacing(folder) as temporary:
                 temporary.mkdir()
-                _write(source, tokenizer, begin, held_out, temporary)
+                _write(source, tokenizer, begin, held_out, temporary, say)
                 write_json(temporary / "identity.json", identity)
     train, measured = (_open(folder, part) for part in _PARTS)
     return train, measured
 
 
-def _write(source: Source, tokenizer: PreTrainedTokenizerBase, begin: bool, held_out: float, folder: Path) -> None:
+def _write(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    begin: bool,
+    held_out: float,
+    folder: Path,
+    say: Say | None,
+) -> None:
     lengths: dict[str, list[int]] = {part: [] for part in _PARTS}
+    telling = Telling(source, say)
     with (folder / "train.bin").open("wb") as train, (folder / "held_out.bin").open("wb") as measured:
         for group in _groups(source_documents(source)):
-            for (document, out), ids in zip(group, _encode(group, tokenizer, begin), strict=True):
+            encoded = list(_encode(group, tokenizer, begin))
+            telling.count(len(group), sum(map(len, encoded)))
+            for (document, out), ids in zip(group, encoded, strict=True):
                 aside = _place(document.text) < held_out if out is None else out
                 (measured if aside else train).write(ids.tobytes())
                 lengths[_PARTS[aside]].append(len(ids))

@@ -100,6 +100,7 @@ def prepare(
         scheme_length=plan.max_length if plan else window,
         first_position=sites.first_position,
         dtype=model.dtype,
+        say=services.reporter.line if services.reporter else None,
     )
     _place(model, recipe, launch, services)
     batch = _first_batch(recipe, model, data, plan, sites)
