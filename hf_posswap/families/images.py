@@ -124,7 +124,9 @@ def refuse_other_tables(model: nn.Module, table: str, kept: list[str], family: s
     """
     for path, _ in model.named_parameters():
         leaf = path.rsplit(".", 1)[-1]
-        claimed = path == table or any(path.startswith(f"{one}.") for one in kept)
+        # copies that PEFT keeps of a module are refused as such, when a swap is planned
+        copied = not {"original_module", "modules_to_save"}.isdisjoint(path.split("."))
+        claimed = copied or path == table or any(path.startswith(f"{one}.") for one in kept)
         if ("position" in leaf or "pos_embed" in leaf) and not claimed:
             raise UnsupportedModelError(
                 f"{who(model)}: {path!r} looks like a part of the position mechanism, and family {family!r} does not "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,25 +49,22 @@ class _Subject:
         tower = self.model.get_submodule(self.stack.entry)
         return tower(pixel_values=pixels).last_hidden_state[0].float()
 
-    def pooled(self, pixels: Tensor) -> Tensor:
-        """Return the states of tokens without a place, and the mean of the patches: no order is left in it."""
-        states, prefix = self.run(pixels), self.stack.geometry.prefix_tokens
-        return torch.cat((states[:prefix], states[prefix:].mean(dim=0, keepdim=True)))
-
-    def shuffled(self, pixels: Tensor) -> Tensor:
-        """Return the image with its patches in another order."""
+    def shuffled(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the image with its patches in another order, and which tokens come to stand where, [N]."""
         (high, wide), (rows, columns) = (
             self.stack.geometry.patch_size or (1, 1),
             self.stack.geometry.grid(_size(pixels)),
         )
         cut = pixels[..., : rows * high, : columns * wide].clone()
         tiles = cut.unflatten(3, (columns, wide)).unflatten(2, (rows, high)).transpose(3, 4).flatten(2, 3)
-        tiles = tiles[:, :, torch.randperm(rows * columns, generator=self.generator)]  # [1, C, R C, high, wide]
+        order = torch.randperm(rows * columns, generator=self.generator)
+        tiles = tiles[:, :, order]  # [1, C, R C, high, wide]
         mixed = pixels.clone()
         mixed[..., : rows * high, : columns * wide] = (
             tiles.unflatten(2, (rows, columns)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
         )
-        return mixed
+        prefix = self.stack.geometry.prefix_tokens
+        return mixed, torch.cat((torch.arange(prefix), order + prefix)).to(pixels.device)
 
 
 def image_behaviour(model: Any, seed: int) -> dict[str, str]:
@@ -77,7 +75,8 @@ def image_behaviour(model: Any, seed: int) -> dict[str, str]:
     """
     from hf_posswap.patching.behaviour import shadow
 
-    twin = shadow(model).eval()
+    # noise of half precision may hide a weak mechanism
+    twin = (shadow(model) if model.dtype == torch.float32 else copy.deepcopy(model).float()).eval()
     plan: SwapPlan = twin._posswap.plan
     subject = _Subject(twin, plan.sites.main, torch.Generator().manual_seed(seed))
     size = next(edit.action.native for edit in plan.edits if isinstance(edit.action, AnyImageSize))
@@ -86,18 +85,22 @@ def image_behaviour(model: Any, seed: int) -> dict[str, str]:
         states = subject.run(pixels)
         if not torch.isfinite(states).all():
             raise SwapVerificationError("the swapped model gives states that are not finite.")
-        noise = 0.3 * torch.finfo(twin.dtype).eps ** 0.5 * float(states.abs().max()) + 1e-6
+        noise, rounded = (
+            0.3 * torch.finfo(dtype).eps ** 0.5 * float(states.abs().max()) + 1e-6
+            for dtype in (twin.dtype, model.dtype)
+        )
         found = {"finite": f"states up to {float(states.abs().max()):.3g}", "order of patches": ""}
         found["order of patches"] = _order(subject, plan, pixels, noise)
         found["other image size"] = _other_size(subject, size)
-        found["unswapped model"] = _unswapped(subject, plan, noise)
+        found["unswapped model"] = _unswapped(subject, plan, rounded)
     return found
 
 
 def _order(subject: _Subject, plan: SwapPlan, pixels: Tensor, noise: float) -> str:
     """Shuffle the patches: every mechanism must notice, but for one that knows no positions, which must not."""
-    gap = float((subject.pooled(pixels) - subject.pooled(subject.shuffled(pixels))).abs().max())
-    found = f"shuffling the patches moves the pooled states by {gap:.3g}"
+    mixed, order = subject.shuffled(pixels)
+    gap = float((subject.run(pixels)[order] - subject.run(mixed)).abs().max())
+    found = f"shuffling the patches moves their states by {gap:.3g}"
     if plan.scheme.kind == "none":
         if gap > noise:
             raise SwapVerificationError(f"{plan.scheme}: {found}, and nothing should tell one patch from another.")

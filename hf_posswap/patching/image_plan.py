@@ -10,13 +10,14 @@ from typing import Any, Literal
 import torch
 
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.images import ImageSites
+from hf_posswap.families.images import ImageSites, tensor_at
 from hf_posswap.families.modules import get, join
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import Action, SetAttribute
 from hf_posswap.patching.image_actions import AnyImageSize, RemoveGridTable, ReplaceGridTable, SetRowIds
+from hf_posswap.patching.offloaded import hooks_of
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.grid_table import GridTable
 from hf_posswap.schemes.learned_2d import Learned2D
@@ -49,6 +50,7 @@ def image_plan(model: Any, sites: Sites, stack: Stack, scheme: Scheme, site: Lit
             f"{scheme.name} does not act inside attention, and {type(model).__name__} was asked for at the attention "
             "site. What works: rope_2d, alibi_2d."
         )
+    _refuse_kept_elsewhere(model, image, scheme)
     if isinstance(scheme, GridTable):
         _replace(plan, model, stack, image, scheme)
     else:
@@ -65,6 +67,24 @@ def image_plan(model: Any, sites: Sites, stack: Stack, scheme: Scheme, site: Lit
         if get(model, tower) is not None
     ]
     return plan
+
+
+def _refuse_kept_elsewhere(model: Any, image: ImageSites, scheme: Scheme) -> None:
+    """Refuse a table that is not held by its own module as numbers: what a swap writes would not be what is read."""
+    table = tensor_at(model, image.table)
+    for path in dict.fromkeys((image.embeddings, image.table.rpartition(".")[0])):
+        module = model.get_submodule(path)
+        if any(hooks_of(module)):
+            kept = "is offloaded by accelerate", "patch the model first and dispatch it then"
+        elif hasattr(module, "base_layer") or hasattr(module, "original_module"):
+            kept = "carries an adapter of PEFT", "patch first and add the adapter then, or merge_and_unload() before"
+        elif table is not None and not table.is_floating_point():
+            kept = "is quantised", "patch first and quantise then"
+        else:
+            continue
+        raise UnsupportedSwapError(
+            f"{path!r} {kept[0]}, and {scheme.name} changes the table in it. What works: {kept[1]}."
+        )
 
 
 def kept_or_resized(scheme: Scheme, geometry: Geometry) -> str | None:

@@ -45,14 +45,13 @@ def checked_size(owner: str, value: object) -> tuple[int, int]:
         SchemeError: it is neither.
     """
     both = (value, value) if isinstance(value, int) else value
-    whole = isinstance(both, tuple | list) and len(both) == 2
-    if not whole or not all(type(side) is int and 1 <= side < STRIDE for side in both):  # type: ignore[union-attr]
+    sides = list(both) if isinstance(both, tuple | list) else []
+    if len(sides) != 2 or not all(type(side) is int and 1 <= side < STRIDE for side in sides):
         raise SchemeError(
             f"{owner}: image_size must be a number of pixels, or height and width, each from 1 to {STRIDE - 1}, got "
             f"{value!r}."
         )
-    high, wide = both  # type: ignore[misc]
-    return high, wide
+    return sides[0], sides[1]
 
 
 def check_divides(owner: str, size: tuple[int, int], geometry: Geometry) -> None:

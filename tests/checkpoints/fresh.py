@@ -27,9 +27,11 @@ def store(model: Any, folder: Path, ids: torch.Tensor, how: dict[str, Any] | Non
         (folder / "how.json").write_text(json.dumps(how))
 
 
-def load_all(root: Path, mode: Mode, timeout: int = 280) -> dict[str, dict[str, float | str]]:
-    """Return what `fresh_child.py` reports of the checkpoints in `root`."""
-    child = Path(__file__).with_name("fresh_child.py")
+CHILD = Path(__file__).with_name("fresh_child.py")
+
+
+def load_all(root: Path, mode: Mode, timeout: int = 280, child: Path = CHILD) -> dict[str, dict[str, float | str]]:
+    """Return what the script `child` reports of the checkpoints in `root`."""
     with tempfile.TemporaryDirectory() as home:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
             "HF_HOME": home,  # the cache of remote code too

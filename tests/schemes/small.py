@@ -37,3 +37,15 @@ def llama(**changes: Any) -> LlamaConfig:
         "initializer_range": 0.2,
     }
     return LlamaConfig(**fields | changes)
+
+
+def image_geometry(**changes: Any) -> Geometry:
+    """Return the geometry of a small model that sees images of 4 x 4 patches after a class token, with `changes`."""
+    fields: dict[str, Any] = {
+        "original_length": 17,
+        "causal": False,
+        "image_size": (32, 32),
+        "patch_size": (8, 8),
+        "prefix_tokens": 1,
+    }
+    return geometry(**fields | changes)

@@ -9,5 +9,5 @@ from transformers.models.siglip.modeling_siglip import SiglipAttention
 class SiglipInterface(SiglipAttention):
     """SiglipAttention, with the forward of CLIP's: the same arithmetic, and keyword arguments go on."""
 
-    forward = CLIPAttention.forward
+    forward = CLIPAttention.forward  # type: ignore[assignment]  # it names its keyword arguments
     eager_attention = staticmethod(eager_attention_forward)
