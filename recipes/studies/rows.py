@@ -74,13 +74,11 @@ class Row:
     Attributes:
         name: of its file.
         base: what it starts from.
-        windows: that one training window is long, in those of the base.
         demonstration: why it proves nothing at this size; "": it is no such recipe.
     """
 
     name: str
     base: Kind
-    windows: int = 1
     demonstration: str = ""
 
     @property
@@ -89,11 +87,18 @@ class Row:
         return RECIPES / f"{self.name}.yaml"
 
     @property
+    def windows(self) -> int:
+        """Windows of its model's original length that one training window holds, as the recipe says it."""
+        held = read_yaml(self.config)
+        return REACH if "stages" in held else held["data"]["length"] // _WINDOWS[held["model"]["name"]]
+
+    @property
     def searched(self) -> bool:
         """Whether its divisors are searched first."""
         return isinstance(read_yaml(self.config)["swap"]["scheme"], str)
 
 
+_WINDOWS = {"openai-community/gpt2": 1024, "huggyllama/llama-7b": 2048, "google-bert/bert-base-uncased": 512}
 REACH = 8
 """Windows that swaps are meant for where the recipe leaves that open, and the most that are read."""
 ROWS = (
@@ -102,12 +107,12 @@ ROWS = (
     Row("distill", "gpt2"),
     Row("to-alibi", "gpt2"),
     Row("learned-to-sinusoidal", "gpt2"),
-    Row("abf", "llama", 4),
-    Row("linear", "llama", 4),
-    Row("yarn", "llama", 4),
+    Row("abf", "llama"),
+    Row("linear", "llama"),
+    Row("yarn", "llama"),
     Row("pose", "llama"),
-    Row("staged", "llama", REACH),
-    Row("longrope", "llama", REACH, demonstration="a search of few candidates, where 1344 are meant"),
+    Row("staged", "llama"),
+    Row("longrope", "llama", demonstration="a search of few candidates, where 1344 are meant"),
     Row("rnope", "llama"),
     Row("drope", "llama", demonstration="the paper spends a hundred thousand times as many tokens"),
     Row("encoder-mlm", "bert"),
