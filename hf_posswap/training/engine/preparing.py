@@ -25,7 +25,7 @@ from hf_posswap.training.config import SENTENCES, Recipe
 from hf_posswap.training.data import TokenData, build_data, prove_packing
 from hf_posswap.training.distill import make_teacher
 from hf_posswap.training.engine.arguments import on_cpu
-from hf_posswap.training.engine.gates import check_positions, probe, short_windows
+from hf_posswap.training.engine.gates import check_held_out, check_positions, probe, short_windows
 from hf_posswap.training.engine.memory import refuse_too_much, training_need
 from hf_posswap.training.engine.objectives import Objective, make_objective
 from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
@@ -102,6 +102,7 @@ def prepare(
         dtype=model.dtype,
         say=services.reporter.line if services.reporter else None,
     )
+    check_held_out(data.held_out, recipe.watch.evaluate_lengths)
     _place(model, recipe, launch, services)
     batch = _first_batch(recipe, model, data, plan, sites)
     pooling = pooling_of(recipe.model) if recipe.objective.kind in SENTENCES else None
