@@ -96,6 +96,9 @@ def patch(
     settings: Settings = None,
     max_length: MaxLength = None,
     site: SiteOption = Site.auto,
+    centre: Annotated[
+        bool, typer.Option("--centre", help="First move the mean of the position table into the token embeddings.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it holds a checkpoint.")] = False,
     tokenizer: Annotated[bool, typer.Option(help="Save the model's tokenizer with it.")] = True,
     json: Json = False,
@@ -118,6 +121,8 @@ def patch(
         words = load_tokenizer(source) if tokenizer else None
         loaded = hf_posswap.load(source, dtype="auto")
         original = hf_posswap.describe_positions(loaded).limit
+        if centre:
+            _centre(loaded)
         plan = hf_posswap.patch_model(loaded, chosen, max_length=max_length, site=site.value)
         proved = hf_posswap.verify_swap(loaded).checks
         if words is not None and words.model_max_length == original:
@@ -140,6 +145,15 @@ def _refuse_early(source: str, scheme: Any, max_length: int | None, site: Site) 
     found = hf_posswap.explain(source, scheme, max_length=max_length, site=site.value)
     if found.refusal is not None:
         raise UnsupportedSwapError(found.refusal)
+
+
+def _centre(model: Any) -> None:
+    """Centre the table of `model` in float32, and give the model its precision back."""
+    import hf_posswap
+
+    precision = model.dtype
+    hf_posswap.centre_table(model.float())
+    model.to(precision)
 
 
 def _how_to_load(plan: SwapPlan) -> str:

@@ -37,6 +37,24 @@ def test_the_saved_model_is_the_swapped_one(posswap: Posswap, gpt2: Path, tmp_pa
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
 
 
+def test_the_table_is_centred_in_full_precision_and_saved_in_the_models_own(gpt2: Path, tmp_path: Path) -> None:
+    result = patch(gpt2, "rope", "--max-length", "64", "--centre", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    expected = hf_posswap.load(gpt2, dtype=torch.float32)
+    hf_posswap.centre_table(expected)
+    hf_posswap.patch_model(expected.to(torch.bfloat16), "rope", max_length=64)
+    saved = hf_posswap.load(tmp_path / "out")
+    assert saved.dtype == torch.bfloat16
+    torch.testing.assert_close(saved(IDS).logits, expected(IDS).logits, rtol=0, atol=0)
+
+
+def test_a_table_that_is_not_there_is_not_centred(llama: Path, tmp_path: Path) -> None:
+    result = patch(llama, "linear", "--set", "factor=2", "--centre", "-o", tmp_path / "out")
+    assert result.exit_code == 3
+    assert "LlamaForCausalLM has none: there is no mean to keep." in result.stderr.replace("\n", " ")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_native_swap_loads_without_the_plugin(llama: Path, tmp_path: Path) -> None:
     result = patch(llama, "linear", "--set", "factor=2", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.stderr
