@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_posswap.errors import DataError
 from hf_posswap.training.config import Recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -84,17 +83,13 @@ def nll_at_lengths(model: Any, documents: Sequence[np.ndarray], lengths: Sequenc
     from hf_posswap.evaluation import measure_losses
     from hf_posswap.evaluation.reach import reach_of
     from hf_posswap.patching.plan import unwrap
+    from hf_posswap.training.engine.gates import check_held_out
 
+    check_held_out(documents, lengths)
     target = unwrap(model)
     reach = reach_of(target)
     runs = [length for length in lengths if reach.limit is None or length <= reach.limit]
     long = [document[: max(lengths)] for document in documents if len(document) >= max(lengths)][:limit]
-    if not long:
-        longest = max(map(len, documents), default=0)
-        raise DataError(
-            f"no held-out document has {max(lengths)} tokens (the longest has {longest}): give longer documents, or "
-            "shorter watch.evaluate_lengths."
-        )
     if not runs:
         return {}
     training = model.training

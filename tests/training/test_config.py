@@ -173,6 +173,7 @@ IMPOSSIBLE = [
     ({"optimizer": {"beta2": 1}}, r"optimizer.beta2: expected a share from 0 to below 1, got 1"),
     ({"optimizer": {"final_rate": 2}}, r"optimizer.final_rate: expected a share from 0 to 1, got 2"),
     ({"compute": {"offload": True}}, r"compute.offload: .* set compute.checkpointing too"),
+    ({"save": {"push": "me/my/model"}}, r"save.push: 'me/my/model' is no repository on the Hub; give owner/name"),
     ({"save": {"every": 0}}, r"save.every: expected at least 1, got 0"),
     ({"watch": {"evaluate_every": 5}}, r"say at which lengths: watch.evaluate_lengths"),
     ({"watch": {"evaluate_lengths": [1]}}, r"expected at least 2 tokens each, got \[1\]"),

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import hf_posswap
+from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.engine import Finished, run_recipe
 from hf_posswap.training.engine.parallel import Launch, launch_of_environment
@@ -165,6 +166,18 @@ def test_the_launch_is_read_from_the_environment(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert launch_of_environment() == expected
+
+
+def test_what_a_launch_cannot_train_is_refused_before_anything_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2", "WORLD_SIZE": "2"}
+    for name, value in (FSDP | split).items():
+        monkeypatch.setenv(name, value)
+    wanted = recipe(tmp_path, "model.name=not-there", "objective.chunk=0", swap={"scheme": {"name": "alibi"}})
+    with pytest.raises(UnsupportedSwapError, match=r"alibi cannot be trained under context parallelism"):
+        run_recipe(wanted)
+    assert not (tmp_path / "run").exists()
 
 
 def test_processes_that_share_a_sequence_read_the_same_windows() -> None:

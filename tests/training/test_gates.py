@@ -203,3 +203,10 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_evaluation_lengths_need_who_evaluates(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs Services.evaluate"):
         trained(tmp_path, "watch.evaluate_lengths=[16]")
+
+
+def test_lengths_that_no_held_out_document_has_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    services = Services(evaluate=lambda model, documents, lengths, limit: dict.fromkeys(lengths, 1.0))
+    with pytest.raises(DataError, match=r"no held-out document has 9000 tokens \(the longest has \d+\): give longer"):
+        trained(tmp_path, "watch.evaluate_lengths=[16,9000]", services=services)
+    assert not any((tmp_path / "run").rglob("checkpoint-*"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping
 
+from hf_posswap.checkpoints.hub import checked_repo_id
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.training.config.problems import Problem
@@ -126,6 +127,11 @@ def _rest(recipe: Recipe) -> Iterator[Problem]:
     if compute.offload and not compute.checkpointing:
         said = "keeps checkpointed activations elsewhere; set compute.checkpointing too."
         yield Problem("compute.offload", said, ("compute.checkpointing",))
+    if save.push is not None:
+        try:
+            checked_repo_id(save.push)
+        except PosswapError as error:
+            yield Problem("save.push", str(error))
     for key, value, smallest in (
         ("compute.workers", compute.workers, 0),
         ("gates.explosion", gates.explosion, 0),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_posswap.errors import PositionRangeError, TrainingError, UnsupportedModelError
+from hf_posswap.errors import DataError, PositionRangeError, TrainingError, UnsupportedModelError
 from hf_posswap.patching.plan import SwapPlan
 from hf_posswap.training.chunked_loss import causal_loss, masked_loss
 from hf_posswap.training.engine.objectives import whole_loss
@@ -90,6 +90,20 @@ def check_positions(batch: dict[str, Any], length: int, reach: int, first: int, 
         raise PositionRangeError(
             f"the windows reach position {farthest - 1}, and the model is meant for {reach} positions (0 to "
             f"{reach - 1}): set swap.max_length to {farthest}, or a smaller data.length than {length}."
+        )
+
+
+def check_held_out(documents: Sequence[np.ndarray], lengths: Sequence[int]) -> None:
+    """Check that a held-out document is as long as the longest of `lengths`.
+
+    Raises:
+        DataError: none is.
+    """
+    longest = max(map(len, documents), default=0)
+    if lengths and longest < max(lengths):
+        raise DataError(
+            f"no held-out document has {max(lengths)} tokens (the longest has {longest}): give longer documents, or "
+            "shorter watch.evaluate_lengths."
         )
 
 

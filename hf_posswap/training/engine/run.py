@@ -15,8 +15,9 @@ from hf_posswap.progress import quiet_transformers
 from hf_posswap.training.config import Recipe, phases_of
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.engine.finish import finish
-from hf_posswap.training.engine.parallel import Launch, launch_of_environment
+from hf_posswap.training.engine.parallel import Launch, launch_of_environment, refuse_silent_errors
 from hf_posswap.training.engine.phase import MODEL, Run, run_phase
+from hf_posswap.training.engine.preparing import chosen_scheme
 from hf_posswap.training.engine.services import Services
 
 
@@ -58,6 +59,9 @@ def run_recipe(recipe: Recipe, services: Services | None = None) -> Finished:
             "watch.evaluate_lengths needs Services.evaluate, which posswap train and recipes/train.py give."
         )
     launch = launch_of_environment()
+    phases = phases_of(recipe)
+    for phase in phases:  # before anything loads; once the model is known, its resolved scheme is looked at again
+        refuse_silent_errors(phase.recipe, chosen_scheme(phase.recipe), launch)
     folder = Path(recipe.out).expanduser().resolve()
     main = int(os.environ.get("RANK", "0")) == 0
     run = Run(folder, identity_of(recipe, launch), launch, given, main)
@@ -67,7 +71,6 @@ def run_recipe(recipe: Recipe, services: Services | None = None) -> Finished:
             stack.enter_context(_alone_in(writable_folder(folder)))
             write_json(folder / "recipe.json", to_dict(recipe))
         results, weights = [], None
-        phases = phases_of(recipe)
         for phase in phases:
             results.append(run_phase(phase, run, weights))
             weights = folder / phase.name / MODEL
