@@ -26,7 +26,7 @@ class TableSpec:
     """The additive position table of a family: an embedding, or sinusoids that a module computes for itself.
 
     Attributes:
-        path: of the table, from the base model.
+        path: of the table, from the base model: of its module, or of a plain buffer [P, E] where it has none.
         offset: rows before position 0; "padding" is the padding index + 1 (RoBERTa).
         config_counts_offset: whether `config.max_position_embeddings` counts those rows too.
         buffers: buffers [1, P] or [P] with one entry a position, from the base model; they grow with the length.
@@ -95,6 +95,7 @@ class Family:
         kept: paths, from the base model, of position parts that are never swapped, or of what they all lie in.
         towers: paths, from the base model, where the part that all other paths count from may lie: in a model of
             several modalities, its language model.
+        note: what every plan says of its models, as a sentence; "": nothing.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Family:
     stacks: tuple[StackSpec, ...] = ()
     kept: tuple[str, ...] = ()
     towers: tuple[str, ...] = ("",)
+    note: str = ""
 
     @property
     def parts(self) -> tuple[StackSpec, ...]:

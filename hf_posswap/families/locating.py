@@ -11,7 +11,7 @@ from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.base import FAMILIES, Family, StackSpec, TableSpec
 from hf_posswap.families.images import image_geometry, image_sites, refuse_other_tables
 from hf_posswap.families.measuring import causal_of, geometry_of
-from hf_posswap.families.modules import get, has_buffer, join, matching, table_of, who
+from hf_posswap.families.modules import get, has_buffer, join, matching, table_at, who
 from hf_posswap.families.refused import REFUSED
 from hf_posswap.families.rope_config import config_at, config_path, inv_freq_names, rope_sets
 from hf_posswap.families.sites import Sites, Stack
@@ -80,11 +80,11 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
     if spec.table is not None and spec.table.absent is not None and spec.table.absent(model.config):
         spec = replace(spec, table=None)
     table = spec.table
-    if table is not None and get(root, table.path) is None:
+    if table is not None and table_at(root, table.path) is None:
         raise UnsupportedModelError(
             f"{who(model)}: family {family.name!r} expects a table at {table.path!r}, none there."
         )
-    if table is not None and not _is_whole(table, root.get_submodule(table.path)):
+    if table is not None and not _is_whole(table, root):
         raise UnsupportedModelError(
             f"{who(model)}: the table at {table.path!r} was taken away by a swap of the model that this is a part of. "
             "Ask the whole model, or take the swap back: unpatch_model(model)."
@@ -147,10 +147,11 @@ def _config_of(model: PreTrainedModel, root: nn.Module, rotary: list[str]) -> st
     return paths.pop() or "" if paths else ""
 
 
-def _is_whole(table: TableSpec, module: nn.Module) -> bool:
-    """Return whether `module` is a table, and not what a swap left in its place."""
-    padded = table.offset != "padding" or getattr(module, "padding_idx", None) is not None
-    return padded and table_of(module).ndim == 2
+def _is_whole(table: TableSpec, root: nn.Module) -> bool:
+    """Return whether the table is there, and not what a swap left in its place."""
+    padded = table.offset != "padding" or getattr(get(root, table.path), "padding_idx", None) is not None
+    rows = table_at(root, table.path)
+    return padded and rows is not None and rows.ndim == 2
 
 
 def _table_offset(table: TableSpec, root: nn.Module) -> int:

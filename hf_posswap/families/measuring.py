@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.base import StackSpec, TableSpec
-from hf_posswap.families.modules import modeling_module, table_of, who
+from hf_posswap.families.modules import modeling_module, table_at, who
 from hf_posswap.families.rope_config import (
     buffer_name,
     factor_of,
@@ -99,7 +99,7 @@ def causal_of(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackS
 def _extent(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackSpec, offset: int) -> tuple[int, int]:
     """Return the positions that a stack was made for, and the width of what its table adds."""
     if spec.table is not None:
-        rows, width = table_of(root.get_submodule(spec.table.path)).shape
+        rows, width = table_at(root, spec.table.path).shape  # type: ignore[union-attr]
         return (config.max_position_embeddings if spec.table.computed else rows - offset), width
     length = getattr(config, TableSpec.config_name, None) if spec.own is None else spec.own.made_for(config)
     if length is None:

@@ -53,6 +53,13 @@ def table_of(module: nn.Module) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else module.weights  # type: ignore[return-value]
 
 
+def table_at(root: nn.Module, path: str) -> torch.Tensor | None:
+    """Return the rows [P, E] of the table at `path` below `root`, a module or a plain buffer; None: none is there."""
+    owner, _, leaf = path.rpartition(".")
+    held = getattr(get(root, owner), leaf, None)
+    return table_of(held) if isinstance(held, nn.Module) else held
+
+
 def join(*parts: str) -> str:
     """Return the path made of those parts that are not empty."""
     return ".".join(part for part in parts if part)

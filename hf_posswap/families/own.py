@@ -47,6 +47,7 @@ class OwnAttention:
         heads: of a config, how many heads attend and how wide they are; None: as it says usually.
         closed: of a config, why nothing can be put inside its attention, or None; None: nothing speaks against it.
         relative: positions inside attention that are no scheme; None: there are none.
+        ends: whether its own causal mask ends where the original length does.
     """
 
     interface: Callable[[nn.Module], type | str] | None = None
@@ -59,6 +60,7 @@ class OwnAttention:
     heads: Callable[[Any], tuple[int, int]] | None = None
     closed: Callable[[Any], str | None] | None = None
     relative: RelativePart | None = None
+    ends: bool = False
 
     def inside(self, config: Any) -> NativeScheme | None:
         """Return the position mechanism that is native inside attention, or None."""

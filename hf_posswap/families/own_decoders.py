@@ -94,7 +94,7 @@ register(
         name="gpt_neo",
         summary="GPT-Neo: learned table, causal, every other layer sees a window",
         model_types=("gpt_neo",),
-        stacks=(StackSpec("", "h.*.attn.attention", table=TableSpec("wpe"), own=OwnAttention(_gpt_neo)),),
+        stacks=(StackSpec("", "h.*.attn.attention", table=TableSpec("wpe"), own=OwnAttention(_gpt_neo, ends=True)),),
     )
 )
 register(
@@ -107,7 +107,7 @@ register(
                 "",
                 "h.*.attn",
                 table=TableSpec("positions_embed", buffers=("position_ids",)),
-                own=OwnAttention(_openai),
+                own=OwnAttention(_openai, ends=True),
             ),
         ),
     )
@@ -123,6 +123,20 @@ register(
                 "layers.*.self_attn",
                 table=TableSpec("embed_positions", offset=2, kind="sinusoidal", computed=True),
                 own=OwnAttention(_xglm),
+            ),
+        ),
+    )
+)
+register(
+    Family(
+        name="ctrl",
+        summary="CTRL: a sinusoidal table that it computes, causal",
+        model_types=("ctrl",),
+        stacks=(
+            StackSpec(
+                "",
+                "h.*.multi_head_attention",
+                table=TableSpec("pos_encoding", kind="sinusoidal", computed=True),
             ),
         ),
     )

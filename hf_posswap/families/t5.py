@@ -23,11 +23,11 @@ def _t5(module: nn.Module) -> type | str:
     """Return the class of `module`, or where transformers has none with the interface yet, the one that equals it."""
     if hasattr(modeling_module(module), "ALL_ATTENTION_FUNCTIONS"):
         return type(module)
+    from hf_posswap.families.interfaces import t5
     from hf_posswap.families.interfaces.fitting import fitting
-    from hf_posswap.families.interfaces.t5 import MT5Interface, T5Interface, UMT5Interface
 
-    known = {cls.__bases__[-1].__name__: cls for cls in (T5Interface, MT5Interface, UMT5Interface)}
-    return fitting(module, known.get(type(module).__name__, T5Interface))
+    classes = t5.T5Interface, t5.MT5Interface, t5.UMT5Interface, t5.SwitchTransformersInterface, t5.LongT5Interface
+    return fitting(module, *classes)
 
 
 def _stack(name: str) -> StackSpec:
@@ -41,8 +41,17 @@ def _stack(name: str) -> StackSpec:
 register(
     Family(
         name="t5",
-        summary="T5, mT5, UMT5: a learned bias for each bucket of distances, in encoder and decoder",
-        model_types=("t5", "mt5", "umt5"),
+        summary="T5, mT5, UMT5, Switch: a learned bias for each bucket of distances, in encoder and decoder",
+        model_types=("t5", "mt5", "umt5", "switch_transformers"),
         stacks=(_stack("encoder"), _stack("decoder")),
+    )
+)
+register(
+    Family(
+        name="longt5",
+        summary="LongT5's decoder: a learned bias for each bucket of distances; the encoder's blocks keep theirs",
+        model_types=("longt5",),
+        stacks=(_stack("decoder"),),
+        note="The encoder attends to blocks, by code of its own, and keeps its bias.",
     )
 )

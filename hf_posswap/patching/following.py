@@ -69,7 +69,8 @@ def _masks(model: Any, fresh: Any, sites: Sites, unread: set[str]) -> Iterator[D
     own, grown = dict(model.named_buffers()), {path for stack in sites.stacks for path in stack.buffers}
     for name, buffer in fresh.named_buffers():
         owner = name.rpartition(".")[0]
-        if name not in own or own[name].shape == buffer.shape or name in grown or owner in table_paths(sites):
+        of_table = bool({name, owner} & set(table_paths(sites)))
+        if name not in own or own[name].shape == buffer.shape or name in grown or of_table:
             continue
         shapes = list(own[name].shape), list(buffer.shape)
         if owner in unread:

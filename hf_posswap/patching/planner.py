@@ -26,7 +26,7 @@ from hf_posswap.patching.image_actions import PatchImageAttention, TellPlaces
 from hf_posswap.patching.image_plan import image_plan, kept_or_resized
 from hf_posswap.patching.inside import refuse_inside, refuse_positions_elsewhere, refuse_without_effect, turns
 from hf_posswap.patching.interface import AttendThroughInterface, CopyRows, RemoveRows
-from hf_posswap.patching.own_attention import native_scheme, ready_edits, rows_of
+from hf_posswap.patching.offloaded import KEPT_IN_MEMORY, offloaded_tables
 from hf_posswap.patching.own_attention import native_scheme, ready_edits, rows_of
 from hf_posswap.patching.plan import Edit, RelativeChoice, SiteChoice, SwapPlan
 from hf_posswap.patching.plan import Edit, SiteChoice, SwapPlan
@@ -35,6 +35,8 @@ from hf_posswap.patching.relative import parameters_left_out, relative_edits, re
 from hf_posswap.patching.positions import ForwardMemo
 from hf_posswap.patching.record import SwapRecord
 from hf_posswap.patching.rotary import Scalar
+from hf_posswap.patching.table_buffer import RemoveTableBuffer
+from hf_posswap.patching.wrapped import refuse_written
 from hf_posswap.patching.rotary_plan import keeping, native_swap, neutral_values
 from hf_posswap.patching.show import brief
 from hf_posswap.schemes.base import Mechanism, Scheme
@@ -120,7 +122,8 @@ class Planner:
         else:
             self._drop_table(rows=None)
             self._attention()
-        if self.stack.table is not None and (self.length > self.geometry.original_length or not scheme.table_part):
+        own = self.stack.spec.own
+        if own is not None and own.ends and (self.length > self.geometry.original_length or not scheme.table_part):
             self._ready(native_positions=True)  # a causal mask of the original length does not go on
 
     def _image(self) -> None:
@@ -148,6 +151,7 @@ class Planner:
         return "required: the weights have never been without their relative positions"
 
             self._attention()
+        self.notes += [self.sites.family.note] if self.sites.family.note else []
 
     def _left_alone(self) -> None:
         """Note the stacks that keep what they have; where their tables end elsewhere, no config can say both."""
@@ -209,7 +213,10 @@ class Planner:
             rows, self.route = None, "plugin"
         else:
             self.unused[f"{path}.weight"] = self.model.get_submodule(path).weight.numel()
-        self._edit("embedding", path, self._table_before(), "nothing added", RemoveTable(path, rows))
+        owner, _, leaf = path.rpartition(".")
+        is_buffer = leaf in self.model.get_submodule(owner)._buffers
+        remove = RemoveTableBuffer(path) if is_buffer else RemoveTable(path, rows)
+        self._edit("embedding", path, self._table_before(), "nothing added", remove)
         self._guard(capacity=None)
 
     @property

@@ -357,12 +357,12 @@ def test_weights_of_another_kind_are_a_note(tmp_path: Path) -> None:
 
 
 def test_a_model_that_no_family_describes(tmp_path: Path) -> None:
-    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+    from transformers import ImageGPTConfig, ImageGPTForCausalImageModeling
 
-    small = SwitchTransformersConfig(vocab_size=11, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    SwitchTransformersForConditionalGeneration(small).save_pretrained(tmp_path)
+    small = ImageGPTConfig(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=16)
+    ImageGPTForCausalImageModeling(small).save_pretrained(tmp_path)
     diagnosis = doctor(tmp_path)
-    assert diagnosis.positions == "model type switch_transformers, whose positions no family of hf_posswap describes"
+    assert diagnosis.positions == "model type imagegpt, whose positions no family of hf_posswap describes"
     assert diagnosis.clean
 
 

@@ -18,12 +18,12 @@ TABLES = {
     "BlenderbotSmallForConditionalGeneration": 0,
     "PegasusForConditionalGeneration": 0,
     "MarianMTModel": 0,
+    "MvpForConditionalGeneration": 2,
+    "BigBirdPegasusForConditionalGeneration": 0,
 }
 """Classes whose tables are embeddings, and the rows of each before position 0."""
 COMPUTED = {"M2M100ForConditionalGeneration": PADDING + 1, "NllbMoeForConditionalGeneration": PADDING + 1}
 """Classes that compute their sinusoids, counted from the padding id + 1."""
-CLOSED = {"MvpForConditionalGeneration": 2, "BigBirdPegasusForConditionalGeneration": 0}
-"""Classes whose attention, in both stacks or in the encoder, takes no scheme inside."""
 OPEN = [*TABLES, *COMPUTED]
 
 
@@ -31,8 +31,6 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
     """Return a tiny random model of the class `name`, its decoder with half the heads of its encoder."""
     shape = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 2}
     tokens = {"eos_token_id": None, "forced_eos_token_id": None, "decoder_start_token_id": 3}
-    if "BigBird" in name:
-        shape["attention_type"] = "original_full"
     return tiny_model(name, meta=False, seed=seed, **{**shape, **tokens, **changes})
 
 

@@ -1,4 +1,4 @@
-"""Tiny models of one stack with a position table: encoders and decoders, open and closed, and how to run them."""
+"""Tiny models of one stack with a position table: encoders and decoders, and how to run them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ class Kind:
         projections: of queries and keys; () where they come out of one.
         skips_padding: whether its positions skip padding by themselves.
         told: whether its attention is told of position ids by the model itself.
+        masks_2d: whether masks say of it, for all heads alike, what is padding, and no more.
+        takes_positions: whether its forward takes position ids.
+        checkpoints: whether it can run its layers again in the backward.
         config: what its config has.
     """
 
@@ -29,6 +32,9 @@ class Kind:
     projections: tuple[str, ...] = ("query", "key")
     skips_padding: bool = False
     told: bool = True
+    masks_2d: bool = False
+    takes_positions: bool = True
+    checkpoints: bool = True
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -47,30 +53,26 @@ ENCODERS = {
     "Data2VecTextForMaskedLM": _PADDED,
     "XmodForMaskedLM": _PADDED,
     "EsmForMaskedLM": Kind(
-        PADDING + 1, skips_padding=True, told=False, config=_PADDED.config | {"token_dropout": False}
+        PADDING + 1, skips_padding=True, told=False, masks_2d=True, config=_PADDED.config | {"token_dropout": False}
     ),
     "DistilBertForMaskedLM": Kind(projections=("q_lin", "k_lin"), told=False),
     "AlbertForMaskedLM": Kind(config={"embedding_size": 16}),
+    "MegatronBertForMaskedLM": Kind(told=False),
+    "RemBertForMaskedLM": Kind(told=False),
+    "ConvBertForMaskedLM": Kind(projections=(), told=False),
+    "BigBirdForMaskedLM": Kind(told=False, masks_2d=True),
+    "SqueezeBertForMaskedLM": Kind(projections=(), told=False, checkpoints=False),
+    "DebertaForMaskedLM": Kind(projections=(), told=False, masks_2d=True),
+    "DebertaV2ForMaskedLM": Kind(projections=("query_proj", "key_proj"), told=False, masks_2d=True),
 }
 DECODERS = {
     "GPTBigCodeForCausalLM": Kind(projections=(), told=False),
     "BioGptForCausalLM": Kind(2, _OPT),
     "OPTForCausalLM": Kind(2, _OPT, config=_POST_NORM, skips_padding=True),
     "XLMRobertaForCausalLM": Kind(PADDING + 1, skips_padding=True, config=_PADDED.config | {"is_decoder": True}),
-    "TrOCRForCausalLM": Kind(2),
+    "TrOCRForCausalLM": Kind(2, _OPT, masks_2d=True, takes_positions=False),
 }
-CLOSED = {
-    "MegatronBertForMaskedLM": Kind(),
-    "RemBertForMaskedLM": Kind(),
-    "ConvBertForMaskedLM": Kind(),
-    "DebertaForMaskedLM": Kind(),
-    "DebertaV2ForMaskedLM": Kind(),
-    "BigBirdForMaskedLM": Kind(config={"attention_type": "original_full"}),
-    "SqueezeBertForMaskedLM": Kind(),
-}
-"""Encoders whose attention takes no scheme."""
-OPEN = {name: kind for name, kind in (ENCODERS | DECODERS).items() if name != "TrOCRForCausalLM"}
-KINDS = ENCODERS | DECODERS | CLOSED
+KINDS = ENCODERS | DECODERS
 
 
 def build(name: str, seed: int = 0, **changes: Any) -> Any:

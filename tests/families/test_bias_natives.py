@@ -71,6 +71,8 @@ NATIVE: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         {"num_buckets": 12, "max_distance": 20},
     ),
     "t5 (encoder)": ("T5EncoderModel", {}, "t5", {}),
+    "switch": ("SwitchTransformersForConditionalGeneration", {}, "t5", {}),
+    "longt5": ("LongT5ForConditionalGeneration", {}, "t5", {}),
 }
 
 

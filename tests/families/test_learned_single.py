@@ -17,13 +17,11 @@ from hf_posswap.families import locate
 from tests.contract.pairs import CHANGE, NOISE, gap
 from tests.families.oracles import penalty, rotated, turn, without_tables
 from tests.families.single import (
-    CLOSED,
     DECODERS,
     ENCODERS,
     IDS,
     KINDS,
     LENGTH,
-    OPEN,
     PADDING,
     build,
     logits,
@@ -33,12 +31,11 @@ from tests.families.single import (
 
 DAILY = ("ElectraForMaskedLM", "XLMRobertaForMaskedLM", "DistilBertForMaskedLM", "AlbertForMaskedLM", *DECODERS)
 """One of each kind; the others run every swap with `-m slow`."""
-INSIDE = ("rope", "alibi")
 CELLS = [
     pytest.param(name, scheme, marks=[] if name in DAILY else pytest.mark.slow)
     for name in KINDS
     for scheme in ("rope", "alibi", "learned", "sinusoidal", "nope")
-    if not (scheme in INSIDE and name not in OPEN) and not (scheme == "nope" and name not in DECODERS)
+    if not (scheme == "nope" and name not in DECODERS)
 ]
 cells = pytest.mark.parametrize(("name", "scheme"), CELLS)
 
@@ -118,7 +115,7 @@ def test_tables_are_what_a_longer_stock_model_holds(name: str, scheme: str) -> N
         logits(model, words(1, 2 * LENGTH + 1))
 
 
-@pytest.mark.parametrize("name", [name for name, kind in OPEN.items() if kind.projections])
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.projections])
 def test_rope_is_a_rotation_of_queries_and_keys(name: str) -> None:
     oracle = without_tables(build(name))
     projections: Any = KINDS[name].projections
@@ -141,7 +138,7 @@ def test_rope_in_attention_of_one_key_head_is_a_rotation_of_both() -> None:
     assert gap(logits(swapped(name, "rope")), logits(oracle, use_cache=False)) < NOISE
 
 
-@pytest.mark.parametrize("name", [name for name in OPEN if name != "EsmForMaskedLM"])  # which reads its mask elsewhere
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.masks_2d])
 def test_alibi_is_an_additive_mask(name: str) -> None:
     oracle = without_tables(build(name))
     geometry = locate(oracle).geometry
@@ -152,11 +149,7 @@ def test_alibi_is_an_additive_mask(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "scheme"),
-    [
-        (name, scheme)
-        for name in DECODERS
-        for scheme in ("learned", "nope", *(("rope", "alibi", "self_extend") if name in OPEN else ()))
-    ],
+    [(name, scheme) for name in DECODERS for scheme in ("learned", "nope", "rope", "alibi", "self_extend")],
 )
 def test_cached_equals_full_beyond_the_original_length(name: str, scheme: str) -> None:
     model, ids = swapped(name, scheme), words(2, LENGTH + 8)
@@ -164,7 +157,7 @@ def test_cached_equals_full_beyond_the_original_length(name: str, scheme: str) -
 
 
 @pytest.mark.parametrize("scheme", ["rope", "alibi", "self_extend"])
-@pytest.mark.parametrize("name", [name for name in DECODERS if name in OPEN])
+@pytest.mark.parametrize("name", list(DECODERS))
 def test_left_padded_prompts_are_gone_on_with_as_alone(name: str, scheme: str) -> None:
     model = swapped(name, scheme)
     ids, mask = IDS.clone(), torch.ones_like(IDS)
@@ -182,7 +175,7 @@ def padded(left: bool) -> tuple[Tensor, Tensor, slice]:
 
 
 @pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("name", list(ENCODERS))
+@pytest.mark.parametrize("name", [name for name in ENCODERS if name != "ConvBertForMaskedLM"])  # which convolves it
 def test_padding_is_not_seen(name: str, left: bool) -> None:
     ids, mask, kept = padded(left)
     for scheme in ("rope", "alibi", "learned"):
@@ -193,7 +186,7 @@ def test_padding_is_not_seen(name: str, left: bool) -> None:
         assert gap(found[1, kept], logits(model, IDS[1:, kept])[0]) < NOISE, scheme
 
 
-@pytest.mark.parametrize("name", [name for name, kind in OPEN.items() if kind.projections])
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.projections and kind.takes_positions])
 def test_position_ids_reach_the_attention(name: str) -> None:
     """Positions with holes act, also where a model does not tell its attention of them."""
     holes = torch.cat((torch.arange(8), torch.arange(15, 27)))
@@ -206,7 +199,7 @@ def test_position_ids_reach_the_attention(name: str) -> None:
     assert gap(logits(model), expected) > CHANGE
 
 
-@pytest.mark.parametrize("name", [name for name, kind in OPEN.items() if not kind.told])
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.told and kind.checkpoints])
 def test_position_ids_that_layers_would_miss_in_the_backward_are_refused(name: str) -> None:
     model = swapped(name, "rope").train()
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -238,9 +231,18 @@ def test_layers_that_share_their_weights_have_one_scheme() -> None:
         patch_model(build("AlbertForMaskedLM"), Rope().per_layer({0: Alibi()}))
 
 
-@pytest.mark.parametrize("name", [*CLOSED, "TrOCRForCausalLM"])
-def test_closed_attention_is_refused_with_what_works(name: str) -> None:
-    model = build(name)
-    with pytest.raises(UnsupportedSwapError, match=r"AttentionInterface.*What works: sinusoidal, learned"):
+def test_closed_attention_is_refused_with_what_works() -> None:
+    model = build("ElectraForMaskedLM")
+    for path in locate(model).attention:
+        native = model.get_submodule(path)
+        native.__class__ = type("Own", (type(native),), {"__module__": __name__})  # code without the interface
+    with pytest.raises(UnsupportedSwapError, match=r"\(Own\).*AttentionInterface.*What works: sinusoidal, learned"):
         patch_model(model, "rope")
     assert not hasattr(model, "_posswap")
+
+
+def test_attention_to_blocks_is_refused_with_what_works() -> None:
+    model = build("BigBirdForMaskedLM", attention_type="block_sparse")
+    with pytest.raises(UnsupportedSwapError, match=r"'block_sparse': its code .* attention_type='original_full'"):
+        patch_model(model, "rope")
+    assert patch_model(model, "sinusoidal").route == "native"

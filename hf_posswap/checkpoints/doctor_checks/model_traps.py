@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_posswap.checkpoints.auto import plugin_model_class
 from hf_posswap.checkpoints.doctor_checks.findings import Finding
 from hf_posswap.checkpoints.doctor_checks.reading import Chart, Shapes
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.locating import locate
+from hf_posswap.families.modules import get
 from hf_posswap.families.rope_config import inv_freq_names
 from hf_posswap.families.sites import Sites
 from hf_posswap.patching.config_class import native_config_class
@@ -150,8 +150,7 @@ def _table_rows(layout: Layout, chart: Chart) -> int | None:
     assert sites.table is not None
     shape: Any = (chart.shapes or {}).get(f"{sites.table}.weight")
     if shape is None:
-        module: nn.Module = layout.model.get_submodule(sites.table)
-        shape = getattr(module, "weight", torch.empty(0, device="meta")).shape
+        shape = getattr(get(layout.model, sites.table), "weight", torch.empty(0, device="meta")).shape
     return shape[0] - sites.table_offset if len(shape) == 2 else None
 
 
