@@ -29,19 +29,16 @@ from hf_posswap.patching.interface import AttendThroughInterface, CopyRows, Remo
 from hf_posswap.patching.offloaded import KEPT_IN_MEMORY, offloaded_tables
 from hf_posswap.patching.own_attention import native_scheme, ready_edits, rows_of
 from hf_posswap.patching.plan import Edit, RelativeChoice, SiteChoice, SwapPlan
-from hf_posswap.patching.plan import Edit, SiteChoice, SwapPlan
-from hf_posswap.patching.offloaded import KEPT_IN_MEMORY, offloaded_tables
-from hf_posswap.patching.relative import parameters_left_out, relative_edits, relative_part
 from hf_posswap.patching.positions import ForwardMemo
 from hf_posswap.patching.record import SwapRecord
+from hf_posswap.patching.relative import parameters_left_out, relative_edits, relative_part
 from hf_posswap.patching.rotary import Scalar
-from hf_posswap.patching.table_buffer import RemoveTableBuffer
-from hf_posswap.patching.wrapped import refuse_written
 from hf_posswap.patching.rotary_plan import keeping, native_swap, neutral_values
 from hf_posswap.patching.show import brief
+from hf_posswap.patching.table_buffer import RemoveTableBuffer
+from hf_posswap.patching.wrapped import refuse_written
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.blend import Blend
-from hf_posswap.patching.wrapped import refuse_written
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.schemes.table import TableScheme
 
@@ -61,9 +58,9 @@ class Planner:
         length: int,
         site: SiteChoice,
         relative: RelativeChoice | None = None,
-        self.relative = relative
     ) -> None:
         self.model, self.sites, self.schemes, self.length, self.site = model, sites, schemes, length, site
+        self.relative = relative
         self.edits: list[Edit] = []
         self.values: dict[str, Any] = {}
         self.unused: dict[str, int] = {}
@@ -136,6 +133,8 @@ class Planner:
         self.added |= draft.added
         self.notes += draft.notes
         if self.scheme.acts_inside:
+            self._attention()
+
     def _relative(self) -> str:
         """Plan what becomes of positions inside attention that are no scheme; return what training it needs, or ""."""
         part = None if self.relative is None else relative_part(self.model, self.stack)
@@ -150,11 +149,9 @@ class Planner:
         self.values[part.config_name] = False
         return "required: the weights have never been without their relative positions"
 
-            self._attention()
-        self.notes += [self.sites.family.note] if self.sites.family.note else []
-
     def _left_alone(self) -> None:
         """Note the stacks that keep what they have; where their tables end elsewhere, no config can say both."""
+        self.notes += [self.sites.family.note] if self.sites.family.note else []
         for stack in self.sites.stacks:
             if stack.name in self.schemes:
                 continue
@@ -185,6 +182,7 @@ class Planner:
                 + ". What works: rope and its scalings, alibi, nope."
             )
         self._refuse_computed(scheme)
+        refuse_written(path, self.model.get_submodule(path), scheme.name)
         rows = scheme.rows(self.geometry, self.length)
         replace = ReplaceTable(path, scheme, rows, self.stack.table_offset, self.geometry)
         self._edit("embedding", path, self._table_before(), f"{scheme.name}, {rows} positions", replace)
@@ -202,7 +200,6 @@ class Planner:
         rows = scheme.rows(self.geometry, self.length) + self.stack.table_offset
         self.unused[f"{path}.weight"] = self.model.get_submodule(path).weight.numel()
         self.added.pop(f"{path}.weight (new rows)", None)
-        refuse_written(path, self.model.get_submodule(path), scheme.name)
         self.added[f"{path}.old"] = rows * self.geometry.row_width
 
     def _drop_table(self, rows: int | None) -> None:
@@ -277,6 +274,7 @@ class Planner:
                 self._table(table)  # which says that it is not there
             if table is not None and table.rows(self.geometry, self.length) != self.geometry.original_length:
                 raise UnsupportedSwapError(f"{scheme}: both tables must have the same number of positions.")
+            refuse_written(path, self.model.get_submodule(path), scheme.name)
             rows = self.model.get_submodule(path).weight.numel()
             blend = BlendTable(path, table, scheme.weight, self.stack.table_offset, self.geometry)
             after = "faded" if table is None else f"blended with {table.name}"
@@ -294,7 +292,6 @@ class Planner:
         """Plan a mechanism in the place of one that is native inside attention, and of the table beside it."""
         if self.stack.table is not None:
             self._drop_table(rows=None)
-            refuse_written(path, self.model.get_submodule(path), scheme.name)
         self._attention()
         self._clear_rows()
 
@@ -389,7 +386,7 @@ class Planner:
             effects.append("scores in pieces, each with rotations of its own")
         if mechanism.rotates:
             effects.append("keys rotated" if mechanism.splits else "q and k rotated")
-        if mechanism.rotates or mechanism.splits:
+        if (mechanism.rotates or mechanism.splits) and self.stack.image is None:  # which needs no cache
             rotated = mechanism.rotates and mechanism.stores_rotated_keys
             several = f"{mechanism.copies} rotated keys a token cached"
             single = "keys before the cache" if rotated else "raw keys cached"
@@ -415,9 +412,9 @@ class Planner:
             base_type=self.model.config.model_type,
             max_length=self.length,
             site=self.site,
-            relative=self.relative,
             original=original,
             stacks={name: scheme.to_dict() for name, scheme in self.schemes.items()} if self.stack.name else None,
+            relative=self.relative,
         )
 
     def _native_pairs(self, scheme: RotaryScheme) -> bool:
