@@ -19,9 +19,9 @@ from hf_posswap.patching.image_actions import ReplaceGridTable
 from hf_posswap.patching.offloaded import bring_into_memory, offloaded_tables, stored
 from hf_posswap.patching.plan import RelativeChoice, SchemeChoice, SiteChoice, SwapPlan, plan_swap, unwrap
 from hf_posswap.patching.verify import check_structure, check_untouched, fingerprint
+from hf_posswap.patching.wrapped import refuse_wrapped_parts
 from hf_posswap.schemes.base import Scheme, make_scheme
 from hf_posswap.schemes.grid_table import GridTable
-from hf_posswap.patching.wrapped import refuse_wrapped_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,9 +107,9 @@ def carry_out(model: Any, plan: SwapPlan, owner: nn.Module | None = None) -> Non
     patch = Patch(plan, [], model.config)
     try:
         _set_config(owner or model, model.config, _own_config(model.config, plan))
+        patch.undo += [bring_into_memory(model, path) for path in offloaded_tables(model, plan.edits)]
         for edit in plan.edits:
             edit.action.apply(model, patch.undo)
-        patch.undo += [bring_into_memory(model, path) for path in offloaded_tables(model, plan.edits)]
         model._posswap = patch
         check_structure(model)
         check_untouched(model, before)
@@ -136,9 +136,9 @@ def unpatch_model(model: M) -> M:
             f"{type(target).__name__} was loaded from a checkpoint saved after the swap to {patch.plan.named}: "
             "the original mechanism is not in it. Load the base checkpoint instead."
         )
+    refuse_wrapped_parts(target)
     _undo(target, patch, owner=model)
     return model
-    refuse_wrapped_parts(target)
 
 
 @contextmanager
@@ -162,10 +162,10 @@ def patched(model: M, scheme: SchemeChoice, **options: Any) -> Iterator[M]:
 
 
 def _undo(model: Any, patch: Patch, owner: nn.Module | None) -> None:
-    for step in patch.undo:
-        step(model)
     for path in offloaded_tables(model, patch.plan.edits):  # which was done since
         bring_into_memory(model, path)
+    for step in patch.undo:
+        step(model)
     _set_config(owner or model, model.config, patch.config)
     model.__dict__.pop("_posswap", None)
 

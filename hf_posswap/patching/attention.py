@@ -152,9 +152,9 @@ class PositionHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         hidden = args[0] if args else kwargs["hidden_states"]
-        cache: Any = None if self.cache_argument is None else kwargs.get(self.cache_argument)
         tokens_first: Any = getattr(module, "tokens_first", None)
         hidden = hidden if tokens_first is None else tokens_first(hidden)
+        cache: Any = None if self.cache_argument is None else kwargs.get(self.cache_argument)
         position_ids = kwargs.get("position_ids")
         if position_ids is None and self.memo.given is not None:
             position_ids = self._untold(module)

@@ -40,10 +40,10 @@ def ready_edits(model: Any, stack: Stack, base: str, *, native_positions: bool) 
     own = stack.spec.own
     if own is None:
         return []
-    edits: list[EditText] = []
     why = None if own.closed is None else own.closed(model.config)
     if why is not None:
         raise UnsupportedSwapError(f"nothing can be put inside the attention of {type(model).__name__}: {why}.")
+    edits: list[EditText] = []
     for path in () if native_positions else rows_of(model, stack, base):
         _refuse_other_sinusoids(path, model.get_submodule(path))
     if own.switch is not None and not native_positions:

@@ -16,8 +16,8 @@ from hf_posswap.patching.actions import (
 from hf_posswap.patching.inputs import refuse_length, refuse_other_input
 from hf_posswap.patching.record import SwapRecord
 from hf_posswap.patching.record_schema import LONGEST
-from hf_posswap.schemes.base import Scheme, make_scheme
 from hf_posswap.patching.wrapped import refuse_missed, refuse_wrapped_parts, what_instead
+from hf_posswap.schemes.base import Scheme, make_scheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -182,10 +182,10 @@ def plan_swap(
         raise UnsupportedSwapError(f"site must be 'auto' or 'attention', got {site!r}.")
     if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
         raise SchemeError(f"max_length must be a whole number of tokens >= 1, got {max_length!r}.")
-    sites = locate(model)
     refuse_wrapped_parts(model)
-    chosen = choose(scheme, sites, options)
+    sites = locate(model)
     refuse_missed(model, sites)
+    chosen = choose(scheme, sites, options)
     for name, one in chosen.items():
         refuse_other_input(model, sites.stack(name), one)
         _refuse_two_sided(model, sites.stack(name), one)

@@ -27,10 +27,9 @@ from hf_posswap.patching.config_view import ConfigView
 from hf_posswap.patching.embedding import BlendedTable, LengthHook, NoPositions
 from hf_posswap.patching.image_actions import RemoveGridTable, ReplaceGridTable
 from hf_posswap.patching.interface import RemoveRows
-from hf_posswap.patching.rotary import NeutralRotary, is_still, matches
+from hf_posswap.patching.offloaded import stored
 from hf_posswap.patching.relative import LeaveOut
 from hf_posswap.patching.rotary import NeutralRotary, is_still, matches
-from hf_posswap.patching.offloaded import stored
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.rope import RotaryScheme
 
