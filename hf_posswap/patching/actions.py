@@ -219,7 +219,8 @@ class RemoveTable:
         undo.insert(0, RestoreChild(self.path, table))
         old = table_of(table)
         shape = SENTINEL_SHAPE if self.rows is None else (self.rows, old.shape[1])
-        model.set_submodule(self.path, NoPositions(old.new_zeros(shape).detach()))
+        zeros = torch.zeros(shape, dtype=old.dtype, device=old.device)  # plain, where the table is quantised
+        model.set_submodule(self.path, NoPositions(zeros))
 
 
 @dataclass
