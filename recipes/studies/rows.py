@@ -98,7 +98,12 @@ class Row:
         return isinstance(read_yaml(self.config)["swap"]["scheme"], str)
 
 
-_WINDOWS = {"openai-community/gpt2": 1024, "huggyllama/llama-7b": 2048, "google-bert/bert-base-uncased": 512}
+_WINDOWS = {
+    "openai-community/gpt2": 1024,
+    "huggyllama/llama-7b": 2048,
+    "google-bert/bert-base-uncased": 512,
+    "sentence-transformers/all-MiniLM-L6-v2": 512,
+}
 REACH = 8
 """Windows that swaps are meant for where the recipe leaves that open, and the most that are read."""
 ROWS = (
