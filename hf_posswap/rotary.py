@@ -102,13 +102,15 @@ def compile_rotation(on: bool = True) -> None:
 
 
 def _in_one_buffer(x: Tensor, table: CosSin) -> bool:
-    """Return whether x is large, plain and of the table's dtype: then fewer passes over memory give the same bits."""
+    """Return whether x is large and plain: then fewer passes over memory give the same bits."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor:
         return False
     if torch._C._are_functorch_transforms_active():  # torch.func wants the parts
         return False
     still = not (table.cos.requires_grad or table.sin.requires_grad)
-    return still and x.numel() >= LARGE and x.dtype == table.cos.dtype == table.sin.dtype
+    if not still or x.numel() < LARGE:
+        return False
+    return _compiled is not None or x.dtype == table.cos.dtype == table.sin.dtype  # what is compiled casts as it writes
 
 
 class _Rotation(torch.autograd.Function):

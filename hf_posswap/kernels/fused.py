@@ -18,9 +18,12 @@ from torch import Tensor
 
 from hf_posswap.errors import BackendWarning
 
-TOLERANCE = 1e-5
-"""How far a fused result in float32 may lie from the formula."""
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+TOLERANCE = {"cpu": 1e-5, "cuda": 5e-2}
+"""How far a fused result may lie from the formula: in float32, and on a GPU in bfloat16."""
+DTYPES = {
+    "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16, torch.float16),
+}
 
 
 def forward(
@@ -35,8 +38,13 @@ def forward(
         scaling: multiplies the scores.
         causal: whether query i sees the keys up to i only.
         bias: added to the scaled scores, [1 or B, 1 or H, 1 or Q, K], of dtype `bias_dtype`; together with `causal`
-            only those of the first key that is seen may be -inf.
+            only those of the first key that is seen may be -inf. On a GPU: None.
     """
+    if query.device.type == "cuda":
+        assert bias is None, "the fused call of a GPU takes no bias"
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out, sums, *_ = flash(query, key, value, 0.0, causal, False, scale=scaling)
+        return out, sums[..., : query.shape[2]]
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return operator(query, key, value, 0.0, causal, attn_mask=bias, scale=scaling)
 
@@ -58,6 +66,14 @@ def backward(
     `out` [B, H, Q, D] and `sums` [B, H, Q] need not be those of this call: given those of a softmax over more keys, the
     gradients are this call's share of the whole's.
     """
+    if query.device.type == "cuda":
+        assert bias is None, "the fused call of a GPU takes no bias"
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        unread = torch.zeros(2, dtype=torch.int64, device=query.device)  # the random state of a dropout of 0
+        # the kernel reads these as if they were contiguous
+        given = grad.contiguous(), query, key, value, out.contiguous(), sums.contiguous()
+        lengths = query.shape[2], key.shape[2]
+        return flash(*given, None, None, *lengths, 0.0, causal, unread, unread, scale=scaling)
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return operator(grad, query, key, value, out, sums, 0.0, causal, attn_mask=bias, scale=scaling)
 
@@ -73,42 +89,49 @@ def bias_dtype(dtype: torch.dtype) -> torch.dtype:
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether the fused call takes such tensors, and is right in this process."""
     same = query.shape[-1] == key.shape[-1] == value.shape[-1] and query.dtype == key.dtype == value.dtype
-    return same and query.device.type == "cpu" and query.dtype in DTYPES and available()
+    device = query.device.type
+    if not same or device not in DTYPES or query.dtype not in DTYPES[device]:
+        return False
+    return (device == "cpu" or query.shape[-1] % 8 == 0) and available(device)
 
 
 @functools.cache
-def available() -> bool:
-    """Return whether this PyTorch has the fused call, and it is right; warn, once, where not."""
+def available(device: str = "cpu") -> bool:
+    """Return whether this PyTorch has the fused call on `device`, and it is right; warn, once, where not."""
     try:
-        error = _error()
+        error = _error(device)
     except Exception as problem:  # whatever an unknown PyTorch raises here, it means no
         reason = f"{type(problem).__name__}: {problem}"
     else:
-        if error <= TOLERANCE:
+        if error <= TOLERANCE[device]:
             return True
         reason = f"its results differ from the formula by {error:.1e}"
+    said = reason.splitlines()[0]
     warnings.warn(
-        f"hf_posswap's fused attention does not work on torch {torch.__version__} ({reason.splitlines()[0]}). The "
-        "plain paths are used instead: the same results, slower and with more memory.",
+        f"hf_posswap's fused attention does not work on torch {torch.__version__}, {device} ({said}). "
+        "The plain paths are used instead: the same results, slower and with more memory.",
         BackendWarning,
         stacklevel=2,
     )
     return False
 
 
-def _error() -> float:
+def _error(device: str) -> float:
     """Return the largest difference between the fused call and the formula, over what the kernels use of it."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     source = torch.Generator(device="cpu").manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=source, device="cpu")
+        return torch.randn(*shape, generator=source, device="cpu").to(device, dtype)
 
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+    with torch.inference_mode(False), torch.no_grad(), torch.device(device):
         query, key, value = noise(2, 4, 5, 8), noise(2, 2, 5, 8), noise(2, 2, 5, 8)
         row, dense, grad = noise(1, 4, 1, 5), noise(1, 4, 5, 5), noise(2, 4, 5, 8)
         cases: list[dict[str, Any]] = [
-            {"causal": True, "bias": None}, {"causal": True, "bias": row}, {"causal": False, "bias": dense}
+            {"causal": True, "bias": None}, {"causal": False, "bias": None}
         ]  # fmt: skip
+        if device == "cpu":
+            cases += [{"causal": True, "bias": row}, {"causal": False, "bias": dense}]
         return max(_case_error(query, key, value, grad, case) for case in cases)
 
 
@@ -116,8 +139,8 @@ def _case_error(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, case: d
     settings = {"scaling": 0.4, **case}
     out, sums = forward(query, key, value, **settings)
     found = (out, sums, *backward(grad, query, key, value, out, sums, **settings))
-    expected = _formula(query, key, value, grad, **settings)
-    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    expected = _formula(query.float(), key.float(), value.float(), grad.float(), **settings)
+    return max(float((a.float() - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
 
 def _formula(

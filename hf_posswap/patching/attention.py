@@ -114,6 +114,10 @@ class AttentionCall:
             return None
         return self._shared("bias", lambda: self.mechanism.bias(self.span.query, self.span.key))
 
+    def flex_bias(self, batch: int) -> Any:
+        """Return the scheme's bias as flex_attention may read it from positions, or None."""
+        return self._shared("flex bias", lambda: backends.flex_bias(self.mechanism, self.span, batch))
+
     def _shared(self, what: str, make: Callable[[], Any]) -> Any:
         if self.key is None:
             return make()
@@ -250,8 +254,9 @@ def posswap_attention(
         return found, None
     if call.mechanism.splits:
         return _in_pieces(call, module, native._attn_implementation, query, key, value, attention_mask, kwargs)
-    if native._attn_implementation == "flex_attention" and call.mechanism.slopes is not None:
-        kwargs = {**kwargs, "position_bias": backends.penalty(call.mechanism, call.span, len(query))}
+    flex = native._attn_implementation == "flex_attention"
+    if flex and (read := call.flex_bias(len(query))) is not None:
+        kwargs = {**kwargs, "position_bias": read}
     elif (bias := call.bias()) is not None:
         attention_mask, kwargs = _with_bias(
             bias, attention_mask, kwargs, native._attn_implementation, module, query, key

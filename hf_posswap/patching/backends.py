@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_posswap.errors import NotPatchedError, OptionError, UnsupportedSwapError
 from hf_posswap.kernels import fused
 from hf_posswap.kernels.distance_bias import attend_by_distance
-from hf_posswap.kernels.flex import Penalty
+from hf_posswap.kernels.flex import ByDistance, Penalty
 from hf_posswap.kernels.made_bias import attend_made
 from hf_posswap.kernels.merge import attend_regions, mergeable
 from hf_posswap.kernels.row_bias import attend_linear
@@ -144,6 +144,8 @@ def _gains(name: str, request: Request, wanted: str) -> bool:
 
 def _applies(name: str, request: Request) -> bool:
     """Return whether `name` is exact for this mask and these positions."""
+    if request.query.device.type != "cpu" and name not in ("merge", "plain"):
+        return False  # the fused calls of a GPU take no bias; flex_attention does
     if name in ("chunked", "plain"):
         return True
     if request.mask is not None or not request.span.fresh or (name != "hankel" and not request.causal):
@@ -215,11 +217,20 @@ def _merge(request: Request, pieces: Callable[[], tuple[Piece, ...]]) -> Tensor:
     return attend_regions(pairs, request.value, regions, scaling=request.scaling)
 
 
-def penalty(mechanism: Mechanism, span: Span, batch: int) -> Penalty:
-    """Return what flex_attention adds to its scores for slopes, for `batch` rows; any mask, any positions."""
-    assert mechanism.slopes is not None
-    slopes = mechanism.slopes.to(span.query.device)
-    return Penalty(slopes, span.query.expand(batch, -1), span.key.expand(batch, -1))
+def flex_bias(mechanism: Mechanism, span: Span, batch: int) -> Penalty | ByDistance | None:
+    """Return what flex_attention adds to its scores, for `batch` rows; any mask, any positions.
+
+    None: the mechanism adds nothing, or needs the bias as a tensor: it is no function of distance, or is being learned.
+    """
+    positions = span.query.expand(batch, -1), span.key.expand(batch, -1)
+    if mechanism.slopes is not None:
+        return Penalty(mechanism.slopes.to(span.query.device), *positions)
+    learned = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in mechanism.parameters())
+    if not mechanism.distance_only or learned or torch.compiler.is_compiling():
+        return None
+    behind, ahead = (int((a.amax() - b.amin()).clamp(min=0)) for a, b in (positions, positions[::-1]))
+    distances = torch.arange(-ahead, behind + 1, device=span.query.device)
+    return ByDistance(mechanism.distance_bias(distances), ahead, *positions)
 
 
 _RUN: dict[str, Callable[[Request, Any], Tensor]] = {

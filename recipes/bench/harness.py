@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,7 @@ class Case:
         memory_beyond: name of another way to the most MiB by which our peak may lie above its.
         missing: peers that cannot run here, to the reason.
         seconds: most that ours may take; None: only ratios count.
+        device: "cuda": CUDA events tell the time, and the allocator the peaks of all ways, if `memory` is not None.
     """
 
     name: str
@@ -70,12 +72,13 @@ class Case:
     memory_beyond: Mapping[str, float] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
     seconds: float | None = None
+    device: str = "cpu"
 
 
 def measure(case: Case, module: str, *, smoke: bool) -> dict[str, Any]:
     """Return the numbers of one case as JSON; `wrong` names the ways whose results differ from ours."""
     wrong = _wrong(case)
-    times = _times(case.ways, 1 if smoke else case.repetitions)
+    times = _times(case.ways, 1 if smoke else case.repetitions, case.device)
     ours, *others = case.ways
     row: dict[str, Any] = {
         "name": case.name,
@@ -92,11 +95,21 @@ def measure(case: Case, module: str, *, smoke: bool) -> dict[str, Any]:
             for way in others
         },
     }
-    if case.memory is not None and sys.platform == "linux":
-        compared = (ours, *case.memory_goals, *case.memory_beyond)
-        row["peak_mib"] = {way: peak_mib(module, way, case.memory) for way in compared}
+    if case.memory is not None and (case.device == "cuda" or sys.platform == "linux"):
+        compared = dict.fromkeys((ours, *case.memory_goals, *case.memory_beyond))
+        on_gpu = case.device == "cuda"
+        row["peak_mib"] = {
+            way: _peak_on_gpu(case.ways[way]) if on_gpu else peak_mib(module, way, case.memory) for way in compared
+        }
         row["peak_goals"], row["peak_beyond"] = dict(case.memory_goals), dict(case.memory_beyond)
     return row
+
+
+def broken(name: str, error: Exception) -> dict[str, Any]:
+    """Return the row of a case that raised `error`."""
+    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    traced = "".join(traceback.format_exception(error))
+    return {"name": name, "wrong": [traced], "missing": {"everything": said}, "seconds": {}, "ratios": {}}
 
 
 def _wrong(case: Case) -> list[str]:
@@ -117,17 +130,39 @@ def _tensors(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
 
 
-def _times(ways: Mapping[str, Callable[[], Any]], repetitions: int) -> dict[str, list[float]]:
+def _times(ways: Mapping[str, Callable[[], Any]], repetitions: int, device: str) -> dict[str, list[float]]:
     """Return the seconds of each way, run in turns so that what else the machine does falls on all alike."""
     times: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(WARM_UPS + repetitions if repetitions > 1 else 2):
         for way, run in ways.items():
-            started = time.perf_counter()
-            run()
-            taken = time.perf_counter() - started
+            taken = _seconds(run, device)
             if turn >= (WARM_UPS if repetitions > 1 else 1):
                 times[way].append(taken)
     return times
+
+
+def _seconds(run: Callable[[], Any], device: str) -> float:
+    if device != "cuda":
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    first.record()
+    run()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) / 1000
+
+
+def _peak_on_gpu(run: Callable[[], Any]) -> float:
+    """Return the peak of the memory that PyTorch takes on the GPU beyond what was taken before, in MiB."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / _MIB
 
 
 def peak_mib(module: str, way: str, sizes: Mapping[str, int]) -> float:
@@ -173,6 +208,7 @@ def machine() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "load": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
     }
 
@@ -190,7 +226,7 @@ def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:
             lines.append(f"| {name} | {way} | {found:.3f} | {ratio['of minima']:.3f} | {shown} | {said} |")
         lines += _peaks(row, slack)
         lines += [f"| {name} | {peer} | NOT MEASURED | | | {why} |" for peer, why in row.get("missing", {}).items()]
-        if not row["ratios"]:
+        if row["seconds"] and not row["ratios"]:
             (way, taken), most = next(iter(row["seconds"].items())), row["most_seconds"]
             shown = "" if most is None else f"< {most:g} s"
             lines.append(f"| {name} | {way}: {taken:.4f} s | | | {shown} | {_verdict(taken, most, 1.0)} |")
@@ -212,7 +248,7 @@ def _peaks(row: dict[str, Any], slack: float) -> list[str]:
         found = ours / max(theirs, 1e-9)
         said = _verdict(found, goal, slack)
         lines.append(f"| {name} | {way}, {theirs:.0f} MiB | {found:.3f} | | <= {goal:.3g} | {said} |")
-    for way, most in row["peak_beyond"].items():
+    for way, most in row.get("peak_beyond", {}).items():
         theirs = row["peak_mib"][way]
         said = _verdict(ours - theirs, most, slack)
         lines.append(f"| {name} | {way}, {theirs:.0f} MiB | {ours - theirs:+.0f} MiB | | <= {most:+.0f} MiB | {said} |")

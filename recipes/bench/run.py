@@ -20,9 +20,9 @@ import torch
 import typer
 
 from hf_posswap.files import write_text
-from recipes.bench.harness import machine, measure, table
+from recipes.bench.harness import broken, machine, measure, table
 
-NAMES = ("roof", "rope", "bias", "merge", "ppl", "train", "patch", "decode", "load", "growth")
+NAMES = ("roof", "rope", "bias", "merge", "ppl", "train", "patch", "decode", "load", "growth", "gpu")
 
 
 def main(
@@ -59,11 +59,14 @@ def _rows(name: str, smoke: bool) -> list[dict[str, Any]]:
         return module.rows(smoke)
     rows = []
     for case in module.cases(smoke):
-        with torch.no_grad():
-            rows.append(measure(case, module.__name__, smoke=smoke))
-        typer.echo(f"{name}: {rows[-1]['name']}")
-        for peer, why in rows[-1]["missing"].items():
-            typer.echo(f"{name}: {rows[-1]['name']}: {peer} NOT MEASURED: {why}", err=True)
+        try:
+            with torch.no_grad():
+                rows.append(measure(case, module.__name__, smoke=smoke))
+        except Exception as error:  # memory that is too small for one case, say
+            rows.append(broken(case.name, error))
+        typer.echo(f"{name}: {case.name}")
+        for what, why in rows[-1]["missing"].items():
+            typer.echo(f"{name}: {case.name}: {what} NOT MEASURED: {why}", err=True)
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
-from recipes.bench import harness, roof, run
+from recipes.bench import growth, harness, roof, run
 from recipes.bench.harness import Case, measure, peak_mib, table
 
 
@@ -25,7 +26,7 @@ def bench(*arguments: object) -> Result:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", run.NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "gpu" else n for n in run.NAMES])
 def test_all_ways_give_the_same_numbers(name: str, tmp_path: Path) -> None:
     done = bench(name, "--smoke", "--out", tmp_path)
     assert done.exit_code == 0, done.output
@@ -35,6 +36,39 @@ def test_all_ways_give_the_same_numbers(name: str, tmp_path: Path) -> None:
     assert all(row["wrong"] == [] and min(row["seconds"].values()) > 0 for row in rows)
     text = (tmp_path / "table.md").read_text()
     assert all(f"| {row['name']} |" in text for row in rows)
+
+
+def test_a_peer_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rotary_embedding_torch", None)
+    done = bench("rope", "--smoke", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    said = "import of rotary_embedding_torch halted; None in sys.modules; pip install -e '.[bench]'"
+    assert f"rope: RoPE, 64 tokens: rotary-embedding-torch NOT MEASURED: {said}" in done.output
+    assert f"| RoPE, 64 tokens | rotary-embedding-torch | NOT MEASURED | | | {said} |" in done.output
+
+
+def test_a_case_that_breaks_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Case("breaks", {"ours": lambda: 1 / 0}, tolerance=None)
+    monkeypatch.setattr(roof, "cases", lambda smoke: [broken, Case("zeros", ways(0.0))])
+    done = bench("roof", "--smoke", "--out", tmp_path)
+    assert done.exit_code == 1
+    assert "| breaks | everything | NOT MEASURED | | | ZeroDivisionError: division by zero |" in done.output
+    assert "| zeros | theirs |" in (tmp_path / "table.md").read_text()
+
+
+def test_growth_is_the_slope_of_the_logarithms() -> None:
+    square = {str(n): 3.0 * n**2 for n in growth.LENGTHS}
+    late = square | {"1024": 1e9, "2048": 1e9}  # what is before 4k does not count
+    assert growth._exponent(square) == pytest.approx(2.0)
+    assert growth._exponent(late) == pytest.approx(2.0)
+    peaks = {scheme: 30.0 for scheme in growth.SCHEMES} | {"alibi": 131.0}
+    rows = [
+        {"name": n, "seconds": square, "peak_mib": {k: p for k in square}, "exponent": {"seconds": 2, "peak_mib": 0}}
+        for n, p in peaks.items()
+    ]
+    text = growth.table(rows, smoke=False)
+    assert "| 32768 tokens with t5: peak memory | unpatched | +0 MiB | <= 100 | reached |" in text
+    assert "| 32768 tokens with alibi: peak memory | unpatched | +101 MiB | <= 100 | missed |" in text
 
 
 def ways(second: float) -> dict[str, Any]:
@@ -82,6 +116,10 @@ def test_the_table_says_what_is_reached() -> None:
         "peak_goals": {"theirs": 0.1},
     }
     assert "| x: peak memory, 5 MiB | theirs, 100 MiB | 0.050 | | <= 0.1 | reached |" in table([memory], smoke=False)
+    beyond = memory | {"peak_mib": {"ours": 168, "theirs": 100}, "peak_goals": {}, "peak_beyond": {"theirs": 60.0}}
+    assert "| x: peak memory, 168 MiB | theirs, 100 MiB | +68 MiB | | <= +60 MiB | missed |" in table(
+        [beyond], smoke=False
+    )
 
 
 @pytest.mark.slow

@@ -1,0 +1,190 @@
+"""What only a GPU can show, in bfloat16: CUDA events, and the allocator's own peaks. Without one: tiny, on the CPU.
+
+python -m recipes.bench.run gpu --out results
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from hf_posswap import Alibi, SelfExtend, T5Bias, patch_model, rotary
+from hf_posswap.evaluation.scoring import Scorer
+from hf_posswap.geometry import Geometry
+from hf_posswap.kernels.flex import ByDistance, Penalty
+from hf_posswap.kernels.merge import attend_regions
+from hf_posswap.rotary import Frequencies, cos_sin, default_inv_freq, rotate
+from recipes.bench.harness import Case, with_gradients
+from recipes.bench.models import llama
+from recipes.bench.train import step
+
+NO_MOD, FLASH = "flex without a mod", "one fused causal call"
+THEIRS = "model(ids, labels=ids)"
+
+
+def cases(smoke: bool) -> Iterator[Case]:
+    """Give the rows of the GPU; on a machine without one the same code at sizes of a smoke run."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    small = smoke or device == "cpu"
+    if device == "cpu" and not smoke:
+        yield Case("what needs a GPU", {"nothing": lambda: None}, missing={"all of it": "no CUDA device here"})
+        return
+    yield _rope(device, small)
+    for name in ("ALiBi", "T5"):
+        yield from _flex(name, device, 128 if small else 8192)
+    for length in (96,) if small else (8192, 32768):
+        yield _pieces(device, length)
+    yield _training(device, small)
+    yield _perplexity(device, small)
+
+
+def _noise(device: str, *shape: int) -> Tensor:
+    source = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return torch.randn(*shape, generator=source, device=device, dtype=dtype)
+
+
+def _rope(device: str, small: bool) -> Case:
+    """Return RoPE against a copy: 70 % of the copy's bandwidth is a ratio of 1.43."""
+    length = 64 if small else 32768
+    q, k = _noise(device, 1, 32, length, 128), _noise(device, 1, 8, length, 128)
+    angles = Frequencies(default_inv_freq(10000.0, 128).to(device))
+    table = cos_sin(torch.arange(length, device=device)[None], angles)
+
+    rotary.compile_rotation()
+    kernel = rotary._compiled
+    rotary.compile_rotation(False)
+    assert kernel is not None
+
+    def ours() -> tuple[Tensor, Tensor]:
+        return kernel(q, *table, "half"), kernel(k, *table, "half")
+
+    def eager() -> tuple[Tensor, Tensor]:
+        return rotate(q, table, "half"), rotate(k, table, "half")
+
+    ways: dict[str, Callable[[], Any]] = {"ours": ours, "eager": eager, "copy": lambda: (q.clone(), k.clone())}
+    return Case(
+        f"RoPE, {length} tokens", ways, {"copy": 1 / 0.7}, tolerance=5e-2, unlike=frozenset({"copy"}), device=device,
+        memory={} if device == "cuda" else None,
+    )  # fmt: skip
+
+
+def _flex(name: str, device: str, length: int) -> Iterator[Case]:
+    """Give a bias read from positions, forward and with backward, against flex_attention without one."""
+    q, k, v = (_noise(device, 1, 16, length, 64) for _ in range(3))
+    attend: Any = torch.compile(flex_attention)
+    mask: BlockMask = create_block_mask(_causal, 1, None, length, length, device=device)
+    bias = _bias(name, device, length)
+
+    def modified(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + bias[b, h, i, j]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, score_mod=modified, block_mask=mask)
+
+    def without(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, block_mask=mask)
+
+    ways = {"ours": lambda: ours(q, k, v), NO_MOD: lambda: without(q, k, v)}
+    settings: dict[str, Any] = {"unlike": frozenset({NO_MOD}), "device": device}
+    if device == "cuda":
+        # of order L: as much as without a bias, and what [H, L] takes
+        settings |= {"memory": {}, "memory_beyond": {NO_MOD: 64.0}}
+    else:
+        ways["the formula"] = lambda: _formula(q, k, v, bias)
+    yield Case(f"{name} forward, {length}", ways, {NO_MOD: 1.15}, **settings)
+    if device == "cuda":  # flex has no backward on a CPU
+        both = {"ours": with_gradients(ours, q, k, v), NO_MOD: with_gradients(without, q, k, v)}
+        yield Case(f"{name} forward and backward, {length}", both, {NO_MOD: 1.4}, **settings)
+
+
+def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
+def _bias(name: str, device: str, length: int) -> Any:
+    geometry = Geometry(1024, 16, 16, 64, 12, 2048, causal=True)
+    scheme: Any = Alibi() if name == "ALiBi" else T5Bias(init_std=1.0)
+    mechanism: Any = scheme.resolve(geometry, None).mechanism(geometry).to(device)
+    at = torch.arange(length, device=device)[None]
+    if name == "ALiBi":
+        return Penalty(mechanism.slopes.to(device), at, at)
+    line = mechanism.distance_bias(torch.arange(1 - length, length, device=device)).detach()
+    return ByDistance(line, length - 1, at, at)
+
+
+def _formula(q: Tensor, k: Tensor, v: Tensor, bias: Any) -> Tensor:
+    length, heads = q.shape[2], q.shape[1]
+    rows = torch.arange(length)
+    grid = bias[0, torch.arange(heads)[:, None, None], rows[:, None].clamp(min=0), rows]  # [H, Q, K]
+    return sdpa(q, k, v, attn_mask=grid.masked_fill(rows > rows[:, None], -torch.inf)[None].to(q.dtype))
+
+
+def _pieces(device: str, length: int) -> Case:
+    """Return two rotations in one attention against one fused call."""
+    inv = tuple(default_inv_freq(10000.0, 128).tolist())
+    geometry = Geometry(1024, 8, 8, 128, 12, length // 4, True, 128, "half", 10000.0, inv)
+    mechanism: Any = SelfExtend().resolve(geometry, length).mechanism(geometry)
+    q, k, v = (_noise(device, 1, 8, length, 128) for _ in range(3))
+    at = torch.arange(length, device=device)[None]
+
+    def ours() -> Tensor:
+        pairs = [(one.rotate_query(q, 0, length), one.rotate_key(k, 0, length)) for one in mechanism.pieces(at, at)]
+        return attend_regions(pairs, v, mechanism.regions, scaling=128**-0.5)
+
+    ways = {"ours": ours, FLASH: lambda: sdpa(q, k, v, is_causal=True)}
+    memory = {"memory": {}, "memory_beyond": {FLASH: 1024.0}} if device == "cuda" else {}
+    return Case(
+        f"two rotations, {length}", ways, {FLASH: 1.3}, unlike=frozenset({FLASH}), device=device, repetitions=3,
+        **memory,
+    )  # fmt: skip
+
+
+def _training(device: str, small: bool) -> Case:
+    """Return a training step of a swapped GPT-NeoX against the native class, of 125 million parameters."""
+    batch, length = (1, 32) if small else (8, 2048)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    steps = {}
+    for way in ("ours", "native"):
+        model = _neox(small)
+        if way == "ours":
+            patch_model(model, "rope", site="attention")
+        steps[way] = step(model.to(device, dtype).train(), batch, length)
+    return Case(
+        f"training step, {batch} x {length}", steps, {"native": 1.03}, tolerance=None, device=device,
+        memory={} if device == "cuda" else None, memory_goals={"native": 1.03} if device == "cuda" else {},
+    )  # fmt: skip
+
+
+def _neox(small: bool) -> Any:
+    torch.manual_seed(0)
+    width, layers, heads = (48, 2, 4) if small else (768, 12, 12)
+    config = GPTNeoXConfig(
+        vocab_size=512 if small else 50304, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=4 * width, max_position_embeddings=2048, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPTNeoXForCausalLM(config)
+
+
+def _perplexity(device: str, small: bool) -> Case:
+    """Return the loss of one long text with a vocabulary of 128k, in chunks, against transformers' own."""
+    length, vocabulary = (64, 64) if small else (32768, 131072)
+    model = llama(small, vocabulary).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    source = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (1, length), generator=source).to(device)
+    scorer = Scorer(model)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "ours": lambda: scorer.nll(ids).mean().float().cpu(),
+        THEIRS: lambda: model(ids, labels=ids, use_cache=False).loss.float().cpu(),
+    }
+    on_gpu: dict[str, Any] = {"memory": {}, "memory_goals": {THEIRS: 0.2}} if device == "cuda" else {}
+    return Case(
+        f"perplexity of {length} tokens, {vocabulary} words", ways, {THEIRS: 1.2}, tolerance=2e-2, device=device,
+        repetitions=3, **on_gpu,
+    )  # fmt: skip

@@ -1,0 +1,76 @@
+"""The kernels on a GPU: fused calls against the formula, merged attention against its pieces, biases under flex."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_posswap import patch_model, set_backend
+from hf_posswap.kernels import fused
+from hf_posswap.patching import backends
+from hf_posswap.rotary import CosSin, compile_rotation, rotate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def llama(scheme: str) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=67, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    patch_model(model, scheme, max_length=1024)
+    return model.to("cuda", torch.bfloat16).eval()
+
+
+def test_the_fused_call_is_right_here() -> None:
+    assert fused.available("cuda")
+
+
+@pytest.mark.parametrize("scheme", ["self_extend", "rerope", "dual_chunk"])
+def test_merged_attention_equals_its_pieces(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = llama(scheme), torch.randint(3, 67, (1, 700), device="cuda")
+    taken: list[str] = []
+    real = backends.choose
+    monkeypatch.setattr(backends, "choose", lambda request: taken.append(real(request)) or taken[-1])
+    grads = []
+    for way in ("plain", "merge"):
+        set_backend(model, way)
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        grads.append({name: p.grad.float() for name, p in model.named_parameters()})
+    assert set(taken) == {"plain", "merge"}
+    for name, expected in grads[0].items():
+        assert (grads[1][name] - expected).norm() <= 0.05 * expected.norm() + 1e-3, name
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "kerple"])
+@torch.no_grad()
+def test_flex_reads_biases_from_positions(scheme: str) -> None:
+    model, ids = llama(scheme).float(), torch.randint(3, 67, (2, 300), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0
+    expected = model(ids, attention_mask=mask).logits
+    model.set_attn_implementation("flex_attention")
+    found = model(ids, attention_mask=mask).logits
+    assert (found - expected)[mask.bool()].abs().max() < 5e-3
+
+
+def test_a_compiled_rotation_in_bfloat16() -> None:
+    x = torch.randn(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16)
+    angles = torch.rand(1, 1, 1024, 64, device="cuda")
+    table = CosSin(angles.cos(), angles.sin())
+    expected = rotate(x, table, "half")
+    compile_rotation()
+    try:
+        assert (rotate(x, table, "half") - expected).abs().max() <= 2**-6
+    finally:
+        compile_rotation(False)
