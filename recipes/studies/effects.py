@@ -147,6 +147,7 @@ def measure_row(row: Row, sizes: Sizes, place: Path, store: RunStore) -> dict[st
         "demonstration": row.demonstration,
         "route": record.route,
         "max_length": record.max_length,
+        "training_windows": row.windows,
         "tokens": run.tokens_read,
         "control_tokens": control.tokens_read,
         "texts": base.texts.to_dict(),

@@ -7,35 +7,19 @@ from typing import Any
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 
 _HEAD = (
-    "recipe", "base", "tokens", "base's loss", "control", "before training", "after", "after less control",
-    "1x", "2x", "4x", "8x", "8th window in context, less alone", "runs with",
+    "recipe", "base", "tokens", "trained at", "base's loss", "control", "before training", "after",
+    "after less control", "1x", "2x", "4x", "8x", "8th window", "runs with",
 )  # fmt: skip
 _ROUTES = {"native": "stock transformers", "plugin": "hf_posswap"}
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Return the results of `recipes.studies.effects` for people: the rows, the bases, and every command."""
-    rows, sizes = result["rows"], result["sizes"]
-    window = sizes["window"]
-    texts = rows[0]["texts"]
+    rows = result["rows"]
     lines = [
         "# What each recipe does, on small models",
         "",
-        f"Made by `python -m recipes.studies.effects`, torch {result['versions']['torch']}, transformers "
-        f"{result['versions']['transformers']}, seed {result['seed']}. Bases: {sizes['layers']} layers, width "
-        f"{sizes['width']}, window {window}, trained on Python's own text ("
-        + ", ".join(f"{kind} {tokens / 1e6:.1f} M tokens" for kind, tokens in sizes["tokens"])
-        + f"). All recipes read about {sizes['steps'] * sizes['step']:,} tokens at a learning rate of "
-        f"{sizes['rate']:g}; their controls read as many, without a swap.",
-        "",
-        f"Loss in nats a token on {texts['documents']} held-out documents, {texts['tokens of a piece']} tokens of each"
-        + (f": under {LEAST_DOCUMENTS} documents, so read no order into it" if _few(rows) else "")
-        + ". The columns up to the difference are in the window: eight windows of each document, each by itself; "
-        "brackets are 95 % intervals, paired over documents. 1x to 8x: after training, so many windows read at once "
-        "from the start of each document; a dash: the model ends before. Later text may be easier than the start, so "
-        "the last but one column compares the same tokens: do those of the eighth window gain (below 0) or lose "
-        "(above) by the seven windows before them?",
-        "",
+        *_about(result),
         _line(_HEAD),
         _line(["---"] * len(_HEAD)),
         *(_row(row) for row in rows),
@@ -43,8 +27,7 @@ def markdown(result: dict[str, Any]) -> str:
         *_notes(rows),
         "## Without a swap",
         "",
-        "The same lengths, read by the bases and by the controls. One seed and one corpus: differences below 0.01 "
-        "between rows mean nothing.",
+        "The same lengths, read by the bases and by the controls.",
         "",
         _line(["model", "base", "1x", "2x", "4x", "8x"]),
         _line(["---"] * 6),
@@ -55,6 +38,33 @@ def markdown(result: dict[str, Any]) -> str:
         *_commands(rows),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _about(result: dict[str, Any]) -> list[str]:
+    """Return the paragraphs above the table: what was trained, and what the columns mean."""
+    rows, sizes, held = result["rows"], result["sizes"], result["versions"]
+    pretrained = ", ".join(f"{kind} {tokens / 1e6:.1f} M tokens" for kind, tokens in sizes["tokens"])
+    texts = rows[0]["texts"]
+    few = f" Under {LEAST_DOCUMENTS} documents: read no order into them." if _few(rows) else ""
+    return [
+        f"Made by `python -m recipes.studies.effects`, torch {held['torch']}, transformers {held['transformers']}, "
+        f"seed {result['seed']}. Bases: {sizes['layers']} layers, width {sizes['width']}, window {sizes['window']}, "
+        f"trained on Python's own text ({pretrained}). All recipes read about "
+        f"{sizes['steps'] * sizes['step']:,} tokens at a learning rate of {sizes['rate']:g}, and their controls as "
+        "many, without a swap. One seed, one corpus, bases that are far from done: a guide to what to expect of a "
+        "recipe, no ranking of methods.",
+        "",
+        f"Loss in nats a token on {texts['documents']} held-out documents, {texts['tokens of a piece']} tokens of "
+        f"each; brackets are 95 % intervals, paired over documents.{few}",
+        "",
+        "- Trained at: the longest windows of the training, in those of the base.",
+        "- From base's loss to the difference: in the window. Eight windows of each document, each by itself.",
+        "- 1x to 8x: after training, so many windows read at once from the start of each document; a dash: the model "
+        "ends before. Later text may be easier than the start, so these fall by themselves.",
+        "- 8th window: its tokens read after the seven windows before them, less the same tokens read alone. Below 0 "
+        "the model uses the far text, above 0 the length harms it.",
+        "",
+    ]
 
 
 def _few(rows: list[dict[str, Any]]) -> bool:
@@ -69,7 +79,7 @@ def _row(row: dict[str, Any]) -> str:
     inside, last = row["in_window"], row.get("last_window")
     name = f"{row['recipe']} (demonstration)" if row["demonstration"] else row["recipe"]
     losses = [f"{inside[key]:.3f}" for key in ("base", "control", "before", "after")]
-    cells = [name, _base(row), f"{row['tokens']:,}", *losses, _interval(inside)]
+    cells = [name, _base(row), f"{row['tokens']:,}", f"{row['training_windows']}x", *losses, _interval(inside)]
     cells += [*_lengths(row, "after"), "–" if last is None else _interval(last), _ROUTES[row["route"]]]
     return _line(cells)
 
