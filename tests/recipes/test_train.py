@@ -23,7 +23,12 @@ from tests.training.engine_runs import write_model, write_texts
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "train.py"
 HEADER = ("Purpose:", "Source:", "Launch:", "Cost:", "Expected:")
-KINDS = {"openai-community/gpt2": "gpt2", "huggyllama/llama-7b": "llama", "google-bert/bert-base-uncased": "bert"}
+KINDS = {
+    "openai-community/gpt2": "gpt2",
+    "huggyllama/llama-7b": "llama",
+    "google-bert/bert-base-uncased": "bert",
+    "sentence-transformers/all-MiniLM-L6-v2": "bert",
+}
 FOUND = sorted((ROOT / "recipes").rglob("*.yaml"))
 LAUNCHERS = [path for path in FOUND if "distributed_type" in yaml.safe_load(path.read_text())]
 RECIPES = [path for path in FOUND if path not in LAUNCHERS and path.name != "base.yaml"]
@@ -44,7 +49,7 @@ def test_none_is_missing() -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with tiny models of every kind, texts, and divisors for LongRoPE."""
     folder = tmp_path_factory.mktemp("recipes")
-    for kind in KINDS.values():
+    for kind in set(KINDS.values()):
         write_model(folder / kind, kind)
     write_texts(folder / "texts")
     factors = {"name": "longrope", "factor": 4.0, "long_factor": [1.0, 2.0, 3.0, 4.0]}

@@ -56,7 +56,7 @@ def begin(place: Path, name: str, *settings: str, environment: dict[str, str], *
 def launch(place: Path, name: str, *settings: str, environment: dict[str, str], **values: Any) -> Finished:
     """Run a recipe by torchrun in two processes, and return what it left behind."""
     run = begin(place, name, *settings, environment=environment, **values)
-    _, said = run.communicate(timeout=280)
+    _, said = run.communicate(timeout=400)
     assert run.returncode == 0, said[-4000:]
     report = json.loads((place / name / "report.json").read_text())
     return Finished(place / name, place / name / report["saved"], report)
@@ -82,6 +82,7 @@ def assert_alike(two: Finished, one: Finished) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # each launch loads everything in three processes
 @pytest.mark.parametrize(
     ("environment", "settings"),
     [
@@ -112,6 +113,7 @@ def test_two_processes_are_one(tmp_path: Path, environment: dict[str, str], sett
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_as_a_whole_and_then_in_one_process_it_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     """Two stages, the first of which ends early: SIGKILL in each, and the same command again."""
     whole = launch(tmp_path, "whole", "save.every=2", environment={}, stages=STAGES)

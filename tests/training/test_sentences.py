@@ -154,11 +154,12 @@ def minilm() -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kind", "scheme"), [("embedding", "alibi"), ("contrastive", "rope")])
 def test_a_real_model_of_sentences_learns_back_what_the_swap_took(
     tmp_path: Path, minilm: Path, kind: str, scheme: str
 ) -> None:
-    sizes = ("data.length=48", "optimizer.batch=12", "optimizer.steps=10", "save.every=99")
+    sizes = ("data.length=48", "optimizer.batch=8", "optimizer.steps=8", "save.every=99")
     more: dict[str, Any] = {"objective": {"kind": kind}, "swap": {"scheme": scheme, "max_length": 1024}}
     data = {"sources": [{"path": "python", "documents": 200}]}
     done = trained(tmp_path, f"model.name={minilm}", "optimizer.learning_rate=1e-4", *sizes, **more | {"data": data})

@@ -9,40 +9,52 @@ from hf_posswap.errors import NotEnoughMemoryError
 from hf_posswap.patching.show import human_bytes
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.parallel import Launch
+from hf_posswap.training.trainable import ADAPTERS
 
-_LAYER_STATES = 10  # hidden states and what norms and residuals make of them
-_MLP_STATES = 3
-_HEAD_COPIES = 4  # logits, their float32, cross-entropy's, and their gradient
-_SCORE_COPIES = 4  # bias, scores, softmax, and their gradient
+# Numbers a token that a layer keeps for its backward, in hidden and in inner widths, as measured on small models
+# (tests/training/test_memory.py); what is frozen keeps no inputs of its matrices.
+_STATES, _FROZEN_STATES = (10, 4), (7, 3)
+_COMPOSED = ("gelu_new", "gelu_fast", "gelu_python", "quick_gelu")  # activations in several operations, each keeps one
+_LOGITS = 3  # copies: logits, their logarithms, their gradient
+_SCORES = 4  # copies of a bias: bias, scores, softmax, gradient
 _ADAM_STATES = 2
+_FLOAT = 4  # bytes
 
 
 @dataclass(frozen=True)
 class TrainingNeed:
-    """An upper estimate of what one process holds at once, in bytes.
+    """An estimate of what one process holds at once, in bytes.
 
     Attributes:
         weights: of the model.
         gradients: of what is trained.
         optimizer: AdamW's two numbers a weight.
         activations: kept for the backward.
-        logits: of one chunk.
+        layer: of one layer, while its backward runs.
+        logits: of one chunk, and with chunks the head's gradient.
+        accumulates: whether gradients of earlier batches lie there while activations grow.
     """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
+    layer: int
     logits: int
+    accumulates: bool = False
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        """What is held at the worst moment: when the forward ends, or when the last gradients are made."""
+        forward, backward = self.activations + self.logits, self.layer + self.gradients
+        if self.accumulates:
+            forward += self.gradients
+        return self.weights + self.optimizer + max(forward, backward)
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in vars(self).items() if size)
-        return f"about {human_bytes(self.total)} ({parts})"
+        sizes = {name: size for name, size in vars(self).items() if size and name != "accumulates"}
+        parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items())
+        return f"about {human_bytes(self.total)} (not all at once: {parts})"
 
 
 def training_need(model: Any, recipe: Recipe, launch: Launch, *, biased: bool, chunk: int) -> TrainingNeed:
@@ -64,26 +76,45 @@ def training_need(model: Any, recipe: Recipe, launch: Launch, *, biased: bool, c
     """
     config: Any = model.config.get_text_config()
     parameters = list(model.parameters())
-    trained = [p for p in parameters if p.requires_grad]
     shards = launch.replicas * launch.context if launch.shards else 1
-    gradients = sum(p.numel() * p.element_size() for p in trained) // shards
+    gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad) // shards
     rows, length = recipe.optimizer.batch, recipe.data.length // (launch.context * launch.ulysses)
-    hidden, layers = config.hidden_size, config.num_hidden_layers
+    half = recipe.optimizer.precision == "bfloat16"
+    size = _FLOAT // 2 if half else _FLOAT
     heads = getattr(config, "num_attention_heads", None) or 1
-    inner = next(
-        (v for n in ("intermediate_size", "n_inner", "ffn_dim") if (v := getattr(config, n, None))), 4 * hidden
-    )
-    size = 2 if recipe.optimizer.precision == "bfloat16" else 4
-    layer = rows * length * (_LAYER_STATES * hidden + _MLP_STATES * inner) * size
-    layer += _SCORE_COPIES * rows * heads * length * length * 4 if biased else 0
-    kept = rows * length * hidden * size * (0 if recipe.compute.offload else 1)
+    layer = rows * length * _layer_states(config, recipe) * size
+    layer += _SCORES * rows * heads * length * length * _FLOAT if biased else 0
+    kept = 0
+    if recipe.compute.checkpointing and not recipe.compute.offload:
+        kept = config.num_hidden_layers * rows * length * config.hidden_size * size
     return TrainingNeed(
         weights=sum(p.numel() * p.element_size() for p in parameters) // shards,
         gradients=gradients,
         optimizer=_ADAM_STATES * gradients,
-        activations=layers * kept + layer if recipe.compute.checkpointing else layers * layer,
-        logits=_HEAD_COPIES * min(chunk or rows * length, rows * length) * config.vocab_size * 4,
+        activations=kept if recipe.compute.checkpointing else config.num_hidden_layers * layer,
+        layer=kept + layer,
+        logits=_logits(model, config, rows * length, chunk, copies=_LOGITS + half),
+        accumulates=recipe.optimizer.accumulate > 1,
     )
+
+
+def _layer_states(config: Any, recipe: Recipe) -> int:
+    """Return the numbers a token that one layer keeps for its backward."""
+    hidden = config.hidden_size
+    names = ("intermediate_size", "n_inner", "ffn_dim")
+    inner = next((width for name in names if (width := getattr(config, name, None))), 4 * hidden)
+    frozen = recipe.train.what in ADAPTERS and recipe.train.target == "attention"
+    of_hidden, of_inner = _FROZEN_STATES if frozen else _STATES
+    activation = getattr(config, "hidden_act", None) or getattr(config, "activation_function", None)
+    return of_hidden * hidden + (of_inner + (activation in _COMPOSED)) * inner
+
+
+def _logits(model: Any, config: Any, tokens: int, chunk: int, *, copies: int) -> int:
+    held = copies * min(chunk or tokens, tokens) * config.vocab_size * _FLOAT
+    head = model.get_output_embeddings()
+    if not chunk or head is None or not head.weight.requires_grad:
+        return held
+    return held + head.weight.numel() * _FLOAT  # whose gradient is made along with the loss
 
 
 def refuse_too_much(need: TrainingNeed, free: int | None, recipe: Recipe, *, loaded: bool) -> None:

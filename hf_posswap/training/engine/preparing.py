@@ -14,6 +14,7 @@ from hf_posswap.checkpoints import load
 from hf_posswap.errors import CheckpointError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.apply import patch_model
+from hf_posswap.patching.backends import LEAST_PAIRS
 from hf_posswap.patching.centring import centre_table
 from hf_posswap.patching.plan import SwapPlan, plan_swap, unwrap
 from hf_posswap.patching.verify import verify_swap
@@ -226,7 +227,9 @@ def chosen_chunk(recipe: Recipe, model: Any, batch: dict[str, Any], *, causal: b
 
 def _check_memory(recipe: Recipe, model: Any, launch: Launch, services: Services, chunk: int) -> str:
     held = getattr(getattr(model, "_posswap", None), "plan", None)
-    biased = bool(held and held.scheme.kind in ("bias", "mixed")) or model.config._attn_implementation == "eager"
+    short = recipe.data.length**2 < LEAST_PAIRS  # longer ones are never held as a whole
+    biased = bool(held and held.scheme.kind in ("bias", "mixed") and short)
+    biased |= model.config._attn_implementation == "eager"
     need = training_need(model, recipe, launch, biased=biased, chunk=chunk)
     free = services.free_bytes(torch.device("cpu" if on_cpu(recipe) else "cuda")) if services.free_bytes else None
     if recipe.gates.start:

@@ -1,0 +1,71 @@
+"""Trainings on a GPU: what the CPU gives, and each way of computing it against the plain one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_posswap
+from hf_posswap.training.engine import Finished
+from tests.training.engine_runs import trained, weights_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def run(place: Path, name: str, *settings: str) -> Finished:
+    return trained(
+        place, "optimizer.learning_rate=1e-3", "save.every=99", *settings, f"out={place / name}", kind="llama"
+    )
+
+
+def assert_alike(one: Finished, other: Finished, tolerance: float) -> None:
+    losses = [done.report["phases"][0]["last_loss"] for done in (one, other)]
+    assert losses[1] == pytest.approx(losses[0], abs=tolerance)
+    held = weights_of(one)
+    for name, weight in weights_of(other).items():
+        torch.testing.assert_close(weight, held[name], rtol=0, atol=tolerance)
+
+
+def test_a_gpu_trains_as_a_cpu_does(tmp_path: Path) -> None:
+    assert_alike(run(tmp_path, "cpu", "compute.device=cpu"), run(tmp_path, "gpu"), 5e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        (("optimizer.fused=false",), 1e-3),
+        (("compute.compile=true",), 5e-3),
+        (("compute.checkpointing=true",), 1e-3),
+        (("compute.checkpointing=true", "compute.offload=true"), 1e-3),
+        (("objective.chunk=0",), 1e-3),
+        (("optimizer.batch=1", "optimizer.accumulate=4"), 5e-3),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
+def test_how_it_is_computed_changes_nothing(tmp_path: Path, settings: tuple[str, ...], tolerance: float) -> None:
+    assert_alike(run(tmp_path, "plain"), run(tmp_path, "other", *settings), tolerance)
+
+
+def test_bfloat16_learns_with_float32_weights(tmp_path: Path) -> None:
+    done = run(tmp_path, "half", "optimizer.precision=bfloat16", "optimizer.steps=30", "optimizer.learning_rate=1e-2")
+    phase = done.report["phases"][0]
+    assert phase["last_loss"] < phase["first_loss"] - 0.3
+    assert {weight.dtype for weight in weights_of(done).values()} == {torch.float32}
+    assert hf_posswap.load(done.model).config.posswap["scheme"]["name"] == "rope"
+
+
+def test_a_stopped_training_goes_on(tmp_path: Path) -> None:
+    whole = run(tmp_path, "whole", "save.every=3")
+    cut = tmp_path / "cut"
+    shutil.copytree(whole.folder, cut)
+    for left in ("report.json", "done.json"):
+        (cut / left).unlink()
+    for left in ("model", "checkpoints/checkpoint-6"):
+        shutil.rmtree(cut / left)
+    assert_alike(whole, run(tmp_path, "cut", "save.every=3"), 1e-4)
