@@ -157,3 +157,12 @@ def test_compiled_without_a_break(name: str, scheme: str) -> None:
         with torch.no_grad():
             found = compiled(pixel_values=images(*size)).last_hidden_state
         torch.testing.assert_close(found, states(model, images(*size)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["rope_2d", "alibi_2d", "learned_2d"])
+def test_images_of_many_patches(scheme: str) -> None:
+    """From 512 tokens on a bias is made for a few queries at a time."""
+    model, pixels = swapped("CLIPVisionModel", scheme), images(192, 200, batch=1)
+    expected = states(model, pixels)
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(states(model, pixels), expected, rtol=0, atol=2e-5)
