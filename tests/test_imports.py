@@ -45,7 +45,7 @@ LAYERS = (
 )
 # What design and size keep out of each part, beyond the order of the layers.
 FORBIDDEN = {"schemes": {"transformers"}}
-OPTIONAL = {"peft", "datasets", "accelerate", "matplotlib", "lm_eval"}
+OPTIONAL = {"peft", "datasets", "accelerate", "matplotlib", "lm_eval", "sentence_transformers"}
 HEAVY = OPTIONAL | {"typer", "rich"}
 
 
@@ -171,7 +171,10 @@ def test_an_eager_import_is_told_from_a_late_one(tmp_path: Path) -> None:
 def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *(line for extra in ("train", "plot", "lm-eval") for line in extras[extra])]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in ("train", "plot", "lm-eval", "sentences") for line in extras[extra]),
+    ]
     declared = {re.split(r"[^\w-]", line)[0] for line in lines}
     homes = packages_distributions()
     used = {found.target.partition(".")[0] for found in imports_of(ROOT / "hf_posswap")}

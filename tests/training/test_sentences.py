@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from hf_posswap.errors import ConfigError, TrainingError
+from hf_posswap.errors import ConfigError, MissingDependencyError, TrainingError
 from hf_posswap.training.config import ModelSettings
 from hf_posswap.training.engine import Finished
 from hf_posswap.training.engine.sentence_files import pooling_of
@@ -142,6 +143,13 @@ def test_a_base_that_does_not_begin_with_an_encoder_is_refused(tmp_path: Path) -
     (bag / "config.json").write_text(json.dumps({"vocab": ["a", "b"], "word_weights": {}, "unknown_word_weight": 1}))
     with pytest.raises(ConfigError, match=r"bag begins with a BoW: expected a transformers encoder"):
         pooling_of(ModelSettings(str(bag)))
+
+
+def test_what_is_missing_is_named_before_anything_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "modules.json").write_text("[]")
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)  # as where it is not installed
+    with pytest.raises(MissingDependencyError, match=r"sentence-transformers is needed .* 'hf-posswap\[sentences\]'"):
+        pooling_of(ModelSettings(str(tmp_path)))
 
 
 @pytest.fixture(scope="module")

@@ -169,7 +169,8 @@ def _missing(recipe: Recipe) -> Iterator[Problem]:
         said = "needs matplotlib: pip install 'hf-posswap[plot]', or watch.picture=false."
         yield Problem("watch.picture", said)
     if recipe.objective.kind == "contrastive" and importlib.util.find_spec("sentence_transformers") is None:
-        yield Problem("objective.kind", "contrastive needs sentence-transformers: pip install sentence-transformers.")
+        said = "contrastive needs sentence-transformers: pip install 'hf-posswap[sentences]'."
+        yield Problem("objective.kind", said)
     needed = ["accelerate", "datasets"] + (["peft"] if recipe.train.what in ADAPTERS else [])
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.utils import cached_file
 
-from hf_posswap.errors import ConfigError
+from hf_posswap.errors import ConfigError, MissingDependencyError
 from hf_posswap.files import read_json, write_json
 from hf_posswap.training.config import ModelSettings
 from hf_posswap.training.engine.sentences import Pooling, behind_the_encoder
@@ -38,7 +38,8 @@ def pooling_of(settings: ModelSettings) -> Pooling:
     """Return what makes vectors of the base's states: its own modules, or where it has none the mean over tokens.
 
     Raises:
-        ConfigError: it has some and sentence-transformers is not installed, or they do not stand behind one encoder.
+        MissingDependencyError: it has some, and sentence-transformers is not installed.
+        ConfigError: they do not stand behind one encoder.
     """
     if not is_sentence_model(settings):
         return Pooling()
@@ -78,8 +79,5 @@ def _load(settings: ModelSettings) -> Any:
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
-        raise ConfigError(
-            f"{settings.name} is read by sentence-transformers, which is not installed: pip install "
-            "sentence-transformers."
-        ) from error
+        raise MissingDependencyError("sentence-transformers", "sentences") from error
     return SentenceTransformer(settings.name, revision=settings.revision, device="cpu")
