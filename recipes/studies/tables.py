@@ -78,9 +78,10 @@ def _line(cells: Any) -> str:
 def _row(row: dict[str, Any]) -> str:
     inside, last = row["in_window"], row.get("last_window")
     name = f"{row['recipe']} (demonstration)" if row["demonstration"] else row["recipe"]
-    losses = [f"{inside[key]:.3f}" for key in ("base", "control", "before", "after")]
-    cells = [name, _base(row), f"{row['tokens']:,}", f"{row['training_windows']}x", *losses, _interval(inside)]
-    cells += [*_lengths(row, "after"), "–" if last is None else _interval(last), _ROUTES[row["route"]]]
+    digits = _digits(row)
+    losses = [_number(inside[key], digits) for key in ("base", "control", "before", "after")]
+    cells = [name, _base(row), f"{row['tokens']:,}", f"{row['training_windows']}x", *losses, _interval(inside, digits)]
+    cells += [*_lengths(row, "after"), "–" if last is None else _interval(last, digits), _ROUTES[row["route"]]]
     return _line(cells)
 
 
@@ -88,12 +89,21 @@ def _base(row: dict[str, Any]) -> str:
     return row["base"] if row["measure"] == "next token" else f"{row['base']}, {row['measure']}"
 
 
-def _interval(found: dict[str, Any]) -> str:
-    return f"{found['difference']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
+def _digits(row: dict[str, Any]) -> int:
+    return 5 if row["measure"] == "1 - cosine" else 3
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value if abs(value) >= 0.5 * 10**-digits else 0.0:.{digits}f}"  # rounding has no sign
+
+
+def _interval(found: dict[str, Any], digits: int) -> str:
+    return f"{found['difference']:+.{digits}f} [{found['low']:+.{digits}f}, {found['high']:+.{digits}f}]"
 
 
 def _lengths(row: dict[str, Any], name: str) -> list[str]:
-    return [f"{found[name]['nll']:.3f}" if name in found else "–" for found in row["lengths"]]
+    digits = _digits(row)
+    return [_number(found[name]["nll"], digits) if name in found else "–" for found in row["lengths"]]
 
 
 def _notes(rows: list[dict[str, Any]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from hf_posswap.training.config.load import to_dict
 from recipes.studies import effects, learned_to_rope
 from recipes.studies.rows import REACH, ROWS, SMOKE, Row, Sizes, row_settings
 from recipes.studies.running import CONTROL, RECIPES, control_settings, make_run, run_script, tokens_of
+from recipes.studies.tables import markdown
 from tests.training.engine_runs import write_model, write_texts
 
 SHRUNK = {"model", "data.length", "swap.max_length", "swap.gradual_steps", "stages", "compute.checkpointing"}
@@ -190,6 +192,14 @@ def test_the_effects_study_runs_every_recipe(tmp_path: Path) -> None:
         assert row["control_tokens"] == row["tokens"] or row["recipe"] == "staged"
         assert f"| {row['recipe']}" in said
         assert row["commands"]["recipe"] in said
+
+
+def test_the_committed_table_is_of_every_recipe_and_says_what_its_json_does() -> None:
+    folder = RECIPES / "studies" / "results"
+    found = read_json(folder / "effects.json")
+    assert [row["recipe"] for row in found["rows"]] == [row.name for row in ROWS]
+    assert found["sizes"] == json.loads(json.dumps(dataclasses.asdict(Sizes())))
+    assert (folder / "effects.md").read_text() == markdown(found)
 
 
 def test_rows_of_other_sizes_are_dropped(tmp_path: Path) -> None:
