@@ -75,6 +75,7 @@ ATTENTION_REFUSED: dict[str, str] = {
 MOVED_BY_SHIFT: dict[str, str] = {
     **{name: ATTENTION_REFUSED[name] for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "deepseek_v4")},
     **{name: ATTENTION_REFUSED[name] for name in ("t5gemma2_decoder", "t5gemma2_text")},
+    "deepseek_v32": "older releases of transformers compare its position ids with places counted from the first token",
     "switch_transformers": "each of its experts takes so many tokens of a sequence, and padding takes their room",
 }
 """Model types whose attention is moved by a shift of all positions under any rotation, and why."""

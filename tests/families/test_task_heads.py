@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -21,6 +24,7 @@ MODELS = [f"{kind}{head}" for kind in ("Bert", "DistilBert", "XLMRoberta", "GPT2
     "BartForSequenceClassification",
     "BartForQuestionAnswering",
 ]
+ROOT = Path(__file__).resolve().parents[2]
 IDS = words(2, LENGTH + 8)
 IDS[:, -1] = 2  # BART's classifier reads the last end-of-text token
 
@@ -108,3 +112,51 @@ def test_sentence_embeddings_at_four_times_the_window(minilm: Path, scheme: str)
     unpatch_model(inner)
     sentences.max_seq_length = window
     assert gap(torch.tensor(sentences.encode(short)), torch.tensor(native)) == 0
+
+
+READER = """
+import sys
+
+{first}
+from sentence_transformers import SentenceTransformer
+
+sentences = SentenceTransformer(sys.argv[1], device="cpu")
+import numpy
+
+numpy.save(sys.argv[2], sentences.encode(open(sys.argv[3]).read().splitlines()))
+print(sentences.max_seq_length)
+"""
+
+
+def reads(folder: Path, texts: Path, found: Path, first: str = "") -> subprocess.CompletedProcess[str]:
+    """Embed the lines of `texts` by the SentenceTransformer in `folder`, in a fresh process that runs `first` first."""
+    command = [sys.executable, "-c", READER.format(first=first), str(folder), str(found), str(texts)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "route"), [("learned", "native"), ("alibi", "plugin")])
+def test_a_saved_sentence_transformer_holds_the_swap(minilm: Path, scheme: str, route: str, tmp_path: Path) -> None:
+    """Its own save and its own loading: a plugin swap needs `import hf_posswap`, and is refused without."""
+    from sentence_transformers import SentenceTransformer
+
+    sentences = SentenceTransformer(str(minilm), device="cpu")
+    inner: Any = next(module for module in sentences.modules() if isinstance(module, transformers.BertModel))
+    window = inner.config.max_position_embeddings
+    assert patch_model(inner, scheme, max_length=4 * window).route == route
+    sentences.max_seq_length = 4 * window
+    lines = ["A ship at sea.", "the river runs down to the sea " * (window // 2)]
+    expected = torch.tensor(sentences.encode(lines))
+    sentences.save(str(tmp_path / "saved"))
+    texts = tmp_path / "texts"
+    texts.write_text("\n".join(lines))
+    done = reads(tmp_path / "saved", texts, tmp_path / "found.npy", "import hf_posswap")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == str(4 * window)
+    assert gap(torch.tensor(np.load(tmp_path / "found.npy")), expected) < NOISE
+    alone = reads(tmp_path / "saved", texts, tmp_path / "alone.npy")
+    assert (alone.returncode == 0) == (route == "native"), alone.stderr
+    if route == "native":
+        assert gap(torch.tensor(np.load(tmp_path / "alone.npy")), expected) < NOISE
+    else:
+        assert "trust_remote_code=True" in alone.stderr  # of the code that every such checkpoint carries
