@@ -77,7 +77,7 @@ class Subject:
         self.sites: Sites = locate(self.model)
         try:
             self.before = self.run(self.ids)
-        except (AttributeError, ValueError) as error:  # the native class: some releases of transformers ship broken ones
+        except (AttributeError, ValueError) as error:  # the native class: it is broken in some releases
             raise Unproved(f"not proved: it does not run on tokens alone ({_first_line(error)})") from error
         self.keeps = self._comes_back(folder)
         self.state = {name: (held, held._version) for name, held in self.model.state_dict(keep_vars=True).items()}
