@@ -23,11 +23,12 @@ def _t5(module: nn.Module) -> type | str:
     """Return the class of `module`, or where transformers has none with the interface yet, the one that equals it."""
     if hasattr(modeling_module(module), "ALL_ATTENTION_FUNCTIONS"):
         return type(module)
+    if type(module).__name__ == "SwitchTransformersAttention":
+        return "this release of transformers gives its bias to the first layer alone"
     from hf_posswap.families.interfaces import t5
     from hf_posswap.families.interfaces.fitting import fitting
 
-    classes = t5.T5Interface, t5.MT5Interface, t5.UMT5Interface, t5.SwitchTransformersInterface, t5.LongT5Interface
-    return fitting(module, *classes)
+    return fitting(module, t5.T5Interface, t5.MT5Interface, t5.UMT5Interface, t5.LongT5Interface)
 
 
 def _stack(name: str) -> StackSpec:

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 from transformers.models.longt5.modeling_longt5 import LongT5Attention
 from transformers.models.mt5.modeling_mt5 import MT5Attention
-from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersAttention
 from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
@@ -60,12 +59,6 @@ class T5Interface(_T5Kind, T5Attention):
 
 class MT5Interface(_T5Kind, MT5Attention):
     """MT5Attention as self-attention, through the AttentionInterface."""
-
-    forward = T5Interface.forward  # type: ignore[assignment]
-
-
-class SwitchTransformersInterface(_T5Kind, SwitchTransformersAttention):
-    """SwitchTransformersAttention as self-attention, through the AttentionInterface."""
 
     forward = T5Interface.forward  # type: ignore[assignment]
 
