@@ -283,7 +283,9 @@ def test_a_run_is_the_same_from_nothing_twice(
 @pytest.mark.timeout(1800)
 def test_the_real_one_shows_what_it_must(tmp_path: Path) -> None:
     done = os.environ.get("HF_POSSWAP_QUICKSTART_DONE")  # .ci/run has just run it: it goes on there, with nothing to do
-    results = (run_quickstart(done) if done else run_quickstart(tmp_path / "out", cache=tmp_path / "cache")).results
+    results = (
+        run_quickstart(Path(done)) if done else run_quickstart(tmp_path / "out", cache=tmp_path / "cache")
+    ).results
     models = results["models"]
     base = models["base"]["lengths"][0]["perplexity"]
     assert base < 12  # of 257 symbols: a language model
