@@ -124,7 +124,8 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     if run.main and recipe.objective.kind in SENTENCES and _has_sentences():
         assert prepared.plan is not None
         write_sentence_files(recipe.model, place / MODEL, prepared.plan.max_length)
-    result = _result(phase, prepared, trainer.state.global_step, log)
+    steps = trainer.state.global_step
+    result = _result(phase, prepared, steps, steps * _step_tokens(recipe, run), log)
     if run.main:
         write_json(place / DONE, {"identity": run.identity, "result": asdict(result)})
     trainer.accelerator.wait_for_everyone()
@@ -211,12 +212,12 @@ def _write_model(trainer: PosswapTrainer, prepared: Prepared, place: Path, run: 
             gathered.rename(temporary)
 
 
-def _result(phase: Phase, prepared: Prepared, steps: int, log: RunLog) -> PhaseResult:
+def _result(phase: Phase, prepared: Prepared, steps: int, tokens: int, log: RunLog) -> PhaseResult:
     losses = [entry for entry in log.entries() if "loss" in entry]
     return PhaseResult(
         name=phase.name,
         steps=steps,
-        tokens=losses[-1]["tokens"] if losses else 0,
+        tokens=tokens,
         first_loss=losses[0]["loss"] if losses else None,
         last_loss=losses[-1]["loss"] if losses else None,
         plan=None if prepared.plan is None else prepared.plan.to_dict(),
