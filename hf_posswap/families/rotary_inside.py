@@ -81,6 +81,7 @@ MOVED_BY_SHIFT: dict[str, str] = {
 """Model types whose attention is moved by a shift of all positions under any rotation, and why."""
 
 POSITIONS_ELSEWHERE: dict[str, str] = {
+    "deepseek_v32": MOVED_BY_SHIFT["deepseek_v32"],
     "deepseek_v4": "its pressed keys stand at places that are counted from the first token, whatever turns them",
 }
 """Model types that know positions also without their rotation, and how, as the end of a sentence."""
