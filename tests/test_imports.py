@@ -45,7 +45,7 @@ LAYERS = (
 )
 # What design and size keep out of each part, beyond the order of the layers.
 FORBIDDEN = {"schemes": {"transformers"}}
-OPTIONAL = {"peft", "datasets", "accelerate", "matplotlib", "lm_eval", "sentence_transformers"}
+OPTIONAL = {"peft", "datasets", "accelerate", "matplotlib", "lm_eval", "liger_kernel", "sentence_transformers"}
 HEAVY = OPTIONAL | {"typer", "rich"}
 
 
@@ -173,14 +173,15 @@ def test_every_import_is_a_declared_dependency() -> None:
     extras = project["optional-dependencies"]
     lines = [
         *project["dependencies"],
-        *(line for extra in ("train", "plot", "lm-eval", "sentences") for line in extras[extra]),
+        *(line for extra in ("train", "plot", "lm-eval", "sentences", "fused") for line in extras[extra]),
     ]
     declared = {re.split(r"[^\w-]", line)[0] for line in lines}
     homes = packages_distributions()
     used = {found.target.partition(".")[0] for found in imports_of(ROOT / "hf_posswap")}
     outside = used - set(sys.stdlib_module_names) - {"hf_posswap"}
-    undeclared = {name: homes.get(name) for name in outside if not declared & set(homes.get(name, ()))}
-    assert undeclared == {}
+    # what runs on a GPU alone is not installed here: it goes by its name
+    undeclared = [name for name in outside if not declared & {*homes.get(name, ()), name.replace("_", "-")}]
+    assert undeclared == []
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:

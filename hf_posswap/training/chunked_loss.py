@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -83,12 +84,25 @@ def _loss(model: Any, inputs: dict[str, Any], targets: Tensor, chunk: int, num_i
 
     def use(states: Tensor, head: Head) -> Tensor:
         def chunk_loss(some: Tensor, where: slice) -> Tensor:
-            return functional.cross_entropy(head(some).float(), wanted[where].to(some.device), reduction="sum")
+            return summed_cross_entropy(head(some).float(), wanted[where].to(some.device))
 
         total = sum_in_chunks(chunk_loss, states.flatten(0, 1)[counted.to(states.device)], chunk)
         return total / (len(wanted) if num_items is None else _on(num_items, total))
 
     return run_apart(model, given, use)
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the cross-entropies of `logits` [C, V], float32, at `targets` [C].
+
+    On a GPU liger-kernel computes it where it is installed: loss and gradient in one pass, in the memory of the logits.
+    """
+    if logits.is_cuda and find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers.functional import liger_cross_entropy
+
+        fused: Tensor = liger_cross_entropy(logits, targets, reduction="sum")
+        return fused
+    return functional.cross_entropy(logits, targets, reduction="sum")
 
 
 def _on(number: Tensor | int, other: Tensor) -> Tensor | int:

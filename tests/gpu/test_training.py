@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 
 import hf_posswap
+from hf_posswap.training.chunked_loss import summed_cross_entropy
 from hf_posswap.training.engine import Finished
 from tests.training.engine_runs import trained, weights_of
 
@@ -69,3 +71,16 @@ def test_a_stopped_training_goes_on(tmp_path: Path) -> None:
     for left in ("model", "checkpoints/checkpoint-6"):
         shutil.rmtree(cut / left)
     assert_alike(whole, run(tmp_path, "cut", "save.every=3"), 1e-4)
+
+
+def test_the_fused_cross_entropy_is_torchs() -> None:
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    source = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(37, 1009, device="cuda", generator=source).requires_grad_()
+    targets = torch.randint(1009, (37,), device="cuda", generator=source)
+    expected = functional.cross_entropy(logits, targets, reduction="sum")
+    (gradient,) = torch.autograd.grad(expected, logits)
+    again = logits.detach().clone().requires_grad_()  # its memory is used for the gradient
+    found = summed_cross_entropy(again * 1.0, targets)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(found, again)[0], gradient, rtol=0, atol=1e-5)
