@@ -5,10 +5,12 @@ Pairs whose code others share run only with `-m whole`; the light contract prove
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from tests.contract.models import TINY
 from tests.contract.pairs import Pair, all_pairs, is_daily, refusal, supported_pairs
 from tests.toys.registration import registered
 
@@ -17,11 +19,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pair" in metafunc.fixturenames:
         wanted = metafunc.definition.get_closest_marker("pairs")
         pairs = [pair for pair in supported_pairs() if wanted is None or wanted.args[0](pair)]
-        marked = [pytest.param(pair, marks=[] if is_daily(pair) else pytest.mark.whole) for pair in pairs]
-        metafunc.parametrize("pair", marked, ids=[str(pair) for pair in pairs], indirect=True)
+        metafunc.parametrize("pair", _marked(pairs, is_daily), indirect=True)
     if "refused" in metafunc.fixturenames:
         pairs = [pair for pair in all_pairs() if refusal(pair) is not None]
-        metafunc.parametrize("refused", pairs, ids=str, indirect=True)
+        metafunc.parametrize("refused", _marked(pairs, lambda pair: pair.model in TINY), indirect=True)
+
+
+def _marked(pairs: list[Pair], daily: Callable[[Pair], bool]) -> list[Any]:
+    """Return the pairs as parameters, those that do not run in every run marked."""
+    return [pytest.param(pair, marks=[] if daily(pair) else pytest.mark.whole, id=str(pair)) for pair in pairs]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.describe import stand_ins
 from hf_posswap.schemes import SCHEMES
-from tests.contract.models import FIRST_WORD, LENGTH, TINY, VOCABULARY, build
+from tests.contract.models import FIRST_WORD, LENGTH, OTHERS, TINY, VOCABULARY, build
 from tests.toys import registration
 
 LONGER = 2 * LENGTH
@@ -124,9 +124,13 @@ def _untouched(model: str) -> PreTrainedModel:
 
 @functools.cache
 def all_pairs() -> list[Pair]:
-    """Return every pair, the toys' too; natively expressible ones a second time, inside attention."""
+    """Return every pair, the toys' too; natively expressible ones a second time, inside attention.
+
+    The other families' models meet the schemes of each site alone.
+    """
     with registration.registered():
         pairs = [Pair(model, scheme) for model in TINY for scheme in SCHEMES]
+        pairs += [Pair(model, scheme) for model in OTHERS for scheme in OF_EACH_SITE]
         native = [pair for pair in pairs if refusal(pair) is None and pair.plan.route == "native"]
         inside = [Pair(pair.model, pair.scheme, "attention") for pair in native]
         return pairs + [pair for pair in inside if refusal(pair) is None]
@@ -145,15 +149,18 @@ OF_EACH_SITE = ("sinusoidal", "yarn", "rope", "alibi", "self_extend")
 
 def is_daily(pair: Pair) -> bool:
     """Return whether the pair runs every point in every run; the others do so where the whole contract is asked for."""
+    if pair.model in OTHERS:
+        return False
     if pair.model in KINDS:
         return True
     return pair.scheme in OF_EACH_SITE if pair.site == "auto" else pair.scheme == "rope"
 
 
 def own_pairs() -> list[Pair]:
-    """Return one pair for each scheme and model of the project's own: no toys, no second site."""
+    """Return one pair for each scheme and model of the project's own: no toys, no second site, no other family."""
     toys = {registration.TOY_SCHEME, registration.TOY_MODEL}
-    return [pair for pair in all_pairs() if pair.site == "auto" and not toys & {pair.model, pair.scheme}]
+    own = [pair for pair in all_pairs() if pair.model in TINY and not toys & {pair.model, pair.scheme}]
+    return [pair for pair in own if pair.site == "auto"]
 
 
 def words(batch: int, length: int, seed: int = 1) -> Tensor:

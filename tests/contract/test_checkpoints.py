@@ -13,7 +13,7 @@ import transformers
 import hf_posswap
 from hf_posswap import unpatch_model, verify_swap
 from hf_posswap.errors import AlreadyPatchedError, NotPatchedError, PositionRangeError
-from tests.contract.models import LENGTH, TINY
+from tests.contract.models import LENGTH, ALL
 from tests.contract.pairs import CHANGE, Pair, gap, logits, words
 
 
@@ -23,7 +23,7 @@ def ids_for(pair: Pair) -> torch.Tensor:
 
 
 def stock_class(pair: Pair) -> Any:
-    return getattr(transformers, TINY[pair.model].model_class)
+    return getattr(transformers, ALL[pair.model].model_class)
 
 
 def stock_auto(pair: Pair) -> Any:

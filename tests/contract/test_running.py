@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from tests.contract.models import PADDING, TINY
+from tests.contract.models import PADDING, ALL
 from tests.contract.pairs import LONGER, NOISE, Pair, gap, logits, words
 
 CHUNKS = {"steps": [1] * LONGER, "chunks": [7, 1, 9, 2, 40]}
@@ -19,7 +19,7 @@ CACHES = {
 }
 
 decoders = pytest.mark.pairs(lambda pair: pair.causal)
-generators = pytest.mark.pairs(lambda pair: TINY[pair.model].generates)
+generators = pytest.mark.pairs(lambda pair: ALL[pair.model].generates)
 
 
 def piecewise(model: Any, ids: Tensor, sizes: list[int], cache: Any) -> Tensor:

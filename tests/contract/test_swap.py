@@ -12,8 +12,8 @@ import torch
 from hf_posswap import patched, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.schemes import SCHEMES
-from tests.contract.models import LENGTH, TINY
-from tests.contract.pairs import CHANGE, NOISE, Pair, all_pairs, gap, logits, words
+from tests.contract.models import LENGTH, OTHERS, TINY
+from tests.contract.pairs import CHANGE, NOISE, OF_EACH_SITE, Pair, all_pairs, gap, logits, words
 from tests.toys.registration import TOY_MODEL, TOY_SCHEME
 
 IDS = words(2, LENGTH - 2)
@@ -31,7 +31,9 @@ def assert_same_state(model: Any, before: dict[str, torch.Tensor]) -> None:
 
 def test_every_scheme_and_every_model_is_here() -> None:
     pairs = {(pair.model, pair.scheme) for pair in all_pairs()}
-    assert pairs == {(model, scheme) for model in TINY for scheme in [*SCHEMES, TOY_SCHEME]}
+    full = {(model, scheme) for model in TINY for scheme in [*SCHEMES, TOY_SCHEME]}
+    assert pairs == full | {(model, scheme) for model in OTHERS for scheme in OF_EACH_SITE}
+    assert not set(TINY) & set(OTHERS)
     assert TOY_MODEL in TINY
     assert TOY_SCHEME not in SCHEMES
 

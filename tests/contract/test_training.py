@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_posswap import patch_model, unpatch_model, verify_swap
-from tests.contract.models import LENGTH, TINY
+from tests.contract.models import LENGTH, ALL
 from tests.contract.pairs import CHANGE, NOISE, Pair, gap, logits, words
 
 IDS = words(2, LENGTH - 2)
@@ -56,7 +56,7 @@ def with_lora(model: Any, name: str) -> Any:
     config = peft.LoraConfig(
         r=4,
         lora_alpha=8,
-        target_modules=list(TINY[name].projections),
+        target_modules=list(ALL[name].projections),
         init_lora_weights=False,
         fan_in_fan_out=name == "gpt2",
     )
@@ -86,7 +86,7 @@ def test_lora_before_and_after_the_swap_is_the_same(pair: Pair) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 def test_peft_trains_and_saves_what_a_scheme_learns(pair: Pair, tmp_path: Path) -> None:
     config = peft.LoraConfig(
-        target_modules=list(TINY[pair.model].projections),
+        target_modules=list(ALL[pair.model].projections),
         modules_to_save=["posswap"],
         fan_in_fan_out=pair.model == "gpt2",
     )
