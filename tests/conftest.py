@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Programs that tests start in processes of their own: no doctests to be looked for by importing them.
-collect_ignore_glob = ["checkpoints/*_child.py", "checkpoints/loopback_client.py"]
+collect_ignore_glob = ["*/*_child.py", "checkpoints/loopback_client.py"]
 
 # The same examples in every run, and no deadline: a busy machine is no failure.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
