@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from hf_posswap.errors import CheckpointError, NotPatchedError
-from hf_posswap.patching.actions import AddMechanism, ReplaceTable, RestoreWeight
+from hf_posswap.patching.attention_actions import AddMechanism
 from hf_posswap.patching.plan import unwrap
+from hf_posswap.patching.table_actions import ReplaceTable, RestoreWeight
 
 
 def is_swapped(model: Any) -> bool:

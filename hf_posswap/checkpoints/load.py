@@ -13,7 +13,6 @@ from hf_posswap.checkpoints.adapters_load import HUB_ARGUMENTS, adapter_source, 
 from hf_posswap.checkpoints.auto import plugin_model_class
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.files import settle
-from hf_posswap.patching.actions import GuardLength, RebuildRotary, RemoveTable, ReplaceTable, SaveKeys
 from hf_posswap.patching.apply import Patch
 from hf_posswap.patching.config_class import native_config_class
 from hf_posswap.patching.describe import model_class_of, read_config
@@ -21,6 +20,8 @@ from hf_posswap.patching.interface import AttendThroughInterface
 from hf_posswap.patching.plan import plan_swap
 from hf_posswap.patching.record import SwapRecord, native_config
 from hf_posswap.patching.rotary import KeepAngles
+from hf_posswap.patching.rotary_actions import RebuildRotary
+from hf_posswap.patching.table_actions import GuardLength, RemoveTable, ReplaceTable, SaveKeys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,12 +12,13 @@ from torch import nn
 
 from hf_posswap.errors import NotPatchedError, SchemeError
 from hf_posswap.families.rope_config import config_parts
-from hf_posswap.patching.actions import ReplaceTable, Undo
+from hf_posswap.patching.actions import Undo
 from hf_posswap.patching.attention import register_attention
 from hf_posswap.patching.config_class import native_config_class, plugin_config_class
 from hf_posswap.patching.image_actions import ReplaceGridTable
 from hf_posswap.patching.offloaded import bring_into_memory, offloaded_tables, stored
 from hf_posswap.patching.plan import RelativeChoice, SchemeChoice, SiteChoice, SwapPlan, plan_swap, unwrap
+from hf_posswap.patching.table_actions import ReplaceTable
 from hf_posswap.patching.verify import check_structure, check_untouched, fingerprint
 from hf_posswap.patching.wrapped import refuse_wrapped_parts
 from hf_posswap.schemes.base import Scheme, make_scheme

@@ -13,7 +13,6 @@ from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.rotary_inside import MOVED_BY_SHIFT
 from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.actions import ReplaceTable
 from hf_posswap.patching.apply import unpatch_model
 from hf_posswap.patching.interface import CopyRows
 from hf_posswap.patching.offloaded import stored, weight_maps
@@ -21,6 +20,7 @@ from hf_posswap.patching.own_attention import native_scheme
 from hf_posswap.patching.plan import SwapPlan
 from hf_posswap.patching.probe import Probe, make_probe
 from hf_posswap.patching.rotary import matches_within
+from hf_posswap.patching.table_actions import ReplaceTable
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.layered import Layered

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from hf_posswap.errors import NotPatchedError, SchemeError
-from hf_posswap.patching.actions import AddMechanism, BlendTable, ReplaceTable
 from hf_posswap.patching.apply import patch_model, unpatch_model
+from hf_posswap.patching.attention_actions import AddMechanism
 from hf_posswap.patching.plan import SwapPlan, unwrap
+from hf_posswap.patching.table_actions import BlendTable, ReplaceTable
 from hf_posswap.schemes.blend import Blend
 
 

@@ -10,11 +10,12 @@ import torch
 
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.sites import Sites
-from hf_posswap.patching.actions import Action, GrowMask, SaveKeys, SetAttribute
+from hf_posswap.patching.actions import Action, SetAttribute
 from hf_posswap.patching.embedding import is_mask
 from hf_posswap.patching.interface import Resize
 from hf_posswap.patching.rotary import changed_settings
 from hf_posswap.patching.show import brief
+from hf_posswap.patching.table_actions import GrowMask, SaveKeys
 
 LENGTH_NAMES = ("max_position_embeddings", "max_target_positions")
 """Config values that say how long a model is."""

@@ -10,9 +10,7 @@ from hf_posswap.errors import AlreadyPatchedError, OptionError, SchemeError, Uns
 from hf_posswap.families.locating import locate
 from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.actions import (
-    Action,
-)
+from hf_posswap.patching.actions import Action
 from hf_posswap.patching.inputs import refuse_length, refuse_other_input
 from hf_posswap.patching.record import SwapRecord
 from hf_posswap.patching.record_schema import LONGEST

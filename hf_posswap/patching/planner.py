@@ -8,19 +8,8 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.actions import (
-    Action,
-    AddMechanism,
-    BlendTable,
-    EditConfig,
-    GuardLength,
-    NeutraliseRotary,
-    PatchAttention,
-    RebuildRotary,
-    RemoveTable,
-    ReplaceTable,
-    SetAttribute,
-)
+from hf_posswap.patching.actions import Action, EditConfig, SetAttribute
+from hf_posswap.patching.attention_actions import AddMechanism, PatchAttention
 from hf_posswap.patching.following import followed, saved_tables
 from hf_posswap.patching.image_actions import PatchImageAttention, TellPlaces
 from hf_posswap.patching.image_plan import image_plan, kept_or_resized
@@ -33,8 +22,10 @@ from hf_posswap.patching.positions import ForwardMemo
 from hf_posswap.patching.record import SwapRecord
 from hf_posswap.patching.relative import parameters_left_out, relative_edits, relative_part
 from hf_posswap.patching.rotary import Scalar
+from hf_posswap.patching.rotary_actions import NeutraliseRotary, RebuildRotary
 from hf_posswap.patching.rotary_plan import keeping, native_swap, neutral_values
 from hf_posswap.patching.show import brief
+from hf_posswap.patching.table_actions import BlendTable, GuardLength, RemoveTable, ReplaceTable
 from hf_posswap.patching.table_buffer import RemoveTableBuffer
 from hf_posswap.patching.wrapped import refuse_written
 from hf_posswap.schemes.base import Mechanism, Scheme

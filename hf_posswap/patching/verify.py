@@ -11,18 +11,9 @@ from torch import Tensor
 from hf_posswap.errors import NotPatchedError, SwapVerificationError
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import Stack
-from hf_posswap.patching.actions import (
-    AddMechanism,
-    BlendTable,
-    EditConfig,
-    GuardLength,
-    NeutraliseRotary,
-    PatchAttention,
-    RebuildRotary,
-    RemoveTable,
-    ReplaceTable,
-)
+from hf_posswap.patching.actions import EditConfig
 from hf_posswap.patching.attention import PositionHook, StartHook
+from hf_posswap.patching.attention_actions import AddMechanism, PatchAttention
 from hf_posswap.patching.config_view import ConfigView
 from hf_posswap.patching.embedding import BlendedTable, LengthHook, NoPositions
 from hf_posswap.patching.image_actions import RemoveGridTable, ReplaceGridTable
@@ -30,6 +21,8 @@ from hf_posswap.patching.interface import RemoveRows
 from hf_posswap.patching.offloaded import stored
 from hf_posswap.patching.relative import LeaveOut
 from hf_posswap.patching.rotary import NeutralRotary, is_still, matches
+from hf_posswap.patching.rotary_actions import NeutraliseRotary, RebuildRotary
+from hf_posswap.patching.table_actions import BlendTable, GuardLength, RemoveTable, ReplaceTable
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.rope import RotaryScheme
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from hf_posswap.errors import ConfigError
 from hf_posswap.families.locating import locate
-from hf_posswap.patching.actions import ReplaceTable
 from hf_posswap.patching.plan import unwrap
+from hf_posswap.patching.table_actions import ReplaceTable
 
 _NEW_ROWS = " (new rows)"
 _KEEP_ROWS = ("tile", "hierarchical", "random")  # rules that leave the old rows as they were
