@@ -20,7 +20,7 @@ from hf_posswap.cli.arguments import (
 )
 from hf_posswap.cli.outcome import Code
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
-from hf_posswap.cli.target import checked_target, load_tokenizer
+from hf_posswap.cli.target import checked_target, load_processor
 from hf_posswap.errors import OptionError, UnsupportedSwapError
 
 if TYPE_CHECKING:
@@ -100,14 +100,14 @@ def patch(
         bool, typer.Option("--centre", help="First move the mean of the position table into the token embeddings.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it holds a checkpoint.")] = False,
-    tokenizer: Annotated[bool, typer.Option(help="Save the model's tokenizer with it.")] = True,
+    tokenizer: Annotated[bool, typer.Option(help="Save the model's tokenizer or processor with it.")] = True,
     json: Json = False,
 ) -> None:
     """Swap the position mechanism of a model and save the result.
 
     Loads the model in the precision of its checkpoint, swaps, proves on a small input that the mechanism changed as
-    planned, and writes model and tokenizer to DIR, whole or not at all. What comes out is printed: the plan, and what
-    was proved. The weights are not trained: the plan says what adaptation the swapped model will need.
+    planned, and writes model and tokenizer (or processor) to DIR, whole or not at all. What comes out is printed: the
+    plan, and what was proved. The weights are not trained: the plan says what adaptation the swapped model will need.
 
     Example: posswap patch gpt2 rope --max-length 4096 -o gpt2-rope
     """
@@ -118,24 +118,26 @@ def patch(
         import hf_posswap
 
         _refuse_early(source, chosen, max_length, site)
-        words = load_tokenizer(source) if tokenizer else None
+        processor = load_processor(source) if tokenizer else None
         loaded = hf_posswap.load(source, dtype="auto")
         original = hf_posswap.describe_positions(loaded).limit
         if centre:
             _centre(loaded)
         plan = hf_posswap.patch_model(loaded, chosen, max_length=max_length, site=site.value)
         proved = hf_posswap.verify_swap(loaded).checks
-        if words is not None and words.model_max_length == original:
+        words = getattr(processor, "tokenizer", processor)
+        if getattr(words, "model_max_length", None) == original:
             words.model_max_length = plan.max_length  # or it would cut every text at the old length
-        hf_posswap.save(loaded, folder, tokenizer=words, overwrite=overwrite)
-    saved = {"folder": str(folder), "tokenizer": words is not None}
+        hf_posswap.save(loaded, folder, tokenizer=processor, overwrite=overwrite)
+    saved = {"folder": str(folder), "tokenizer": processor is not None}
     if json:
         show_json({"plan": plan.to_dict(), "verification": proved, "saved": saved})
         return
     show_plan(plan)
     show_text("")
     show_pairs([(f"ok: {name}", what) for name, what in proved.items()])
-    show_text("", f"Saved to {folder}, {'with' if words is not None else 'without'} a tokenizer.", _how_to_load(plan))
+    beside = "without a tokenizer" if processor is None else f"with its {type(processor).__name__}"
+    show_text("", f"Saved to {folder}, {beside}.", _how_to_load(plan))
 
 
 def _refuse_early(source: str, scheme: Any, max_length: int | None, site: Site) -> None:

@@ -49,3 +49,26 @@ def load_tokenizer(source: str) -> Any:
         raise CheckpointError(
             f"the tokenizer of {source!r} cannot be read; --no-tokenizer saves the model alone: {error}"
         ) from error
+
+
+def load_processor(source: str) -> Any:
+    """Return what makes inputs for the model of a folder or Hub id; None for a folder without one.
+
+    That is its processor (of images, of sound, of these and text) where it has one, otherwise its tokenizer.
+
+    Raises:
+        CheckpointError: there is one, and it cannot be read.
+    """
+    from transformers import AutoProcessor
+    from transformers.utils import cached_file
+
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    names = ("preprocessor_config.json", "processor_config.json")
+    if all(cached_file(source, name, **quiet) is None for name in names):  # type: ignore[arg-type]
+        return load_tokenizer(source)
+    try:
+        return AutoProcessor.from_pretrained(source)
+    except Exception as error:  # a processor's own code may raise anything
+        raise CheckpointError(
+            f"the processor of {source!r} cannot be read; --no-tokenizer saves the model alone: {error}"
+        ) from error

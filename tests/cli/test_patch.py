@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
+)
 from typer.testing import CliRunner, Result
 
 import hf_posswap
@@ -72,6 +81,18 @@ def test_the_tokenizer_comes_along_and_no_longer_cuts_at_the_old_length(bert: Pa
     assert new("one two three").input_ids == old("one two three").input_ids
     assert (old.model_max_length, new.model_max_length) == (32, 128)
     assert len(new("one " * 200, truncation=True).input_ids) == 128
+
+
+def test_the_image_processor_comes_along(tmp_path: Path) -> None:
+    config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=8)
+    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
+    result = patch(tmp_path / "vit", "rope_2d", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    assert "with its ViTImageProcessor" in result.stdout
+    image = torch.randint(256, (3, 40, 40), dtype=torch.uint8).numpy()
+    old, new = (AutoImageProcessor.from_pretrained(tmp_path / name) for name in ("vit", "out"))
+    assert (new(image).pixel_values[0] == old(image).pixel_values[0]).all()
 
 
 def test_no_tokenizer_on_request(bert: Path, tmp_path: Path) -> None:
