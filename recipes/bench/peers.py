@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -80,9 +81,10 @@ def _x_attend(heads: int) -> Callable[..., Tensor]:
 
 
 def transformers_t5(table: Tensor, scaling: float) -> Callable[..., Tensor]:
-    """Return what a T5 decoder of transformers does with its bias: made dense, given to sdpa as `position_bias`.
+    """Return what a T5 decoder of transformers does with its bias: made dense, and given to sdpa as `position_bias`.
 
-    The function takes q, k, v [1, H, L, D] and, where gradients are wanted, the table [buckets, H].
+    Releases whose T5 has no sdpa add it to the scores. The function takes q, k, v [1, H, L, D] and, where gradients are
+    wanted, the table [buckets, H].
     """
     from transformers import T5Config
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -93,12 +95,19 @@ def transformers_t5(table: Tensor, scaling: float) -> Callable[..., Tensor]:
         num_heads=heads, d_kv=8, d_model=8 * heads, relative_attention_num_buckets=buckets, is_decoder=True,
         relative_attention_max_distance=128,
     )  # fmt: skip
-    module: Any = T5Attention(config, has_relative_attention_bias=True, layer_idx=0, is_causal=True).eval()
+    has_sdpa = "is_causal" in inspect.signature(T5Attention.__init__).parameters
+    module: Any = T5Attention(
+        config, has_relative_attention_bias=True, layer_idx=0, **({"is_causal": True} if has_sdpa else {})
+    ).eval()
     del module.relative_attention_bias
 
     def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor = table) -> Tensor:
         module.relative_attention_bias = lambda index: torch.nn.functional.embedding(index, table)
         bias = module.compute_bias(q.shape[2], k.shape[2], device=q.device)
+        if not has_sdpa:
+            future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+            scores = (q @ k.mT * scaling + bias).masked_fill(future, torch.finfo(q.dtype).min)
+            return scores.softmax(dim=-1) @ v
         out, _ = sdpa_attention_forward(module, q, k, v, None, scaling=scaling, position_bias=bias, is_causal=True)
         return out.transpose(1, 2)
 
