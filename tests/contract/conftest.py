@@ -1,6 +1,7 @@
 """Runs every test that asks for a `pair` on all of them, the toys registered meanwhile.
 
-Pairs whose code others share run only with `-m whole`; the light contract proves them in every run of the slow tests.
+Pairs whose code others share, and those of `others.py`, run only with `-m whole`; the light contract proves them in
+every run of the slow tests.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.describe import stand_ins
 from hf_posswap.schemes import SCHEMES
-from tests.contract.models import FIRST_WORD, LENGTH, OTHERS, TINY, VOCABULARY, build
+from tests.contract.attending import attend
+from tests.contract.models import FIRST_WORD, LENGTH, TINY, VOCABULARY, Tiny
+from tests.contract.others import ALL, OTHERS
 from tests.toys import registration
 
 LONGER = 2 * LENGTH
@@ -33,13 +35,23 @@ class Pair:
     def __str__(self) -> str:
         return f"{self.model}-{self.scheme}" + ("" if self.site == "auto" else "-at-attention")
 
+    @property
+    def tiny(self) -> Tiny:
+        """How its model is built."""
+        return ALL[self.model]
+
     def native(self, **changes: Any) -> PreTrainedModel:
         """Return the tiny model as it was born; `changes` are of its config."""
-        return build(self.model, **changes)
+        return self.tiny.build(**changes)
 
     def patch(self, model: Any, **changes: Any) -> SwapPlan:
         """Patch `model`, one of `native()`."""
         return patch_model(model, self.scheme, site=self.site, **options_for(self) | changes)
+
+    def native_with(self, implementation: str) -> PreTrainedModel:
+        """Return the tiny model with this attention, or with its only one."""
+        known = implementation == "eager" or self.tiny.stock._supports_sdpa
+        return self.native(attn_implementation=implementation if known else "eager")
 
     def swapped(self, **changes: Any) -> Any:
         """Return a patched model of its own, free to be changed; `changes` are of its config."""
@@ -47,8 +59,8 @@ class Pair:
         self.patch(model)
         return model
 
-    def specimen(self, implementation: str = "sdpa") -> Any:
-        """Return a patched model that is shared between tests: to be run, never to be changed."""
+    def specimen(self, implementation: str | None = None) -> Any:
+        """Return a patched model that is shared between tests, attending by default: to be run, never to be changed."""
         return _specimen_of(self, implementation)
 
     @property
@@ -65,6 +77,18 @@ class Pair:
     def causal(self) -> bool:
         """Whether the model sees only the past."""
         return self.plan.sites.geometry.causal
+
+    @property
+    def cached(self) -> bool:
+        """Whether the model sees only the past and keeps it: the first GPT takes no cache."""
+        return self.causal and self.tiny.takes("past_key_values")
+
+    @property
+    def identity(self) -> bool:
+        """Whether the scheme is what the model has, within its original length."""
+        if self.scheme in ("rope", "dynamic") and self.plan.sites.rotary:
+            return True  # angles that only differ past the original length
+        return self.scheme in ("learned", self.tiny.inside)  # a kept table, or what is native inside attention
 
     @property
     def learns(self) -> bool:
@@ -85,7 +109,10 @@ class Pair:
 @functools.cache
 def options_for(pair: Pair) -> dict[str, Any]:
     """Return what `patch_model` is called with: a longer length, and what the scheme cannot do without."""
-    options = stand_ins(pair.scheme, locate(_untouched(pair.model)).geometry)
+    geometry = locate(_untouched(pair.model)).geometry
+    options = stand_ins(pair.scheme, geometry)
+    if geometry.original_length != LENGTH and hasattr(SCHEMES.get(pair.scheme), "original_length"):
+        options["original_length"] = LENGTH  # a config that does not say it
     if pair.scheme == "p_rope":  # the slowest pairs hardly turn in so few tokens
         options["p"] = 0.25
     if hasattr(SCHEMES.get(pair.scheme), "init_std"):  # at zero it would be no mechanism yet
@@ -111,15 +138,18 @@ def _plan(pair: Pair) -> SwapPlan:
 
 
 @functools.cache
-def _specimen_of(pair: Pair, implementation: str) -> Any:
-    model = pair.swapped()
-    model.set_attn_implementation(implementation)
+def _specimen_of(pair: Pair, implementation: str | None) -> Any:
+    if implementation is None:
+        return pair.swapped()
+    model: Any = pair.native_with(implementation)
+    pair.patch(model)
+    attend(model, implementation)
     return model
 
 
 @functools.cache
 def _untouched(model: str) -> PreTrainedModel:
-    return build(model)  # plans never touch it
+    return ALL[model].build()  # plans never touch it
 
 
 @functools.cache

@@ -22,6 +22,10 @@ def chosen(pair: Pair) -> bool:
 
 
 IDS = words(2, LENGTH - 4)
+BROKEN = ("ctrl",)
+"""Models whose own code breaks the graph."""
+NOT_STATIC = ("bloom",)
+"""Models whose own code runs in no static cache: its ALiBi is as long as the mask. Swapped, they do."""
 
 
 def compiled(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -30,11 +34,11 @@ def compiled(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def breaks(model: Any, run: Callable[[Any], Tensor]) -> str | None:
-    """Return why `run` of `model` cannot be compiled into one graph, or None."""
+    """Return why `run` of `model` cannot be compiled into one graph, or cannot be run at all, or None."""
     try:
         with torch.no_grad():
             run(model)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except RuntimeError as error:  # those of torch.compile among them
         return str(error)
     return None
 
@@ -67,7 +71,9 @@ def step(model: Any) -> Tensor:
 
 @pytest.mark.pairs(lambda pair: pair.causal and chosen(pair))
 def test_a_forward_compiles_into_one_graph(pair: Pair) -> None:
-    assert breaks(pair.native(), whole) is None, "the native model was thought to compile"
+    assert (breaks(pair.native(), whole) is None) == (pair.model not in BROKEN), "the native model does not what it did"
+    if pair.model in BROKEN:
+        return
     model = pair.swapped()
     if branches(pair):
         pytest.skip(f"stock transformers' own {pair.scheme} branches on the length")
@@ -83,9 +89,12 @@ def test_an_encoder_compiles_into_one_graph(pair: Pair) -> None:
         assert gap(run(IDS, torch.ones_like(IDS)), logits(model, IDS)) < NOISE
 
 
-@pytest.mark.pairs(lambda pair: pair.causal and chosen(pair))
+@pytest.mark.pairs(lambda pair: pair.cached and chosen(pair))
 def test_a_static_cache_step_compiles_into_one_graph(pair: Pair) -> None:
-    assert breaks(pair.native(), step) is None, "the native model was thought to compile"
+    fails = breaks(pair.native(), step)
+    assert (fails is None) == (pair.model not in (*BROKEN, *NOT_STATIC)), "the native model does not what it did"
+    if pair.model in BROKEN:
+        return
     if branches(pair):
         pytest.skip(f"stock transformers' own {pair.scheme} branches on the length")
     model = pair.swapped()

@@ -8,14 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.contract.attending import attend
 from tests.contract.models import LENGTH, PADDING
+from tests.contract.others import ALL
 from tests.contract.pairs import CHANGE, NOISE, Pair, gap, logits, words
 
 IDS = words(2, 20)
 PADDED = 6
-LEAKY = ("bert (is_decoder)", "opt", "bert-generation")
+LEAKY = ("bert (is_decoder)", "opt", "bert-generation", "bloom", "falcon", "biogpt", "xglm", "mpt", "openai-gpt")
 """Models whose own code lets packed documents see one another."""
+COUNTS_EMBEDDINGS_OTHERWISE = ("esm",)
+"""Models whose own code reads other rows of its table for embeddings than for the tokens that they are of."""
+CONVOLVED = ("convbert",)
+"""Models whose own code convolves padding with the words: it is seen beside attention, whatever the positions."""
+DEAF = ("bloom", "mpt")
+"""Models whose own code drops position ids, without a word, before they reach attention."""
 IMPLEMENTATIONS = ("sdpa", "eager")
+
+not_convolved = pytest.mark.pairs(lambda pair: pair.model not in CONVOLVED)
 
 
 def left_padded() -> tuple[Tensor, Tensor]:
@@ -34,6 +44,7 @@ def counted(pair: Pair, mask: Tensor) -> Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0) + first_position(pair)
 
 
+@not_convolved
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_left_padding_with_position_ids(pair: Pair, implementation: str) -> None:
     model = pair.specimen(implementation)
@@ -43,7 +54,7 @@ def test_left_padding_with_position_ids(pair: Pair, implementation: str) -> None
     assert gap(found[0], logits(model, ids[:1])[0]) < NOISE
 
 
-@pytest.mark.pairs(lambda pair: pair.traits.relative)
+@pytest.mark.pairs(lambda pair: pair.traits.relative and pair.model not in CONVOLVED)
 def test_left_padding_without_position_ids(pair: Pair) -> None:
     model = pair.specimen()
     ids, mask = left_padded()
@@ -51,11 +62,26 @@ def test_left_padding_without_position_ids(pair: Pair) -> None:
     assert gap(found[1, PADDED:], logits(model, ids[1:, PADDED:])[0]) < NOISE
 
 
+def right_padded() -> tuple[Tensor, Tensor]:
+    ids, mask = IDS.clone(), torch.ones_like(IDS)
+    ids[1, -PADDED:], mask[1, -PADDED:] = PADDING, 0
+    return ids, mask
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", CONVOLVED)
+def test_a_native_class_convolves_padding(name: str) -> None:
+    model = ALL[name].build()
+    ids, mask = right_padded()
+    found = logits(model, ids, attention_mask=mask)
+    assert gap(found[1, :-PADDED], logits(model, ids[1:, :-PADDED])[0]) > CHANGE
+
+
+@not_convolved
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_right_padding(pair: Pair, implementation: str) -> None:
     model = pair.specimen(implementation)
-    ids, mask = IDS.clone(), torch.ones_like(IDS)
-    ids[1, -PADDED:], mask[1, -PADDED:] = PADDING, 0
+    ids, mask = right_padded()
     found = logits(model, ids, attention_mask=mask)
     assert gap(found[1, :-PADDED], logits(model, ids[1:, :-PADDED])[0]) < NOISE
     assert gap(found[0], logits(model, ids[:1])[0]) < NOISE
@@ -70,7 +96,7 @@ def packed(model: Any, first: int) -> Tensor:
 @pytest.mark.pairs(lambda pair: pair.causal)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_packed_documents_do_not_leak(pair: Pair, implementation: str) -> None:
-    native, model = pair.native(attn_implementation=implementation), pair.specimen(implementation)
+    native, model = pair.native_with(implementation), pair.specimen(implementation)
     leaks = gap(packed(native, 0), logits(native, IDS[:1, 8:])) > NOISE
     assert not leaks or pair.model in LEAKY, "the native model was thought to be tight"
     found = gap(packed(model, 0), logits(model, IDS[:1, 8:]))
@@ -79,34 +105,47 @@ def test_packed_documents_do_not_leak(pair: Pair, implementation: str) -> None:
 
 @pytest.mark.pairs(lambda pair: pair.plan.route == "plugin")
 def test_random_positions_are_used_as_given(pair: Pair) -> None:
-    """Positions with holes (PoSE, interpolation) must act: an all-ones mask keeps transformers from packing."""
-    model = pair.specimen()
+    """Positions with holes (PoSE, interpolation) must act: an all-ones mask keeps transformers from packing.
+
+    Where the native class takes no position ids, it drops them without a word; swapped, RoFormer goes by them.
+    """
     holes = torch.cat([torch.arange(8), torch.arange(19, 31)])[None] + first_position(pair)
-    found = gap(logits(model, IDS[:1], position_ids=holes), logits(model, IDS[:1]))
-    assert (found > CHANGE) == (pair.plan.scheme.kind != "none")
+    native, found = (
+        gap(logits(model, IDS[:1], position_ids=holes), logits(model, IDS[:1]))
+        for model in (pair.native(), pair.specimen())
+    )
+    assert (native > 0) == pair.tiny.takes("position_ids")
+    if pair.model in DEAF:
+        assert found == 0
+    else:
+        assert (found > CHANGE) == (pair.plan.scheme.kind != "none")
 
 
 def test_sdpa_equals_eager_and_the_choice_is_kept(pair: Pair) -> None:
     model = pair.swapped()
+    attend(model, "sdpa")
     sdpa = logits(model, IDS)
-    model.set_attn_implementation("eager")
-    assert model.config._attn_implementation == "eager"
+    assert not attend(model, "eager") or model.config._attn_implementation == "eager"
     assert gap(logits(model, IDS), sdpa) < NOISE
-    other = pair.native(attn_implementation="eager")
+    other = pair.native_with("eager")
     pair.patch(other)
     assert other.config._attn_implementation == "eager"
     assert gap(logits(other, IDS), sdpa) < NOISE
-    other.set_attn_implementation("sdpa")
+    attend(other, "sdpa")
     assert gap(logits(other, IDS), sdpa) == 0
 
 
 def test_embeddings_in_place_of_ids(pair: Pair) -> None:
-    model = pair.specimen()
-    embedded = model.get_input_embeddings()(IDS).detach()
-    mask = torch.ones_like(IDS)
+    if pair.model in COUNTS_EMBEDDINGS_OTHERWISE and pair.tabled:
+        assert gap(embedded(pair.native()), logits(pair.native(), IDS)) > NOISE
+        return
+    assert gap(embedded(pair.specimen()), logits(pair.specimen(), IDS)) < NOISE
+
+
+def embedded(model: Any) -> Tensor:
+    """Return the logits of the words' embeddings."""
     with torch.no_grad():
-        found = model(inputs_embeds=embedded, attention_mask=mask).logits
-    assert gap(found, logits(model, IDS)) < NOISE
+        return model(inputs_embeds=model.get_input_embeddings()(IDS), attention_mask=torch.ones_like(IDS)).logits
 
 
 def test_no_mask_at_all_equals_all_ones(pair: Pair) -> None:

@@ -13,7 +13,7 @@ from hf_posswap.families.locating import locate
 from hf_posswap.schemes import SCHEMES
 from tests.contract.models import LENGTH, TINY, build
 from tests.contract.pairs import CHANGE, LONGER, NOISE, Pair, gap, logits, refusal, words
-from tests.contract.test_masks import first_position
+from tests.contract.test_masks import DEAF, first_position
 from tests.toys.registration import TOY_MODEL
 
 IDS = words(2, LENGTH)
@@ -78,14 +78,14 @@ def test_only_differences_of_positions_matter_exactly_where_it_is_promised(pair:
     shift = 299 if pair.traits.unbounded and pair.plan.cached_equals_full else 17
     positions = torch.arange(12).expand(2, -1) + first_position(pair)
     change = gap(logits(model, ids, position_ids=positions + shift), logits(model, ids, position_ids=positions))
-    if pair.traits.relative:
+    if pair.traits.relative or pair.model in DEAF:
         assert change < 4 * NOISE  # the angles of large positions are rounded more
     else:
         assert change > CHANGE
 
 
 def test_causal_only_is_refused_where_a_token_sees_its_future(refused: Pair) -> None:
-    causal = locate(build(refused.model)).geometry.causal
+    causal = locate(refused.native()).geometry.causal
     if "would change nothing" in str(refusal(refused)):
         assert refused.model == "mistral (sliding_window)"
     elif SCHEMES.get(refused.scheme)().traits.causal_only:
@@ -94,7 +94,8 @@ def test_causal_only_is_refused_where_a_token_sees_its_future(refused: Pair) -> 
             refused.patch(refused.native())
     else:
         assert refused.scheme in ("learned", "sinusoidal", "together")
-        assert locate(build(refused.model)).table is None
+        main = locate(refused.native()).main
+        assert main.table is None or main.spec.table.computed  # XGLM and CTRL compute their sinusoids
 
 
 @pytest.mark.pairs(lambda pair: not pair.tabled)
@@ -124,7 +125,7 @@ def test_a_table_says_where_it_ends(pair: Pair) -> None:
         logits(model, words(1, 1), position_ids=last + 1)
 
 
-@pytest.mark.pairs(lambda pair: pair.tabled and pair.causal)
+@pytest.mark.pairs(lambda pair: pair.tabled and pair.cached)
 def test_a_table_ends_in_a_cache_too(pair: Pair) -> None:
     model, end = pair.specimen(), pair.plan.max_length
     with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from tests.contract.models import PADDING, ALL
+from tests.contract.models import PADDING
 from tests.contract.pairs import LONGER, NOISE, Pair, gap, logits, words
 
 CHUNKS = {"steps": [1] * LONGER, "chunks": [7, 1, 9, 2, 40]}
@@ -18,8 +18,8 @@ CACHES = {
     "static": lambda config: StaticCache(config=config, max_cache_len=LONGER),
 }
 
-decoders = pytest.mark.pairs(lambda pair: pair.causal)
-generators = pytest.mark.pairs(lambda pair: ALL[pair.model].generates)
+decoders = pytest.mark.pairs(lambda pair: pair.cached)
+generators = pytest.mark.pairs(lambda pair: pair.tiny.generates)
 
 
 def piecewise(model: Any, ids: Tensor, sizes: list[int], cache: Any) -> Tensor:
@@ -75,7 +75,7 @@ def test_generating_from_a_padded_batch_equals_one_by_one(pair: Pair, beams: int
         assert row.tolist() == expected.tolist()
 
 
-@generators
+@pytest.mark.pairs(lambda pair: pair.tiny.generates and pair.cached)
 @pytest.mark.parametrize("kind", list(CACHES))
 def test_a_padded_batch_steps_through_a_cache(pair: Pair, kind: str) -> None:
     model = pair.specimen()

@@ -12,7 +12,8 @@ import torch
 from hf_posswap import patched, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.schemes import SCHEMES
-from tests.contract.models import LENGTH, OTHERS, TINY
+from tests.contract.models import LENGTH, TINY
+from tests.contract.others import OTHERS
 from tests.contract.pairs import CHANGE, NOISE, OF_EACH_SITE, Pair, all_pairs, gap, logits, words
 from tests.toys.registration import TOY_MODEL, TOY_SCHEME
 
@@ -52,11 +53,7 @@ def test_the_swap_changes_the_logits_where_it_must(pair: Pair) -> None:
     before = logits(model, IDS)
     pair.patch(model)
     change = gap(logits(model, IDS), before)
-    # a kept table, and angles that only differ past the original length
-    if pair.scheme == "learned" or (pair.scheme in ("rope", "dynamic") and pair.plan.sites.rotary):
-        assert change <= NOISE
-    else:
-        assert change > CHANGE
+    assert change <= NOISE if pair.identity else change > CHANGE
 
 
 def test_verify_swap_agrees(pair: Pair) -> None:
@@ -80,6 +77,7 @@ def test_unpatching_is_bit_exact(pair: Pair) -> None:
     model = pair.native()
     before, config, expected = state(model), model.config.to_dict(), logits(model, IDS)
     config_class = type(model.config)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     shapes = [(name, type(module), dict(module._forward_pre_hooks)) for name, module in model.named_modules()]
     with patched(model, pair.plan.scheme, max_length=pair.plan.max_length, site=pair.site):
         logits(model, IDS)
@@ -88,19 +86,24 @@ def test_unpatching_is_bit_exact(pair: Pair) -> None:
     assert model.config.to_dict() == config
     assert type(model.config) is config_class
     assert [(name, type(module), dict(module._forward_pre_hooks)) for name, module in model.named_modules()] == shapes
-    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == frozen
     assert gap(logits(model, IDS), expected) == 0
 
 
 def test_state_dict_keys_are_kept_or_announced(pair: Pair) -> None:
     model, native = pair.swapped(), pair.native()
     before, after = native.state_dict(), model.state_dict()
-    assert set(after) - set(before) == {name for name in pair.plan.added if "(" not in name}
+    announced = {name for name in pair.plan.added if "(" not in name}
+    main = pair.plan.sites.main
+    if main.table is not None and main.spec.table.computed:  # no checkpoint held it; one lone zero says that it is gone
+        announced |= {f"{pair.plan.sites.table}.weight"}
+    assert set(after) - set(before) == announced
     assert set(before) <= set(after)
     resized = {name for name in before if before[name].shape != after[name].shape}
     table = f"{pair.plan.sites.table}.weight"
-    assert resized <= {table}
-    for name in set(before) - {table}:
+    emptied = {name for name in resized if name in pair.plan.unused}  # what attention made its own positions from
+    assert resized <= {table} | emptied
+    for name in set(before) - {table} - emptied:
         assert torch.equal(before[name], after[name]), name
 
 
@@ -111,7 +114,8 @@ def test_parameters_are_counted_as_announced(pair: Pair) -> None:
     before, after = sizes(pair.native()), sizes(pair.swapped())
     frozen = 0 if getattr(pair.plan.scheme, "trainable", True) else before[f"{pair.plan.sites.table}.weight"]
     grown = sum(after.values()) - sum(before.values())
-    assert grown == sum(pair.plan.added.values()) - sum(pair.plan.unused.values()) - frozen
+    unused = sum(count for name, count in pair.plan.unused.items() if name in before)  # RoFormer's sinusoids are frozen
+    assert grown == sum(pair.plan.added.values()) - unused - frozen
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "torch.save"])

@@ -1,0 +1,26 @@
+"""Choosing how a swapped model attends, also where transformers lets nobody choose for its class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EAGER_MASKS = ("mpt",)
+"""Model types whose own code runs on the masks of eager attention alone."""
+
+
+def attend(model: Any, implementation: str) -> bool:
+    """Have a patched model attend by `implementation`, and return whether it can be had.
+
+    Where the stock attention lacks the interface, transformers refuses to choose, with a warning: the config alone
+    says, where the swap has given it the interface; elsewhere the model attends as it was built.
+    """
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(implementation)
+        return True
+    plan = model._posswap.plan
+    interface = (
+        any("AttentionInterface" in edit.after for edit in plan.edits) and plan.record.base_type not in EAGER_MASKS
+    )
+    if interface:
+        model.config._attn_implementation = implementation
+    return interface
