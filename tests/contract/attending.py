@@ -18,9 +18,8 @@ def attend(model: Any, implementation: str) -> bool:
         model.set_attn_implementation(implementation)
         return True
     plan = model._posswap.plan
-    interface = (
-        any("AttentionInterface" in edit.after for edit in plan.edits) and plan.record.base_type not in EAGER_MASKS
-    )
-    if interface:
-        model.config._attn_implementation = implementation
-    return interface
+    interface = any("AttentionInterface" in edit.after for edit in plan.edits)
+    if not interface or plan.record.base_type in EAGER_MASKS:
+        return False
+    model.config._attn_implementation = implementation
+    return True
