@@ -30,6 +30,7 @@ NEVER_NATIVE = {
     # its rotary module reads keys of rope type "longrope" under every type but the default
     "PhimoeForCausalLM": {"linear", "yarn", "llama3", "nope"},
     # it knows positions without its rotation too, so the swap is refused
+    "DeepseekV32ForCausalLM": {"nope"},
     "DeepseekV4ForCausalLM": {"nope"},
 }
 """Swaps that no stock config of a class says. NoPE is apart: stock says it where a whole head may be rotated."""
