@@ -93,8 +93,9 @@ def test_stock_classes_load_native_checkpoints_and_refuse_the_others(pair: Pair,
     else:
         assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "posswap"
         # the class itself ignores model_type: what it is refused by is the weights, the rope type or the dtype
-        with pytest.raises((RuntimeError, KeyError, ValueError, AttributeError)):
+        with pytest.raises((RuntimeError, KeyError, ValueError, AttributeError)) as refusal:
             stock_class(pair).from_pretrained(tmp_path)
+        assert not refusal.errisinstance(AttributeError) or "pip install hf-posswap" in str(refusal.value)
 
 
 def test_bfloat16_checkpoints_keep_their_precision(pair: Pair, tmp_path: Path) -> None:

@@ -71,7 +71,9 @@ def step(model: Any) -> Tensor:
 
 @pytest.mark.pairs(lambda pair: pair.causal and chosen(pair))
 def test_a_forward_compiles_into_one_graph(pair: Pair) -> None:
-    assert (breaks(pair.native(), whole) is None) == (pair.model not in BROKEN), "the native model does not what it did"
+    assert (breaks(pair.native(), whole) is None) == (pair.model not in BROKEN), (
+        "the native model was thought otherwise"
+    )
     if pair.model in BROKEN:
         return
     model = pair.swapped()
@@ -92,7 +94,7 @@ def test_an_encoder_compiles_into_one_graph(pair: Pair) -> None:
 @pytest.mark.pairs(lambda pair: pair.cached and chosen(pair))
 def test_a_static_cache_step_compiles_into_one_graph(pair: Pair) -> None:
     fails = breaks(pair.native(), step)
-    assert (fails is None) == (pair.model not in (*BROKEN, *NOT_STATIC)), "the native model does not what it did"
+    assert (fails is None) == (pair.model not in (*BROKEN, *NOT_STATIC)), "thought otherwise"
     if pair.model in BROKEN:
         return
     if branches(pair):

@@ -11,13 +11,22 @@ import torch
 
 from hf_posswap import patched, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.families import FAMILIES, family_of
 from hf_posswap.schemes import SCHEMES
 from tests.contract.models import LENGTH, TINY
-from tests.contract.others import OTHERS
+from tests.contract.others import ALL, OTHERS
 from tests.contract.pairs import CHANGE, NOISE, OF_EACH_SITE, Pair, all_pairs, gap, logits, words
-from tests.toys.registration import TOY_MODEL, TOY_SCHEME
+from tests.toys.registration import TOY_MODEL, TOY_SCHEME, registered
 
 IDS = words(2, LENGTH - 2)
+ELSEWHERE = (
+    *("bart", "bigbird_pegasus", "blenderbot", "longt5", "m2m_100", "marian", "mvp", "t5", "t5gemma", "t5gemma2"),
+    *("trocr", "whisper"),
+    *("clip", "deit", "siglip", "vit"),
+    *("dbrx", "hrm_text", "zamba2"),
+)
+"""Families with two stacks, or one of two, and those that see images, proved in tests/families; and the rotary ones
+whose paths alone differ from Llama's, proved by the light contract."""
 
 
 def state(model: Any) -> dict[str, torch.Tensor]:
@@ -37,6 +46,13 @@ def test_every_scheme_and_every_model_is_here() -> None:
     assert not set(TINY) & set(OTHERS)
     assert TOY_MODEL in TINY
     assert TOY_SCHEME not in SCHEMES
+
+
+def test_every_family_is_here_or_elsewhere() -> None:
+    with registered():
+        here = {family_of(tiny.config()).name for tiny in ALL.values()}
+        assert here | set(ELSEWHERE) == set(FAMILIES)
+        assert not here & set(ELSEWHERE)
 
 
 def test_a_refusal_says_why_and_what_would_work(refused: Pair) -> None:
@@ -114,6 +130,7 @@ def test_parameters_are_counted_as_announced(pair: Pair) -> None:
     before, after = sizes(pair.native()), sizes(pair.swapped())
     frozen = 0 if getattr(pair.plan.scheme, "trainable", True) else before[f"{pair.plan.sites.table}.weight"]
     grown = sum(after.values()) - sum(before.values())
+    assert set(pair.plan.unused) <= set(pair.native().state_dict())
     unused = sum(count for name, count in pair.plan.unused.items() if name in before)  # RoFormer's sinusoids are frozen
     assert grown == sum(pair.plan.added.values()) - unused - frozen
 
