@@ -25,8 +25,8 @@ ELSEWHERE = (
     *("clip", "deit", "siglip", "vit"),
     *("dbrx", "hrm_text", "zamba2"),
 )
-"""Families with two stacks, or one of two, and those that see images, proved in tests/families; and the rotary ones
-whose paths alone differ from Llama's, proved by the light contract."""
+"""Families with two stacks, or one of two, and those that see images: tests/families proves them. And rotary ones that
+route, repeat or alternate their layers: the light contract does."""
 
 
 def state(model: Any) -> dict[str, torch.Tensor]:
