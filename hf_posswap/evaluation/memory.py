@@ -99,8 +99,13 @@ def _scores(model: Any, heads: int, rows: int, length: int, kernels: bool) -> in
 
 
 def _bias_planes(mechanism: Mechanism, heads: int) -> int:
-    """Return how many numbers a pair of a query and a key takes while the bias of `mechanism` is made and added."""
-    inside = _MLP_COPIES * mechanism.hidden_weight.shape[0] if isinstance(mechanism, FireMechanism) else 0
+    """Return how many numbers a pair of a query and a key takes while the bias of `mechanism` is made and added.
+
+    On a CPU FIRE's hidden layer is held for so few pairs at once that it does not count.
+    """
+    inside = 0
+    if isinstance(mechanism, FireMechanism) and mechanism.hidden_weight.device.type != "cpu":
+        inside = _MLP_COPIES * mechanism.hidden_weight.shape[0]
     return _SCORE_COPIES * heads + inside
 
 
