@@ -125,7 +125,7 @@ def patch(
             _centre(loaded)
         plan = hf_posswap.patch_model(loaded, chosen, max_length=max_length, site=site.value)
         proved = hf_posswap.verify_swap(loaded).checks
-        words = getattr(processor, "tokenizer", processor)
+        words: Any = getattr(processor, "tokenizer", processor)
         if getattr(words, "model_max_length", None) == original:
             words.model_max_length = plan.max_length  # or it would cut every text at the old length
         hf_posswap.save(loaded, folder, tokenizer=processor, overwrite=overwrite)

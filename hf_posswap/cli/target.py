@@ -64,7 +64,7 @@ def load_processor(source: str) -> Any:
 
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     names = ("preprocessor_config.json", "processor_config.json")
-    if all(cached_file(source, name, **quiet) is None for name in names):  # type: ignore[arg-type]
+    if all(cached_file(source, name, **quiet) is None for name in names):
         return load_tokenizer(source)
     try:
         return AutoProcessor.from_pretrained(source)
