@@ -45,7 +45,8 @@ def _case(scheme: Scheme, length: int) -> Case:
 
     ways = {"ours": merged, ONE: lambda: sdpa(q, k, v, is_causal=True), EAGER: blocked}
     goals = {ONE: 1.3, EAGER: 1 / 6} if length >= 4096 else {}
-    return Case(f"{scheme.name}, {length}", ways, goals, unlike=frozenset({ONE}))
+    repetitions = 7 if length < 8192 else 3  # the blocked scores take half a minute a turn there
+    return Case(f"{scheme.name}, {length}", ways, goals, unlike=frozenset({ONE}), repetitions=repetitions)
 
 
 def _frequencies() -> tuple[float, ...]:
