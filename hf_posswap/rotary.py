@@ -27,11 +27,25 @@ class Frequencies(NamedTuple):
     attention_factor: float = 1.0
 
 
-class CosSin(NamedTuple):
-    """cos and sin of every position and pair, half width: [B or 1, 1, Q, R/2], float32."""
-
+class _Halves(NamedTuple):
     cos: Tensor
     sin: Tensor
+
+
+class CosSin(_Halves):
+    """cos and sin of every position and pair, half width: [B or 1, 1, Q, R/2], float32."""
+
+    def wide(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Return what multiplies x, and x with its pairs swapped, in `rotate`: [B or 1, 1, Q, R] each, made once."""
+        made: dict[Layout, tuple[Tensor, Tensor]] = self.__dict__
+        if layout not in made:
+            made[layout] = _wide(self.cos, self.cos, layout), _wide(-self.sin, self.sin, layout)
+        return made[layout]
+
+
+def _wide(first: Tensor, second: Tensor, layout: Layout) -> Tensor:
+    """Return numbers [..., R] of which the first and the second members of pairs are given, [..., R/2] each."""
+    return torch.cat((first, second), dim=-1) if layout == "half" else torch.stack((first, second), dim=-1).flatten(-2)
 
 
 def default_inv_freq(base: float, dim: int) -> Tensor:
@@ -64,7 +78,12 @@ def rotate(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
         >>> rotate(x, cos_sin(torch.tensor([[1]]), quarter), "half").round().abs()
         tensor([[[[0., 1.]]]])
     """
-    return _Rotation.apply(x, *table, layout) if _in_one_buffer(x, table) else _joined(x, *table, layout)
+    if not _is_plain(x, table):
+        return _joined(x, *table, layout)
+    if x.numel() < LARGE:
+        return _swapped(x, table, layout)
+    same = x.dtype == table.cos.dtype == table.sin.dtype
+    return _Rotation.apply(x, *table, layout) if same or _compiled else _joined(x, *table, layout)
 
 
 def _joined(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
@@ -72,12 +91,21 @@ def _joined(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     width = 2 * cos.shape[-1]
     rotated, passed = x[..., :width], x[..., width:]
     first, second = _pair_members(rotated, layout)  # [B, H, Q, R/2] each
-    if layout == "half":
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    else:
-        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
-    turned = turned.to(x.dtype)
+    turned = _wide(first * cos - second * sin, second * cos + first * sin, layout).to(x.dtype)
     return turned if passed.shape[-1] == 0 else torch.cat((turned, passed), dim=-1)
+
+
+def _swapped(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
+    """Return `rotate` of x in the fewest calls, which are what a few tokens cost: layers share the wide tables."""
+    cos, sin = table.wide(layout)
+    width = cos.shape[-1]
+    rotated = x if width == x.shape[-1] else x[..., :width]
+    if layout == "half":
+        swapped = rotated.roll(width // 2, -1)
+    else:
+        swapped = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    turned = (rotated * cos + swapped * sin).to(x.dtype)
+    return turned if rotated is x else torch.cat((turned, x[..., width:]), dim=-1)
 
 
 LARGE = 2**18
@@ -101,16 +129,13 @@ def compile_rotation(on: bool = True) -> None:
     _compiled = torch.compile(_joined, dynamic=True, fullgraph=True) if on else None
 
 
-def _in_one_buffer(x: Tensor, table: CosSin) -> bool:
-    """Return whether x is large and plain: then fewer passes over memory give the same bits."""
+def _is_plain(x: Tensor, table: CosSin) -> bool:
+    """Return whether x may be rotated in the ways made for speed: nothing is traced, only x is differentiated."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor:
         return False
     if torch._C._are_functorch_transforms_active():  # torch.func wants the parts
         return False
-    still = not (table.cos.requires_grad or table.sin.requires_grad)
-    if not still or x.numel() < LARGE:
-        return False
-    return _compiled is not None or x.dtype == table.cos.dtype == table.sin.dtype  # what is compiled casts as it writes
+    return not (table.cos.requires_grad or table.sin.requires_grad)
 
 
 class _Rotation(torch.autograd.Function):

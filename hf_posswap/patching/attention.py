@@ -36,7 +36,6 @@ class AttentionCall:
     mechanism: Mechanism
     span: Span
     memo: ForwardMemo
-    key: tuple[Any, ...] | None
     keys_rotated: bool
 
     def rotation(self) -> Any:
@@ -78,9 +77,16 @@ class AttentionCall:
         return (query * factor[:, None, :, None]).to(query.dtype)
 
     def request(
-        self, module: Any, config: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
+        self,
+        module: Any,
+        name: str | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        kwargs: dict[str, Any],
     ) -> backends.Request:
-        """Return what a backend is chosen by."""
+        """Return what a backend is chosen by, under the implementation called `name`."""
         return backends.Request(
             mechanism=self.mechanism,
             span=self.span,
@@ -89,7 +95,7 @@ class AttentionCall:
             value=value,
             mask=mask,
             causal=is_causal(module, kwargs),
-            implementation=config._attn_implementation,
+            implementation=name,
             arguments=kwargs,
             consecutive=lambda: self._shared("consecutive", lambda: backends.consecutive(self.span.query)),
         )
@@ -119,15 +125,15 @@ class AttentionCall:
         return self._shared("flex bias", lambda: backends.flex_bias(self.mechanism, self.span, batch))
 
     def _shared(self, what: str, make: Callable[[], Any]) -> Any:
-        if self.key is None:
+        if self.span.made is None:
             return make()
-        key = (what, id(self.mechanism), *self.key)
-        value = self.memo.get(key)
+        key = (what, id(self.mechanism))
+        value = self.span.made.get(key)
         if value is None:
             value = make()
             # what has a gradient is made in each layer: a checkpointed layer must be able to make it again
             if not (isinstance(value, Tensor) and value.requires_grad):
-                self.memo.put(key, value)
+                self.span.made[key] = value
         return value
 
 
@@ -162,14 +168,12 @@ class PositionHook:
         position_ids = kwargs.get("position_ids")
         if position_ids is None and self.memo.given is not None:
             position_ids = self._untold(module)
-        counted = position_ids - self.first if position_ids is not None and self.first else position_ids
         layer: Any = getattr(module, "layer_idx", None)  # where there is no cache, there may be none
-        span = find_span(hidden, counted, self_attention_cache(cache), layer)
+        span = find_span(hidden, position_ids, self_attention_cache(cache), layer, self.memo, self.first)
         mechanism = self.mechanism
         copies = mechanism.copies > 1 and takes_copies(self_attention_cache(cache), layer, mechanism.head_dim)
         writes_rotated = cache is not None and mechanism.stores_rotated_keys and (mechanism.rotates or copies)
-        key = memo_key(span, position_ids)
-        call = AttentionCall(mechanism, span, self.memo, key, keys_rotated=writes_rotated)
+        call = AttentionCall(mechanism, span, self.memo, keys_rotated=writes_rotated)
         kwargs = {**kwargs, CALL_ARGUMENT: call}
         if writes_rotated and self.cache_argument is not None:
             kwargs[self.cache_argument] = rotating(cache, lambda k: mechanism.rotate_key(k, call.rotation()))
@@ -182,15 +186,6 @@ class PositionHook:
                 "when they are gone. What works: no position ids and padding on the right, or no checkpointing."
             )
         return self.memo.given
-
-
-def memo_key(span: Span, position_ids: Tensor | None) -> tuple[Any, ...] | None:
-    """Return what this call's positions depend on; None where nothing may be shared."""
-    if torch.compiler.is_compiling() or isinstance(span.past, Tensor):
-        return None
-    counted = position_ids is not None and not position_ids.is_inference()  # inference tensors have no version
-    version = position_ids._version if counted else None  # type: ignore[union-attr]
-    return (position_ids, version, span.query.shape, span.query.device, span.past, span.key_length, span.key_offset)
 
 
 class StartHook:
@@ -245,23 +240,22 @@ def posswap_attention(
             f"attn_implementation={ATTENTION_NAME!r}: use hf_posswap.patch_model, and 'sdpa' or 'eager' here."
         )
     native = module.config.native if isinstance(module.config, ConfigView) else module.config
+    name = native._attn_implementation
     if call.memo.drops_bias:
         kwargs.pop("position_bias", None)
     query, key = call.rotate(query, key)
     query = call.scaled(query)
-    found = backends.attend(call.request(module, native, query, key, value, attention_mask, kwargs), call.pieces)
-    if found is not None:
-        return found, None
+    if backends.backends_of(call.mechanism):
+        found = backends.attend(call.request(module, name, query, key, value, attention_mask, kwargs), call.pieces)
+        if found is not None:
+            return found, None
     if call.mechanism.splits:
-        return _in_pieces(call, module, native._attn_implementation, query, key, value, attention_mask, kwargs)
-    flex = native._attn_implementation == "flex_attention"
-    if flex and (read := call.flex_bias(len(query))) is not None:
+        return _in_pieces(call, module, name, query, key, value, attention_mask, kwargs)
+    if name == "flex_attention" and (read := call.flex_bias(len(query))) is not None:
         kwargs = {**kwargs, "position_bias": read}
     elif (bias := call.bias()) is not None:
-        attention_mask, kwargs = _with_bias(
-            bias, attention_mask, kwargs, native._attn_implementation, module, query, key
-        )
-    attend, target = implementation(module, native)
+        attention_mask, kwargs = _with_bias(bias, attention_mask, kwargs, name, module, query, key)
+    attend, target = implementation(module, native, name)
     return attend(target, query, key, value, attention_mask, **kwargs)
 
 
@@ -309,11 +303,10 @@ def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return bool(getattr(module, "is_causal", True)) if causal is None else causal
 
 
-def implementation(module: nn.Module, config: Any) -> tuple[Callable[..., Any], Any]:
-    """Return the attention function that `config` names for `module`, and the module to call it with."""
+def implementation(module: nn.Module, config: Any, name: str | None) -> tuple[Callable[..., Any], Any]:
+    """Return the attention function called `name` for `module`, whose model has `config`, and what to call it with."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    name = config._attn_implementation
     code = modeling_module(module)
     if name == "eager" and getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's own float32 attention
         return _upcast_eager, module

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from hf_posswap.families.images import tensor_at
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import RemoveHook, Undo
-from hf_posswap.patching.attention import CALL_ARGUMENT, AttentionCall, PositionHook, memo_key
+from hf_posswap.patching.attention import CALL_ARGUMENT, AttentionCall, PositionHook
 from hf_posswap.patching.attention_actions import PatchAttention
 from hf_posswap.patching.embedding import SENTINEL_SHAPE
 from hf_posswap.patching.image_rows import ASKED, PLACES, AskForRows, GridRows, TellPlacesHook
 from hf_posswap.patching.interface import RestoreSize
-from hf_posswap.patching.positions import Span
+from hf_posswap.patching.positions import Span, told_by
 from hf_posswap.schemes.grid_table import GridTable
 
 
@@ -236,10 +236,11 @@ class PlaceHook(PositionHook):
     """Pre-hook of an attention module that was told of places: tells the attention function."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        places = kwargs[PLACES]
-        span = Span(places, 0, places.shape[1], 0, 0, fresh=True)
-        call = AttentionCall(self.mechanism, span, self.memo, memo_key(span, places), keys_rotated=False)
+        call = AttentionCall(self.mechanism, self._span(kwargs[PLACES]), self.memo, keys_rotated=False)
         return args, {**{k: v for k, v in kwargs.items() if k != PLACES}, CALL_ARGUMENT: call}
+
+    def _span(self, places: Tensor) -> Span:
+        return self.memo.shared(told_by(places), lambda made: Span(places, 0, places.shape[1], 0, 0, True, made))
 
 
 @dataclass(frozen=True)

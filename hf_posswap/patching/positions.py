@@ -6,6 +6,7 @@ cache's offsets and the `position_ids` that the model made or was given (which a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ class Span:
         key_offset: index of the first key that is kept (sliding windows drop old ones).
         padding: left padding of each row, [B, 1], or 0: index less position.
         fresh: whether the keys are exactly the tokens of the queries.
+        made: what was made of these positions for the layers that stand like this; None: nothing may be shared.
     """
 
     query: Tensor
@@ -32,6 +34,7 @@ class Span:
     key_offset: int | Tensor
     padding: Tensor | int
     fresh: bool
+    made: dict[Any, Any] | None = None
 
     @property
     def key(self) -> Tensor:
@@ -47,14 +50,18 @@ class Span:
         return self.query.amax(dim=-1)[:, None, None, None] + 1
 
 
-def find_span(hidden: Tensor, position_ids: Tensor | None, cache: Any, layer_idx: int) -> Span:
-    """Return where queries and keys stand.
+def find_span(
+    hidden: Tensor, position_ids: Tensor | None, cache: Any, layer_idx: int, memo: ForwardMemo, first: int = 0
+) -> Span:
+    """Return where queries and keys stand: for layers that stand alike, the very same span.
 
     Args:
         hidden: input of the attention module, [B, Q, E].
         position_ids: [B or 1, Q] as the model made them or the caller gave them; None: counted from the cache.
         cache: the self-attention cache, not yet updated, or None.
         layer_idx: of the attention module.
+        memo: shared by the layers.
+        first: what `position_ids` call position 0.
     """
     length = hidden.shape[1]
     past: int | Tensor = 0
@@ -64,12 +71,29 @@ def find_span(hidden: Tensor, position_ids: Tensor | None, cache: Any, layer_idx
         key_length, key_offset = cache.get_mask_sizes(length, layer_idx)
         if isinstance(past, Tensor):
             past = past.to(hidden.device)
+    if isinstance(past, Tensor):
+        return _span(hidden, position_ids, past, key_length, key_offset, first, made=None)
+    key = (*told_by(position_ids), length, hidden.device, past, key_length, key_offset)
+    return memo.shared(key, lambda made: _span(hidden, position_ids, past, key_length, key_offset, first, made))
+
+
+def _span(
+    hidden: Tensor, position_ids: Tensor | None, past: Any, key_length: int, key_offset: Any, first: int, made: Any
+) -> Span:
+    length = hidden.shape[1]
     fresh = not isinstance(past, Tensor) and past == 0 and key_length == length
     index = torch.arange(length, device=hidden.device)[None] + past  # [1, Q]
     if position_ids is None:
-        return Span(index, past, key_length, key_offset, 0, fresh)
+        return Span(index, past, key_length, key_offset, 0, fresh, made)
+    position_ids = position_ids - first if first else position_ids
     padding = index[:, -1:] - position_ids[:, -1:]  # [B, 1]
-    return Span(position_ids, past, key_length, key_offset, padding, fresh)
+    return Span(position_ids, past, key_length, key_offset, padding, fresh, made)
+
+
+def told_by(position_ids: Tensor | None) -> tuple[Tensor | None, int | None]:
+    """Return a tensor and its version, by which it is known again if nothing was written into it since."""
+    counted = position_ids is not None and not position_ids.is_inference()  # inference tensors have no version
+    return position_ids, position_ids._version if counted else None  # type: ignore[union-attr]
 
 
 def after_padding(given: dict[str, Any], *, only_if_padded: bool) -> Tensor | None:
@@ -93,14 +117,14 @@ def after_padding(given: dict[str, Any], *, only_if_padded: bool) -> Tensor | No
 
 @dataclass
 class ForwardMemo:
-    """What the layers of one forward share: cos and sin, and biases, made by the first layer that needs them.
+    """What the layers of one forward share: where they stand, and what the first of them made of it, as cos and sin.
 
-    An entry is found again only by the very tensor and numbers it was made from, so a stale one cannot be used;
-    `clear` at the start and end of each forward frees it. While a graph is being traced nothing is kept: the compiler
-    merges equal work by itself.
+    A span is found again only by the very tensor and numbers it was made from, so a stale one cannot be used; `clear`
+    at the start and end of each forward frees it. While a graph is being traced nothing is kept: the compiler merges
+    equal work by itself.
     """
 
-    entries: list[tuple[tuple[Any, ...], Any]] = field(default_factory=list)
+    entries: list[tuple[tuple[Any, ...], Span]] = field(default_factory=list)
     given: Tensor | None = None
     """Position ids [B or 1, Q] that the model was given: not all models tell their attention of them."""
     runs_again: bool = False
@@ -112,16 +136,21 @@ class ForwardMemo:
         """Forget everything."""
         self.entries.clear()
 
-    def get(self, key: tuple[Any, ...]) -> Any:
-        """Return what was kept under `key`, compared by identity for tensors, or None."""
-        for known, value in self.entries:
-            if len(known) == len(key) and all(map(_same, known, key)):
-                return value
-        return None
+    def shared(self, key: tuple[Any, ...], make: Callable[[Any], Span]) -> Span:
+        """Return the span that was kept under `key`, compared by identity for tensors, or what `make` gives.
 
-    def put(self, key: tuple[Any, ...], value: Any) -> None:
-        """Keep `value` under `key`."""
-        self.entries.append((key, value))
+        Args:
+            key: what the span is made from.
+            make: takes what `Span.made` begins as.
+        """
+        if torch.compiler.is_compiling():
+            return make(None)
+        for known, span in self.entries:
+            if len(known) == len(key) and all(map(_same, known, key)):
+                return span
+        span = make({})
+        self.entries.append((key, span))
+        return span
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMemo:
         return ForwardMemo(drops_bias=self.drops_bias)
