@@ -28,7 +28,7 @@ class Geometry:
             position; None where there is none, or where they follow the length of the input.
         attention_factor: what the native rotary multiplies cos and sin by.
         table_width: width of the position table's rows where it is not E: some models project their embeddings.
-        sliding_window: keys that a query sees at most, in every layer; None: some layer sees all.
+        sliding_window: keys that a query sees at most, in every layer that rotates, where some do; None: one sees all.
         image_size: height and width, in pixels, of the images that the model was made for; None: it sees no images.
         patch_size: height and width of the patch of an image that becomes one token, in pixels; None as above.
         prefix_tokens: tokens before the patches that have no place in the image: class, distillation.

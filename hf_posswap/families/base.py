@@ -89,6 +89,8 @@ class Family:
         attention_proved: model types whose attention is known to treat all layers and dimensions alike, so that a
             scheme can be put inside; None: all of the family.
         attention_refused: why it cannot be, by model type, where that is known.
+        turning_refused: why nothing that turns q and k can be, by model type; what adds a bias can.
+        rotates: by model type, whether an attention module rotates q and k, where not all of them do.
         matches: for families by rule: whether a config belongs, asked after every `model_types` has missed.
         stacks: of an encoder-decoder, the decoder last; they say what `attention`, `entry` and `table` say of the
             others. A stack whose entry a model lacks (a decoder alone) is left out.
@@ -107,6 +109,8 @@ class Family:
     rotary: Callable[[nn.Module], list[str]] | None = None
     attention_proved: frozenset[str] | None = None
     attention_refused: Mapping[str, str] = field(default_factory=dict)
+    turning_refused: Mapping[str, str] = field(default_factory=dict)
+    rotates: Mapping[str, Callable[[nn.Module], bool]] = field(default_factory=dict)
     matches: Callable[[PreTrainedConfig], bool] | None = None
     stacks: tuple[StackSpec, ...] = ()
     kept: tuple[str, ...] = ()

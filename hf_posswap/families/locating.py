@@ -97,6 +97,7 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
         return _image_stack(model, root, base, spec, attention)
     offset = _table_offset(table, root) if table else 0
     part = _config_of(model, root, rotary)
+    still = _still(model, root, config_at(model.config, part), family, attention) if rotary else ()
     return Stack(
         spec=spec,
         entry=join(base, spec.entry),
@@ -105,11 +106,23 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
         table_offset=offset,
         buffers=tuple(join(base, path) for path in buffers if has_buffer(root, path)),
         rotary=tuple(join(base, path) for path in rotary),
-        geometry=geometry_of(model, config_at(model.config, part), root, spec, attention, rotary, offset),
+        geometry=geometry_of(model, config_at(model.config, part), root, spec, attention, rotary, offset, still),
         config=part,
         sets=rope_sets(root.get_submodule(rotary[0])) if rotary else (),
         inside=None if spec.own is None else spec.own.inside(model.config),
+        still=still,
     )
+
+
+def _still(model: Any, root: nn.Module, config: Any, family: Family, attention: list[str]) -> tuple[int, ...]:
+    """Return which of the `attention` modules, counted from 0, do not rotate."""
+    rotates = family.rotates.get(config.model_type)
+    if rotates is None:
+        return ()
+    still = tuple(layer for layer, path in enumerate(attention) if not rotates(root.get_submodule(path)))
+    if len(still) == len(attention):
+        raise UnsupportedModelError(f"{who(model)}: none of its layers rotates, so it has no positions to swap.")
+    return still
 
 
 def _image_stack(model: PreTrainedModel, root: Any, base: str, spec: StackSpec, attention: list[str]) -> Stack:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Collection
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +36,7 @@ def geometry_of(
     attention: list[str],
     rotary: list[str],
     offset: int,
+    still: tuple[int, ...] = (),
 ) -> Geometry:
     """Return what a scheme may know of a stack of `model`.
 
@@ -44,6 +48,7 @@ def geometry_of(
         attention: paths of its attention modules.
         rotary: paths of its native rotary modules.
         offset: rows of its table before position 0.
+        still: which of its attention modules, counted from 0, do not rotate.
 
     Raises:
         UnsupportedModelError: its layers differ, or its config says no length.
@@ -79,7 +84,7 @@ def geometry_of(
         num_layers=len(attention),
         original_length=length,
         causal=causal_of(model, config, root, spec, attention),
-        sliding_window=_sliding_window(config),
+        sliding_window=_sliding_window(config, still),
         **rotation,
     )
 
@@ -133,11 +138,13 @@ def _head_dim(config: Any, root: nn.Module, attention: list[str], rope_set: str)
     return widths.pop() if len(widths) == 1 else None
 
 
-def _sliding_window(config: Any) -> int | None:
-    """Return how many keys a query sees at most where that holds in all layers."""
+def _sliding_window(config: Any, still: tuple[int, ...]) -> int | None:
+    """Return how many keys a query sees at most where that holds in all layers but those that stand `still`."""
+    types = {kind for i, kind in enumerate(getattr(config, "layer_types", None) or []) if i not in still}
+    if types == {"chunked_attention"}:
+        return config.attention_chunk_size
     window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or []
-    some_see_all = any(kind != "sliding_attention" for kind in types)
+    some_see_all = types - {"sliding_attention"}
     return None if some_see_all or getattr(config, "use_sliding_window", True) is False else window
 
 
@@ -162,9 +169,18 @@ def rotary_layout(attention: nn.Module) -> Layout | None:
     code, probe = modeling_module(attention), torch.tensor([[1.0, 2.0, 3.0, 4.0]], device="cpu")
     if hasattr(code, "rotate_half"):
         turned = code.rotate_half(probe)
+    elif "freqs_cis" in _arguments(code, "apply_rotary_emb"):  # complex numbers: a quarter turn is i
+        quarter = torch.full((1, 1, 2), 1j, device="cpu")
+        turned = code.apply_rotary_emb(probe[None, None], probe[None, None], quarter)[0]
     elif hasattr(code, "_apply_rotary_emb"):  # GPT-OSS: a quarter turn, cos 0 and sin 1, of half the width
         turned = code._apply_rotary_emb(probe, *torch.tensor([[[0.0, 0.0]], [[1.0, 1.0]]], device="cpu"))
     else:
         return None
     layouts: dict[tuple[float, ...], Layout] = {(-3, -4, 1, 2): "half", (-2, 1, -4, 3): "interleaved"}
     return layouts.get(tuple(turned.flatten().tolist()))
+
+
+def _arguments(code: ModuleType, name: str) -> Collection[str]:
+    """Return the names of the arguments of the function `name` of a module; none where it has no such function."""
+    found = getattr(code, name, None)
+    return () if found is None else inspect.signature(found).parameters

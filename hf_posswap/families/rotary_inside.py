@@ -5,67 +5,80 @@ Model types are those of the part of the config that has the rope parameters: a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
 ATTENTION_PROVED = frozenset(
     """
-    apertus arcee aria_text bamba beam bitnet cohere cohere_compass_text cwm dbrx diffllama doge dots1
-    emu3_text_model ernie4_5 ernie4_5_moe esmc eurobert falcon_h1 flex_olmo gemma gemma2 gemma3_text gemma4_text
-    gemma4_unified_text glm glm4 glm4_moe gpt_neox gpt_oss granite granitemoe granitemoehybrid granitemoeshared
-    gte helium hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe jina_embeddings_v3 kolibri1 laguna lfm2
-    lfm2_moe lfm3 llama mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
-    mllama_text_model modernbert modernbert-decoder moshi nemotron neomme nomic_bert olmo olmo2 olmo3
-    olmo_hybrid olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text
-    qwen3_5_text qwen3_moe qwen3_next seed_oss solar_open stablelm starcoder2 t5_gemma_module ultrabert
-    vaultgemma zamba2 zaya
+    afmoe apertus arcee aria_text bamba beam bitnet cohere cohere2 cohere2_moe cohere_compass_text cwm dbrx
+    diffllama doge dots1 emu3_text_model ernie4_5 ernie4_5_moe esmc eurobert exaone4 exaone_moe falcon_h1
+    flex_olmo flint gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4 glm4_moe gpt_neox gpt_oss
+    granite granitemoe granitemoehybrid granitemoeshared gte helium hy_v3 hyperclovax internlm3 iquestcoder
+    jais2 jetmoe jina_embeddings_v3 kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text mellum mimo_v2_flash
+    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mllama_text_model modernbert modernbert-
+    decoder moshi nemotron neomme nomic_bert olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3
+    phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss
+    smollm3 solar_open stablelm starcoder2 t5_gemma_module ultrabert vaultgemma zamba2 zaya
     """.split()
 )
 """Model types in which RoPE re-applied inside attention equals the native model exactly, with and without a cache; a
 slow test runs every class of them."""
 
-_NOT_ALL = "some of its layers do not rotate at all, and a scheme inside attention would give those one too"
+
+def _has_rope(module: Any) -> bool:
+    return bool(module.use_rope)
+
+
+def _is_windowed(module: Any) -> bool:
+    return module.sliding_window is not None
+
+
+def _is_windowed_or_told(module: Any) -> bool:
+    return module.sliding_window is not None or module.force_rope
+
+
+def _is_windowed_where_some_are(module: Any) -> bool:
+    return module.sliding_window is None or module.is_sliding
+
+
+def _is_local(module: Any) -> bool:
+    return bool(module.is_local_attention)
+
+
+ROTATES: dict[str, Callable[[nn.Module], bool]] = {
+    "afmoe": _is_local,
+    **dict.fromkeys(("cohere2", "flint"), _is_windowed),
+    "cohere2_moe": _is_windowed_or_told,
+    **dict.fromkeys(("exaone4", "exaone_moe"), _is_windowed_where_some_are),
+    **dict.fromkeys(("llama4_text", "smollm3"), _has_rope),
+}
+"""Of the model types whose layers do not all rotate: whether an attention module does, as its own forward asks."""
+
 _LATENT = "its latent attention rotates a part of each head that it keeps apart"
+_INDEXED = "what chooses the tokens that it attends to turns by the same rotary module"
+_NORMALISED = "its queries and keys are normalised after they were rotated"
 _LINEAR = "some of its layers have linear attention"
 
-ATTENTION_REFUSED: dict[str, str] = {
+TURNING_REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        (
-            "afmoe",
-            "cohere2",
-            "cohere2_moe",
-            "exaone4",
-            "exaone_moe",
-            "flint",
-            "llama4_text",
-            "qwen4_exp_text",
-            "smollm3",
-        ),
-        _NOT_ALL,
-    ),
-    **dict.fromkeys(
-        (
-            "axk1",
-            "axk2",
-            "deepseek_v2",
-            "deepseek_v3",
-            "deepseek_v32",
-            "dots3_note_text",
-            "glm4_moe_lite",
-            "glm_moe_dsa",
-            "hy_v4",
-            "longcat_flash",
-            "minicpm3",
-            "youtu",
-        ),
+        ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"),
         _LATENT,
     ),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), _NORMALISED),
+    "nanochat": "its pairs turn the other way round",
+}
+"""Model types of which it is known why q and k cannot be turned inside attention; a bias can be added there."""
+
+ATTENTION_REFUSED: dict[str, str] = {
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"), _INDEXED),
+    "longcat_flash": _LATENT,
     **dict.fromkeys(("bailing_hybrid", "minimax"), _LINEAR),
-    **dict.fromkeys(
-        ("hunyuan_v1_dense", "hunyuan_v1_moe"), "its queries and keys are normalised after they were rotated"
-    ),
     "deepseek_v4": "it attends to keys of several tokens that it has pressed into one",
     "gemma3n_text": "some of its layers take the keys of others, which are rotated already",
     "gpt_neox_japanese": "its attention does not go through transformers' AttentionInterface",
     "hrm_text": "its layers run several times in each forward, on keys of their own",
-    "nanochat": "its pairs turn the other way round",
     "t5gemma2_decoder": "its self-attention and its cross-attention are one",
     "t5gemma2_text": "its decoder's self-attention and cross-attention are one",
     "voxtral_realtime_text": "it cannot be run on text alone, so nothing is proved of it",
@@ -73,7 +86,8 @@ ATTENTION_REFUSED: dict[str, str] = {
 """Model types of which it is known why a scheme cannot be put inside, as the end of a sentence."""
 
 MOVED_BY_SHIFT: dict[str, str] = {
-    **{name: ATTENTION_REFUSED[name] for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "deepseek_v4")},
+    **{name: TURNING_REFUSED[name] for name in ("hunyuan_v1_dense", "hunyuan_v1_moe")},
+    "deepseek_v4": ATTENTION_REFUSED["deepseek_v4"],
     **{name: ATTENTION_REFUSED[name] for name in ("t5gemma2_decoder", "t5gemma2_text")},
     "deepseek_v32": "older releases of transformers compare its position ids with places counted from the first token",
     "switch_transformers": "each of its experts takes so many tokens of a sequence, and padding takes their room",

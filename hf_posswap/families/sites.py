@@ -29,6 +29,7 @@ class Stack:
         sets: of native frequencies, by name; see `rope_config`.
         inside: the position mechanism that is native inside attention, as `Scheme.to_dict` writes it; None: none is.
         image: where its table of patches is; None: it reads text.
+        still: which of `attention`, counted from 0, do not rotate, in a stack whose other layers do.
     """
 
     spec: StackSpec
@@ -43,6 +44,7 @@ class Stack:
     sets: tuple[str, ...] = ()
     inside: NativeScheme | None = None
     image: ImageSites | None = None
+    still: tuple[int, ...] = ()
 
     @property
     def table_path(self) -> str | None:

@@ -13,7 +13,7 @@ from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.attention import has_interface
 from hf_posswap.schemes.base import Mechanism, Scheme
-from hf_posswap.schemes.layered import Layered
+from hf_posswap.schemes.layered import Layered, PerLayer
 from hf_posswap.schemes.rope import RotaryScheme
 
 _ALTERING = ("attn_logit_softcapping", "softcap", "sinks")
@@ -31,14 +31,15 @@ def refuse_inside(model: Any, sites: Sites, stack: Stack, scheme: Scheme, mechan
     Raises:
         UnsupportedSwapError: why, and what would work.
     """
-    _refuse_unproved(model, sites, stack, scheme)
+    _refuse_unproved(model, sites, stack, scheme, mechanism)
     _refuse_closed(model, stack)
     _refuse_altered(model, stack, scheme, mechanism)
     seen, exact = stack.geometry.sliding_window, scheme.exact_below
     if stack.rotary and seen is not None and exact is not None and seen <= exact:
+        layers = "every layer that rotates" if stack.still else "every layer"
         raise UnsupportedSwapError(
             f"{scheme.name} with window {exact} would change nothing: {type(model).__name__} sees only "
-            f"the last {seen} keys in every layer. What works: a smaller window."
+            f"the last {seen} keys in {layers}. What works: a smaller window."
         )
     if stack.spec.layers_share and mechanism.for_layer(0) is not mechanism:
         raise UnsupportedSwapError(
@@ -66,7 +67,7 @@ def _refuse_altered(model: Any, stack: Stack, scheme: Scheme, mechanism: Mechani
 
 
 def refuse_without_effect(model: Any, stack: Stack, scheme: Scheme, reached: list[int]) -> None:
-    """Refuse a scheme by layer that says something new only for layers which keep their own rotation.
+    """Refuse a scheme by layer that names a layer which keeps what it has, or says something new for such layers alone.
 
     Args:
         model: on any device.
@@ -75,15 +76,22 @@ def refuse_without_effect(model: Any, stack: Stack, scheme: Scheme, reached: lis
         reached: the layers where it takes the place of the rotation.
 
     Raises:
-        UnsupportedSwapError: it would change nothing.
+        UnsupportedSwapError: which layer, or that it would change nothing.
     """
     if not isinstance(scheme, Layered) or len(reached) == len(stack.attention):
         return
+    named = dict(scheme.layers) if isinstance(scheme, PerLayer) else {}
+    ignored = [layer for layer, one in named.items() if layer in stack.still and one.acts_inside]
+    if ignored:
+        raise UnsupportedSwapError(
+            f"{scheme.name} names layer {ignored[0]}, which does not rotate in {type(model).__name__}: a scheme takes "
+            f"the place of a rotation. What works: layers {', '.join(map(str, reached))}."
+        )
     if all(_is_as_before(scheme.of_layer(layer), stack.geometry) for layer in reached):
         raise UnsupportedSwapError(
-            f"{scheme.name} would change nothing: in {type(model).__name__} only the layers that see all tokens "
-            f"({', '.join(map(str, reached)) or 'none'}) take another rotation, and for those it says the one they "
-            "have. What works: another scheme in one of them."
+            f"{scheme.name} would change nothing: in {type(model).__name__} only the layers that "
+            f"{'rotate' if stack.still else 'see all tokens'} ({', '.join(map(str, reached)) or 'none'}) take another "
+            "rotation, and for those it says the one they have. What works: another scheme in one of them."
         )
 
 
@@ -110,9 +118,17 @@ def _is_as_before(scheme: Scheme, geometry: Geometry) -> bool:
     return same and factor and torch.allclose(angles.inv_freq, own, rtol=1e-5, atol=0)
 
 
-def _refuse_unproved(model: Any, sites: Sites, stack: Stack, scheme: Scheme) -> None:
-    proved = sites.family.attention_proved
+def _refuse_unproved(model: Any, sites: Sites, stack: Stack, scheme: Scheme, mechanism: Mechanism) -> None:
+    proved, turned = sites.family.attention_proved, sites.family.turning_refused
     model_type = config_at(model.config, stack.config).model_type
+    if model_type in turned:
+        if turns(mechanism):
+            raise UnsupportedSwapError(
+                f"{scheme.name} would turn queries and keys inside attention, and for model type {model_type!r} that "
+                f"is refused: {turned[model_type]}. What works: alibi, fire, kerple, t5, and what its config expresses "
+                "natively (rope, linear, ntk, yarn, llama3, ..., nope)."
+            )
+        return
     if proved is not None and model_type not in proved:
         unknown = "it is not proved that all layers and dimensions are treated alike"
         raise UnsupportedSwapError(

@@ -333,7 +333,7 @@ class Planner:
 
     def _reached(self) -> list[tuple[int, str]]:
         """Return index and path of the attention layers where the scheme acts: those whose rotation it replaces."""
-        layers = list(enumerate(self.stack.attention))
+        layers = [(i, path) for i, path in enumerate(self.stack.attention) if i not in self.stack.still]
         if not self.stack.rotary or self.stack.sets == ("",):
             return layers
         types, sets = config_at(self.model.config, self.stack.config).layer_types, self._sets()

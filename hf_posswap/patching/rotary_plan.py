@@ -147,11 +147,13 @@ def _all_follow(model: Any, stack: Stack, scheme: Scheme, part: Any) -> bool:
 
 
 def keeping(stack: Stack, sets: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a note that says which layers keep their rotation where only that of `sets` is replaced."""
-    others = [name for name in stack.sets if name not in sets]
-    if not others:
-        return ()
-    return (
-        f"Layers of type {', '.join(others)} keep their own rotation: they see only the last tokens, and a longer "
-        f"context is a matter of {', '.join(sets)}.",
-    )
+    """Return notes that say which layers have no rotation, or keep theirs where only that of `sets` is replaced."""
+    notes, others = [], [name for name in stack.sets if name not in sets]
+    if others:
+        notes.append(
+            f"Layers of type {', '.join(others)} keep their own rotation: they see only the last tokens, and a longer "
+            f"context is a matter of {', '.join(sets)}."
+        )
+    if stack.still:
+        notes.append(f"Layers without rotation stay as they are: {', '.join(map(str, stack.still))}.")
+    return tuple(notes)
