@@ -150,7 +150,7 @@ def test_a_dry_run_sends_nothing(hub: Hub, speaker: Client) -> None:
     assert report["files"]["model.safetensors"] > 10_000
 
 
-RETRIED = pytest.mark.slow  # the client tries again by itself, for half a minute
+RETRIED = pytest.mark.slow  # the client tries again by itself, and waits between
 
 
 @pytest.mark.parametrize(

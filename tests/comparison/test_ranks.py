@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,15 +19,17 @@ from hf_posswap.comparison.ranks import Ranks, open_ranks
 from hf_posswap.errors import CheckpointError, MissingDependencyError
 from hf_posswap.evaluation.store import RunStore
 from hf_posswap.training import byte_tokenizer
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "recipes" / "compare.py"
 METRICS = "ppl_prefix,nll_pos,ctx_gain,short_reg,passkey,offset_probe,ppl_compat"
 FILES = ("results.json", "curves.csv", "needle.csv", "table.md")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a tiny model, nine texts, and what one process found of them in `one`."""
+    """Return a folder with a tiny model and nine texts."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=257, n_embd=8, n_layer=1, n_head=2, n_positions=128, bos_token_id=256, eos_token_id=256
@@ -38,24 +39,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text").mkdir()
     for number in range(9):
         (folder / "text" / f"{number}.txt").write_text(f"text {number} {number**2} " * 40)
-    done = launch(1, folder, "one")
-    assert done.returncode == 0, done.stderr
     return folder
 
 
-def launch(count: int, folder: Path, out: str, *more: str) -> subprocess.CompletedProcess[str]:
-    """Run the recipe in `count` processes, as `accelerate launch --multi_gpu` does, and a single one without it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={count}", f"--master_port={port}"]
-    arguments = [folder / "tiny", folder / out, "rope", "--text", folder / "text", "--lengths", "128,256"]
-    command = [*([] if count == 1 else torchrun), "recipes/compare.py", *map(str, arguments), "--metrics", METRICS]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+ON_CPUS = {"ACCELERATE_USE_CPU": "true"}
+
+
+def arguments(folder: Path, out: str) -> list[str]:
+    """Return the recipe's, for results in `out`."""
+    given = [folder / "tiny", folder / out, "rope", "--text", folder / "text", "--lengths", "128,256"]
+    return [*map(str, given), "--metrics", METRICS]
+
+
+def torchrun(folder: Path, out: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run the recipe by torchrun in two processes."""
+    program = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={forked.free_port()}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **ON_CPUS}
     return subprocess.run(
-        [sys.executable, *command, *more], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
-        check=False,
+        [sys.executable, *program, str(SCRIPT), *arguments(folder, out), *more], cwd=ROOT, env=environment,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
+
+
+def alone(folder: Path, out: str) -> None:
+    """Run the recipe in one process."""
+    process = forked.start(lambda: forked.run_script(SCRIPT, *arguments(folder, out)))
+    process.join()
+    assert process.exitcode == 0
 
 
 def lines(path: Path) -> list[str]:
@@ -64,7 +74,8 @@ def lines(path: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_two_processes_share_the_units_and_find_the_same_bytes(folder: Path) -> None:
-    done = launch(2, folder, "two")
+    alone(folder, "one")
+    done = torchrun(folder, "two")
     assert done.returncode == 0, done.stderr
     for name in FILES:
         assert (folder / "two" / name).read_bytes() == (folder / "one" / name).read_bytes()
@@ -80,17 +91,17 @@ def test_two_processes_share_the_units_and_find_the_same_bytes(folder: Path) -> 
     for name, part in zip(("per_doc.jsonl", "per_doc.1.jsonl"), parts, strict=True):
         (folder / "two" / name).write_text("\n".join(part[: len(part) // 2]) + '\n{"torn')
     (folder / "two" / "results.json").unlink()
-    assert launch(2, folder, "two").returncode == 0
+    forked.run_ranks(lambda: forked.run_script(SCRIPT, *arguments(folder, "two")), environment=ON_CPUS)
     assert (folder / "two" / "results.json").read_bytes() == (folder / "one" / "results.json").read_bytes()
     before = [lines(folder / "two" / name) for name in ("per_doc.jsonl", "per_doc.1.jsonl")]
     assert sum(map(len, before)) == len(whole)
-    assert launch(1, folder, "two").returncode == 0
+    alone(folder, "two")
     assert [lines(folder / "two" / name) for name in ("per_doc.jsonl", "per_doc.1.jsonl")] == before
 
 
 @pytest.mark.slow
 def test_an_error_ends_all_processes_with_one_line(folder: Path) -> None:
-    done = launch(2, folder, "three", "--documents", "1")
+    done = torchrun(folder, "three", "--documents", "1")
     assert done.returncode != 0
     assert done.stderr.count("error: 1 of 9 held-out documents have 256 tokens, at least 2 are needed") == 1
 

@@ -91,7 +91,7 @@ def one_process(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("processes")
-    mp.spawn(one_process, args=(folder,), nprocs=PROCESSES)  # type: ignore[no-untyped-call]
+    mp.start_processes(one_process, args=(folder,), nprocs=PROCESSES, start_method="fork")  # type: ignore[no-untyped-call]
     return [torch.load(folder / f"{rank}.pt") for rank in range(PROCESSES)]
 
 

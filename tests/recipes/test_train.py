@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 import hf_posswap
 from hf_posswap.training.config import Recipe, load_recipe
 from hf_posswap.training.engine.parallel import Launch, launch_of_environment
+from tests import forked
 from tests.training.engine_runs import write_model, write_texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,15 +86,8 @@ def _stage(number: int) -> dict[str, int]:
 
 
 def run_script(*arguments: str) -> int:
-    """Run recipes/train.py as a script in a forked process, and return its exit code."""
-
-    def run() -> None:
-        torch.set_num_threads(1)
-        sys.argv = [str(SCRIPT), *arguments]
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
+    """Run recipes/train.py as a script in a process of its own, and return its exit code."""
+    process = forked.start(lambda: forked.run_script(SCRIPT, *arguments))
     process.join()
     assert process.exitcode is not None
     return process.exitcode

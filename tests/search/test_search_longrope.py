@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import re
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +39,7 @@ from hf_posswap.errors import (
 from hf_posswap.schemes import Linear
 from hf_posswap.search import LongRopeSearch, search_longrope
 from hf_posswap.training import byte_tokenizer
+from tests import forked
 from tests.search.conftest import COMMON, ORIGINAL, WORDS, llama_config
 
 Build = Callable[..., Any]
@@ -240,30 +239,19 @@ def test_a_finished_search_goes_on_with_more_iterations_and_not_back(
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_followed_by_one_that_ends_the_same(documents: torch.Tensor, tmp_path: Path) -> None:
-    code = textwrap.dedent(
-        """
-        import os, sys
-        from tests.search.conftest import _build, torch, WORDS, ORIGINAL
-        from hf_posswap.search import search_longrope
-        model, state, kill = _build("llama"), sys.argv[1], int(sys.argv[2])
-        texts = torch.randint(1, WORDS, (3, 4 * ORIGINAL), generator=torch.Generator().manual_seed(1))
-        count = iter(range(kill))
-        hook = lambda *_: os.kill(os.getpid(), 9) if next(count, None) is None else None
-        model.model.register_forward_pre_hook(hook)
-        found = search_longrope(model, texts, 4.0, population=8, iterations=3, progress=False, state=state)
-        print(found.to_dict())
-        """
-    )
-    root = Path(__file__).resolve().parents[2]
+def test_a_killed_process_is_followed_by_one_that_ends_the_same(
+    build: Build, documents: torch.Tensor, tmp_path: Path
+) -> None:
+    def search(state: str, kill: int = 10**9) -> Any:
+        model, count = build("llama"), iter(range(kill))
+        reading(model, lambda: os.kill(os.getpid(), signal.SIGKILL) if next(count, None) is None else None)
+        return search_longrope(model, documents, 4.0, state=tmp_path / state, **SMALL)
 
-    def run(state: str, kill: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", code, str(tmp_path / state), str(kill)]
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-
-    assert run("a.json", 50).returncode == -signal.SIGKILL
-    again, unbroken = run("a.json", 10**9), run("b.json", 10**9)
-    assert again.stdout == unbroken.stdout != ""
+    process = forked.start(lambda: search("a.json", kill=50))
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert (tmp_path / "a.json").exists()
+    assert search("a.json") == search("b.json")
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
 
 

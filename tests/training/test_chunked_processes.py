@@ -52,6 +52,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def in_a_process(rank: int, meeting: str, results: str) -> None:
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     half = ROWS // 2
     part = {name: value[rank * half : (rank + 1) * half] for name, value in batch().items()}
@@ -69,7 +70,8 @@ def in_a_process(rank: int, meeting: str, results: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes_give_the_gradients_of_one(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(in_a_process, (str(tmp_path / "meeting"), str(tmp_path / "found.pt")), nprocs=2)
+    places = (str(tmp_path / "meeting"), str(tmp_path / "found.pt"))
+    torch.multiprocessing.start_processes(in_a_process, places, nprocs=2, start_method="fork")
     found = torch.load(tmp_path / "found.pt")
     assert set(found) == {"causal ddp", "causal fsdp2", "distill ddp", "distill fsdp2"}
     for name, theirs in found.items():

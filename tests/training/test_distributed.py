@@ -20,9 +20,11 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.engine import Finished, run_recipe
 from hf_posswap.training.engine.parallel import Launch, launch_of_environment
+from tests import forked
 from tests.training.engine_runs import assert_same_weights, recipe, weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "recipes" / "train.py"
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -38,28 +40,37 @@ STAGES = [
 ]
 
 
-def begin(place: Path, name: str, *settings: str, environment: dict[str, str], **values: Any) -> subprocess.Popen[str]:
-    """Start a recipe by torchrun in two processes."""
+def written(place: Path, name: str, *settings: str, **values: Any) -> Path:
+    """Write a recipe for each of two processes, which goes to the folder `name`, and return its file."""
     wanted = recipe(place, *HALVES, *settings, f"out={place / name}", kind="llama", **values)
     path = place / f"{name}.json"  # which is YAML too
     path.write_text(json.dumps(to_dict(wanted)))
+    return path
+
+
+def torchrun(config: Path) -> subprocess.Popen[str]:
+    """Start a recipe by torchrun in two processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     return subprocess.Popen(
-        [*command, str(ROOT / "recipes" / "train.py"), "--config", str(path)],
+        [*command, str(SCRIPT), "--config", str(config)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
 
 
-def launch(place: Path, name: str, *settings: str, environment: dict[str, str], **values: Any) -> Finished:
-    """Run a recipe by torchrun in two processes, and return what it left behind."""
-    run = begin(place, name, *settings, environment=environment, **values)
-    _, said = run.communicate(timeout=400)
-    assert run.returncode == 0, said[-4000:]
-    report = json.loads((place / name / "report.json").read_text())
-    return Finished(place / name, place / name / report["saved"], report)
+def launch(config: Path, environment: dict[str, str] | None = None) -> Finished:
+    """Run a recipe in two processes that find what torchrun would tell them, and return what it left behind."""
+    forked.run_ranks(lambda: forked.run_script(SCRIPT, "--config", str(config)), environment=environment)
+    return finished(config)
+
+
+def finished(config: Path) -> Finished:
+    """Return what the run of a recipe left behind."""
+    folder = config.with_suffix("")
+    report = json.loads((folder / "report.json").read_text())
+    return Finished(folder, folder / report["saved"], report)
 
 
 def one_process(place: Path, *settings: str, **values: Any) -> Finished:
@@ -82,7 +93,6 @@ def assert_alike(two: Finished, one: Finished) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # each launch loads everything in three processes
 @pytest.mark.parametrize(
     ("environment", "settings"),
     [
@@ -95,7 +105,7 @@ def assert_alike(two: Finished, one: Finished) -> None:
 )
 def test_two_processes_are_one(tmp_path: Path, environment: dict[str, str], settings: tuple[str, ...]) -> None:
     one = one_process(tmp_path, *settings)
-    two = launch(tmp_path, "two", *settings, environment=environment)
+    two = launch(written(tmp_path, "two", *settings), environment)
     assert_alike(two, one)
     model = hf_posswap.load(two.model)
     assert model.config.posswap["scheme"]["name"] == "rope"
@@ -107,21 +117,25 @@ def test_two_processes_are_one(tmp_path: Path, environment: dict[str, str], sett
         (cut / left).unlink()
     shutil.rmtree(cut / "model")
     shutil.rmtree(cut / "checkpoints" / "checkpoint-6")
-    again = launch(tmp_path, "cut", *settings, environment=environment)
+    again = launch(written(tmp_path, "cut", *settings), environment)
     assert losses(again) == losses(two)
     assert_same_weights(again, two)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(900)  # each torchrun loads everything in three processes
 def test_killed_as_a_whole_and_then_in_one_process_it_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     """Two stages, the first of which ends early: SIGKILL in each, and the same command again."""
-    whole = launch(tmp_path, "whole", "save.every=2", environment={}, stages=STAGES)
+    config = written(tmp_path, "whole", "save.every=2", stages=STAGES)
+    run = torchrun(config)
+    _, said = run.communicate(timeout=400)
+    assert run.returncode == 0, said[-4000:]
+    whole = finished(config)
     assert [phase["steps"] for phase in whole.report["phases"]] == [4, 5]
+    cut = written(tmp_path, "cut", "save.every=2", stages=STAGES)
     for stage, at_once in (("stage-1", True), ("stage-2", False)):
-        run = begin(tmp_path, "cut", "save.every=2", environment={}, stages=STAGES)
-        _kill(run, after=tmp_path / "cut" / stage / "log.jsonl", whole=at_once)
-    again = launch(tmp_path, "cut", "save.every=2", environment={}, stages=STAGES)
+        _kill(torchrun(cut), after=tmp_path / "cut" / stage / "log.jsonl", whole=at_once)
+    again = launch(cut)
     assert losses(again) == losses(whole)
     assert_same_weights(again, whole)
     assert_alike(again, one_process(tmp_path, "save.every=2", stages=STAGES))

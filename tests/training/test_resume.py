@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +30,7 @@ from hf_posswap.training.engine.checkpoints import (
     step_of,
     take_place,
 )
+from tests import forked
 from tests.training.engine_runs import assert_same_weights, recipe, trained
 
 STAGES = [{"steps": 6, "recovered": 50.0, "least_steps": 4, "check_every": 2}, {"steps": 5, "length": 64}]
@@ -44,17 +43,14 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 
 def _run_silently(wanted: Recipe) -> None:
-    torch.set_num_threads(1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     run_recipe(wanted)
 
 
 def start(wanted: Recipe) -> Any:
-    """Start a training in a process of its own, forked, so that it starts at once."""
-    process = multiprocessing.get_context("fork").Process(target=_run_silently, args=(wanted,))
-    process.start()
-    return process
+    """Start a training in a process of its own."""
+    return forked.start(lambda: _run_silently(wanted))
 
 
 def kill_when(process: Any, due: Callable[[], bool]) -> bool:

@@ -1,0 +1,77 @@
+"""Processes forked from this one: they start at once, where a fresh one imports torch and transformers for seconds.
+
+Several at once are one launch: each finds in its environment what torchrun would put there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Process = Any
+
+
+def start(work: Callable[[], object], environment: Mapping[str, str] | None = None) -> Process:
+    """Start `work` in a process of its own, with `environment` added to this one's."""
+
+    def run() -> None:
+        os.environ.update(environment or {})
+        torch.set_num_threads(1)
+        work()
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    return process
+
+
+def run_script(script: Path, *arguments: str) -> None:
+    """Run a Python script in this process as its user does."""
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def run_ranks(work: Callable[[], object], count: int = 2, environment: Mapping[str, str] | None = None) -> None:
+    """Run `work` in `count` processes of one launch, and check that each ends well."""
+    launched = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    launched |= {"MASTER_PORT": str(free_port()), **(environment or {})}
+    ranks = [start(lambda: _afresh(work), {**launched, "RANK": str(n), "LOCAL_RANK": str(n)}) for n in range(count)]
+    _wait(ranks)
+    assert [rank.exitcode for rank in ranks] == [0] * count
+
+
+def _afresh(work: Callable[[], object]) -> None:
+    """Run `work` as if accelerate had not yet learned in this process how it was launched."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    work()
+
+
+def _wait(ranks: Sequence[Process], most: float = 200.0) -> None:
+    """Wait for all; one that fails, or time that is up, ends them all, as they wait for each other."""
+    ends = time.monotonic() + most
+    while any(rank.is_alive() for rank in ranks):
+        if time.monotonic() > ends or any(rank.exitcode for rank in ranks):
+            for rank in ranks:
+                rank.kill()
+        ranks[0].join(0.02)
+        time.sleep(0.02)
+    for rank in ranks:
+        rank.join()
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
