@@ -18,11 +18,11 @@ from tests.toys.registration import registered
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pair" in metafunc.fixturenames:
-        wanted = metafunc.definition.get_closest_marker("pairs")
-        pairs = [pair for pair in supported_pairs() if wanted is None or wanted.args[0](pair)]
+        wanted = [marker.args[0] for marker in metafunc.definition.iter_markers("pairs")]
+        pairs = [pair for pair in supported_pairs() if all(accepts(pair) for accepts in wanted)]
         metafunc.parametrize("pair", _marked(pairs, is_daily), indirect=True)
     if "refused" in metafunc.fixturenames:
-        pairs = [pair for pair in all_pairs() if refusal(pair) is not None]
+        pairs = [pair for pair in all_pairs() if refusal(pair) is not None and pair.first]
         metafunc.parametrize("refused", _marked(pairs, lambda pair: pair.model in TINY), indirect=True)
 
 

@@ -13,6 +13,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from hf_posswap.families.tiny import tiny_config
+
 LENGTH = 32
 """Original length of every tiny model, in tokens."""
 VOCABULARY = 97
@@ -32,6 +34,9 @@ class Tiny:
         projections: modules that LoRA adapts.
         generates: whether `generate` works on it.
         inside: the registered scheme that is native inside its attention; "": none is.
+        paired: whether an encoder feeds its decoder.
+        hears: whether the encoder takes sound.
+        shrunk: whether the fields that `values` leaves out are shrunk by their names.
     """
 
     model_class: str
@@ -40,6 +45,9 @@ class Tiny:
     projections: tuple[str, ...]
     generates: bool = True
     inside: str = ""
+    paired: bool = False
+    hears: bool = False
+    shrunk: bool = False
 
     @property
     def stock(self) -> Any:
@@ -52,7 +60,9 @@ class Tiny:
 
     def config(self, **changes: Any) -> Any:
         """Return the config, with `changes`."""
-        return getattr(transformers, self.config_class)(**_COMMON, **self.values | changes)
+        cls = getattr(transformers, self.config_class)
+        values = _COMMON | self.values | changes
+        return tiny_config(cls, **values) if self.shrunk else cls(**values)
 
     def build(self, seed: int = 0, **changes: Any) -> PreTrainedModel:
         """Return the model, in eval mode; the same weights for the same seed.

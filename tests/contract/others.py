@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.contract.models import BERT, BERT_QV, GPT2, LENGTH, QV, ROBERTA, TINY, Tiny
+from tests.contract.paired import PAIRED
+from tests.contract.rotary_kinds import KINDS_OF_ROTARY
 
 _GPT_NEO: dict[str, Any] = {
     "hidden_size": 64,
@@ -55,6 +57,17 @@ _DISTILBERT: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 
+_TROCR: dict[str, Any] = {
+    "d_model": 64,
+    "decoder_ffn_dim": 96,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "init_std": 0.2,
+    "dropout": 0.0,
+    "is_decoder": True,
+}
+
 OTHERS: dict[str, Tiny] = {
     "gpt_neo": Tiny("GPTNeoForCausalLM", "GPTNeoConfig", _GPT_NEO, QV),
     "bloom": Tiny("BloomForCausalLM", "BloomConfig", _BLOOM, ("query_key_value",), inside="alibi"),
@@ -84,8 +97,10 @@ OTHERS: dict[str, Tiny] = {
     ),
     "convbert": Tiny("ConvBertForMaskedLM", "ConvBertConfig", BERT | {"embedding_size": 16}, BERT_QV, generates=False),
     "deberta": Tiny("DebertaForMaskedLM", "DebertaConfig", BERT, ("in_proj",), generates=False),
+    "trocr": Tiny("TrOCRForCausalLM", "TrOCRConfig", _TROCR, QV),
+    **KINDS_OF_ROTARY,
 }
 """One model of each other family of one stack: the schemes of each site run every point on it."""
 
-ALL = TINY | OTHERS
+ALL = TINY | OTHERS | PAIRED
 """Every tiny model, by name."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,11 +14,14 @@ from transformers import PreTrainedModel
 from hf_posswap import SwapPlan, patch_model, plan_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
+from hf_posswap.families.sites import Stack
 from hf_posswap.patching.describe import stand_ins
 from hf_posswap.schemes import SCHEMES
 from tests.contract.attending import attend
 from tests.contract.models import FIRST_WORD, LENGTH, TINY, VOCABULARY, Tiny
 from tests.contract.others import ALL, OTHERS
+from tests.contract.paired import PAIRED
+from tests.contract.stacks import cache_of, given, named
 from tests.toys import registration
 
 LONGER = 2 * LENGTH
@@ -26,14 +30,19 @@ LONGER = 2 * LENGTH
 
 @dataclass(frozen=True)
 class Pair:
-    """One scheme in one tiny model at one choice of site."""
+    """One scheme in one tiny model at one choice of site; of two stacks, one that reads the words of a point.
+
+    Whichever reads them, the scheme is in both stacks.
+    """
 
     model: str
     scheme: str
     site: Literal["auto", "attention"] = "auto"
+    stack: str = ""
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.scheme}" + ("" if self.site == "auto" else "-at-attention")
+        read = f" ({self.stack})" if self.stack else ""
+        return f"{self.model}{read}-{self.scheme}" + ("" if self.site == "auto" else "-at-attention")
 
     @property
     def tiny(self) -> Tiny:
@@ -61,12 +70,49 @@ class Pair:
 
     def specimen(self, implementation: str | None = None) -> Any:
         """Return a patched model that is shared between tests, attending by default: to be run, never to be changed."""
-        return _specimen_of(self, implementation)
+        return _specimen_of(replace(self, stack=""), implementation)
+
+    def given(self, **arguments: Any) -> dict[str, Any]:
+        """Return what a forward is called with: `arguments` of the stack that reads, and what the other one reads."""
+        return given(self.tiny, self.stack, arguments)
+
+    def logits(self, model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+        """Return the logits, of `ids` or of what the decoder reads behind them, as the function `logits` does."""
+        kwargs.setdefault("attention_mask", torch.ones_like(ids))
+        with torch.no_grad():
+            return model(**self.given(input_ids=ids, **{k: v for k, v in kwargs.items() if v is not None})).logits
+
+    def cache(self, kind: str, config: Any, length: int = LONGER) -> Any:
+        """Return an empty cache for the swapped model of `config`."""
+        return cache_of(kind, config, self.stack, length)
+
+    def takes(self, argument: str) -> bool:
+        """Return whether the stack that reads takes the argument that a model of one stack calls so."""
+        return self.tiny.takes(named(self.stack, argument))
+
+    def rows(self, logits: Tensor, start: int | None, stop: int | None = None) -> Tensor:
+        """Return the rows of `logits` [Q, V] about words `start` to `stop`: all, where the encoder has read those."""
+        return logits if self.stack == "encoder" else logits[start:stop]
+
+    @property
+    def placed(self) -> bool:
+        """Whether the words may be given positions: of one stack all may, whether or not it listens."""
+        return not self.stack or self.takes("position_ids")
+
+    @property
+    def first(self) -> bool:
+        """Whether it stands for its model in points that are about no stack of its own."""
+        return self.stack in ("", "decoder")
 
     @property
     def plan(self) -> SwapPlan:
         """The plan of the swap."""
-        return _plan(self)
+        return _plan(replace(self, stack=""))
+
+    @property
+    def at(self) -> Stack:
+        """Where positions live in the stack that reads the words."""
+        return self.plan.sites.stack(self.stack) if self.stack else self.plan.sites.main
 
     @property
     def traits(self) -> Any:
@@ -76,12 +122,12 @@ class Pair:
     @property
     def causal(self) -> bool:
         """Whether the model sees only the past."""
-        return self.plan.sites.geometry.causal
+        return self.at.geometry.causal
 
     @property
     def cached(self) -> bool:
         """Whether the model sees only the past and keeps it: the first GPT takes no cache."""
-        return self.causal and self.tiny.takes("past_key_values")
+        return self.causal and self.takes("past_key_values")
 
     @property
     def identity(self) -> bool:
@@ -97,8 +143,9 @@ class Pair:
 
     @property
     def tabled(self) -> bool:
-        """Whether the swapped model has a position table, which ends somewhere."""
-        return any(edit.site == "embedding" and "a clear error past" in edit.after for edit in self.plan.edits)
+        """Whether the swapped model has a position table for the words, which ends somewhere."""
+        edits = [edit for edit in self.plan.edits if edit.stack == self.stack]
+        return any(edit.site == "embedding" and "a clear error past" in edit.after for edit in edits)
 
     @property
     def consistent_length(self) -> int:
@@ -106,9 +153,13 @@ class Pair:
         return min(LENGTH + 8, self.plan.max_length) if self.plan.cached_equals_full else LENGTH - 2
 
 
-@functools.cache
 def options_for(pair: Pair) -> dict[str, Any]:
     """Return what `patch_model` is called with: a longer length, and what the scheme cannot do without."""
+    return _options(replace(pair, stack=""))
+
+
+@functools.cache
+def _options(pair: Pair) -> dict[str, Any]:
     geometry = locate(_untouched(pair.model)).geometry
     options = stand_ins(pair.scheme, geometry)
     if geometry.original_length != LENGTH and hasattr(SCHEMES.get(pair.scheme), "original_length"):
@@ -122,9 +173,13 @@ def options_for(pair: Pair) -> dict[str, Any]:
     return {"max_length": LENGTH if faded else LONGER, **options}
 
 
-@functools.cache
 def refusal(pair: Pair) -> str | None:
     """Return why the pair is refused; None: it is not."""
+    return _refusal(replace(pair, stack=""))
+
+
+@functools.cache
+def _refusal(pair: Pair) -> str | None:
     try:
         _plan(pair)
     except UnsupportedSwapError as error:
@@ -160,10 +215,16 @@ def all_pairs() -> list[Pair]:
     """
     with registration.registered():
         pairs = [Pair(model, scheme) for model in TINY for scheme in SCHEMES]
-        pairs += [Pair(model, scheme) for model in OTHERS for scheme in OF_EACH_SITE]
+        pairs += [Pair(model, scheme) for model in (*OTHERS, *PAIRED) for scheme in OF_EACH_SITE]
         native = [pair for pair in pairs if refusal(pair) is None and pair.plan.route == "native"]
         inside = [Pair(pair.model, pair.scheme, "attention") for pair in native]
-        return pairs + [pair for pair in inside if refusal(pair) is None]
+        return _by_stack(pairs + [pair for pair in inside if refusal(pair) is None])
+
+
+def _by_stack(pairs: list[Pair]) -> list[Pair]:
+    """Return the pairs, those of encoder-decoders once for each of their stacks that is swapped."""
+    stacks = {name: [stack.name for stack in locate(_untouched(name)).stacks] for name in PAIRED}
+    return [replace(pair, stack=stack) for pair in pairs for stack in stacks.get(pair.model, [""])]
 
 
 def supported_pairs() -> list[Pair]:
@@ -173,13 +234,17 @@ def supported_pairs() -> list[Pair]:
 
 KINDS = ("gpt2", "bert", "llama")
 """One model of each kind: every scheme runs every point on it."""
+DAILY_PAIRED = ("bart",)
+"""Encoder-decoders that the schemes of each site run every point on in every run."""
 OF_EACH_SITE = ("sinusoidal", "yarn", "rope", "alibi", "self_extend")
 """Schemes that between them use every site and way of attending: they run every point on every model."""
 
 
 def is_daily(pair: Pair) -> bool:
     """Return whether the pair runs every point in every run; the others do so where the whole contract is asked for."""
-    if pair.model in OTHERS:
+    if pair.model in DAILY_PAIRED:
+        return pair.site == "auto"
+    if pair.model in OTHERS or pair.model in PAIRED:
         return False
     if pair.model in KINDS:
         return True
@@ -212,6 +277,10 @@ def gap(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).abs().nan_to_num(nan=torch.inf).max())
 
 
+once = pytest.mark.pairs(lambda pair: pair.first)
+"""Marks a point that asks nothing of the words: it runs once on an encoder-decoder, not for each of its stacks."""
+placed = pytest.mark.pairs(lambda pair: pair.placed)
+"""Marks a point that says where words stand: it runs on the stacks that are told."""
 NOISE = 5e-5
 """The largest difference that float32 rounding makes of logits near 5."""
 CHANGE = 1e-2

@@ -14,7 +14,7 @@ import hf_posswap
 from hf_posswap import unpatch_model, verify_swap
 from hf_posswap.errors import AlreadyPatchedError, NotPatchedError, PositionRangeError
 from tests.contract.models import LENGTH
-from tests.contract.pairs import CHANGE, Pair, gap, logits, words
+from tests.contract.pairs import CHANGE, Pair, gap, once, words
 
 SETTLES_LATER = ("mpt",)
 """Models whose own config writes more after it was read once: the dtype inside `attn_config`."""
@@ -32,16 +32,19 @@ def stock_class(pair: Pair) -> Any:
 
 
 def stock_auto(pair: Pair) -> Any:
+    if pair.tiny.paired:
+        return transformers.AutoModelForSpeechSeq2Seq if pair.tiny.hears else transformers.AutoModelForSeq2SeqLM
     return transformers.AutoModelForCausalLM if pair.causal else transformers.AutoModelForMaskedLM
 
 
+@once
 def test_save_and_load_give_the_same_logits(pair: Pair, tmp_path: Path) -> None:
     model = pair.swapped()
-    expected = logits(model, ids_for(pair))
+    expected = pair.logits(model, ids_for(pair))
     model.save_pretrained(tmp_path)
     loaded = hf_posswap.load(tmp_path)
     assert type(loaded) is type(model)
-    assert gap(logits(loaded, ids_for(pair)), expected) == 0
+    assert gap(pair.logits(loaded, ids_for(pair)), expected) == 0
     assert loaded.config.posswap == json.loads(json.dumps(model.config.posswap))
     name = "max_position_embeddings"  # BLOOM's config says no length
     assert getattr(loaded.config, name, None) == getattr(model.config, name, None)
@@ -50,7 +53,7 @@ def test_save_and_load_give_the_same_logits(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(AlreadyPatchedError):
         pair.patch(loaded)
     if pair.scheme == "blend":  # which holds the old mechanism too
-        assert gap(logits(unpatch_model(loaded), ids_for(pair)), logits(pair.native(), ids_for(pair))) == 0
+        assert gap(pair.logits(unpatch_model(loaded), ids_for(pair)), pair.logits(pair.native(), ids_for(pair))) == 0
         return
     with pytest.raises(NotPatchedError, match="Load the base checkpoint"):
         unpatch_model(loaded)
@@ -65,31 +68,33 @@ def test_what_is_frozen_and_where_it_ends_survives_loading(pair: Pair, tmp_path:
     end = pair.plan.max_length
     ids = words(1, end + 1)
     if not pair.tabled:
-        assert torch.isfinite(logits(loaded, ids)).all()
+        assert torch.isfinite(pair.logits(loaded, ids)).all()
     else:
         with pytest.raises(PositionRangeError, match=f"ends at {end}"):
-            logits(loaded, ids)
+            pair.logits(loaded, ids)
 
 
+@once
 def test_a_second_round_trip_changes_nothing(pair: Pair, tmp_path: Path) -> None:
     model = pair.swapped()
     model.save_pretrained(tmp_path / "once")
     once = hf_posswap.load(tmp_path / "once")
     once.save_pretrained(tmp_path / "twice")
     twice = hf_posswap.load(tmp_path / "twice")
-    assert gap(logits(twice, ids_for(pair)), logits(model, ids_for(pair))) == 0
+    assert gap(pair.logits(twice, ids_for(pair)), pair.logits(model, ids_for(pair))) == 0
     if pair.model in SETTLES_LATER:
         twice.save_pretrained(tmp_path / "once")
     files = [tmp_path / which / "config.json" for which in ("once", "twice")]
     assert files[0].read_text() == files[1].read_text()
 
 
+@once
 def test_stock_classes_load_native_checkpoints_and_refuse_the_others(pair: Pair, tmp_path: Path) -> None:
     model = pair.swapped()
     model.save_pretrained(tmp_path)
     if pair.plan.route == "native":
         loaded = stock_class(pair).from_pretrained(tmp_path)
-        assert gap(logits(loaded, ids_for(pair)), logits(model, ids_for(pair))) == 0
+        assert gap(pair.logits(loaded, ids_for(pair)), pair.logits(model, ids_for(pair))) == 0
     else:
         assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "posswap"
         # the class itself ignores model_type: what it is refused by is the weights, the rope type or the dtype
@@ -98,6 +103,7 @@ def test_stock_classes_load_native_checkpoints_and_refuse_the_others(pair: Pair,
         assert not refusal.errisinstance(AttributeError) or "pip install hf-posswap" in str(refusal.value)
 
 
+@once
 def test_bfloat16_checkpoints_keep_their_precision(pair: Pair, tmp_path: Path) -> None:
     model = pair.swapped().to(torch.bfloat16)
     model.save_pretrained(tmp_path)
@@ -108,28 +114,29 @@ def test_bfloat16_checkpoints_keep_their_precision(pair: Pair, tmp_path: Path) -
         pair.native().to(torch.bfloat16).save_pretrained(tmp_path / "native")
         for each in (loaded, pair.tiny.stock.from_pretrained(tmp_path / "native")):
             with pytest.raises(RuntimeError, match="same dtype"):
-                logits(each, words(1, 8))
+                pair.logits(each, words(1, 8))
         return
     own = pair.plan.added  # a scheme may keep what it learns in float32
     assert {p.dtype for name, p in loaded.named_parameters() if name not in own} == {torch.bfloat16}
-    assert gap(logits(loaded, ids_for(pair)), logits(model, ids_for(pair))) == 0
+    assert gap(pair.logits(loaded, ids_for(pair)), pair.logits(model, ids_for(pair))) == 0
 
 
+@once
 @pytest.mark.pairs(lambda pair: pair.learns)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_scheme_learned_comes_back(pair: Pair, tmp_path: Path, dtype: torch.dtype) -> None:
     model = pair.native().to(dtype)
     pair.patch(model)
-    fresh = logits(model, ids_for(pair))
+    fresh = pair.logits(model, ids_for(pair))
     with torch.no_grad():  # as if trained: what a scheme begins with must not hide what is not loaded
         for name, parameter in model.named_parameters():
             if name in pair.plan.added:
                 parameter.add_(torch.randn_like(parameter))
-    expected = logits(model, ids_for(pair))
+    expected = pair.logits(model, ids_for(pair))
     assert gap(expected, fresh) > CHANGE
     model.save_pretrained(tmp_path)
     for loaded in (hf_posswap.load(tmp_path), stock_auto(pair).from_pretrained(tmp_path)):
-        assert gap(logits(loaded, ids_for(pair)), expected) == 0
+        assert gap(pair.logits(loaded, ids_for(pair)), expected) == 0
         learned = {name: p for name, p in loaded.named_parameters() if name in pair.plan.added}
         assert all(torch.equal(p, model.get_parameter(name)) for name, p in learned.items())
         assert all(p.requires_grad for p in learned.values())

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import StaticCache
 
 from tests.contract.models import LENGTH
-from tests.contract.pairs import NOISE, Pair, gap, logits, words
+from tests.contract.pairs import NOISE, Pair, gap, words
 
 pytestmark = pytest.mark.slow
 
@@ -33,11 +32,11 @@ def compiled(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(run, fullgraph=True, backend="eager")
 
 
-def breaks(model: Any, run: Callable[[Any], Tensor]) -> str | None:
-    """Return why `run` of `model` cannot be compiled into one graph, or cannot be run at all, or None."""
+def breaks(pair: Pair, run: Callable[[Any, Pair], Tensor]) -> str | None:
+    """Return why `run` of the native model cannot be compiled into one graph, or cannot be run at all, or None."""
     try:
         with torch.no_grad():
-            run(model)
+            run(pair.native(), pair)
     except RuntimeError as error:  # those of torch.compile among them
         return str(error)
     return None
@@ -49,51 +48,49 @@ def branches(pair: Pair) -> bool:
     return pair.plan.route == "native" and rope.get("rope_type") in ("dynamic", "longrope")
 
 
-def whole(model: Any) -> Tensor:
-    run = compiled(lambda ids, mask: model(input_ids=ids, attention_mask=mask, use_cache=False).logits)
-    return run(IDS, torch.ones_like(IDS))
+def whole(model: Any, pair: Pair) -> Tensor:
+    run = compiled(lambda given: model(**given, use_cache=False).logits)
+    return run(pair.given(input_ids=IDS, attention_mask=torch.ones_like(IDS)))
 
 
-def step(model: Any) -> Tensor:
+def step(model: Any, pair: Pair) -> Tensor:
     """Return the logits of two static-cache decoding steps after a prefill, the steps compiled."""
-    cache = StaticCache(config=model.config, max_cache_len=LENGTH)
-    model(input_ids=IDS[:, :8], attention_mask=torch.ones(2, 8, dtype=torch.long), past_key_values=cache)
-    run = compiled(lambda ids, mask, at: model(
-        input_ids=ids, attention_mask=mask, position_ids=at, past_key_values=cache, use_cache=True
-    ).logits)  # fmt: skip
+    cache = pair.cache("static", model.config, LENGTH)
+    start = pair.given(input_ids=IDS[:, :8], attention_mask=torch.ones(2, 8, dtype=torch.long))
+    model(**start, past_key_values=cache)
+    run = compiled(lambda given: model(**given, past_key_values=cache, use_cache=True).logits)
     mask = torch.zeros(2, LENGTH, dtype=torch.long)
     pieces = []
     for i in (8, 9):
         mask[:, : i + 1] = 1
-        pieces.append(run(IDS[:, i : i + 1], mask.clone(), torch.full((2, 1), i)))
+        at = torch.full((2, 1), i)
+        pieces.append(run(pair.given(input_ids=IDS[:, i : i + 1], attention_mask=mask.clone(), position_ids=at)))
     return torch.cat(pieces, dim=1)
 
 
 @pytest.mark.pairs(lambda pair: pair.causal and chosen(pair))
 def test_a_forward_compiles_into_one_graph(pair: Pair) -> None:
-    assert (breaks(pair.native(), whole) is None) == (pair.model not in BROKEN), (
-        "the native model was thought otherwise"
-    )
+    assert (breaks(pair, whole) is None) == (pair.model not in BROKEN), "the native model was thought otherwise"
     if pair.model in BROKEN:
         return
     model = pair.swapped()
     if branches(pair):
         pytest.skip(f"stock transformers' own {pair.scheme} branches on the length")
     with torch.no_grad():
-        assert gap(whole(model), logits(model, IDS)) < NOISE
+        assert gap(whole(model, pair), pair.logits(model, IDS)) < NOISE
 
 
 @pytest.mark.pairs(lambda pair: not pair.causal and chosen(pair))
 def test_an_encoder_compiles_into_one_graph(pair: Pair) -> None:
     model = pair.swapped()
-    run = compiled(lambda ids, mask: model(input_ids=ids, attention_mask=mask).logits)
+    run = compiled(lambda given: model(**given).logits)
     with torch.no_grad():
-        assert gap(run(IDS, torch.ones_like(IDS)), logits(model, IDS)) < NOISE
+        assert gap(run(pair.given(input_ids=IDS, attention_mask=torch.ones_like(IDS))), pair.logits(model, IDS)) < NOISE
 
 
 @pytest.mark.pairs(lambda pair: pair.cached and chosen(pair))
 def test_a_static_cache_step_compiles_into_one_graph(pair: Pair) -> None:
-    fails = breaks(pair.native(), step)
+    fails = breaks(pair, step)
     assert (fails is None) == (pair.model not in (*BROKEN, *NOT_STATIC)), "thought otherwise"
     if pair.model in BROKEN:
         return
@@ -101,4 +98,4 @@ def test_a_static_cache_step_compiles_into_one_graph(pair: Pair) -> None:
         pytest.skip(f"stock transformers' own {pair.scheme} branches on the length")
     model = pair.swapped()
     with torch.no_grad():
-        assert gap(step(model), logits(model, IDS[:, :10])[:, 8:]) < NOISE
+        assert gap(step(model, pair), pair.logits(model, IDS[:, :10])[:, 8:]) < NOISE

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.contract.attending import attend
 from tests.contract.models import LENGTH, PADDING
 from tests.contract.others import ALL
-from tests.contract.pairs import CHANGE, NOISE, Pair, gap, logits, words
+from tests.contract.pairs import CHANGE, NOISE, Pair, gap, logits, placed, words
 
 IDS = words(2, 20)
 PADDED = 6
@@ -36,7 +36,7 @@ def left_padded() -> tuple[Tensor, Tensor]:
 
 def first_position(pair: Pair) -> int:
     """Return what the model calls position 0 in `position_ids`: RoBERTa counts from its padding id + 1."""
-    return pair.plan.sites.first_position
+    return pair.at.first_position
 
 
 def counted(pair: Pair, mask: Tensor) -> Tensor:
@@ -44,22 +44,23 @@ def counted(pair: Pair, mask: Tensor) -> Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0) + first_position(pair)
 
 
+@placed
 @not_convolved
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_left_padding_with_position_ids(pair: Pair, implementation: str) -> None:
     model = pair.specimen(implementation)
     ids, mask = left_padded()
-    found = logits(model, ids, attention_mask=mask, position_ids=counted(pair, mask))
-    assert gap(found[1, PADDED:], logits(model, ids[1:, PADDED:])[0]) < NOISE
-    assert gap(found[0], logits(model, ids[:1])[0]) < NOISE
+    found = pair.logits(model, ids, attention_mask=mask, position_ids=counted(pair, mask))
+    assert gap(pair.rows(found[1], PADDED), pair.logits(model, ids[1:, PADDED:])[0]) < NOISE
+    assert gap(found[0], pair.logits(model, ids[:1])[0]) < NOISE
 
 
 @pytest.mark.pairs(lambda pair: pair.traits.relative and pair.model not in CONVOLVED)
 def test_left_padding_without_position_ids(pair: Pair) -> None:
     model = pair.specimen()
     ids, mask = left_padded()
-    found = logits(model, ids, attention_mask=mask)
-    assert gap(found[1, PADDED:], logits(model, ids[1:, PADDED:])[0]) < NOISE
+    found = pair.logits(model, ids, attention_mask=mask)
+    assert gap(pair.rows(found[1], PADDED), pair.logits(model, ids[1:, PADDED:])[0]) < NOISE
 
 
 def right_padded() -> tuple[Tensor, Tensor]:
@@ -82,27 +83,29 @@ def test_a_native_class_convolves_padding(name: str) -> None:
 def test_right_padding(pair: Pair, implementation: str) -> None:
     model = pair.specimen(implementation)
     ids, mask = right_padded()
-    found = logits(model, ids, attention_mask=mask)
-    assert gap(found[1, :-PADDED], logits(model, ids[1:, :-PADDED])[0]) < NOISE
-    assert gap(found[0], logits(model, ids[:1])[0]) < NOISE
+    found = pair.logits(model, ids, attention_mask=mask)
+    assert gap(pair.rows(found[1], None, -PADDED), pair.logits(model, ids[1:, :-PADDED])[0]) < NOISE
+    assert gap(found[0], pair.logits(model, ids[:1])[0]) < NOISE
 
 
-def packed(model: Any, first: int) -> Tensor:
+def packed(pair: Pair, model: Any) -> Tensor:
     """Return the logits of the second of two documents in one row: no mask, positions that restart, no cache."""
-    positions = torch.cat([torch.arange(8), torch.arange(12)])[None] + first
-    return logits(model, IDS[:1], attention_mask=None, position_ids=positions, use_cache=False)[:, 8:]
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    return pair.logits(model, IDS[:1], attention_mask=None, position_ids=positions, use_cache=False)[:, 8:]
 
 
+@placed
 @pytest.mark.pairs(lambda pair: pair.causal)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_packed_documents_do_not_leak(pair: Pair, implementation: str) -> None:
     native, model = pair.native_with(implementation), pair.specimen(implementation)
-    leaks = gap(packed(native, 0), logits(native, IDS[:1, 8:])) > NOISE
+    leaks = gap(packed(pair, native), pair.logits(native, IDS[:1, 8:])) > NOISE
     assert not leaks or pair.model in LEAKY, "the native model was thought to be tight"
-    found = gap(packed(model, 0), logits(model, IDS[:1, 8:]))
+    found = gap(packed(pair, model), pair.logits(model, IDS[:1, 8:]))
     assert found < NOISE or leaks
 
 
+@placed
 @pytest.mark.pairs(lambda pair: pair.plan.route == "plugin")
 def test_random_positions_are_used_as_given(pair: Pair) -> None:
     """Positions with holes (PoSE, interpolation) must act: an all-ones mask keeps transformers from packing.
@@ -111,10 +114,10 @@ def test_random_positions_are_used_as_given(pair: Pair) -> None:
     """
     holes = torch.cat([torch.arange(8), torch.arange(19, 31)])[None] + first_position(pair)
     native, found = (
-        gap(logits(model, IDS[:1], position_ids=holes), logits(model, IDS[:1]))
+        gap(pair.logits(model, IDS[:1], position_ids=holes), pair.logits(model, IDS[:1]))
         for model in (pair.native(), pair.specimen())
     )
-    assert (native > 0) == pair.tiny.takes("position_ids")
+    assert (native > 0) == pair.takes("position_ids")
     if pair.model in DEAF:
         assert found == 0
     else:
@@ -124,31 +127,33 @@ def test_random_positions_are_used_as_given(pair: Pair) -> None:
 def test_sdpa_equals_eager_and_the_choice_is_kept(pair: Pair) -> None:
     model = pair.swapped()
     attend(model, "sdpa")
-    sdpa = logits(model, IDS)
+    sdpa = pair.logits(model, IDS)
     assert not attend(model, "eager") or model.config._attn_implementation == "eager"
-    assert gap(logits(model, IDS), sdpa) < NOISE
+    assert gap(pair.logits(model, IDS), sdpa) < NOISE
     other = pair.native_with("eager")
     pair.patch(other)
     assert other.config._attn_implementation == "eager"
-    assert gap(logits(other, IDS), sdpa) < NOISE
+    assert gap(pair.logits(other, IDS), sdpa) < NOISE
     attend(other, "sdpa")
-    assert gap(logits(other, IDS), sdpa) == 0
+    assert gap(pair.logits(other, IDS), sdpa) == 0
 
 
 def test_embeddings_in_place_of_ids(pair: Pair) -> None:
     if pair.model in COUNTS_EMBEDDINGS_OTHERWISE and pair.tabled:
-        assert gap(embedded(pair.native()), logits(pair.native(), IDS)) > NOISE
+        assert gap(embedded(pair, pair.native()), pair.logits(pair.native(), IDS)) > NOISE
         return
-    assert gap(embedded(pair.specimen()), logits(pair.specimen(), IDS)) < NOISE
+    assert gap(embedded(pair, pair.specimen()), pair.logits(pair.specimen(), IDS)) < NOISE
 
 
-def embedded(model: Any) -> Tensor:
+def embedded(pair: Pair, model: Any) -> Tensor:
     """Return the logits of the words' embeddings."""
+    reader = model.get_submodule(pair.at.entry) if pair.stack else model
     with torch.no_grad():
-        return model(inputs_embeds=model.get_input_embeddings()(IDS), attention_mask=torch.ones_like(IDS)).logits
+        embeddings = reader.get_input_embeddings()(IDS)
+        return model(**pair.given(inputs_embeds=embeddings, attention_mask=torch.ones_like(IDS))).logits
 
 
 def test_no_mask_at_all_equals_all_ones(pair: Pair) -> None:
     model = pair.specimen()
     ids = words(2, LENGTH - 3)
-    assert gap(logits(model, ids, attention_mask=None), logits(model, ids)) < NOISE
+    assert gap(pair.logits(model, ids, attention_mask=None), pair.logits(model, ids)) < NOISE

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_posswap.families.rope_config import inv_freq_names
 from hf_posswap.schemes.base import Mechanism
 from tests.contract.models import LENGTH
-from tests.contract.pairs import Pair, gap, logits, words
+from tests.contract.pairs import Pair, gap, once, words
 
 IDS = words(2, LENGTH - 2)
 
@@ -47,10 +47,11 @@ def rounded(pair: Pair) -> Any:
     return model
 
 
+@once
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_bfloat16_keeps_angles_in_float32(pair: Pair, when: str) -> None:
     model = cast(pair, when)
-    logits(model, IDS)
+    pair.logits(model, IDS)
     exact = dict(constants(pair.swapped()))  # a specimen may hold the angles of a longer run
     for name, tensor in constants(model):
         if name.endswith(".native.inv_freq"):  # the native angles, out of use
@@ -59,12 +60,13 @@ def test_bfloat16_keeps_angles_in_float32(pair: Pair, when: str) -> None:
         assert torch.equal(tensor, exact[name]), name
 
 
+@once
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_bfloat16_is_close_to_float32(pair: Pair, when: str) -> None:
-    found, exact = logits(cast(pair, when), IDS), logits(rounded(pair), IDS)
+    found, exact = pair.logits(cast(pair, when), IDS), pair.logits(rounded(pair), IDS)
     assert found.dtype == torch.bfloat16
     reference = pair.native().to(torch.bfloat16)
-    usual = gap(logits(reference, IDS), logits(reference.float(), IDS))
+    usual = gap(pair.logits(reference, IDS), pair.logits(reference.float(), IDS))
     assert gap(found, exact) < 3 * usual + 0.05
 
 
@@ -73,4 +75,4 @@ def test_float16_does_not_overflow(pair: Pair) -> None:
     ids = IDS.clone()
     ids[1, :6] = 1
     mask = (ids != 1).long()
-    assert torch.isfinite(logits(model, ids, attention_mask=mask)).all()
+    assert torch.isfinite(pair.logits(model, ids, attention_mask=mask)).all()

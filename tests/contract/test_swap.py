@@ -9,24 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from hf_posswap import patched, unpatch_model, verify_swap
+from hf_posswap import patch_model, patched, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families import FAMILIES, family_of
 from hf_posswap.schemes import SCHEMES
 from tests.contract.models import LENGTH, TINY
 from tests.contract.others import ALL, OTHERS
-from tests.contract.pairs import CHANGE, NOISE, OF_EACH_SITE, Pair, all_pairs, gap, logits, words
+from tests.contract.paired import PAIRED
+from tests.contract.pairs import CHANGE, NOISE, OF_EACH_SITE, Pair, all_pairs, gap, once, words
+from tests.families import vision_models
 from tests.toys.registration import TOY_MODEL, TOY_SCHEME, registered
 
 IDS = words(2, LENGTH - 2)
-ELSEWHERE = (
-    *("bart", "bigbird_pegasus", "blenderbot", "longt5", "m2m_100", "marian", "mvp", "t5", "t5gemma", "t5gemma2"),
-    *("trocr", "whisper"),
-    *("clip", "deit", "siglip", "vit"),
-    *("dbrx", "hrm_text", "zamba2"),
-)
-"""Families with two stacks, or one of two, and those that see images: tests/families proves them. And rotary ones that
-route, repeat or alternate their layers: the light contract does."""
 
 
 def state(model: Any) -> dict[str, torch.Tensor]:
@@ -42,17 +36,19 @@ def assert_same_state(model: Any, before: dict[str, torch.Tensor]) -> None:
 def test_every_scheme_and_every_model_is_here() -> None:
     pairs = {(pair.model, pair.scheme) for pair in all_pairs()}
     full = {(model, scheme) for model in TINY for scheme in [*SCHEMES, TOY_SCHEME]}
-    assert pairs == full | {(model, scheme) for model in OTHERS for scheme in OF_EACH_SITE}
-    assert not set(TINY) & set(OTHERS)
+    assert pairs == full | {(model, scheme) for model in (*OTHERS, *PAIRED) for scheme in OF_EACH_SITE}
+    assert len(ALL) == len(TINY) + len(OTHERS) + len(PAIRED)
     assert TOY_MODEL in TINY
     assert TOY_SCHEME not in SCHEMES
 
 
-def test_every_family_is_here_or_elsewhere() -> None:
+def test_a_model_stands_for_every_family() -> None:
+    """A family that sees images stands among models of its own, which are asked nothing about words."""
     with registered():
-        here = {family_of(tiny.config()).name for tiny in ALL.values()}
-        assert here | set(ELSEWHERE) == set(FAMILIES)
-        assert not here & set(ELSEWHERE)
+        reading = {family_of(tiny.config()).name for tiny in ALL.values()}
+        seeing = {family_of(vision_models.config_of(name)).name for name in vision_models.FIRST}
+        assert reading | seeing == set(FAMILIES)
+        assert seeing == {name for name, family in FAMILIES.items() if any(part.image for part in family.parts)}
 
 
 def test_a_refusal_says_why_and_what_would_work(refused: Pair) -> None:
@@ -66,93 +62,121 @@ def test_a_refusal_says_why_and_what_would_work(refused: Pair) -> None:
 
 def test_the_swap_changes_the_logits_where_it_must(pair: Pair) -> None:
     model = pair.native()
-    before = logits(model, IDS)
+    before = pair.logits(model, IDS)
     pair.patch(model)
-    change = gap(logits(model, IDS), before)
+    change = gap(pair.logits(model, IDS), before)
     assert change <= NOISE if pair.identity else change > CHANGE
 
 
+@pytest.mark.pairs(lambda pair: pair.stack and len(pair.plan.schemes) > 1)
+def test_a_swap_of_one_stack_is_neither_none_nor_that_of_both(pair: Pair) -> None:
+    model = pair.native()
+    before, whole = pair.logits(model, IDS), pair.logits(pair.specimen(), IDS)
+    plan = patch_model(
+        model, {pair.stack: pair.plan.schemes[pair.stack]}, max_length=pair.plan.max_length, site=pair.site
+    )
+    assert list(plan.schemes) == [pair.stack]
+    found = pair.logits(model, IDS)
+    for other in (before, whole):
+        assert gap(found, other) <= NOISE if pair.identity else gap(found, other) > CHANGE
+    verify_swap(model)
+    unpatch_model(model)
+    assert gap(pair.logits(model, IDS), before) == 0
+
+
+@once
 def test_verify_swap_agrees(pair: Pair) -> None:
     verify_swap(pair.swapped())
 
 
+@once
 def test_only_this_instance_changes(pair: Pair) -> None:
     other, model = pair.native(), pair.native()
-    before = logits(other, IDS)
+    before = pair.logits(other, IDS)
     members = dict(vars(type(model)))
     modules = {type(module): dict(vars(type(module))) for module in model.modules()}
     pair.patch(model)
-    assert gap(logits(other, IDS), before) == 0
-    assert gap(logits(pair.native(), IDS), before) == 0
+    assert gap(pair.logits(other, IDS), before) == 0
+    assert gap(pair.logits(pair.native(), IDS), before) == 0
     assert dict(vars(type(other))) == members
     assert {cls: dict(vars(cls)) for cls in modules} == modules
     assert type(other.config) is not type(model.config) or pair.plan.route == "native"
 
 
+@once
 def test_unpatching_is_bit_exact(pair: Pair) -> None:
     model = pair.native()
-    before, config, expected = state(model), model.config.to_dict(), logits(model, IDS)
+    before, config, expected = state(model), model.config.to_dict(), pair.logits(model, IDS)
     config_class = type(model.config)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     shapes = [(name, type(module), dict(module._forward_pre_hooks)) for name, module in model.named_modules()]
     with patched(model, pair.plan.scheme, max_length=pair.plan.max_length, site=pair.site):
-        logits(model, IDS)
+        pair.logits(model, IDS)
         assert hasattr(model.config, "posswap")
     assert_same_state(model, before)
     assert model.config.to_dict() == config
     assert type(model.config) is config_class
     assert [(name, type(module), dict(module._forward_pre_hooks)) for name, module in model.named_modules()] == shapes
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == frozen
-    assert gap(logits(model, IDS), expected) == 0
+    assert gap(pair.logits(model, IDS), expected) == 0
 
 
+@once
 def test_state_dict_keys_are_kept_or_announced(pair: Pair) -> None:
     model, native = pair.swapped(), pair.native()
     before, after = native.state_dict(), model.state_dict()
     announced = {name for name in pair.plan.added if "(" not in name}
-    main = pair.plan.sites.main
-    if main.table is not None and main.spec.table.computed:  # no checkpoint held it; one lone zero says that it is gone
-        announced |= {f"{pair.plan.sites.table}.weight"}
+    for stack in pair.plan.sites.stacks:
+        if stack.table is not None and stack.spec.table.computed:  # no checkpoint held it; a lone zero says it is gone
+            announced |= {f"{stack.table}.weight"}
     assert set(after) - set(before) == announced
     assert set(before) <= set(after)
     resized = {name for name in before if before[name].shape != after[name].shape}
-    table = f"{pair.plan.sites.table}.weight"
+    tables = tables_of(pair)
     emptied = {name for name in resized if name in pair.plan.unused}  # what attention made its own positions from
-    assert resized <= {table} | emptied
-    for name in set(before) - {table} - emptied:
+    assert resized <= tables | emptied
+    for name in set(before) - tables - emptied:
         assert torch.equal(before[name], after[name]), name
 
 
+@once
 def test_parameters_are_counted_as_announced(pair: Pair) -> None:
     def sizes(model: Any) -> dict[str, int]:
         return {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
 
     before, after = sizes(pair.native()), sizes(pair.swapped())
-    frozen = 0 if getattr(pair.plan.scheme, "trainable", True) else before[f"{pair.plan.sites.table}.weight"]
+    trained = getattr(pair.plan.scheme, "trainable", True)
+    frozen = 0 if trained else sum(before.get(table, 0) for table in tables_of(pair))  # Marian's are from the start
     grown = sum(after.values()) - sum(before.values())
     assert set(pair.plan.unused) <= set(pair.native().state_dict())
     unused = sum(count for name, count in pair.plan.unused.items() if name in before)  # RoFormer's sinusoids are frozen
     assert grown == sum(pair.plan.added.values()) - unused - frozen
 
 
+@once
 @pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
 def test_copies_are_whole_and_independent(pair: Pair, way: str) -> None:
     model = pair.swapped()
-    expected, native = logits(model, IDS), logits(pair.native(), IDS)
+    expected, native = pair.logits(model, IDS), pair.logits(pair.native(), IDS)
     twin = _copy(model, way)
-    assert gap(logits(twin, IDS), expected) == 0
+    assert gap(pair.logits(twin, IDS), expected) == 0
     assert twin.config.posswap == model.config.posswap
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.zero_()
-    assert gap(logits(model, IDS), expected) == 0, "the copy shares weights with the original"
+    assert gap(pair.logits(model, IDS), expected) == 0, "the copy shares weights with the original"
     twin = _copy(model, way)
     unpatch_model(twin)
-    assert gap(logits(twin, IDS), native) == 0, "the copy does not come back"
-    assert gap(logits(model, IDS), expected) == 0, "unpatching the copy changed the original"
+    assert gap(pair.logits(twin, IDS), native) == 0, "the copy does not come back"
+    assert gap(pair.logits(model, IDS), expected) == 0, "unpatching the copy changed the original"
     verify_swap(model)
     unpatch_model(model)
-    assert gap(logits(model, IDS), native) == 0
+    assert gap(pair.logits(model, IDS), native) == 0
+
+
+def tables_of(pair: Pair) -> set[str]:
+    """Return the names of the weights of the position tables."""
+    return {f"{stack.table}.weight" for stack in pair.plan.sites.stacks if stack.table is not None}
 
 
 def _copy(model: Any, way: str) -> Any:

@@ -13,46 +13,51 @@ import torch
 from hf_posswap import patch_model, unpatch_model, verify_swap
 from tests.contract.models import LENGTH
 from tests.contract.others import ALL
-from tests.contract.pairs import CHANGE, NOISE, Pair, gap, logits, words
+from tests.contract.pairs import CHANGE, NOISE, Pair, gap, once, words
+from tests.contract.test_swap import tables_of
 
 IDS = words(2, LENGTH - 2)
 
 
-def gradients(model: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+def gradients(model: Any, pair: Pair, **kwargs: Any) -> dict[str, torch.Tensor]:
     """Return the gradient of every trained parameter after one loss."""
     model.train()
     model.zero_grad()
-    model(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS, **kwargs).loss.backward()
+    given = pair.given(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS)
+    model(**given, **kwargs).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@once
 def test_gradients_reach_all_that_the_plan_keeps(pair: Pair) -> None:
-    reached = gradients(pair.swapped())
-    expected = {name for name, grad in gradients(pair.native()).items() if grad.any()}
+    reached = gradients(pair.swapped(), pair)
+    expected = {name for name, grad in gradients(pair.native(), pair).items() if grad.any()}
     expected = (expected | set(pair.plan.added)) - set(pair.plan.unused)
     expected = {name for name in expected if "(" not in name}  # rows of a table that is there already
     if not getattr(pair.plan.scheme, "trainable", True):
-        expected -= {f"{pair.plan.sites.table}.weight"}
-        assert f"{pair.plan.sites.table}.weight" not in reached
+        tables = tables_of(pair)
+        expected -= tables
+        assert not tables & set(reached)
     assert {name for name, grad in reached.items() if grad.any()} >= expected
     assert all(torch.isfinite(grad).all() for grad in reached.values())
 
 
+@once
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_gives_the_same_gradients(pair: Pair, reentrant: bool) -> None:
     model = pair.swapped()
-    expected = gradients(model, use_cache=False) if pair.causal else gradients(model)
+    expected = gradients(model, pair, use_cache=False) if pair.causal else gradients(model, pair)
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     if not model.supports_gradient_checkpointing:  # the native class, and the swapped one with it
         with pytest.raises(ValueError, match="does not support"):
             enable({"use_reentrant": reentrant})
         return
     enable({"use_reentrant": reentrant})
-    found = gradients(model, use_cache=False) if pair.causal else gradients(model)
+    found = gradients(model, pair, use_cache=False) if pair.causal else gradients(model, pair)
     assert set(found) == set(expected)
     for name, grad in expected.items():
         assert gap(found[name], grad) <= 1e-5 * (1 + float(grad.abs().max())), name
-    assert gap(logits(model.eval(), IDS), logits(pair.specimen(), IDS)) == 0
+    assert gap(pair.logits(model.eval(), IDS), pair.logits(pair.specimen(), IDS)) == 0
 
 
 def with_lora(model: Any, name: str) -> Any:
@@ -68,25 +73,27 @@ def with_lora(model: Any, name: str) -> Any:
     return peft.get_peft_model(model, config).eval()
 
 
+@once
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 def test_lora_before_and_after_the_swap_is_the_same(pair: Pair) -> None:
     native = with_lora(pair.native(), pair.model)
-    untouched = logits(native, IDS)
+    untouched = pair.logits(native, IDS)
     before = with_lora(pair.native(), pair.model)
     pair.patch(before)
     after = with_lora(pair.swapped(), pair.model)
-    expected = logits(before, IDS)
-    assert gap(logits(after, IDS), expected) == 0
-    assert gap(expected, logits(pair.specimen(), IDS)) > CHANGE, "the adapter does nothing"
+    expected = pair.logits(before, IDS)
+    assert gap(pair.logits(after, IDS), expected) == 0
+    assert gap(expected, pair.logits(pair.specimen(), IDS)) > CHANGE, "the adapter does nothing"
     merged = copy.deepcopy(after).merge_and_unload()
-    assert gap(logits(merged, IDS), expected) < NOISE
-    assert gap(logits(before.merge_and_unload(), IDS), expected) < NOISE
+    assert gap(pair.logits(merged, IDS), expected) < NOISE
+    assert gap(pair.logits(before.merge_and_unload(), IDS), expected) < NOISE
     with after.disable_adapter():
-        assert gap(logits(after, IDS), logits(pair.specimen(), IDS)) == 0
+        assert gap(pair.logits(after, IDS), pair.logits(pair.specimen(), IDS)) == 0
     unpatch_model(after)
-    assert gap(logits(after, IDS), untouched) == 0
+    assert gap(pair.logits(after, IDS), untouched) == 0
 
 
+@once
 @pytest.mark.pairs(lambda pair: pair.learns)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 def test_peft_trains_and_saves_what_a_scheme_learns(pair: Pair, tmp_path: Path) -> None:
@@ -98,18 +105,18 @@ def test_peft_trains_and_saves_what_a_scheme_learns(pair: Pair, tmp_path: Path) 
     model = peft.get_peft_model(pair.swapped(), config)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad and "posswap" in n}
     assert len(trained) == len(pair.plan.added)
-    reached = gradients(model)
+    reached = gradients(model, pair)
     assert all(reached[name].any() for name in trained)
     torch.optim.SGD(trained.values(), lr=0.5).step()
-    after = logits(model.eval(), IDS)
-    assert gap(after, logits(pair.specimen(), IDS)) > NOISE
+    after = pair.logits(model.eval(), IDS)
+    assert gap(after, pair.logits(pair.specimen(), IDS)) > NOISE
     verify_swap(model)
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(pair.swapped(), tmp_path).eval()
-    assert gap(logits(again, IDS), after) == 0
+    assert gap(pair.logits(again, IDS), after) == 0
     with model.disable_adapter():
-        assert gap(logits(model, IDS), logits(pair.specimen(), IDS)) == 0
-    assert gap(logits(model.merge_and_unload(), IDS), after) < NOISE
+        assert gap(pair.logits(model, IDS), pair.logits(pair.specimen(), IDS)) == 0
+    assert gap(pair.logits(model.merge_and_unload(), IDS), after) < NOISE
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
@@ -119,7 +126,7 @@ def test_weights_trained_since_the_swap_survive_unpatching(name: str) -> None:
     table = {key: value.clone() for key, value in model.state_dict().items() if "wpe" in key or "embed_pos" in key}
     patch_model(model, "rope", site="attention")
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    gradients(model)
+    gradients(model, pair)
     optimizer.step()
     trained = {key: value.clone() for key, value in model.state_dict().items()}
     unpatch_model(model)
