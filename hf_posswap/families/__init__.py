@@ -10,6 +10,7 @@ from hf_posswap.families import (
     own_encoders,
     rotary,
     t5,
+    tables_alone,
     vision,
 )
 from hf_posswap.families.base import FAMILIES, Family, StackSpec, TableSpec, register
@@ -35,5 +36,6 @@ __all__ = [
     "register",
     "rotary",
     "t5",
+    "tables_alone",
     "vision",
 ]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from hf_posswap.families.base import Family, StackSpec, TableSpec, register
+from hf_posswap.families.own import OwnAttention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -19,13 +22,38 @@ def is_absolute_esm(config: PreTrainedConfig) -> bool:
     return config.model_type == "esm" and getattr(config, "position_embedding_type", "absolute") == "absolute"
 
 
+def _layoutlm(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.fitting import fitting
+    from hf_posswap.families.interfaces.layoutlm import LayoutLMInterface
+
+    return fitting(module, LayoutLMInterface)
+
+
 register(
     Family(
         name="bert",
-        summary="BERT, ELECTRA, ERNIE, RoCBert: learned table, encoder (or decoder by config)",
-        model_types=("bert", "electra", "ernie", "roc_bert"),
+        summary="BERT, ELECTRA, ERNIE, MobileBERT, RoCBert and kin: learned table, encoder (or decoder by config)",
+        model_types=("bert", "bert-generation", "electra", "ernie", "mobilebert", "roc_bert"),
         table=TableSpec(_TABLE, buffers=_BUFFERS),
         attention="encoder.layer.*.attention.self",
+    )
+)
+register(
+    Family(
+        name="layoutlm",
+        summary="LayoutLM: learned table, encoder; the tables of places on the page stay",
+        model_types=("layoutlm",),
+        stacks=(
+            StackSpec(
+                "",
+                "encoder.layer.*.attention.self",
+                table=TableSpec(_TABLE, buffers=("embeddings.position_ids",)),
+                causal=False,
+                own=OwnAttention(_layoutlm),
+            ),
+        ),
+        kept=tuple(f"embeddings.{name}_position_embeddings" for name in "xyhw"),
+        note="Places on the page (bbox) keep their tables.",
     )
 )
 register(

@@ -55,12 +55,14 @@ def geometry_of(
     """
     turning = reaching(rope_sets(root.get_submodule(rotary[0]))) if rotary else ("",)
     config, whole = layer_config(config, turning[0]), config
-    heads = getattr(config, spec.heads or "num_attention_heads")
     kv_heads = None if spec.heads else getattr(config, "num_key_value_heads", None)
     own_width = _head_dim(whole, root, attention, turning[0]) if turning[0] else None
-    head_dim = own_width or getattr(config, "head_dim", None) or config.hidden_size // heads
     if spec.own is not None and spec.own.heads is not None:
         heads, head_dim = spec.own.heads(config)
+    else:
+        heads = getattr(config, spec.heads or "num_attention_heads")
+        narrower = getattr(root.get_submodule(attention[0]), "attention_head_size", None)  # MobileBERT's
+        head_dim = own_width or getattr(config, "head_dim", None) or narrower or config.hidden_size // heads
     length, width = _extent(model, config, root, spec, offset)
     rotation: dict[str, Any] = {}
     if rotary:

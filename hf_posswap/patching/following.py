@@ -17,7 +17,12 @@ from hf_posswap.patching.rotary import changed_settings
 from hf_posswap.patching.show import brief
 from hf_posswap.patching.table_actions import GrowMask, SaveKeys
 
-LENGTH_NAMES = ("max_position_embeddings", "max_target_positions")
+LENGTH_NAMES = (
+    "max_position_embeddings",
+    "max_target_positions",
+    "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
+)
 """Config values that say how long a model is."""
 Draft = tuple[str, str, str, str, Action]
 """An edit: site, path, before, after, action."""

@@ -90,6 +90,8 @@ _PART = re.compile(r"[a-z]\w*(\.[a-z]\w*){0,3}")
 _ORIGINAL: dict[str, _Rule] = {
     "max_position_embeddings": _LENGTH,
     "max_target_positions": _LENGTH,
+    "max_encoder_position_embeddings": _LENGTH,
+    "max_decoder_position_embeddings": _LENGTH,
     "max_seq_len": _LENGTH,
     "image_size": (_is_image_size, "a number of pixels, or height and width, each from 1 to 65535"),
     "relative_attention": (lambda value: isinstance(value, bool), "true or false"),

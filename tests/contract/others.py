@@ -68,6 +68,25 @@ _TROCR: dict[str, Any] = {
     "is_decoder": True,
 }
 
+_XLM: dict[str, Any] = {
+    "emb_dim": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "embed_init_std": 0.2,
+    "init_std": 0.2,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+_FNET: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": LENGTH,
+    "initializer_range": 0.2,
+    "hidden_dropout_prob": 0.0,
+}
+
 OTHERS: dict[str, Tiny] = {
     "gpt_neo": Tiny("GPTNeoForCausalLM", "GPTNeoConfig", _GPT_NEO, QV),
     "bloom": Tiny("BloomForCausalLM", "BloomConfig", _BLOOM, ("query_key_value",), inside="alibi"),
@@ -98,6 +117,13 @@ OTHERS: dict[str, Tiny] = {
     "convbert": Tiny("ConvBertForMaskedLM", "ConvBertConfig", BERT | {"embedding_size": 16}, BERT_QV, generates=False),
     "deberta": Tiny("DebertaForMaskedLM", "DebertaConfig", BERT, ("in_proj",), generates=False),
     "trocr": Tiny("TrOCRForCausalLM", "TrOCRConfig", _TROCR, QV),
+    "layoutlm": Tiny("LayoutLMForMaskedLM", "LayoutLMConfig", BERT, BERT_QV, generates=False),
+    "xlm": Tiny("XLMWithLMHeadModel", "XLMConfig", _XLM, ("q_lin", "v_lin"), generates=False),
+    "longformer": Tiny(
+        "LongformerForMaskedLM", "LongformerConfig", ROBERTA | {"attention_window": 8}, BERT_QV, generates=False
+    ),
+    "tapas": Tiny("TapasForMaskedLM", "TapasConfig", BERT, BERT_QV, generates=False),
+    "fnet": Tiny("FNetForMaskedLM", "FNetConfig", _FNET, ("intermediate.dense",), generates=False),
     **KINDS_OF_ROTARY,
 }
 """One model of each other family of one stack: the schemes of each site run every point on it."""

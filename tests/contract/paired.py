@@ -20,6 +20,12 @@ _BART: dict[str, Any] = START | {
     "dropout": 0.0,
     "forced_eos_token_id": None,
 }
+_LED: dict[str, Any] = {
+    **{name: value for name, value in _BART.items() if name != "max_position_embeddings"},
+    "max_encoder_position_embeddings": LENGTH,
+    "max_decoder_position_embeddings": LENGTH,
+    "attention_window": 8,
+}
 _T5: dict[str, Any] = START | {
     "d_model": 64,
     "d_kv": 16,
@@ -54,6 +60,7 @@ PAIRED: dict[str, Tiny] = {
     "bigbird_pegasus": _bart("BigBirdPegasus", attention_type="original_full"),
     "marian": Tiny("MarianMTModel", "MarianConfig", _BART, QV, paired=True),
     "m2m_100": _bart("M2M100"),
+    "led": Tiny("LEDForConditionalGeneration", "LEDConfig", _LED, QV, paired=True),
     "whisper": Tiny("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER, QV, paired=True, hears=True),
     "t5": _t5("T5"),
     "umt5": _t5("UMT5"),  # a table in each layer

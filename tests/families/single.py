@@ -62,11 +62,14 @@ ENCODERS = {
     "ConvBertForMaskedLM": Kind(projections=(), told=False),
     "BigBirdForMaskedLM": Kind(told=False, masks_2d=True),
     "SqueezeBertForMaskedLM": Kind(projections=(), told=False, checkpoints=False),
+    "MobileBertForMaskedLM": Kind(),
+    "LayoutLMForMaskedLM": Kind(masks_2d=True),
     "DebertaForMaskedLM": Kind(projections=(), told=False, masks_2d=True),
     "DebertaV2ForMaskedLM": Kind(projections=("query_proj", "key_proj"), told=False, masks_2d=True),
 }
 DECODERS = {
     "GPTBigCodeForCausalLM": Kind(projections=(), told=False),
+    "BertGenerationDecoder": Kind(),
     "BioGptForCausalLM": Kind(2, _OPT),
     "OPTForCausalLM": Kind(2, _OPT, config=_POST_NORM, skips_padding=True),
     "XLMRobertaForCausalLM": Kind(PADDING + 1, skips_padding=True, config=_PADDED.config | {"is_decoder": True}),

@@ -1,0 +1,92 @@
+"""Models with a learned table whose attention is code of its own, without transformers' AttentionInterface.
+
+Their table can be replaced; nothing can be put inside attention, and a swap that would have to be is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hf_posswap.families.base import Family, StackSpec, TableSpec, register
+from hf_posswap.families.learned_encoder_decoders import stacks
+from hf_posswap.families.own import OwnAttention
+
+_TABLE = "embeddings.position_embeddings"
+
+
+def _xlm_causal(config: Any) -> bool:
+    return bool(getattr(config, "causal", False))
+
+
+def _whole_width(config: Any) -> tuple[int, int]:
+    """Return one head as wide as the model: Fourier transforms have none."""
+    return 1, config.hidden_size
+
+
+register(
+    Family(
+        name="xlm",
+        summary="XLM, FlauBERT: learned table, encoder (or causal by config)",
+        model_types=("xlm", "flaubert"),
+        stacks=(
+            StackSpec(
+                "",
+                "attentions.*",
+                table=TableSpec("position_embeddings", buffers=("position_ids",)),
+                own=OwnAttention(causal=_xlm_causal),
+            ),
+        ),
+    )
+)
+register(
+    Family(
+        name="longformer",
+        summary="Longformer: learned table whose positions skip padding, encoder that sees windows",
+        model_types=("longformer",),
+        stacks=(
+            StackSpec(
+                "",
+                "encoder.layer.*.attention.self",
+                table=TableSpec(_TABLE, offset="padding", config_counts_offset=True),
+                causal=False,
+            ),
+        ),
+    )
+)
+register(
+    Family(
+        name="tapas",
+        summary="TAPAS: learned table, encoder; rows and columns of its tables are no positions, and stay",
+        model_types=("tapas",),
+        stacks=(StackSpec("", "encoder.layer.*.attention.self", table=TableSpec(_TABLE), causal=False),),
+    )
+)
+register(
+    Family(
+        name="fnet",
+        summary="FNet: learned table, encoder with Fourier transforms in place of attention",
+        model_types=("fnet",),
+        stacks=(
+            StackSpec(
+                "",
+                "encoder.layer.*.fourier.self",
+                table=TableSpec(_TABLE, buffers=("embeddings.position_ids", "embeddings.token_type_ids")),
+                causal=False,
+                own=OwnAttention(heads=_whole_width),
+            ),
+        ),
+    )
+)
+register(
+    Family(
+        name="led",
+        summary="LED: a learned table in the encoder, which sees windows, and in the decoder",
+        model_types=("led",),
+        stacks=tuple(
+            replace(stack, table=replace(stack.table, config_name=f"max_{stack.name}_position_embeddings"))
+            for stack in stacks()
+            if stack.table is not None
+        ),
+    )
+)
