@@ -17,8 +17,8 @@ ATTENTION_PROVED = frozenset(
     flex_olmo flint gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4 glm4_moe gpt_neox gpt_oss
     granite granitemoe granitemoehybrid granitemoeshared gte helium hy_v3 hyperclovax internlm3 iquestcoder
     jais2 jetmoe jina_embeddings_v3 kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text mellum mimo_v2_flash
-    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mllama_text_model modernbert modernbert-
-    decoder moshi nemotron neomme nomic_bert olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3
+    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mllama_text_model modernbert
+    modernbert-decoder moshi nemotron neomme nomic_bert olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3
     phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss
     smollm3 solar_open stablelm starcoder2 t5_gemma_module ultrabert vaultgemma zamba2 zaya
     """.split()
