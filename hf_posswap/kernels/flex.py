@@ -5,7 +5,19 @@ Press et al. 2021, https://arxiv.org/abs/2108.12409, section 3; Raffel et al. 20
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
 from torch import Tensor
+
+from hf_posswap.kernels.trying import right
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+LEAST_WIDTH = 16
+"""Dimensions of a head that flex_attention's kernels take at least."""
 
 
 class Penalty:
@@ -41,3 +53,93 @@ class ByDistance:
     def __getitem__(self, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         batch, head, row, column = index
         return self.line[head, self.query[batch, row] - self.key[batch, column]]
+
+
+def attend_read(
+    query: Tensor, key: Tensor, value: Tensor, bias: Penalty | ByDistance, *, scaling: float, causal: bool
+) -> Tensor:
+    """Return attention [B, H, Q, D] under a bias that is read as the scores are made, by compiled flex_attention.
+
+    Args:
+        query: [B, H, Q, D].
+        key: [B, G, K, D], G a divisor of H.
+        value: [B, G, K, D].
+        bias: read at [B, H, Q, K]; on a GPU its numbers may need gradients.
+        scaling: multiplies the scores.
+        causal: whether query i sees the keys up to i only.
+    """
+
+    def modified(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return score + bias[batch, head, row, column]
+
+    blocks = _causal_blocks(query.shape[2], key.shape[2], query.device) if causal else None
+    grouped = query.shape[1] != key.shape[1]
+    return _compiled(query.device.type)(
+        query, key, value, score_mod=modified, block_mask=blocks, scale=scaling, enable_gqa=grouped
+    )  # fmt: skip
+
+
+@functools.cache
+def _compiled(device: str) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # of a second length torch 2.13 makes code of any length, which does not compile on a CPU
+    return torch.compile(flex_attention, dynamic=False if device == "cpu" else None)
+
+
+@functools.lru_cache(maxsize=8)
+def _causal_blocks(rows: int, columns: int, device: torch.device) -> BlockMask:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(_is_past, None, None, rows, columns, device=str(device))
+
+
+def _is_past(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    return row >= column
+
+
+def fits_flex(query: Tensor, value: Tensor, bias: Penalty | ByDistance | None) -> bool:
+    """Return whether `attend_read` takes these, and is right in this process."""
+    device = query.device.type
+    if bias is None or device not in ("cpu", "cuda") or query.shape[-1] != value.shape[-1]:
+        return False
+    held = (query, value, bias.line if isinstance(bias, ByDistance) else bias.slopes)
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in held)
+    if query.shape[-1] < LEAST_WIDTH or query.dtype == torch.float64 or (device == "cpu" and differentiated):
+        return False  # flex_attention has no gradient on a CPU
+    return flex_available(device)
+
+
+@functools.cache
+def flex_available(device: str) -> bool:
+    """Return whether compiled flex_attention works on `device`, and is right; warn, once, where not."""
+    lengths = (160,) if device == "cpu" else (160, 200)  # for the second, code of any length is made
+    return right("flex_attention", device, lambda device: max(_error(device, length) for length in lengths))
+
+
+def _error(device: str, length: int) -> float:
+    """Return the largest difference between `attend_read` and the formula, and of its gradients on a GPU."""
+    source = torch.Generator("cpu").manual_seed(0)
+    dtype, learned = (torch.bfloat16, True) if device == "cuda" else (torch.float32, False)
+    shapes = (2, 4, length, 16), (2, 2, length, 16), (2, 2, length, 16), (4, length)
+    with torch.inference_mode(False), torch.set_grad_enabled(learned):
+        drawn = [torch.randn(*shape, generator=source, device="cpu").to(device, dtype) for shape in shapes]
+        leaves = [x.requires_grad_(learned) for x in (*drawn[:3], drawn[3].float())]
+        query, key, value, line = leaves
+        at = torch.arange(length, device=device).expand(2, -1)
+        found = attend_read(query, key, value, ByDistance(line, 0, at, at), scaling=0.3, causal=True)
+        expected = _formula(*leaves)
+        pairs = [(found, expected)]
+        if learned:
+            grads = (torch.autograd.grad(out.float().square().sum(), leaves) for out in (found, expected))
+            pairs += [(a / b.abs().amax(), b / b.abs().amax()) for a, b in zip(*grads, strict=True)]
+        return max(float((a.detach().float() - b.detach().float()).abs().max()) for a, b in pairs)
+
+
+def _formula(query: Tensor, key: Tensor, value: Tensor, line: Tensor) -> Tensor:
+    """Return causal attention under line[h, i - j], written out, in float32."""
+    keys, values = (x.float().repeat_interleave(2, dim=1) for x in (key, value))
+    rows = torch.arange(query.shape[2], device=query.device)
+    apart = rows[:, None] - rows[None]  # [Q, K]
+    scores = query.float() @ keys.transpose(-1, -2) * 0.3 + line[:, apart.clamp(min=0)]
+    return scores.masked_fill(apart < 0, -torch.inf).softmax(-1) @ values

@@ -10,16 +10,13 @@ Dao et al. 2022, https://arxiv.org/abs/2205.14135, algorithm 1.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_posswap.errors import BackendWarning
+from hf_posswap.kernels.trying import right
 
-TOLERANCE = {"cpu": 1e-5, "cuda": 5e-2}
-"""How far a fused result may lie from the formula: in float32, and on a GPU in bfloat16."""
 DTYPES = {
     "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16, torch.float16),
@@ -98,22 +95,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 @functools.cache
 def available(device: str = "cpu") -> bool:
     """Return whether this PyTorch has the fused call on `device`, and it is right; warn, once, where not."""
-    try:
-        error = _error(device)
-    except Exception as problem:  # whatever an unknown PyTorch raises here, it means no
-        reason = f"{type(problem).__name__}: {problem}"
-    else:
-        if error <= TOLERANCE[device]:
-            return True
-        reason = f"its results differ from the formula by {error:.1e}"
-    said = reason.splitlines()[0]
-    warnings.warn(
-        f"hf_posswap's fused attention does not work on torch {torch.__version__}, {device} ({said}). "
-        "The plain paths are used instead: the same results, slower and with more memory.",
-        BackendWarning,
-        stacklevel=2,
-    )
-    return False
+    return right("fused attention", device, _error)
 
 
 def _error(device: str) -> float:

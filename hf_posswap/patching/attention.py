@@ -97,6 +97,7 @@ class AttentionCall:
             causal=is_causal(module, kwargs),
             implementation=name,
             arguments=kwargs,
+            read=lambda: self.flex_bias(len(query)),
             consecutive=lambda: self._shared("consecutive", lambda: backends.consecutive(self.span.query)),
         )
 
@@ -122,6 +123,8 @@ class AttentionCall:
 
     def flex_bias(self, batch: int) -> Any:
         """Return the scheme's bias as flex_attention may read it from positions, or None."""
+        if backends.is_learned(self.mechanism):  # a checkpointed layer must be able to make it again
+            return backends.flex_bias(self.mechanism, self.span, batch)
         return self._shared("flex bias", lambda: backends.flex_bias(self.mechanism, self.span, batch))
 
     def _shared(self, what: str, make: Callable[[], Any]) -> Any:
@@ -251,7 +254,8 @@ def posswap_attention(
             return found, None
     if call.mechanism.splits:
         return _in_pieces(call, module, name, query, key, value, attention_mask, kwargs)
-    if name == "flex_attention" and (read := call.flex_bias(len(query))) is not None:
+    as_tensor = name != "flex_attention" or backends.is_learned(call.mechanism)
+    if not as_tensor and (read := call.flex_bias(len(query))) is not None:
         kwargs = {**kwargs, "position_bias": read}
     elif (bias := call.bias()) is not None:
         attention_mask, kwargs = _with_bias(bias, attention_mask, kwargs, name, module, query, key)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_posswap.errors import NotPatchedError, OptionError, UnsupportedSwapError
 from hf_posswap.kernels import fused
 from hf_posswap.kernels.distance_bias import attend_by_distance
-from hf_posswap.kernels.flex import ByDistance, Penalty
+from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, fits_flex
 from hf_posswap.kernels.made_bias import attend_made
 from hf_posswap.kernels.merge import attend_regions, mergeable
 from hf_posswap.kernels.row_bias import attend_linear
@@ -32,12 +32,15 @@ BACKENDS = {
     "row": "the bias as one number a key, in a fused kernel",
     "row_windowed": "the same, without the keys whose weight float32 cannot hold",
     "hankel": "the bias as one number a distance, in blocks of queries",
+    "flex": "the bias read from positions, in compiled flex_attention",
     "chunked": "the bias made for a few queries at a time",
     "merge": "fused calls, joined by their softmax sums",
     "plain": "the scores as the formula has them",
 }
 LEAST_PAIRS = 2**18
 """Pairs of a query and a key in a row of the batch (512 x 512) from which "auto" leaves the plain way."""
+LEAST_PAIRS_OF_FLEX = 2**22
+"""Pairs (2048 x 2048) from which "auto" takes flex on a GPU: it takes long to compile."""
 LARGE_BIAS = 2**24
 """Numbers of a dense bias, 64 MiB, from which "auto" makes it in parts where only "chunked" applies."""
 MOST_CALLS = 64
@@ -60,6 +63,7 @@ class Request:
         causal: whether a left-out mask means causal.
         implementation: that the model's config names.
         arguments: what else the attention module passed.
+        read: gives the bias as flex_attention may read it, or None; asked at the end.
         consecutive: tells whether positions rise by one from token to token, and whether from 0; asked at the end.
     """
 
@@ -72,6 +76,7 @@ class Request:
     causal: bool
     implementation: str | None
     arguments: dict[str, Any]
+    read: Callable[[], Penalty | ByDistance | None]
     consecutive: Callable[[], tuple[bool, bool]]
 
     @property
@@ -98,7 +103,10 @@ class Request:
             return True
         learned_mask = isinstance(self.mask, Tensor) and self.mask.requires_grad
         one_key = self.key[..., : self.query.shape[-1]] if self.mechanism.copies > 1 else self.key
-        return learned_mask or not fused.fits(self.query, one_key, self.value)
+        if learned_mask:
+            return True
+        one_way = self.mechanism.biases and self.query.device.type == "cuda"  # flex, which is tried by itself
+        return not one_way and not fused.fits(self.query, one_key, self.value)
 
 
 def backends_of(mechanism: Mechanism) -> tuple[str, ...]:
@@ -107,7 +115,7 @@ def backends_of(mechanism: Mechanism) -> tuple[str, ...]:
     Example:
         >>> from hf_posswap.schemes.alibi import AlibiMechanism
         >>> backends_of(AlibiMechanism(heads=4, interpolation=1.0))
-        ('row', 'row_windowed', 'hankel', 'chunked', 'plain')
+        ('row', 'row_windowed', 'hankel', 'flex', 'chunked', 'plain')
     """
     if mechanism.splits:
         known = mechanism.regions is not None and mergeable(mechanism.regions)
@@ -115,7 +123,7 @@ def backends_of(mechanism: Mechanism) -> tuple[str, ...]:
     if not mechanism.biases:
         return ()
     rows = ("row", "row_windowed") if mechanism.slopes is not None else ()
-    return (*rows, *(("hankel",) if mechanism.distance_only else ()), "chunked", "plain")
+    return (*rows, *(("hankel", "flex") if mechanism.distance_only else ()), "chunked", "plain")
 
 
 def choose(request: Request) -> str:
@@ -133,6 +141,8 @@ def _gains(name: str, request: Request, wanted: str) -> bool:
         return True
     if name == "row_windowed" or request.pairs < LEAST_PAIRS:
         return False
+    if name == "flex":
+        return request.query.device.type == "cuda" and request.pairs >= LEAST_PAIRS_OF_FLEX
     if name == "chunked" and request.mechanism.distance_only:  # else the bias is a network's, with more inside
         return request.query.shape[0] * request.query.shape[1] * request.pairs >= LARGE_BIAS
     if name == "merge":
@@ -144,12 +154,15 @@ def _gains(name: str, request: Request, wanted: str) -> bool:
 
 def _applies(name: str, request: Request) -> bool:
     """Return whether `name` is exact for this mask and these positions."""
-    if request.query.device.type != "cpu" and name not in ("merge", "plain"):
-        return False  # the fused calls of a GPU take no bias; flex_attention does
+    if request.query.device.type != "cpu" and name not in ("flex", "merge", "plain"):
+        return False  # the fused calls of a GPU take no bias
     if name in ("chunked", "plain"):
         return True
-    if request.mask is not None or not request.span.fresh or (name != "hankel" and not request.causal):
+    both_ways = name in ("hankel", "flex")
+    if request.mask is not None or not request.span.fresh or not (request.causal or both_ways):
         return False
+    if name == "flex":
+        return fits_flex(request.query, request.value, request.read())
     in_order, from_start = request.consecutive()
     regions = request.mechanism.regions or ()
     return in_order and (from_start or all(region.size == 1 for region in regions))
@@ -195,6 +208,14 @@ def _hankel(request: Request, pieces: Any) -> Tensor:
     return attend_by_distance(request.query, request.key, request.value, line, scaling=request.scaling, causal=causal)
 
 
+def _flex(request: Request, pieces: Any) -> Tensor:
+    bias = request.read()
+    assert bias is not None
+    return attend_read(
+        request.query, request.key, request.value, bias, scaling=request.scaling, causal=request.causal
+    )  # fmt: skip
+
+
 def _chunked(request: Request, pieces: Any) -> Tensor:
     span, mechanism = request.span, request.mechanism
     key_positions = span.key
@@ -217,16 +238,20 @@ def _merge(request: Request, pieces: Callable[[], tuple[Piece, ...]]) -> Tensor:
     return attend_regions(pairs, request.value, regions, scaling=request.scaling)
 
 
+def is_learned(mechanism: Mechanism) -> bool:
+    """Return whether gradients of the mechanism's own parameters are wanted now."""
+    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in mechanism.parameters())
+
+
 def flex_bias(mechanism: Mechanism, span: Span, batch: int) -> Penalty | ByDistance | None:
     """Return what flex_attention adds to its scores, for `batch` rows; any mask, any positions.
 
-    None: the mechanism adds nothing, or needs the bias as a tensor: it is no function of distance, or is being learned.
+    None: the mechanism adds nothing, or needs the bias as a tensor, as it is no function of distance.
     """
     positions = span.query.expand(batch, -1), span.key.expand(batch, -1)
     if mechanism.slopes is not None:
         return Penalty(mechanism.slopes.to(span.query.device), *positions)
-    learned = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in mechanism.parameters())
-    if not mechanism.distance_only or learned or torch.compiler.is_compiling():
+    if not mechanism.distance_only or torch.compiler.is_compiling():
         return None
     behind, ahead = (int((a.amax() - b.amin()).clamp(min=0)) for a, b in (positions, positions[::-1]))
     distances = torch.arange(-ahead, behind + 1, device=span.query.device)
@@ -237,6 +262,7 @@ _RUN: dict[str, Callable[[Request, Any], Tensor]] = {
     "row": _row,
     "row_windowed": _row_windowed,
     "hankel": _hankel,
+    "flex": _flex,
     "chunked": _chunked,
     "merge": _merge,
 }
@@ -250,8 +276,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
     Args:
         model: patched, or a PEFT model around one.
         backend: "auto" takes the fastest that applies to each call; "plain" the formula as it stands; "row",
-            "row_windowed", "hankel", "chunked" or "merge" that one, at any length, and "plain" where it does not apply:
-            with padding, packing or a cache all but "chunked", and all with dropout or under torch.compile.
+            "row_windowed", "hankel", "flex", "chunked" or "merge" that one, at any length, and "plain" where it does
+            not apply: with padding, packing or a cache all but "chunked", and all with dropout or under torch.compile;
+            "flex" with gradients on a CPU.
 
     Raises:
         NotPatchedError: the model carries no scheme inside attention.
@@ -299,5 +326,8 @@ def _way(mechanism: Mechanism) -> str:
     if names == ["plain"]:
         return f"plain: {BACKENDS['plain']}"
     rest = "chunked or plain" if "chunked" in names[1:] else "plain"
-    least = math.isqrt(LEAST_PAIRS)
-    return f"{names[0]}: {BACKENDS[names[0]]} (sdpa on a CPU, {least} tokens and more); else {rest}; see set_backend"
+    least, of_flex = math.isqrt(LEAST_PAIRS), math.isqrt(LEAST_PAIRS_OF_FLEX)
+    if "flex" in names:
+        rest = f"flex on a GPU, {of_flex} tokens and more; else {rest}"
+    first = f"{names[0]}: {BACKENDS[names[0]]} (sdpa on a CPU, {least} tokens and more)"
+    return f"{first}; {'' if 'flex' in names else 'else '}{rest}; see set_backend"

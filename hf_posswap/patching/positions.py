@@ -92,8 +92,25 @@ def _span(
 
 def told_by(position_ids: Tensor | None) -> tuple[Tensor | None, int | None]:
     """Return a tensor and its version, by which it is known again if nothing was written into it since."""
-    counted = position_ids is not None and not position_ids.is_inference()  # inference tensors have no version
-    return position_ids, position_ids._version if counted else None  # type: ignore[union-attr]
+    if position_ids is None or torch.compiler.is_compiling() or position_ids.is_inference():  # these have no version
+        return position_ids, None
+    return position_ids, position_ids._version
+
+
+def check_fits(position_ids: Tensor, given: dict[str, Any]) -> None:
+    """Check that `position_ids` are as many as the tokens among the arguments `given` by name.
+
+    Raises:
+        PositionShapeError: they are not.
+    """
+    ids = given.get("input_ids")
+    held = given.get("inputs_embeds") if ids is None else ids
+    if held is None or tuple(position_ids.shape) in ((1, held.shape[1]), tuple(held.shape[:2])):
+        return
+    raise PositionShapeError(
+        f"position_ids of shape {list(position_ids.shape)} were given for tokens of shape {list(held.shape[:2])}: give "
+        "one for each token, or one row for all rows."
+    )
 
 
 def after_padding(given: dict[str, Any], *, only_if_padded: bool) -> Tensor | None:

@@ -64,6 +64,27 @@ def test_flex_reads_biases_from_positions(scheme: str) -> None:
     assert (found - expected)[mask.bool()].abs().max() < 5e-3
 
 
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "kerple"])
+def test_flex_is_taken_by_itself_and_has_the_gradients(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = llama(scheme), torch.randint(3, 67, (1, 2048), device="cuda")
+    taken: list[str] = []
+    real = backends.choose
+    monkeypatch.setattr(backends, "choose", lambda request: taken.append(real(request)) or taken[-1])
+    grads, peaks = [], []
+    for way in ("plain", "auto"):
+        set_backend(model, way)
+        model(ids, labels=ids, use_cache=False).loss.backward()  # what is compiled is compiled
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        grads.append({name: p.grad.float() for name, p in model.named_parameters()})
+    assert set(taken) == {"plain", "flex"}
+    for name, expected in grads[0].items():
+        assert (grads[1][name] - expected).norm() <= 0.05 * expected.norm() + 1e-3, name
+    assert peaks[1] < peaks[0] - 4 * 2048**2 * 4  # [H, Q, K] in float32, once at least
+
+
 def test_a_compiled_rotation_in_bfloat16() -> None:
     x = torch.randn(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16)
     angles = torch.rand(1, 1, 1024, 64, device="cuda")

@@ -251,9 +251,9 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(NotPatchedError, match=r"GPT2LMHeadModel carries no scheme inside attention.*patch_model first"):
         set_backend(gpt2(), "plain")
     model = swapped("t5", {})
-    with pytest.raises(OptionError, match=r"no backend 'quick'. There are: auto, row, row_windowed, hankel, chunked"):
+    with pytest.raises(OptionError, match=r"no backend .quick.. There are: auto, row, row_windowed, hankel, flex"):
         set_backend(model, "quick")
-    with pytest.raises(UnsupportedSwapError, match=r"cannot be computed by 'row'.*auto, hankel, chunked, plain"):
+    with pytest.raises(UnsupportedSwapError, match=r"cannot be computed by 'row'.*auto, hankel, flex, chunked, plain"):
         set_backend(model, "row")
     assert {m.backend for m in model.modules() if isinstance(m, Mechanism)} == {"auto"}
 
@@ -265,8 +265,9 @@ def test_what_each_scheme_has() -> None:
         patch_model(model, scheme, max_length=64)
         (mechanism,) = (m for m in model.modules() if isinstance(m, Mechanism))
         ways[scheme] = backends_of(mechanism)
+    t5 = ("hankel", "flex", "chunked", "plain")
     assert ways == {
-        "rope": (), "fire": ("chunked", "plain"), "dual_chunk": ("merge", "plain"), "t5": ("hankel", "chunked", "plain")
+        "rope": (), "fire": ("chunked", "plain"), "dual_chunk": ("merge", "plain"), "t5": t5,
     }  # fmt: skip
     assert backends_of(NoPE(logit_scale=0.1, original_length=8).mechanism(None)) == ()  # type: ignore[arg-type]
 
@@ -280,6 +281,6 @@ def test_a_plan_says_how_attention_will_be_computed() -> None:
     assert said("alibi").startswith("row: the bias as one number a key, in a fused kernel (sdpa on a CPU, 512 tokens")
     assert said("fire").endswith("; else plain; see set_backend")
     assert said("t5").startswith("hankel: ")
-    assert "else chunked or plain" in said("t5")
+    assert "; flex on a GPU, 2048 tokens and more; else chunked or plain" in said("t5")
     mixed = said(PerLayer(layers={0: "alibi", 1: "rerope"}))
     assert [line.split(":")[0] for line in mixed.splitlines()] == ["row", "merge"]

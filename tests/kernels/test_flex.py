@@ -6,14 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_posswap import patch_model
+from hf_posswap import patch_model, set_backend
+from hf_posswap.errors import BackendWarning
 from hf_posswap.geometry import Geometry
+from hf_posswap.kernels import flex
+from hf_posswap.kernels.flex import ByDistance, attend_read, fits_flex
+from hf_posswap.patching import backends
 from hf_posswap.patching.backends import flex_bias
 from hf_posswap.patching.positions import Span
 from hf_posswap.schemes import Kerple, T5Bias
 from hf_posswap.schemes.alibi import AlibiMechanism
+
+ignored = pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
+"""transformers passes the flag itself."""
 
 
 def mechanism_of(name: str, causal: bool) -> Any:
@@ -36,15 +45,22 @@ def test_it_reads_as_the_dense_bias(name: str, causal: bool) -> None:
         assert read[tuple(place)] == dense[tuple(place)]
 
 
-def test_what_is_learned_is_given_as_a_tensor() -> None:
-    span = Span(torch.arange(4)[None], 0, 4, 0, 0, fresh=True)
-    mechanism = mechanism_of("t5", True)
-    assert flex_bias(mechanism, span, 1) is None
-    assert flex_bias(mechanism.requires_grad_(False), span, 1) is not None
+@ignored
+def test_what_is_learned_is_given_as_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
 
+    def spy(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, position_bias: Any = None, **_: Any) -> Any:
+        given.append(position_bias)
+        return torch.zeros_like(q).transpose(1, 2), None
 
-ignored = pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
-"""transformers passes the flag itself."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flex_attention", spy)
+    model, ids = llama("t5"), torch.arange(8)[None]
+    model.set_attn_implementation("flex_attention")
+    model(ids)
+    model.requires_grad_(False)
+    model(ids)
+    assert isinstance(given[0], Tensor)
+    assert isinstance(given[1], ByDistance)
 
 
 def llama(scheme: str = "alibi") -> Any:
@@ -70,6 +86,60 @@ def test_flex_equals_sdpa_with_padding(scheme: str) -> None:
     model.set_attn_implementation("flex_attention")
     found = model(ids, attention_mask=mask).logits
     assert (found - expected)[mask.bool()].abs().max() < 5e-5
+
+
+def dense(bias: Any, shape: tuple[int, ...]) -> Tensor:
+    return bias[torch.meshgrid(*map(torch.arange, shape), indexing="ij")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["alibi", "t5"])
+@torch.no_grad()
+def test_the_compiled_call_equals_the_formula(name: str, causal: bool) -> None:
+    torch.manual_seed(0)
+    span = Span(torch.stack([torch.arange(150), 3 * torch.arange(150)]), 0, 150, 0, 0, fresh=True)
+    bias = flex_bias(mechanism_of(name, causal), span, 2)
+    assert bias is not None
+    query, key, value = (torch.randn(2, heads, 150, 16) for heads in (6, 3, 3))
+    assert fits_flex(query, value, bias)
+    found = attend_read(query, key, value, bias, scaling=0.3, causal=causal)
+    added = dense(bias, (2, 6, 150, 150))
+    if causal:
+        added = added.masked_fill(torch.ones(150, 150, dtype=torch.bool).triu(1), -torch.inf)
+    keys, values = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    expected = (query.double() @ keys.double().mT * 0.3 + added.double()).softmax(-1) @ values.double()
+    assert (found - expected).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_model_under_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    real = backends.choose
+    monkeypatch.setattr(backends, "choose", lambda request: taken.append(real(request)) or taken[-1])  # type: ignore[func-returns-value]
+    model, ids = llama("t5"), torch.randint(3, 67, (2, 160))
+    expected = model(ids).logits
+    set_backend(model, "flex")
+    assert (model(ids).logits - expected).abs().max() < 5e-5
+    with torch.enable_grad():
+        assert (model(ids).logits - expected).abs().max() < 5e-5, "a CPU has no gradient of it: the plain way"
+    assert taken == ["plain", "flex", "plain"]
+
+
+def test_a_compiler_that_fails_means_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_compiled", lambda device: 1 / 0)
+    flex.flex_available.cache_clear()
+    model, ids = llama("alibi").requires_grad_(False), torch.randint(3, 67, (2, 20))
+    expected = model(ids).logits
+    set_backend(model, "flex")
+    try:
+        with pytest.warns(BackendWarning, match=r"flex_attention does not work on torch .*ZeroDivisionError") as told:
+            found = [model(ids).logits for _ in range(2)]
+    finally:
+        flex.flex_available.cache_clear()
+    assert len(told) == 1
+    assert all(torch.equal(one, expected) for one in found)
 
 
 @ignored
