@@ -21,6 +21,7 @@ from recipes.bench.harness import Case, attention_inputs, with_gradients
 HEADS, SCALING = 12, 0.125
 NO_BIAS, DENSE, X = "sdpa without bias", "dense bias", "x-transformers"
 T5_DENSE = "transformers' position_bias="
+FIRE_DENSE = "dense bias, as the paper prints it"
 ONCE = 32_768
 """Tokens that go through attention for its memory alone."""
 
@@ -118,15 +119,21 @@ def _learned(length: int, smoke: bool) -> Case:
 
 
 def _fire(length: int, smoke: bool) -> Case:
-    ways = {way: _fire_way(way, length) for way in ("ours", DENSE)}
+    ways = {way: _fire_way(way, length) for way in ("ours", FIRE_DENSE, NO_BIAS)}
     memory = None if smoke else {"length": length, "fire": 1}
-    return Case(f"FIRE forward, {length}", ways, {DENSE: 0.2}, memory=memory, memory_goals={DENSE: 0.05})
+    return Case(
+        f"FIRE forward, {length}", ways, {FIRE_DENSE: 0.2}, unlike=frozenset({NO_BIAS}), memory=memory,
+        memory_goals={FIRE_DENSE: 0.05},
+    )  # fmt: skip
 
 
 def _fire_way(way: str, length: int) -> Callable[[], Tensor]:
     inputs, mechanism, at = attention_inputs(length, HEADS), _mechanism(Fire()), torch.arange(length)[None]
-    if way == DENSE:
-        return lambda: _with_dense(*inputs, mechanism.bias(at, at))
+    if way == NO_BIAS:
+        return lambda: _plain(*inputs)
+    if way == FIRE_DENSE:
+        dense = peers.fire_dense(mechanism)
+        return lambda: _with_dense(*inputs, dense(length))
 
     def make(rows: slice, columns: slice) -> Tensor:
         return mechanism.bias(at[:, rows], at[:, columns])

@@ -80,6 +80,27 @@ def _x_attend(heads: int) -> Callable[..., Tensor]:
     return lambda q, k, v, bias: attend(q, k, v, attn_bias=bias(q.shape[2], k.shape[2]))[0]
 
 
+def fire_dense(mechanism: Any) -> Callable[[int], Tensor]:
+    """Return FIRE's bias [1, H, L, L] of a length, as its paper prints it: arXiv:2310.04418, appendix.
+
+    Args:
+        mechanism: whose weights it takes.
+    """
+    width, heads = len(mechanism.hidden_weight), len(mechanism.out_bias)
+    network = torch.nn.Sequential(torch.nn.Linear(1, width), torch.nn.ReLU(), torch.nn.Linear(width, heads))
+    network[0].weight.data, network[0].bias.data = mechanism.hidden_weight.data[:, None], mechanism.hidden_bias.data
+    network[2].weight.data, network[2].bias.data = mechanism.out_weight.data, mechanism.out_bias.data
+    c, threshold = mechanism.c.detach(), (mechanism.multiplier.detach() * mechanism.threshold).abs()
+
+    def bias(length: int) -> Tensor:
+        positions = torch.arange(length, dtype=torch.float)
+        distance = torch.log(torch.abs(c * (positions[:, None] - positions[None])) + 1)
+        normalizer = torch.log(torch.abs(c * torch.max(positions, threshold)[:, None]) + 1)
+        return network((distance / (normalizer + 1e-6)).unsqueeze(-1)).unsqueeze(0).permute(0, 3, 1, 2)
+
+    return bias
+
+
 def transformers_t5(table: Tensor, scaling: float) -> Callable[..., Tensor]:
     """Return what a T5 decoder of transformers does with its bias: made dense, and given to sdpa as `position_bias`.
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.evaluation.windows import sliding_windows, window_losses
@@ -31,14 +29,16 @@ def cases(smoke: bool) -> Iterator[Case]:
     windows, scorer = sliding_windows(length, window, stride), Scorer(model)
 
     def ours() -> Tensor:
-        return torch.from_numpy(np.concatenate(window_losses(scorer, ids[0].numpy(), windows)))
+        return torch.tensor([losses.mean() for losses in window_losses(scorer, ids[0].numpy(), windows)])
 
     def loop() -> Tensor:
-        parts = []
+        means = []
         for one in windows:
-            logits = model(ids[:, one.start : one.stop]).logits[0, -one.scored - 1 : -1]
-            parts.append(cross_entropy(logits, ids[0, one.stop - one.scored : one.stop], reduction="none"))
-        return torch.cat(parts)
+            read = ids[:, one.start : one.stop]
+            targets = read.clone()
+            targets[:, : -one.scored] = -100
+            means.append(model(read, labels=targets).loss)
+        return torch.stack(means)
 
     yield Case(f"sliding windows of {window} by {stride}", {"ours": ours, LOOP: loop}, {LOOP: 0.5}, repetitions=3)
 

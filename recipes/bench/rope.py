@@ -19,10 +19,12 @@ def cases(smoke: bool) -> Iterator[Case]:
     for length in (64,) if smoke else (1024, 8192):
         q, k, _ = attention_inputs(length)
         fused = torch.randn(1, length, 3, 12, 64)
+        views = fused[:, :, 0].transpose(1, 2), fused[:, :, 1].transpose(1, 2)
         yield _case(f"RoPE, {length} tokens", q.contiguous(), k.contiguous())
-        yield _case(f"RoPE, {length} tokens, views", fused[:, :, 0].transpose(1, 2), fused[:, :, 1].transpose(1, 2))
+        yield _case(f"RoPE, {length} tokens, views", *views)
         if not smoke:  # it takes seconds to build
             yield _compiled(f"RoPE, {length} tokens", q.contiguous(), k.contiguous())
+            yield _compiled(f"RoPE, {length} tokens, views", *views)
 
 
 def _compiled(name: str, q: torch.Tensor, k: torch.Tensor) -> Case:
