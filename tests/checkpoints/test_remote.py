@@ -187,7 +187,7 @@ def test_another_packages_scheme_goes_along_or_the_save_says_that_it_does_not(
 def test_another_packages_family_does_not_go_along_and_the_save_says_so(tmp_path: Path) -> None:
     with registered():
         model = Pair(TOY_MODEL, "alibi").swapped()
-        with pytest.warns(PluginWarning, match="family 'bert-generation' comes from another package"):
+        with pytest.warns(PluginWarning, match="family 'house' comes from another package"):
             model.save_pretrained(tmp_path)
     assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
 

@@ -14,6 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_posswap.families.tiny import tiny_config
+from tests.toys import house_model
 
 LENGTH = 32
 """Original length of every tiny model, in tokens."""
@@ -36,6 +37,7 @@ class Tiny:
         inside: the registered scheme that is native inside its attention; "": none is.
         paired: whether an encoder feeds its decoder.
         hears: whether the encoder takes sound.
+        merged: whether the decoder attends to its own words and to the encoder's in one, by the positions of both.
         shrunk: whether the fields that `values` leaves out are shrunk by their names.
     """
 
@@ -47,12 +49,13 @@ class Tiny:
     inside: str = ""
     paired: bool = False
     hears: bool = False
+    merged: bool = False
     shrunk: bool = False
 
     @property
     def stock(self) -> Any:
-        """The class in transformers."""
-        return getattr(transformers, self.model_class)
+        """The class in transformers, or the toy's own."""
+        return _class(self.model_class)
 
     def takes(self, argument: str) -> bool:
         """Return whether the forward of the stock class takes an argument of this name."""
@@ -60,7 +63,7 @@ class Tiny:
 
     def config(self, **changes: Any) -> Any:
         """Return the config, with `changes`."""
-        cls = getattr(transformers, self.config_class)
+        cls = _class(self.config_class)
         values = _COMMON | self.values | changes
         return tiny_config(cls, **values) if self.shrunk else cls(**values)
 
@@ -154,8 +157,12 @@ TINY: dict[str, Tiny] = {
     "gpt_neox": Tiny("GPTNeoXForCausalLM", "GPTNeoXConfig", _NEOX, ("query_key_value",)),
     "cohere": Tiny("CohereForCausalLM", "CohereConfig", _LLAMA | {"logit_scale": 1.0}, QV),
     "glm": Tiny("GlmForCausalLM", "GlmConfig", _LLAMA | {"attention_bias": True}, QV),
-    "bert-generation": Tiny("BertGenerationDecoder", "BertGenerationConfig", BERT | {"is_decoder": True}, BERT_QV),
+    "house": Tiny("HouseForCausalLM", "HouseConfig", BERT | {"is_decoder": True}, BERT_QV),
 }
+
+
+def _class(name: str) -> Any:
+    return getattr(transformers, name, None) or getattr(house_model, name)
 
 
 def build(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -96,7 +96,7 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{not json")
     with pytest.raises(CheckpointError, match="holds no readable model config"):
         explain(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="no family describes model type 'bert-generation'"):
+    with pytest.raises(UnsupportedModelError, match="no family describes model type 'house'"):
         explain(TINY[TOY_MODEL].config())
 
 

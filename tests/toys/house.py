@@ -1,12 +1,12 @@
-"""A toy family, whole: BertGeneration keeps its learned table as BERT does, and is a decoder by its config."""
+"""A toy family, whole: our house has a decoder of its own, which keeps a learned table as BERT does."""
 
 from hf_posswap.families import Family, TableSpec, register
 
-BERT_GENERATION = register(
+HOUSE = register(
     Family(
-        name="bert-generation",
-        summary="BertGeneration: learned table, decoder (or encoder by config)",
-        model_types=("bert-generation",),
+        name="house",
+        summary="our house's decoder: learned table",
+        model_types=("house",),
         table=TableSpec("embeddings.position_embeddings", buffers=("embeddings.position_ids",)),
         attention="encoder.layer.*.attention.self",
     )

@@ -7,24 +7,24 @@ from contextlib import contextmanager
 
 from hf_posswap.families import FAMILIES
 from hf_posswap.schemes import SCHEMES
-from tests.toys.bert_generation import BERT_GENERATION
+from tests.toys.house import HOUSE
 from tests.toys.window_toll import WindowToll
 
 TOY_SCHEME = WindowToll.name
-TOY_MODEL = "bert-generation"
+TOY_MODEL = "house"
 
 
 def forget() -> None:
     """Take the toys out of the registries."""
     SCHEMES.remove(WindowToll.name)
-    FAMILIES.remove(BERT_GENERATION.name)
+    FAMILIES.remove(HOUSE.name)
 
 
 @contextmanager
 def registered() -> Iterator[None]:
     """Register the toys inside a `with` block."""
     SCHEMES.add(WindowToll.name, WindowToll)
-    FAMILIES.add(BERT_GENERATION.name, BERT_GENERATION)
+    FAMILIES.add(HOUSE.name, HOUSE)
     try:
         yield
     finally:
