@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-EAGER_MASKS = ("mpt",)
+EAGER_MASKS = ("mpt", "mvp")
 """Model types whose own code runs on the masks of eager attention alone."""
 
 
@@ -15,6 +15,8 @@ def attend(model: Any, implementation: str) -> bool:
     says, where the swap has given it the interface; elsewhere the model attends as it was built.
     """
     if model._can_set_attn_implementation():
+        if implementation == "sdpa" and not model._supports_sdpa:
+            return False
         model.set_attn_implementation(implementation)
         return True
     plan = model._posswap.plan

@@ -17,7 +17,9 @@ _BART: dict[str, Any] = START | {
     "decoder_attention_heads": 2,  # what is of the one stack does not fit the other
     "max_position_embeddings": LENGTH,
     "init_std": 0.2,
-    "dropout": 0.0,
+    **dict.fromkeys(
+        ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop"), 0.0
+    ),
     "forced_eos_token_id": None,
 }
 _LED: dict[str, Any] = {
@@ -43,6 +45,9 @@ _WHISPER: dict[str, Any] = {
     "begin_suppress_tokens": None,
     "suppress_tokens": None,
 }
+_TWO = {"num_hidden_layers": 2}
+_T5GEMMA: dict[str, Any] = START | {"encoder": _TWO, "decoder": _TWO}
+_T5GEMMA2: dict[str, Any] = START | {"encoder": {"text_config": _TWO}, "decoder": _TWO}
 
 
 def _bart(kind: str, **values: Any) -> Tiny:
@@ -65,7 +70,9 @@ PAIRED: dict[str, Tiny] = {
     "t5": _t5("T5"),
     "umt5": _t5("UMT5"),  # a table in each layer
     "longt5": _t5("LongT5"),
-    "t5gemma": Tiny("T5GemmaForConditionalGeneration", "T5GemmaConfig", START, QV, paired=True, shrunk=True),
-    "t5gemma2": Tiny("T5Gemma2ForConditionalGeneration", "T5Gemma2Config", START, QV, paired=True, shrunk=True),
+    "t5gemma": Tiny("T5GemmaForConditionalGeneration", "T5GemmaConfig", _T5GEMMA, QV, paired=True, shrunk=True),
+    "t5gemma2": Tiny(
+        "T5Gemma2ForConditionalGeneration", "T5Gemma2Config", _T5GEMMA2, QV, paired=True, merged=True, shrunk=True
+    ),
 }
 """One model of each family of two stacks, or of one of two behind another."""

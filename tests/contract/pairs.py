@@ -21,6 +21,7 @@ from tests.contract.attending import attend
 from tests.contract.models import FIRST_WORD, LENGTH, TINY, VOCABULARY, Tiny
 from tests.contract.others import ALL, OTHERS
 from tests.contract.paired import PAIRED
+from tests.contract.rotary_kinds import KINDS_OF_ROTARY
 from tests.contract.stacks import cache_of, given, named
 from tests.toys import registration
 
@@ -79,12 +80,14 @@ class Pair:
     def logits(self, model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
         """Return the logits, of `ids` or of what the decoder reads behind them, as the function `logits` does."""
         kwargs.setdefault("attention_mask", torch.ones_like(ids))
+        taken = self.given(input_ids=ids, **{k: v for k, v in kwargs.items() if v is not None})
+        floating = {k: v.to(model.dtype) for k, v in taken.items() if isinstance(v, Tensor) and v.is_floating_point()}
         with torch.no_grad():
-            return model(**self.given(input_ids=ids, **{k: v for k, v in kwargs.items() if v is not None})).logits
+            return model(**taken | floating).logits
 
     def cache(self, kind: str, config: Any, length: int = LONGER) -> Any:
         """Return an empty cache for the swapped model of `config`."""
-        return cache_of(kind, config, self.stack, length)
+        return cache_of(kind, config, self.tiny, length)
 
     def takes(self, argument: str) -> bool:
         """Return whether the stack that reads takes the argument that a model of one stack calls so."""
@@ -118,6 +121,11 @@ class Pair:
     def traits(self) -> Any:
         """What the scheme promises."""
         return self.plan.scheme.traits
+
+    @property
+    def relative(self) -> bool:
+        """Whether only differences of the words' positions matter: nowhere, where they stand beside other words'."""
+        return self.traits.relative and not (self.tiny.merged and self.stack == "decoder")
 
     @property
     def causal(self) -> bool:
@@ -215,7 +223,7 @@ def all_pairs() -> list[Pair]:
     """
     with registration.registered():
         pairs = [Pair(model, scheme) for model in TINY for scheme in SCHEMES]
-        pairs += [Pair(model, scheme) for model in (*OTHERS, *PAIRED) for scheme in OF_EACH_SITE]
+        pairs += [Pair(model, scheme) for model in ALL if model not in TINY for scheme in schemes_for(model)]
         native = [pair for pair in pairs if refusal(pair) is None and pair.plan.route == "native"]
         inside = [Pair(pair.model, pair.scheme, "attention") for pair in native]
         return _by_stack(pairs + [pair for pair in inside if refusal(pair) is None])
@@ -234,10 +242,18 @@ def supported_pairs() -> list[Pair]:
 
 KINDS = ("gpt2", "bert", "llama")
 """One model of each kind: every scheme runs every point on it."""
+ONE_OF_EACH_SITE = ("sinusoidal", "yarn", "alibi")
+"""One scheme of each site: a table's, one that stock rotary modules say, one inside attention."""
 DAILY_PAIRED = ("bart",)
 """Encoder-decoders that the schemes of each site run every point on in every run."""
 OF_EACH_SITE = ("sinusoidal", "yarn", "rope", "alibi", "self_extend")
 """Schemes that between them use every site and way of attending: they run every point on every model."""
+
+
+def schemes_for(model: str) -> tuple[str, ...]:
+    """Return the schemes that run every point on a model outside TINY: of the same kind of model one has them all."""
+    alike = model in KINDS_OF_ROTARY or (model in PAIRED and model not in DAILY_PAIRED)
+    return ONE_OF_EACH_SITE if alike else OF_EACH_SITE
 
 
 def is_daily(pair: Pair) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ SOURCE = _fixed(12, seed=7)
 TARGET = _fixed(9, seed=8)
 """What the decoder reads while a point is about the encoder: [1, 9]."""
 HEARD = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(9))
-"""What an encoder that hears takes in place of tokens: [1, mel bins, frames]."""
+"""What an encoder that hears takes in place of tokens, two frames for a state of it: [1, mel bins, frames]."""
 
 _DECODERS_OWN = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
 """Arguments that have a name of their own where they are the decoder's."""
@@ -56,17 +56,15 @@ def given(tiny: Tiny, stack: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return taken | {"input_ids": source, "attention_mask": torch.ones_like(source)}
 
 
-def caches(length: int) -> dict[str, Callable[[Any], Any]]:
-    """Return how a cache of each kind is made of a config, with room for `length` tokens."""
-    return {
-        "dynamic": lambda config: DynamicCache(config=config),
-        "static": lambda config: StaticCache(config=config, max_cache_len=length),
-    }
-
-
-def cache_of(kind: str, config: Any, stack: str, length: int) -> Any:
-    """Return an empty cache: of a decoder behind an encoder it has a part for what that one said."""
-    own = caches(length)[kind](config)
-    if not stack:
+def cache_of(kind: str, config: Any, tiny: Tiny, length: int) -> Any:
+    """Return an empty cache with room for `length` tokens; behind an encoder it has a part for what that one says."""
+    own = _cache(kind, config, length)
+    if not tiny.paired:
         return own
-    return EncoderDecoderCache(own, caches(SOURCE.shape[1])[kind](config))
+    seen = copy.deepcopy(config.get_text_config(decoder=True))  # by cross-attention, which has no sliding window
+    seen.sliding_window, seen.layer_types = None, None
+    return EncoderDecoderCache(own, _cache(kind, seen, HEARD.shape[2] // 2 if tiny.hears else SOURCE.shape[1]))
+
+
+def _cache(kind: str, config: Any, length: int) -> Any:
+    return DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=length)

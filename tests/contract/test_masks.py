@@ -15,14 +15,23 @@ from tests.contract.pairs import CHANGE, NOISE, Pair, gap, logits, placed, words
 
 IDS = words(2, 20)
 PADDED = 6
-LEAKY = ("bert (is_decoder)", "opt", "bert-generation", "bloom", "falcon", "biogpt", "xglm", "mpt", "openai-gpt")
+LEAKY = (
+    "bert (is_decoder)",
+    "opt",
+    "house",
+    "bloom",
+    "falcon",
+    "biogpt",
+    "xglm",
+    "mpt",
+    "openai-gpt",
+    "t5gemma",
+)
 """Models whose own code lets packed documents see one another."""
 COUNTS_EMBEDDINGS_OTHERWISE = ("esm",)
 """Models whose own code reads other rows of its table for embeddings than for the tokens that they are of."""
 CONVOLVED = ("convbert",)
 """Models whose own code convolves padding with the words: it is seen beside attention, whatever the positions."""
-DEAF = ("bloom", "mpt")
-"""Models whose own code drops position ids, without a word, before they reach attention."""
 IMPLEMENTATIONS = ("sdpa", "eager")
 
 not_convolved = pytest.mark.pairs(lambda pair: pair.model not in CONVOLVED)
@@ -55,7 +64,7 @@ def test_left_padding_with_position_ids(pair: Pair, implementation: str) -> None
     assert gap(found[0], pair.logits(model, ids[:1])[0]) < NOISE
 
 
-@pytest.mark.pairs(lambda pair: pair.traits.relative and pair.model not in CONVOLVED)
+@pytest.mark.pairs(lambda pair: pair.relative and pair.model not in CONVOLVED)
 def test_left_padding_without_position_ids(pair: Pair) -> None:
     model = pair.specimen()
     ids, mask = left_padded()
@@ -110,18 +119,15 @@ def test_packed_documents_do_not_leak(pair: Pair, implementation: str) -> None:
 def test_random_positions_are_used_as_given(pair: Pair) -> None:
     """Positions with holes (PoSE, interpolation) must act: an all-ones mask keeps transformers from packing.
 
-    Where the native class takes no position ids, it drops them without a word; swapped, RoFormer goes by them.
+    Where the native class takes no position ids, it drops them without a word; swapped, it goes by them.
     """
-    holes = torch.cat([torch.arange(8), torch.arange(19, 31)])[None] + first_position(pair)
+    holes = torch.cat([torch.arange(5), torch.arange(16, 31)])[None] + first_position(pair)  # inside a chunk of Llama 4
     native, found = (
         gap(pair.logits(model, IDS[:1], position_ids=holes), pair.logits(model, IDS[:1]))
         for model in (pair.native(), pair.specimen())
     )
     assert (native > 0) == pair.takes("position_ids")
-    if pair.model in DEAF:
-        assert found == 0
-    else:
-        assert (found > CHANGE) == (pair.plan.scheme.kind != "none")
+    assert (found > CHANGE) == (pair.plan.scheme.kind != "none")
 
 
 def test_sdpa_equals_eager_and_the_choice_is_kept(pair: Pair) -> None:

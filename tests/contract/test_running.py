@@ -102,7 +102,7 @@ def test_generating_from_padded_sources_equals_one_by_one(pair: Pair, beams: int
         assert row.tolist() == expected.tolist()
 
 
-@pytest.mark.pairs(lambda pair: pair.tiny.generates and pair.cached and (pair.placed or pair.traits.relative))
+@pytest.mark.pairs(lambda pair: pair.tiny.generates and pair.cached and (pair.placed or pair.relative))
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_padded_batch_steps_through_a_cache(pair: Pair, kind: str) -> None:
     model = pair.specimen()

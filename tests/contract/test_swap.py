@@ -16,7 +16,7 @@ from hf_posswap.schemes import SCHEMES
 from tests.contract.models import LENGTH, TINY
 from tests.contract.others import ALL, OTHERS
 from tests.contract.paired import PAIRED
-from tests.contract.pairs import CHANGE, NOISE, OF_EACH_SITE, Pair, all_pairs, gap, once, words
+from tests.contract.pairs import CHANGE, NOISE, Pair, all_pairs, gap, once, schemes_for, words
 from tests.families import vision_models
 from tests.toys.registration import TOY_MODEL, TOY_SCHEME, registered
 
@@ -36,7 +36,7 @@ def assert_same_state(model: Any, before: dict[str, torch.Tensor]) -> None:
 def test_every_scheme_and_every_model_is_here() -> None:
     pairs = {(pair.model, pair.scheme) for pair in all_pairs()}
     full = {(model, scheme) for model in TINY for scheme in [*SCHEMES, TOY_SCHEME]}
-    assert pairs == full | {(model, scheme) for model in (*OTHERS, *PAIRED) for scheme in OF_EACH_SITE}
+    assert pairs == full | {(model, scheme) for model in (*OTHERS, *PAIRED) for scheme in schemes_for(model)}
     assert len(ALL) == len(TINY) + len(OTHERS) + len(PAIRED)
     assert TOY_MODEL in TINY
     assert TOY_SCHEME not in SCHEMES
