@@ -69,6 +69,10 @@ class PositionRangeError(PosswapError, IndexError):
     """A position lies beyond the end of the model's position table."""
 
 
+class PositionShapeError(PosswapError, ValueError):
+    """Position ids are not as many as the tokens that they are of."""
+
+
 class RecordError(PosswapError, ValueError):
     """A SwapRecord (`config.posswap`) that cannot be read or does not fit the model."""
 

@@ -22,7 +22,7 @@ from hf_posswap.patching.cache_view import rotating, self_attention_cache, takes
 from hf_posswap.patching.config_view import ATTENTION_NAME, ConfigView
 from hf_posswap.patching.offloaded import bring_all
 from hf_posswap.patching.pieces import attend_in_pieces
-from hf_posswap.patching.positions import ForwardMemo, Span, after_padding, find_span
+from hf_posswap.patching.positions import ForwardMemo, Span, after_padding, check_fits, find_span
 from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.piece import Piece
 
@@ -168,11 +168,11 @@ class PositionHook:
         tokens_first: Any = getattr(module, "tokens_first", None)
         hidden = hidden if tokens_first is None else tokens_first(hidden)
         cache: Any = None if self.cache_argument is None else kwargs.get(self.cache_argument)
-        position_ids = kwargs.get("position_ids")
+        position_ids, first = kwargs.get("position_ids"), self.first
         if position_ids is None and self.memo.given is not None:
-            position_ids = self._untold(module)
+            position_ids, first = self._untold(module), self.first if self.memo.told else 0
         layer: Any = getattr(module, "layer_idx", None)  # where there is no cache, there may be none
-        span = find_span(hidden, position_ids, self_attention_cache(cache), layer, self.memo, self.first)
+        span = find_span(hidden, position_ids, self_attention_cache(cache), layer, self.memo, first)
         mechanism = self.mechanism
         copies = mechanism.copies > 1 and takes_copies(self_attention_cache(cache), layer, mechanism.head_dim)
         writes_rotated = cache is not None and mechanism.stores_rotated_keys and (mechanism.rotates or copies)
@@ -194,8 +194,8 @@ class PositionHook:
 class StartHook:
     """Pre-hook and hook of the module that takes the input: nothing of another forward is ever reused.
 
-    Some models add position ids to their table and do not tell their attention of them: it keeps them meanwhile. Where
-    a model takes none, positions that skip left padding stand for them.
+    Some models add position ids to their table and do not tell their attention of them, or know of none: it keeps them
+    meanwhile. Where none are given to those, positions that skip left padding stand for them.
 
     Args:
         owner: the module that carries the mechanism, which has no forward that could bring weights that are offloaded.
@@ -215,8 +215,12 @@ class StartHook:
         given = dict(zip(self.signature, args, strict=False)) | kwargs
         checkpoints = (getattr(part, "gradient_checkpointing", False) for part in module.modules())
         self.memo.runs_again = module.training and any(checkpoints)
+        self.memo.given = given.get("position_ids")
+        self.memo.told = self.memo.given is not None
         if "position_ids" in self.signature:
-            self.memo.given = given.get("position_ids")
+            return
+        if self.memo.given is not None:
+            check_fits(self.memo.given, given)  # no code of the model's own does
         else:
             self.memo.given = after_padding(given, only_if_padded=self.memo.runs_again)
 

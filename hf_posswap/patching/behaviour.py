@@ -48,8 +48,10 @@ def behaviour(model: Any, tokens: int, seed: int) -> dict[str, str]:
         spread = _spread(twin, plan, probe, _gap(far, probe.run(twin, probe.near)), noise)
         order = _order(twin, plan, probe, noise)
         expected = expectation(twin)  # before the swap is taken back
-        native = None if expected is None else probe.run(unpatch_model(twin), probe.far)
-        out["unswapped model"] = _difference(plan, expected, far, native, noise)
+        where = probe.near if probe.handed_on else probe.far  # the unswapped model would drop them
+        here = probe.run(twin, where)
+        native = None if expected is None else probe.run(unpatch_model(twin), where)
+        out["unswapped model"] = _difference(plan, expected, here, native, noise)
     return out | {"shifted positions": shift, "spread positions": spread, "order of tokens": order}
 
 
@@ -168,7 +170,7 @@ def _order(model: Any, plan: SwapPlan, probe: Probe, noise: float) -> str:
     """Reverse the past of the last token, in each stack: it must notice, unless the scheme knows no positions."""
     here, found = probe.run(model, probe.near)[:, -1], []
     for name, scheme in plan.schemes.items():
-        way = "encoder_ids" if name == "encoder" else "ids"
+        way = "encoder_ids" if name == "encoder" and model.config.is_encoder_decoder else "ids"
         gap = _gap(here, probe.run(model, probe.near, **{way: probe.reordered()})[:, -1])
         said = f"{name}: " if name and len(plan.schemes) > 1 else ""
         found.append(f"{said}reversing the past moves the last logits by {gap:.3g}")

@@ -27,6 +27,7 @@ from hf_posswap.patching.rotary_plan import keeping, native_swap, neutral_values
 from hf_posswap.patching.show import brief
 from hf_posswap.patching.table_actions import BlendTable, GuardLength, RemoveTable, ReplaceTable
 from hf_posswap.patching.table_buffer import RemoveTableBuffer
+from hf_posswap.patching.told import HandOn, hand_on, refuse_unclaimed
 from hf_posswap.patching.wrapped import refuse_written
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.blend import Blend
@@ -70,6 +71,7 @@ class Planner:
         self._left_alone()
         self._follow_length()
         self._config()
+        self._hand_on()
         self.notes += map(KEPT_IN_MEMORY.format, offloaded_tables(self.model, self.edits))
         several = len(adaptation) > 1
         notes = dict.fromkeys(note for scheme in self.schemes.values() for note in scheme.notes())
@@ -160,6 +162,23 @@ class Planner:
             self.notes.append("Stock transformers would change other weights with the length.")
         for edit in (*saved_tables(self.model, self.sites), *found):
             self._edit(*edit)
+
+    def _hand_on(self) -> None:
+        """Plan that position ids are obeyed or refused which the model's own code drops without a word."""
+        found: list[tuple[str, HandOn | None]] = []
+        for stack in self.sites.stacks:
+            scheme = self.schemes.get(stack.name)
+            if scheme is not None and scheme.kind == "none":
+                continue  # it has no positions
+            counts = scheme is None or scheme.table_part is not None or not scheme.acts_inside
+            if isinstance(scheme, Blend):
+                counts = stack.table is not None
+            found.append((stack.name, hand_on(self.model, stack, counts=counts, native=self.route == "native")))
+        found.append((self.sites.main.name, refuse_unclaimed(self.model, self.sites)))
+        for name, action in found:
+            if action is not None:
+                where, after = action.entry or "(model)", "refused" if action.refusal else "handed on"
+                self.edits.append(Edit("attention", where, "drops position ids", after, action, name))
 
     def _edit(self, site: str, path: str, before: str, after: str, action: Action) -> None:
         self.edits.append(Edit(site, path, before, after, action, self.stack.name))
@@ -283,15 +302,23 @@ class Planner:
         """Plan a mechanism in the place of one that is native inside attention, and of the table beside it."""
         if self.stack.table is not None:
             self._drop_table(rows=None)
+        if self._zeros_say_it:
+            return self._clear_rows(native=True)
         self._attention()
         self._clear_rows()
 
-    def _clear_rows(self) -> None:
+    @property
+    def _zeros_say_it(self) -> bool:
+        """Whether a stock model with rows of zeros does what the scheme does: a bias of zero is none."""
+        biased = bool(self._rows) and (self.stack.inside or {}).get("name") == "t5"
+        return biased and self.scheme.kind == "none" and not self.scheme.acts_inside and self.site == "auto"
+
+    def _clear_rows(self, *, native: bool = False) -> None:
         """Plan that the rows go from which the mechanism native inside attention was made."""
         for path in self._rows:
             embedding = self.model.get_submodule(path)
             before = f"{embedding.weight.shape[0]} rows"
-            self._edit("attention", path, before, "nothing added", RemoveRows(path, native=False))
+            self._edit("attention", path, before, "nothing added", RemoveRows(path, native=native))
             self.unused[f"{path}.weight"] = embedding.weight.numel()
 
     @property

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posswap.errors import PositionShapeError
+
 
 @dataclass
 class Span:
@@ -144,6 +146,8 @@ class ForwardMemo:
     entries: list[tuple[tuple[Any, ...], Span]] = field(default_factory=list)
     given: Tensor | None = None
     """Position ids [B or 1, Q] that the model was given: not all models tell their attention of them."""
+    told: bool = False
+    """Whether a caller gave them, in the model's own count; otherwise they count from 0."""
     runs_again: bool = False
     """Whether layers run again in the backward."""
     drops_bias: bool = False
@@ -173,7 +177,7 @@ class ForwardMemo:
         return ForwardMemo(drops_bias=self.drops_bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"entries": [], "given": None, "runs_again": False, "drops_bias": self.drops_bias}
+        return {"entries": [], "given": None, "told": False, "runs_again": False, "drops_bias": self.drops_bias}
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_posswap.families.sites import Stack
 from hf_posswap.patching.offloaded import device_of
+from hf_posswap.patching.told import HandOn
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Probe:
         near: positions [1, Q] that count from the start.
         far: positions [1, Q] spread over the original length, so that slow angles show as well.
         position_argument: what the model calls its position ids; None: it takes none.
+        handed_on: whether it takes them since it was swapped: its own code drops them.
         features: what a model that hears takes in place of tokens, or None.
     """
 
@@ -33,6 +35,7 @@ class Probe:
     near: Tensor
     far: Tensor
     position_argument: str | None
+    handed_on: bool
     features: Tensor | None
 
     def run(
@@ -82,7 +85,12 @@ def make_probe(model: Any, tokens: int, seed: int) -> Probe:
     far = near * max(1, (longest - 1) // max(1, tokens - 1))
     first, argument = sites.first_position, _position_argument(model, sites.main)
     return Probe(
-        ids, near + first, near + first if argument is None else far + first, argument, _features(model, generator)
+        ids=ids,
+        near=near + first,
+        far=near + first if argument is None else far + first,
+        position_argument=argument,
+        handed_on=_handing_on(model, sites.main) is not None,
+        features=_features(model, generator),
     )
 
 
@@ -97,11 +105,20 @@ def _position_argument(model: Any, main: Stack) -> str | None:
     taken = inspect.signature(type(model.base_model if model.config.is_encoder_decoder else model).forward).parameters
     if model.config.is_encoder_decoder:
         return "decoder_position_ids" if "decoder_position_ids" in taken else None
-    if "position_ids" in taken:
+    handing_on = _handing_on(model, main)
+    if handing_on is not None and handing_on.refusal:
+        return None
+    if "position_ids" in taken or handing_on is not None:
         return "position_ids"
     passes = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     entry = inspect.signature(type(model.get_submodule(main.entry)).forward).parameters
     return "position_ids" if passes and "position_ids" in entry else None
+
+
+def _handing_on(model: Any, main: Stack) -> HandOn | None:
+    """Return what hands the position ids that `model` is given on to its main stack; None: its own code does."""
+    actions = (edit.action for edit in model._posswap.plan.edits if edit.stack == main.name)
+    return next((action for action in actions if isinstance(action, HandOn) and action.entry is not None), None)
 
 
 def _features(model: Any, generator: torch.Generator) -> Tensor | None:

@@ -12,9 +12,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForMaskedLM
 
-from hf_posswap import patch_model
+from hf_posswap import patch_model, unpatch_model
 from hf_posswap.errors import DataError
 from hf_posswap.families.locating import locate
+from hf_posswap.families.tiny import tiny_model
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import (
     Collate,
@@ -148,6 +149,20 @@ def test_jumping_positions_attend_across_and_are_in_force(
     cut_off = {name: value for name, value in batch.items() if name != "attention_mask"}
     assert (logits(model, cut_off) - found).abs().max() > 1e-3  # what transformers makes of it without the mask
     prove_packing(model, data)
+
+
+@pytest.mark.parametrize("kind", ["BloomForCausalLM", "MptForCausalLM"])
+def test_a_model_whose_own_code_drops_position_ids(tmp_path: Path, kind: str) -> None:
+    """Swapped, its positions jump as they should; its masks know of no documents, and the proof says so."""
+    model = tiny_model(kind, meta=False, vocab_size=300)
+    patch_model(model, "rope", max_length=TARGET)
+    prove_packing(model, built(tmp_path, "pose"))
+    prove_packing(model, built(tmp_path, "random-positions"))
+    with pytest.raises(DataError, match="documents leak into one another"):
+        prove_packing(model, built(tmp_path, "documents"))
+    unpatch_model(model)
+    with pytest.raises(DataError, match="its forward ignores position_ids"):
+        prove_packing(model, built(tmp_path, "pose"))
 
 
 @pytest.mark.parametrize("scheme", ["learned", "rope"])
