@@ -113,6 +113,10 @@ class RemoveRows:
         zeros = weight.new_zeros(weight.shape if self.native else SENTINEL_SHAPE).detach()
         model.set_submodule(self.path, NoRows(zeros, weight.shape[1]))
 
+    def dress(self, model: Any) -> None:
+        """Give a natively loaded model, whose rows are zeros that could be trained, rows that stay zeros."""
+        self.apply(model, [])
+
     def problem(self, model: Any) -> str | None:
         """Return what is wrong where this was carried out, or None."""
         held = model.get_submodule(self.path)
