@@ -35,6 +35,7 @@ class Tiny:
         projections: modules that LoRA adapts.
         generates: whether `generate` works on it.
         inside: the registered scheme that is native inside its attention; "": none is.
+        rounding: what its own class differs by, beyond NOISE, between words at once and one by one.
         paired: whether an encoder feeds its decoder.
         hears: whether the encoder takes sound.
         merged: whether the decoder attends to its own words and to the encoder's in one, by the positions of both.
@@ -47,6 +48,7 @@ class Tiny:
     projections: tuple[str, ...]
     generates: bool = True
     inside: str = ""
+    rounding: float = 0.0
     paired: bool = False
     hears: bool = False
     merged: bool = False

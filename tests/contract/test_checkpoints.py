@@ -110,6 +110,14 @@ def test_stock_classes_load_native_checkpoints_and_refuse_the_others(pair: Pair,
         assert not refusal.errisinstance(AttributeError) or "pip install hf-posswap" in str(refusal.value)
 
 
+@pytest.mark.pairs(lambda pair: pair.stack == "decoder" and pair.plan.route == "native")
+def test_a_native_encoder_decoder_becomes_a_stock_one(pair: Pair) -> None:
+    stock = hf_posswap.to_native(pair.specimen())
+    assert type(stock) is pair.tiny.stock
+    assert type(stock.config) is pair.tiny.stock.config_class
+    assert gap(pair.logits(stock, ids_for(pair)), pair.logits(pair.specimen(), ids_for(pair))) == 0
+
+
 @once
 def test_bfloat16_checkpoints_keep_their_precision(pair: Pair, tmp_path: Path) -> None:
     model = pair.swapped().to(torch.bfloat16)

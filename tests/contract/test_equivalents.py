@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import hf_posswap
-from hf_posswap import patch_model
+from hf_posswap import patch_model, unpatch_model
 from tests.contract import twins
 from tests.contract.models import LENGTH, PADDING, build
-from tests.contract.pairs import CHANGE, gap, logits, words
+from tests.contract.pairs import CHANGE, Pair, gap, logits, words
 from tests.contract.test_running import piecewise
 
 CLOSE = 1e-5
@@ -151,6 +151,35 @@ def test_gpt2_without_positions_equals_a_zero_table() -> None:
     patch_model(model, "nope", max_length=LONG)
     short = IDS[:, :LENGTH]
     assert gap(logits(model, short), logits(native, short)) == 0
+
+
+@pytest.mark.parametrize("name", ["t5", "umt5", "longt5"])
+def test_a_t5_decoder_without_positions_is_a_stock_t5_with_a_table_of_zeros(name: str, tmp_path: Path) -> None:
+    pair = Pair(name, "nope", stack="decoder")
+    model, native = pair.native(), pair.native()
+    before = pair.logits(model, IDS)
+    plan = patch_model(model, {"decoder": "nope"})
+    assert plan.route == "native"
+    with torch.no_grad():
+        for path in plan.unused:
+            native.get_parameter(path).zero_()
+    expected = pair.logits(native, IDS)
+    assert gap(expected, before) > CHANGE
+    hf_posswap.save(model, tmp_path)
+    stock, dressed = pair.tiny.stock.from_pretrained(tmp_path), hf_posswap.load(tmp_path)
+    for each in (model, stock, dressed, hf_posswap.to_native(model)):
+        assert gap(pair.logits(each, IDS), expected) == 0
+    trained = {path for path, _ in dressed.named_parameters()}  # stock classes would train the zeros
+    assert not trained & set(plan.unused)
+    assert gap(pair.logits(unpatch_model(model), IDS), before) == 0
+
+
+def test_nope_asked_for_inside_a_t5_decoder_is_the_same_by_the_plugin() -> None:
+    pair = Pair("t5", "nope", stack="decoder")
+    outside, inside = pair.native(), pair.native()
+    patch_model(outside, {"decoder": "nope"})
+    assert patch_model(inside, {"decoder": "nope"}, site="attention").route == "plugin"
+    assert gap(pair.logits(inside, IDS), pair.logits(outside, IDS)) < CLOSE
 
 
 def alibi_mask(mask: Tensor, first_query: int) -> Tensor:

@@ -46,7 +46,7 @@ def test_a_model_stands_for_every_family() -> None:
     """A family that sees images stands among models of its own, which are asked nothing about words."""
     with registered():
         reading = {family_of(tiny.config()).name for tiny in ALL.values()}
-        seeing = {family_of(vision_models.config_of(name)).name for name in vision_models.FIRST}
+        seeing = {family_of(vision_models.config_of(name)).name for name in vision_models.OF_EACH_FAMILY}
         assert reading | seeing == set(FAMILIES)
         assert seeing == {name for name, family in FAMILIES.items() if any(part.image for part in family.parts)}
 
