@@ -11,7 +11,7 @@ import torch
 
 from hf_posswap.errors import NotEnoughMemoryError
 from hf_posswap.evaluation.reach import Reach, reach_of
-from hf_posswap.kernels.made_bias import PAIRS
+from hf_posswap.kernels.made_bias import queries_at_once
 from hf_posswap.patching.backends import LARGE_BIAS, LEAST_PAIRS
 from hf_posswap.patching.pieces import BLOCK
 from hf_posswap.schemes.base import Mechanism
@@ -118,7 +118,7 @@ def _pairs_at_once(mechanism: Mechanism, model: Any, rows: int, length: int) -> 
     if rows == length and (mechanism.distance_only or mechanism.slopes is not None):
         return _LINES * length
     large = not mechanism.distance_only or model.config.get_text_config().num_attention_heads * whole >= LARGE_BIAS
-    return min(whole, max(PAIRS, length)) if large else whole
+    return min(rows, queries_at_once(length)) * length if large else whole
 
 
 def _first(config: Any, *names: str) -> int | None:

@@ -12,6 +12,8 @@ from hf_posswap.kernels.fused import bias_dtype
 
 PAIRS = 2**17
 """Pairs of a query and a key, in all rows of a batch, whose bias is there at once."""
+LEAST_ROWS = 32
+"""Queries, in all rows of a batch, taken at once at least: each time all keys and values are read again."""
 
 Make = Callable[[slice, slice], Tensor]
 """The bias of a range of queries to a range of keys, [1 or B, H, q, k]."""
@@ -44,6 +46,16 @@ def attend_made(
     return attend(query, key, value, bias, scaling=scaling)
 
 
+def queries_at_once(keys: int, batch: int = 1) -> int:
+    """Return for how many queries of each row of a batch the bias to `keys` keys is there at once.
+
+    Example:
+        >>> queries_at_once(2048), queries_at_once(32768)
+        (64, 32)
+    """
+    return max(1, PAIRS // (keys * batch), LEAST_ROWS // batch)
+
+
 class MadeBias:
     """The bias of a few queries, made when it is needed, and once more for its gradient."""
 
@@ -53,7 +65,7 @@ class MadeBias:
         self.parameters = tuple(parameters)
         self.maker, self.mask, self.causal = make, mask, causal
         self.length, self.keys = query.shape[2], key.shape[2]
-        self.rows = max(1, PAIRS // (self.keys * query.shape[0]))
+        self.rows = queries_at_once(self.keys, query.shape[0])
         self.dtype, self.lowest = bias_dtype(query.dtype), torch.finfo(query.dtype).min
         self.changes: list[Tensor | None] = [None] * len(self.parameters)
 

@@ -93,7 +93,7 @@ def test_any_bias_with_any_mask(length: int, past: int, pairs: int, masked: str)
         seen = seen[:1]
     added = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
     given_mask = {"bool": seen, "additive": added}.get(masked)
-    with patch.object(made_bias, "PAIRS", pairs):
+    with patch.multiple(made_bias, PAIRS=pairs, LEAST_ROWS=1):
         found = attend_made(*qkv, make, [weight], given_mask, scaling=SCALING, causal=masked == "causal")
         same_with_gradients(found, dense(*qkv, make(slice(None), slice(None)), seen), [*qkv, weight])
 
