@@ -21,7 +21,7 @@ class ImageSpec:
         patches: path of the convolution whose stride is the patch, below `embeddings`.
         prefix: tokens before the patches that have no place in the image: class, distillation.
         embeddings: path, from the base model, of the module that makes the tokens. Its method
-            `interpolate_pos_encoding` gives the rows, where its forward is told to ask it.
+            `interpolate_pos_encoding` gives the rows, where its forward is told to ask it, or always does.
         ids: path of the buffer [1, P] with one entry a row, below `embeddings`; None: there is none.
         square_config: whether its code takes square images alone from the config.
         square_heads: classes whose head takes the patches for a square.

@@ -30,6 +30,8 @@ REFUSED: dict[str, str] = {
     "fsmt": _OWN_CODE,
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFTS),
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), _THETAS),
+    "beit": "a learned bias for each pair of patches is added to its attention scores, by code of its own",
+    "dinov2_with_registers": "its register tokens come after its table, which has no rows for them",
     "blt": "four stacks of layers, over bytes and over patches, each have a rotary of their own",
     "encoder-decoder": "it is made of two models of your choice: swap those, model.encoder and model.decoder",
     "ibert": "its position table is quantised with the rest of its weights",

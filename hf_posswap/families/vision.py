@@ -52,6 +52,21 @@ register(
 )
 register(
     Family(
+        name="dinov2",
+        summary="DINOv2: learned table of patches after a class token, interpolated by itself, sees images",
+        model_types=("dinov2",),
+        stacks=(
+            StackSpec(
+                "",
+                "encoder.layer.*.attention",
+                causal=False,
+                image=ImageSpec(_TABLE, _PATCHES, prefix=1, square_config=True),
+            ),
+        ),
+    )
+)
+register(
+    Family(
         name="clip",
         summary="CLIP, by itself or in the whole model: learned table of patches after a class token, sees images",
         model_types=("clip", "clip_vision_model"),

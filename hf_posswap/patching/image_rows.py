@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ class AskForRows:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self.check(_size(args, kwargs))
-        return args, {**kwargs, ASKED: True}
+        told = ASKED in inspect.signature(type(module).forward).parameters  # where not, it asks for rows by itself
+        return args, {**kwargs, ASKED: True} if told else kwargs
 
     def check(self, size: tuple[int, int]) -> None:
         """Refuse an image size of which patches leave a rest, or that the model's head cannot take.

@@ -138,12 +138,18 @@ def _refuse_unproved(model: Any, sites: Sites, stack: Stack, scheme: Scheme, mec
         )
 
 
+def _outside(stack: Stack) -> str:
+    """Return what works where nothing can be put inside attention."""
+    if stack.image is not None:
+        return "What works: sinusoidal_2d, learned_2d, nope."
+    return "What works: sinusoidal, learned." if stack.table else "What works: no scheme of ours."
+
+
 def _refuse_closed(model: Any, stack: Stack) -> None:
     own = stack.spec.own
     for path in stack.attention if own is None or own.interface is None else ():
         if not has_interface(model.get_submodule(path)):
             raise UnsupportedSwapError(
                 f"{path} ({type(model.get_submodule(path)).__name__}) does not attend through transformers' "
-                "AttentionInterface, so a scheme cannot be put inside. "
-                + ("What works: sinusoidal, learned." if stack.table else "What works: no scheme of ours.")
+                "AttentionInterface, so a scheme cannot be put inside. " + _outside(stack)
             )

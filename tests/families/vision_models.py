@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.dinov2.modeling_dinov2 import Dinov2Layer
 
 SIZE, PATCH = 32, 8
 _SIZES: dict[str, Any] = {
@@ -43,19 +45,34 @@ CLASSES = {
     "SiglipForImageClassification": "SiglipConfig",
     "SiglipModel": "SiglipConfig",
 }
-FIRST = ("ViTForImageClassification", "DeiTForImageClassification", "CLIPVisionModel", "SiglipVisionModel")
-"""One class of each family."""
+DINO = {"Dinov2Model": "Dinov2Config", "Dinov2ForImageClassification": "Dinov2Config"}
+TOLD = "attention_mask" in inspect.signature(Dinov2Layer.forward).parameters
+"""Whether this transformers hands on to the attention of DINOv2 what its model is called with."""
+if TOLD:
+    CLASSES |= DINO
+OF_EACH_FAMILY = (
+    "ViTForImageClassification",
+    "DeiTForImageClassification",
+    "CLIPVisionModel",
+    "SiglipVisionModel",
+    "Dinov2ForImageClassification",
+)
+FIRST = tuple(name for name in OF_EACH_FAMILY if name in CLASSES)
+"""One class of each family that takes every scheme."""
 WHOLE = ("CLIPModel", "SiglipModel")
 SQUARE = ("ViTForMaskedImageModeling", "DeiTForMaskedImageModeling")
-PREFIX = {"ViT": 1, "DeiT": 2, "CLIP": 1, "Siglip": 0}
+PREFIX = {"ViT": 1, "DeiT": 2, "CLIP": 1, "Siglip": 0, "Dinov2": 1}
 
 
 def config_of(name: str, **changes: Any) -> Any:
     """Return the config of the class called `name`; `changes` are of what sees images."""
-    cls = getattr(transformers, CLASSES[name])
+    config_class = (CLASSES | DINO)[name]
+    cls = getattr(transformers, config_class)
     values = _SIZES | changes
-    if CLASSES[name] in ("CLIPConfig", "SiglipConfig"):
+    if config_class in ("CLIPConfig", "SiglipConfig"):
         return cls(vision_config=values, text_config=_TEXT)
+    if name in DINO:
+        values = {key: value for key, value in values.items() if key != "intermediate_size"} | {"mlp_ratio": 2}
     return cls(**values | ({"encoder_stride": PATCH} if name in SQUARE else {}))
 
 
