@@ -48,6 +48,7 @@ class OwnAttention:
         closed: of a config, why nothing can be put inside its attention, or None; None: nothing speaks against it.
         relative: positions inside attention that are no scheme; None: there are none.
         ends: whether its own causal mask ends where the original length does.
+        eager_masks: whether the masks that the model makes are for eager attention alone.
     """
 
     interface: Callable[[nn.Module], type | str] | None = None
@@ -61,6 +62,7 @@ class OwnAttention:
     closed: Callable[[Any], str | None] | None = None
     relative: RelativePart | None = None
     ends: bool = False
+    eager_masks: bool = False
 
     def inside(self, config: Any) -> NativeScheme | None:
         """Return the position mechanism that is native inside attention, or None."""

@@ -170,7 +170,13 @@ register(
         name="mpt",
         summary="MPT: ALiBi, causal",
         model_types=("mpt",),
-        stacks=(StackSpec("", "blocks.*.attn", own=OwnAttention(_mpt, positions=_alibi, length_name="max_seq_len")),),
+        stacks=(
+            StackSpec(
+                "",
+                "blocks.*.attn",
+                own=OwnAttention(_mpt, positions=_alibi, length_name="max_seq_len", eager_masks=True),
+            ),
+        ),
     )
 )
 register(

@@ -40,7 +40,9 @@ class RestoreChild:
 
     def __call__(self, model: nn.Module) -> None:
         reference = next((p for p in model.parameters() if p.device.type != "meta"), None)
-        if reference is not None:
+        if reference is not None and not any(
+            one.is_meta for one in (*self.module.parameters(), *self.module.buffers())
+        ):
             self.module.to(reference.device)
         substitute = next(model.get_submodule(self.path).buffers(recurse=False), None)  # it was cast with the model
         if substitute is not None:

@@ -18,17 +18,25 @@ class NoPositions(nn.Module):
 
     Its buffer `weight` keeps the table's place in the state dict: zeros of the table's shape where stock transformers
     can then run the checkpoint as it is, or one lone zero where it cannot, so that the native class fails to load it
-    with a size mismatch instead of inventing a random table.
+    with a size mismatch instead of inventing a random table. A table that is computed has no such place.
 
     Args:
         weight: zeros, [P, E] or [1].
+        saved: whether it is in the state dict; if not, nobody fills it when the model is loaded, and nothing reads it.
     """
 
     weight: Tensor
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, *, saved: bool = True) -> None:
         super().__init__()
-        self.register_buffer("weight", weight)
+        self.register_buffer("weight", weight, persistent=saved)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing but zeros stands for the table."""
+        if self.weight.is_meta or "weight" in self._non_persistent_buffers_set:
+            return True
+        return not bool(self.weight.any())
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         """Return a zero without dimensions: it broadcasts, promotes no dtype, and on the CPU it meets any device."""

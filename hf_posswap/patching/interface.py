@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from hf_posswap.patching.actions import RestoreChild, Undo
@@ -120,8 +119,11 @@ class RemoveRows:
     def problem(self, model: Any) -> str | None:
         """Return what is wrong where this was carried out, or None."""
         held = model.get_submodule(self.path)
-        gone = isinstance(held, NoRows) and (held.weight.is_meta or not bool(torch.any(held.weight)))
-        return None if gone else "the rows that native positions are made from are still there"
+        return (
+            None
+            if isinstance(held, NoRows) and held.is_empty
+            else "the rows that native positions are made from are still there"
+        )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import Action, EditConfig, SetAttribute
 from hf_posswap.patching.attention_actions import AddMechanism, PatchAttention
+from hf_posswap.patching.choosing import let_choose
 from hf_posswap.patching.following import followed, saved_tables
 from hf_posswap.patching.image_actions import PatchImageAttention, TellPlaces
 from hf_posswap.patching.image_plan import image_plan, kept_or_resized
@@ -72,6 +73,7 @@ class Planner:
         self._follow_length()
         self._config()
         self._hand_on()
+        self._let_choose()
         self.notes += map(KEPT_IN_MEMORY.format, offloaded_tables(self.model, self.edits))
         several = len(adaptation) > 1
         notes = dict.fromkeys(note for scheme in self.schemes.values() for note in scheme.notes())
@@ -180,6 +182,17 @@ class Planner:
                 where, after = action.entry or "(model)", "refused" if action.refusal else "handed on"
                 self.edits.append(Edit("attention", where, "drops position ids", after, action, name))
 
+    def _let_choose(self) -> None:
+        """Plan that one can choose how a model attends that was given the interface."""
+        action = let_choose(self.model, self.sites, self.edits)
+        if action is None:
+            return
+        ways = "eager or sdpa" if action.sdpa else "eager alone"
+        self._edit("attention", "(model)", "attends as its class does", f"attends as is chosen: {ways}", action)
+        self.notes.append(
+            f"set_attn_implementation: {ways}. The stock class ignores it, with a warning; flash and flex are refused."
+        )
+
     def _edit(self, site: str, path: str, before: str, after: str, action: Action) -> None:
         self.edits.append(Edit(site, path, before, after, action, self.stack.name))
 
@@ -222,7 +235,7 @@ class Planner:
             self.unused[f"{path}.weight"] = self.model.get_submodule(path).weight.numel()
         owner, _, leaf = path.rpartition(".")
         is_buffer = leaf in self.model.get_submodule(owner)._buffers
-        remove = RemoveTableBuffer(path) if is_buffer else RemoveTable(path, rows)
+        remove = RemoveTableBuffer(path) if is_buffer else RemoveTable(path, rows, self._is_computed)
         self._edit("embedding", path, self._table_before(), "nothing added", remove)
         self._guard(capacity=None)
 

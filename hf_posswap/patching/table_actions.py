@@ -115,11 +115,13 @@ class RemoveTable:
 
     Attributes:
         rows: zero rows that stand for it in the state dict; None: one lone zero, so that stock classes refuse.
+        computed: whether the state dict never held it, so that nothing need stand for it there.
     """
 
     takes_weights: ClassVar[bool] = True
     path: str
     rows: int | None
+    computed: bool = False
 
     def apply(self, model: Any, undo: list[Undo]) -> None:
         table = model.get_submodule(self.path)
@@ -127,7 +129,7 @@ class RemoveTable:
         old = table_of(table)
         shape = SENTINEL_SHAPE if self.rows is None else (self.rows, old.shape[1])
         zeros = torch.zeros(shape, dtype=old.dtype, device=old.device)  # plain, where the table is quantised
-        model.set_submodule(self.path, NoPositions(zeros))
+        model.set_submodule(self.path, NoPositions(zeros, saved=not self.computed))
 
 
 @dataclass

@@ -50,7 +50,7 @@ class RemoveTableBuffer:
         buffer = owner._buffers.pop(leaf)
         undo.insert(0, RestoreTableBuffer(self.path, buffer))
         owner._non_persistent_buffers_set.discard(leaf)
-        owner.add_module(leaf, NoRows(buffer.new_zeros(SENTINEL_SHAPE)))
+        owner.add_module(leaf, NoRows(buffer.new_zeros(SENTINEL_SHAPE), saved=False))
 
     def problem(self, model: Any) -> str | None:
         """Return what is wrong where this was carried out, or None."""

@@ -109,7 +109,7 @@ def _problem(model: Any, edit: Any, plan: Any) -> str | None:
 
 
 def _removal_problem(module: Any, action: Any) -> str | None:
-    if isinstance(action, RemoveTable) and not _is_empty(module):
+    if isinstance(action, RemoveTable) and not (isinstance(module, NoPositions) and module.is_empty):
         return "the position table is still there"
     if isinstance(action, NeutraliseRotary) and not isinstance(module, NeutralRotary):
         return "the native rotation is still active"
@@ -117,10 +117,6 @@ def _removal_problem(module: Any, action: Any) -> str | None:
         if not _has_hook(module, PositionHook) or not isinstance(module.config, ConfigView):
             return "the attention module does not carry the scheme"
     return None
-
-
-def _is_empty(module: Any) -> bool:
-    return isinstance(module, NoPositions) and (module.weight.is_meta or not bool(module.weight.any()))
 
 
 def _has_hook(module: Any, kind: type) -> bool:
