@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import hf_posswap
-from hf_posswap import patch_model, plan_swap, unpatch_model, verify_swap
+from hf_posswap import patch_model, unpatch_model, verify_swap
 from hf_posswap.errors import SchemeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.sites import Sites
@@ -169,10 +169,9 @@ def prove(subject: Subject, scheme: str, folder: Path) -> Cell:
     if hasattr(SCHEMES.get(scheme), "init_std"):  # at zero it would be no mechanism yet
         options["init_std"] = 1.0
     try:
-        plan = plan_swap(subject.model, scheme, **options)
+        plan = patch_model(subject.model, scheme, **options)
     except (UnsupportedSwapError, SchemeError) as error:
         return Cell("no", str(error))
-    patch_model(subject.model, scheme, **options)
     verify_swap(subject.model, tokens=LENGTH)
     swapped = subject.run(subject.ids)
     assert torch.isfinite(swapped).all()

@@ -35,7 +35,8 @@ class Tiny:
         projections: modules that LoRA adapts.
         generates: whether `generate` works on it.
         inside: the registered scheme that is native inside its attention; "": none is.
-        rounding: what its own class differs by, beyond NOISE, between words at once and one by one.
+        rounding: what its own class differs by, beyond NOISE, between two ways to compute the same.
+        steps: whether its own class says through a cache what it says at once.
         paired: whether an encoder feeds its decoder.
         hears: whether the encoder takes sound.
         merged: whether the decoder attends to its own words and to the encoder's in one, by the positions of both.
@@ -49,6 +50,7 @@ class Tiny:
     generates: bool = True
     inside: str = ""
     rounding: float = 0.0
+    steps: bool = True
     paired: bool = False
     hears: bool = False
     merged: bool = False

@@ -78,14 +78,6 @@ _XLM: dict[str, Any] = {
     "dropout": 0.0,
     "attention_dropout": 0.0,
 }
-_FNET: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": LENGTH,
-    "initializer_range": 0.2,
-    "hidden_dropout_prob": 0.0,
-}
 
 OTHERS: dict[str, Tiny] = {
     "gpt_neo": Tiny("GPTNeoForCausalLM", "GPTNeoConfig", _GPT_NEO, QV),
@@ -123,7 +115,6 @@ OTHERS: dict[str, Tiny] = {
         "LongformerForMaskedLM", "LongformerConfig", ROBERTA | {"attention_window": 8}, BERT_QV, generates=False
     ),
     "tapas": Tiny("TapasForMaskedLM", "TapasConfig", BERT, BERT_QV, generates=False),
-    "fnet": Tiny("FNetForMaskedLM", "FNetConfig", _FNET, ("intermediate.dense",), generates=False),
     **KINDS_OF_ROTARY,
 }
 """One model of each other family of one stack: the schemes of each site run every point on it."""

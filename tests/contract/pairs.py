@@ -135,7 +135,7 @@ class Pair:
     @property
     def cached(self) -> bool:
         """Whether the model sees only the past and keeps it: the first GPT takes no cache."""
-        return self.causal and self.tiny.rounding < CHANGE and self.takes("past_key_values")
+        return self.causal and self.tiny.steps and self.takes("past_key_values")
 
     @property
     def identity(self) -> bool:
@@ -143,6 +143,11 @@ class Pair:
         if self.scheme in ("rope", "dynamic") and self.plan.sites.rotary:
             return True  # angles that only differ past the original length
         return self.scheme in ("learned", self.tiny.inside)  # a kept table, or what is native inside attention
+
+    @property
+    def noise(self) -> float:
+        """The largest difference that two ways to compute the same make."""
+        return NOISE + self.tiny.rounding
 
     @property
     def learns(self) -> bool:

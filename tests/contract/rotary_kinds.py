@@ -27,5 +27,5 @@ KINDS_OF_ROTARY: dict[str, Tiny] = {
     ),
     "dbrx": _kind("Dbrx", "Dbrx", ("Wqkv",), n_layers=2),
     "hrm_text": replace(_kind("HrmText", "HrmText"), rounding=2e-4),
-    "zamba2": replace(_kind("Zamba2", "Zamba2"), rounding=0.1),
+    "zamba2": replace(_kind("Zamba2", "Zamba2"), rounding=2e-4, steps=False),
 }

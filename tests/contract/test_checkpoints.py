@@ -16,7 +16,7 @@ from hf_posswap.errors import AlreadyPatchedError, NotPatchedError, PositionRang
 from tests.contract.models import LENGTH
 from tests.contract.pairs import CHANGE, Pair, gap, once, words
 
-SETTLES_LATER = ("mpt", "t5gemma", "t5gemma2")
+SETTLES_LATER = ("mpt", "dbrx", "t5gemma", "t5gemma2")
 """Models whose own config writes more after it was read once: the dtype in the configs inside it."""
 MIXED = ("deberta",)
 """Models whose own class, loaded in bfloat16, keeps some biases in float32, and cannot run."""
@@ -24,7 +24,7 @@ MIXED = ("deberta",)
 THAWED = {"whisper": {"model.encoder.embed_positions.weight"}}
 """Parameters that a model's own class freezes, and loads trainable."""
 
-BLURRED = ("gemma3 (frequencies by layer type)",)
+BLURRED = ("gemma3 (frequencies by layer type)", "modernbert (an encoder of two types of layers)")
 """Models of which some layers keep their own angles: their class blurs those in a cast, and makes them anew."""
 
 

@@ -17,7 +17,7 @@ IDS = words(2, 20)
 PADDED = 6
 LEAKY = (
     *("bert (is_decoder)", "opt", "house", "bloom", "falcon", "biogpt", "xglm", "mpt", "openai-gpt"),
-    *("t5gemma", "gpt_oss (cos of half a head)", "qwen3_5 (sections of a text tower)"),
+    *("t5gemma", "gpt_oss (cos of half a head)", "qwen3_5 (sections of a text tower)", "zamba2"),
 )
 """Models whose own code lets packed documents see one another."""
 COUNTS_EMBEDDINGS_OTHERWISE = ("esm",)
@@ -52,8 +52,8 @@ def test_left_padding_with_position_ids(pair: Pair, implementation: str) -> None
     model = pair.specimen(implementation)
     ids, mask = left_padded()
     found = pair.logits(model, ids, attention_mask=mask, position_ids=counted(pair, mask))
-    assert gap(pair.rows(found[1], PADDED), pair.logits(model, ids[1:, PADDED:])[0]) < NOISE
-    assert gap(found[0], pair.logits(model, ids[:1])[0]) < NOISE
+    assert gap(pair.rows(found[1], PADDED), pair.logits(model, ids[1:, PADDED:])[0]) < pair.noise
+    assert gap(found[0], pair.logits(model, ids[:1])[0]) < pair.noise
 
 
 @pytest.mark.pairs(lambda pair: pair.relative and pair.model not in CONVOLVED)
@@ -61,7 +61,7 @@ def test_left_padding_without_position_ids(pair: Pair) -> None:
     model = pair.specimen()
     ids, mask = left_padded()
     found = pair.logits(model, ids, attention_mask=mask)
-    assert gap(pair.rows(found[1], PADDED), pair.logits(model, ids[1:, PADDED:])[0]) < NOISE
+    assert gap(pair.rows(found[1], PADDED), pair.logits(model, ids[1:, PADDED:])[0]) < pair.noise
 
 
 def right_padded() -> tuple[Tensor, Tensor]:
@@ -85,8 +85,8 @@ def test_right_padding(pair: Pair, implementation: str) -> None:
     model = pair.specimen(implementation)
     ids, mask = right_padded()
     found = pair.logits(model, ids, attention_mask=mask)
-    assert gap(pair.rows(found[1], None, -PADDED), pair.logits(model, ids[1:, :-PADDED])[0]) < NOISE
-    assert gap(found[0], pair.logits(model, ids[:1])[0]) < NOISE
+    assert gap(pair.rows(found[1], None, -PADDED), pair.logits(model, ids[1:, :-PADDED])[0]) < pair.noise
+    assert gap(found[0], pair.logits(model, ids[:1])[0]) < pair.noise
 
 
 def packed(pair: Pair, model: Any) -> Tensor:
@@ -103,7 +103,7 @@ def test_packed_documents_do_not_leak(pair: Pair, implementation: str) -> None:
     leaks = gap(packed(pair, native), pair.logits(native, IDS[:1, 8:])) > NOISE
     assert not leaks or pair.model in LEAKY, "the native model was thought to be tight"
     found = gap(packed(pair, model), pair.logits(model, IDS[:1, 8:]))
-    assert found < NOISE or leaks
+    assert found < pair.noise or leaks
 
 
 @placed
@@ -127,11 +127,11 @@ def test_sdpa_equals_eager_and_the_choice_is_kept(pair: Pair) -> None:
     attend(model, "sdpa")
     sdpa = pair.logits(model, IDS)
     assert not attend(model, "eager") or model.config._attn_implementation == "eager"
-    assert gap(pair.logits(model, IDS), sdpa) < NOISE
+    assert gap(pair.logits(model, IDS), sdpa) < pair.noise
     other = pair.native_with("eager")
     pair.patch(other)
     assert other.config._attn_implementation == "eager"
-    assert gap(pair.logits(other, IDS), sdpa) < NOISE
+    assert gap(pair.logits(other, IDS), sdpa) < pair.noise
     attend(other, "sdpa")
     assert gap(pair.logits(other, IDS), sdpa) == 0
 
@@ -140,7 +140,7 @@ def test_embeddings_in_place_of_ids(pair: Pair) -> None:
     if pair.model in COUNTS_EMBEDDINGS_OTHERWISE and pair.tabled:
         assert gap(embedded(pair, pair.native()), pair.logits(pair.native(), IDS)) > NOISE
         return
-    assert gap(embedded(pair, pair.specimen()), pair.logits(pair.specimen(), IDS)) < NOISE
+    assert gap(embedded(pair, pair.specimen()), pair.logits(pair.specimen(), IDS)) < pair.noise
 
 
 def embedded(pair: Pair, model: Any) -> Tensor:
@@ -154,4 +154,4 @@ def embedded(pair: Pair, model: Any) -> Tensor:
 def test_no_mask_at_all_equals_all_ones(pair: Pair) -> None:
     model = pair.specimen()
     ids = words(2, LENGTH - 3)
-    assert gap(pair.logits(model, ids, attention_mask=None), pair.logits(model, ids)) < NOISE
+    assert gap(pair.logits(model, ids, attention_mask=None), pair.logits(model, ids)) < pair.noise

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationMixin, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, StaticCache
 
 from hf_posswap.patching.cache_view import self_attention_cache
 from tests.contract.models import PADDING
@@ -18,6 +18,8 @@ from tests.contract.stacks import HEARD
 
 CHUNKS = {"steps": [1] * LONGER, "chunks": [7, 1, 9, 2, 40]}
 CACHES = ("dynamic", "static")
+UNSTATIC = ("led",)
+"""Models whose own code masks a static cache wrongly."""
 
 decoders = pytest.mark.pairs(lambda pair: pair.cached)
 generators = pytest.mark.pairs(lambda pair: pair.tiny.generates and not pair.stack)
@@ -38,21 +40,34 @@ def piecewise(model: Any, ids: Tensor, sizes: list[int], cache: Any, run: Callab
 @decoders
 @pytest.mark.parametrize("kind", CACHES)
 def test_cached_equals_full(pair: Pair, kind: str) -> None:
+    if kind == "static" and pair.model in UNSTATIC:
+        return
     model = pair.specimen()
     ids = words(2, pair.consistent_length)
     full = pair.logits(model, ids)
     for how, sizes in CHUNKS.items():
         cache = pair.cache(kind, model.config)
-        assert gap(piecewise(model, ids, sizes, cache, pair.logits), full) < NOISE + pair.tiny.rounding, f"in {how}"
+        assert gap(piecewise(model, ids, sizes, cache, pair.logits), full) < pair.noise, f"in {how}"
         assert type(self_attention_cache(cache)) in (DynamicCache, StaticCache)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", [name for name, tiny in ALL.items() if tiny.rounding > CHANGE])
+@pytest.mark.parametrize("name", [name for name, tiny in ALL.items() if not tiny.steps])
 def test_a_native_class_steps_otherwise_than_it_reads(name: str) -> None:
     model, ids = ALL[name].build(), words(2, 30)
     stepped = piecewise(model, ids, [1] * 30, DynamicCache(config=model.config))
-    assert CHANGE < gap(stepped, logits(model, ids)) < ALL[name].rounding
+    assert gap(stepped, logits(model, ids)) > CHANGE
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", UNSTATIC)
+def test_a_native_class_is_wrong_with_a_static_cache(name: str) -> None:
+    model, ids = ALL[name].build(), words(2, 20)
+    caches = [StaticCache(config=model.config, max_cache_len=LONGER) for _ in range(2)]
+    with torch.no_grad():
+        full = model(input_ids=ids, decoder_input_ids=ids).logits
+        out = model(input_ids=ids, decoder_input_ids=ids, past_key_values=EncoderDecoderCache(*caches), use_cache=True)
+    assert gap(out.logits, full) > CHANGE
 
 
 @decoders
@@ -131,4 +146,4 @@ def test_a_padded_batch_steps_through_a_cache(pair: Pair, kind: str) -> None:
             position_ids=positions[:, i : i + 1],
             past_key_values=cache,
         )
-        assert gap(step[1, -1], expected[i - length]) < NOISE + pair.tiny.rounding, f"token {i}"
+        assert gap(step[1, -1], expected[i - length]) < pair.noise, f"token {i}"

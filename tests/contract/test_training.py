@@ -17,6 +17,8 @@ from tests.contract.pairs import CHANGE, NOISE, Pair, gap, once, words
 from tests.contract.test_swap import tables_of
 
 IDS = words(2, LENGTH - 2)
+ROUNDED = ("longformer", "led")
+"""Models whose own code, in place on what a projection gave, rounds otherwise beside an adapter that is off."""
 
 
 def gradients(model: Any, pair: Pair, **kwargs: Any) -> dict[str, torch.Tensor]:
@@ -85,10 +87,11 @@ def test_lora_before_and_after_the_swap_is_the_same(pair: Pair) -> None:
     assert gap(pair.logits(after, IDS), expected) == 0
     assert gap(expected, pair.logits(pair.specimen(), IDS)) > CHANGE, "the adapter does nothing"
     merged = copy.deepcopy(after).merge_and_unload()
-    assert gap(pair.logits(merged, IDS), expected) < NOISE
-    assert gap(pair.logits(before.merge_and_unload(), IDS), expected) < NOISE
+    assert gap(pair.logits(merged, IDS), expected) < pair.noise
+    assert gap(pair.logits(before.merge_and_unload(), IDS), expected) < pair.noise
     with after.disable_adapter():
-        assert gap(pair.logits(after, IDS), pair.logits(pair.specimen(), IDS)) == 0
+        off = gap(pair.logits(after, IDS), pair.logits(pair.specimen(), IDS))
+    assert off <= (NOISE if pair.model in ROUNDED else 0)
     unpatch_model(after)
     assert gap(pair.logits(after, IDS), untouched) == 0
 
@@ -116,7 +119,7 @@ def test_peft_trains_and_saves_what_a_scheme_learns(pair: Pair, tmp_path: Path) 
     assert gap(pair.logits(again, IDS), after) == 0
     with model.disable_adapter():
         assert gap(pair.logits(model, IDS), pair.logits(pair.specimen(), IDS)) == 0
-    assert gap(pair.logits(model.merge_and_unload(), IDS), after) < NOISE
+    assert gap(pair.logits(model.merge_and_unload(), IDS), after) < pair.noise
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
