@@ -24,6 +24,13 @@ class Site(StrEnum):
     attention = "attention"
 
 
+class Relative(StrEnum):
+    """What becomes of relative positions beside a table: `hf_posswap.plan_swap`."""
+
+    keep = "keep"
+    drop = "drop"
+
+
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A folder with a checkpoint, or a Hub id.", show_default=False)
 ]
@@ -60,6 +67,15 @@ SiteOption = Annotated[
         "--site",
         help="auto: in the model's own config and weights where they can say it, so that stock transformers loads the "
         "result. attention: always inside attention.",
+    ),
+]
+RelativeOption = Annotated[
+    Relative | None,
+    typer.Option(
+        "--relative",
+        help="Keep or drop the relative positions that DeBERTa has inside attention beside its table; without it they "
+        "are kept. Other models have none, and take neither.",
+        show_default=False,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
@@ -109,7 +125,7 @@ def _held(name: str) -> dict[str, Any]:
 
 
 def _hint(field: str, kinds: dict[str, Any]) -> str:
-    if field in ("max_length", "site"):
+    if field in ("max_length", "site", "relative"):
         return f" Give it as --{field.replace('_', '-')}."
     near = difflib.get_close_matches(field, kinds, n=1)
     did_you_mean = f" Did you mean {near[0]!r}?" if near else ""

@@ -11,6 +11,8 @@ from hf_posswap.cli.arguments import (
     Json,
     MaxLength,
     Model,
+    Relative,
+    RelativeOption,
     SchemeName,
     Settings,
     Site,
@@ -37,6 +39,7 @@ def explain(
     settings: Settings = None,
     max_length: MaxLength = None,
     site: SiteOption = Site.auto,
+    relative: RelativeOption = None,
     json: Json = False,
 ) -> None:
     """Explain which position mechanism a model has, and what a swap would do.
@@ -47,15 +50,16 @@ def explain(
 
     Example: posswap explain meta-llama/Llama-3.2-1B yarn --set factor=4
     """
-    if scheme is None and (settings or max_length is not None or site is not Site.auto):
-        raise OptionError("--set, --max-length and --site say how to put in a scheme: name one after MODEL.")
+    if scheme is None and (settings or max_length is not None or site is not Site.auto or relative is not None):
+        said = "--set, --max-length, --site and --relative say how to put in a scheme"
+        raise OptionError(f"{said}: name one after MODEL.")
     source = source_of(model)
     chosen = None if scheme is None else make_scheme(scheme, settings)
     with quiet_library():
         import hf_posswap
 
-        options = {} if chosen is None else {"site": site.value}
-        found = hf_posswap.explain(source, chosen, max_length=max_length, **options)
+        options: dict[str, Any] = {} if chosen is None else _how(max_length, site, relative)
+        found = hf_posswap.explain(source, chosen, **options)
     if json:
         show_json(found.to_dict())
     else:
@@ -96,6 +100,7 @@ def patch(
     settings: Settings = None,
     max_length: MaxLength = None,
     site: SiteOption = Site.auto,
+    relative: RelativeOption = None,
     centre: Annotated[
         bool, typer.Option("--centre", help="First move the mean of the position table into the token embeddings.")
     ] = False,
@@ -117,13 +122,14 @@ def patch(
     with quiet_library():
         import hf_posswap
 
-        _refuse_early(source, chosen, max_length, site)
+        how = _how(max_length, site, relative)
+        _refuse_early(source, chosen, how)
         processor = load_processor(source) if tokenizer else None
         loaded = hf_posswap.load(source, dtype="auto")
         original = hf_posswap.describe_positions(loaded).limit
         if centre:
             _centre(loaded)
-        plan = hf_posswap.patch_model(loaded, chosen, max_length=max_length, site=site.value)
+        plan = hf_posswap.patch_model(loaded, chosen, **how)
         proved = hf_posswap.verify_swap(loaded).checks
         words: Any = getattr(processor, "tokenizer", processor)
         if getattr(words, "model_max_length", None) == original:
@@ -140,11 +146,16 @@ def patch(
     show_text("", f"Saved to {folder}, {beside}.", _how_to_load(plan))
 
 
-def _refuse_early(source: str, scheme: Any, max_length: int | None, site: Site) -> None:
+def _how(max_length: int | None, site: Site, relative: Relative | None) -> dict[str, Any]:
+    """Return what `plan_swap` takes beside the scheme."""
+    return {"max_length": max_length, "site": site.value, "relative": None if relative is None else relative.value}
+
+
+def _refuse_early(source: str, scheme: Any, how: dict[str, Any]) -> None:
     """Raise what the swap would raise, before weights are downloaded or read."""
     import hf_posswap
 
-    found = hf_posswap.explain(source, scheme, max_length=max_length, site=site.value)
+    found = hf_posswap.explain(source, scheme, **how)
     if found.refusal is not None:
         raise UnsupportedSwapError(found.refusal)
 

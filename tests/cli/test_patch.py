@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 
 import hf_posswap
 from hf_posswap.cli import app
+from hf_posswap.families.tiny import tiny_model
 from tests.cli.conftest import SPREAD, Posswap
 
 IDS = torch.arange(40)[None] % 61  # longer than GPT-2's table of 16
@@ -196,3 +197,36 @@ def test_a_model_of_three_tokens_is_proved_too(tmp_path: Path) -> None:
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "in")
     result = patch(tmp_path / "in", "rope", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def deberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a DeBERTa with relative positions."""
+    model = tiny_model("DebertaForMaskedLM", meta=False, relative_attention=True, pos_att_type=["c2p", "p2c"])
+    folder = tmp_path_factory.mktemp("models") / "deberta"
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("relative", ["keep", "drop"])
+def test_relative_positions_stay_or_go(deberta: Path, tmp_path: Path, relative: str) -> None:
+    result = patch(deberta, "rope", "--relative", relative, "-o", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.stderr
+    expected, ids = hf_posswap.load(deberta), torch.arange(5, 25)[None]
+    plan = hf_posswap.patch_model(expected, "rope", relative=relative)
+    assert json.loads(result.stdout)["plan"] == json.loads(json.dumps(plan.to_dict()))
+    saved = hf_posswap.load(tmp_path / "out")
+    assert saved.config.posswap["relative"] == relative
+    torch.testing.assert_close(saved(ids).logits, expected(ids).logits, rtol=0, atol=0)
+    explained = CliRunner().invoke(app, ["explain", str(deberta), "rope", "--relative", relative, "--json"])
+    assert json.loads(explained.stdout)["plan"] == json.loads(json.dumps(plan.to_dict()))
+
+
+def test_a_model_without_relative_positions_takes_no_choice(gpt2: Path, tmp_path: Path) -> None:
+    for command in (("patch", gpt2, "rope", "-o", tmp_path / "out"), ("explain", gpt2, "rope")):
+        result = CliRunner().invoke(app, [*map(str, command), "--relative", "drop"])
+        assert result.exit_code == 3
+        assert "relative='drop' is for models with relative positions inside attention" in result.output
+    assert not (tmp_path / "out").exists()
+    alone = CliRunner().invoke(app, ["explain", str(gpt2), "--relative", "drop"])
+    assert "--relative say how to put in a scheme: name one after MODEL" in alone.stderr

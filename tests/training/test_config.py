@@ -123,14 +123,14 @@ def test_every_problem_is_in_one_message() -> None:
     values = {
         "modell": {"name": "any"},
         "optimizer": {"stepz": 3, "learning_rate": "fast", "batch": 1.5},
-        "swap": {"scheme": ["rope"], "site": "somewhere"},
+        "swap": {"scheme": ["rope"], "site": "somewhere", "relative": "both"},
         "data": {"length": 2},
         "stages": [{"steps": True}],
     }
     with pytest.raises(ConfigError) as caught:
         make_recipe(values, "mine.yaml")
     message = str(caught.value)
-    assert message.startswith("mine.yaml has 8 problems: (1) ")
+    assert message.startswith("mine.yaml has 9 problems: (1) ")
     for part in (
         "modell: no such key. Did you mean 'model'?",
         "optimizer.stepz: no such key. Did you mean 'steps'?",
@@ -138,6 +138,7 @@ def test_every_problem_is_in_one_message() -> None:
         "optimizer.batch: expected a whole number, got 1.5.",
         "swap.scheme: expected text or keys and values or none, got ['rope'].",
         "swap.site: expected auto or attention, got 'somewhere'.",
+        "swap.relative: expected keep or drop or none, got 'both'.",
         "data: data: length is a whole number of at least 4 tokens, got 2.",
         "stages[0].steps: expected a whole number, got True.",
     ):
@@ -150,6 +151,7 @@ IMPOSSIBLE = [
     ({"swap": {"scheme": "yarm"}}, r"swap.scheme: unknown scheme 'yarm'. Did you mean 'yarn'"),
     ({"swap": {"scheme": {"name": "yarn", "factor": -1}}}, r"swap.scheme: yarn: factor"),
     ({"swap": {"scheme": None, "max_length": 9}}, r"swap.max_length: needs a swap, and swap.scheme is none"),
+    ({"swap": {"scheme": None, "relative": "drop"}}, r"swap.relative: needs a swap, and swap.scheme is none"),
     ({"swap": {"scheme": None}, "objective": {"kind": "distill"}}, r"objective.kind: needs a swap"),
     ({"swap": {"scheme": None}, "train": {"what": "positions"}}, r"train.what: needs a swap"),
     ({"swap": {"scheme": "rope", "max_length": 0}}, r"swap.max_length: expected a number of tokens from 1, got 0"),

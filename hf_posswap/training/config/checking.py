@@ -47,6 +47,7 @@ def _swap(recipe: Recipe) -> Iterator[Problem]:
         return
     wanting = {
         "swap.max_length": swap.max_length is not None,
+        "swap.relative": swap.relative is not None,
         "swap.centre": swap.centre,
         "swap.gradual_steps": swap.gradual_steps > 0,
         "train.what": recipe.train.what in ("positions", "new_rows"),

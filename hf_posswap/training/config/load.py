@@ -33,7 +33,7 @@ def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str]
         ...     path = Path(folder) / "mine.yaml"
         ...     _ = path.write_text("model: {name: gpt2}\\nswap: {scheme: rope}")
         ...     load_recipe(path, ["swap.max_length=4096"]).swap
-        SwapSettings(scheme='rope', max_length=4096, site='auto', centre=False, gradual_steps=0)
+        SwapSettings(scheme='rope', max_length=4096, site='auto', relative=None, centre=False, gradual_steps=0)
         >>> load_recipe({"model": {"name": "gpt2"}}, ["optimizer.steps=50"]).optimizer.steps
         50
     """

@@ -43,6 +43,8 @@ class SwapSettings:
             swap, for a control.
         max_length: tokens that the swapped model is meant for; none: as patch_model has it.
         site: auto, or always inside attention.
+        relative: keep or drop the relative positions that DeBERTa has inside attention beside its table; none: keep
+            them, and all that other models take.
         centre: move the mean of the position table into the token embeddings first, so that the swap takes positions
             alone: see hf_posswap.centre_table.
         gradual_steps: steps over which the share of the new mechanism grows from 0 to 1; 0: it is put in at once.
@@ -51,6 +53,7 @@ class SwapSettings:
     scheme: SchemeValue = None
     max_length: int | None = None
     site: Literal["auto", "attention"] = "auto"
+    relative: Literal["keep", "drop"] | None = None
     centre: bool = False
     gradual_steps: int = 0
 

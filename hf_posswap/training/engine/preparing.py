@@ -91,7 +91,8 @@ def prepare(
     causal, window = sites.geometry.causal, sites.geometry.original_length
     scheme = chosen_scheme(recipe)
     length = _max_length(recipe, scheme, has_table=sites.geometry.base is None)
-    plan = None if scheme is None else plan_swap(model, scheme, max_length=length, site=recipe.swap.site)
+    how: dict[str, Any] = {"max_length": length, "site": recipe.swap.site, "relative": recipe.swap.relative}
+    plan = None if scheme is None else plan_swap(model, scheme, **how)
     refuse_silent_errors(recipe, plan.scheme if plan else None, launch)
     mean = centre_table(model) if recipe.swap.centre else None
     data = build_data(
@@ -111,7 +112,7 @@ def prepare(
     short = short_windows(data.held_out, window)
     short_before = probe(model, {"input_ids": short, "labels": short}, causal=True) if causal else 0.0
     if scheme is not None:
-        plan = patch_model(model, scheme, max_length=length, site=recipe.swap.site)
+        plan = patch_model(model, scheme, **how)
     said = [] if plan is None else [f"swap verified: {', '.join(verify_swap(model).checks)}"]
     if mean is not None:
         said.append(f"the table's mean, of norm {float(mean.norm()):.2g}, went into the token embeddings")
