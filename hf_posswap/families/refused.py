@@ -35,6 +35,7 @@ REFUSED: dict[str, str] = {
     "blt": "four stacks of layers, over bytes and over patches, each have a rotary of their own",
     "encoder-decoder": "it is made of two models of your choice: swap those, model.encoder and model.decoder",
     "ibert": "its position table is quantised with the rest of its weights",
+    "fnet": "it has Fourier transforms where others have attention, which see padding too",
     "git": "images stand before its text, at no position, and its attention is code of its own",
     "luke": "its entities have positions of their own, in a second table that would have to follow",
     "perceiver": "it attends from learned latents to bytes: the table belongs to its preprocessor",

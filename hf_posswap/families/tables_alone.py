@@ -19,11 +19,6 @@ def _xlm_causal(config: Any) -> bool:
     return bool(getattr(config, "causal", False))
 
 
-def _whole_width(config: Any) -> tuple[int, int]:
-    """Return one head as wide as the model: Fourier transforms have none."""
-    return 1, config.hidden_size
-
-
 register(
     Family(
         name="xlm",
@@ -60,22 +55,6 @@ register(
         summary="TAPAS: learned table, encoder; rows and columns of its tables are no positions, and stay",
         model_types=("tapas",),
         stacks=(StackSpec("", "encoder.layer.*.attention.self", table=TableSpec(_TABLE), causal=False),),
-    )
-)
-register(
-    Family(
-        name="fnet",
-        summary="FNet: learned table, encoder with Fourier transforms in place of attention",
-        model_types=("fnet",),
-        stacks=(
-            StackSpec(
-                "",
-                "encoder.layer.*.fourier.self",
-                table=TableSpec(_TABLE, buffers=("embeddings.position_ids", "embeddings.token_type_ids")),
-                causal=False,
-                own=OwnAttention(heads=_whole_width),
-            ),
-        ),
     )
 )
 register(

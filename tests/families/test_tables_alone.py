@@ -21,7 +21,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "FlaubertWithLMHeadModel": {},
     "LongformerForMaskedLM": {"attention_window": 8},
     "TapasForMaskedLM": {},
-    "FNetForMaskedLM": {},
     "LEDForConditionalGeneration": {"attention_window": 8},
 }
 """Classes, with what their config has."""
