@@ -17,7 +17,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from hf_posswap import Alibi, SelfExtend, T5Bias, patch_model, rotary
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.geometry import Geometry
-from hf_posswap.kernels.flex import ByDistance, Penalty
+from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read
 from hf_posswap.kernels.merge import attend_regions
 from hf_posswap.rotary import Frequencies, cos_sin, default_inv_freq, rotate
 from recipes.bench.harness import Case, with_gradients
@@ -82,11 +82,8 @@ def _flex(name: str, device: str, length: int) -> Iterator[Case]:
     mask: BlockMask = create_block_mask(_causal, 1, None, length, length, device=device)
     bias = _bias(name, device, length)
 
-    def modified(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + bias[b, h, i, j]
-
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, score_mod=modified, block_mask=mask)
+        return attend_read(q, k, v, bias, scaling=q.shape[-1] ** -0.5, causal=True)
 
     def without(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, block_mask=mask)
