@@ -15,6 +15,7 @@ from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply import unpatch_model
 from hf_posswap.patching.interface import CopyRows
+from hf_posswap.patching.noise import NoEffectSeen, Noise, finer, noise_of
 from hf_posswap.patching.offloaded import stored, weight_maps
 from hf_posswap.patching.own_attention import native_scheme
 from hf_posswap.patching.plan import SwapPlan
@@ -35,23 +36,37 @@ def behaviour(model: Any, tokens: int, seed: int) -> dict[str, str]:
     Raises:
         SwapVerificationError: a check failed.
     """
-    twin = shadow(model).eval()
-    plan, probe = twin._posswap.plan, make_probe(twin, tokens, seed)
-    out = {}
     with torch.no_grad():
-        far = probe.run(twin, probe.far)
-        if not torch.isfinite(far).all():
-            raise SwapVerificationError(f"the swapped model gives logits that are not finite, on {tokens} tokens.")
-        out["finite"] = f"logits up to {float(far.abs().max()):.3g}"
-        noise = 0.3 * torch.finfo(twin.dtype).eps ** 0.5 * float(far.abs().max()) + 1e-6
-        shift = _shift(twin, plan, probe, noise)
-        spread = _spread(twin, plan, probe, _gap(far, probe.run(twin, probe.near)), noise)
-        order = _order(twin, plan, probe, noise)
-        expected = expectation(twin)  # before the swap is taken back
-        where = probe.near if probe.handed_on else probe.far  # the unswapped model would drop them
-        here = probe.run(twin, where)
-        native = None if expected is None else probe.run(unpatch_model(twin), where)
-        out["unswapped model"] = _difference(plan, expected, here, native, noise)
+        try:
+            return _checked(shadow(model).eval(), tokens, seed, model.dtype)
+        except NoEffectSeen as error:
+            copied, seen = finer(model), error
+        if copied is None:
+            raise SwapVerificationError(str(seen))
+        try:
+            found = _checked(copied, tokens, seed, model.dtype)
+        except NoEffectSeen as error:
+            raise SwapVerificationError(str(error)) from None
+    return found | {"finite": f"{found['finite']}, in float64: {model.dtype} hides so weak a mechanism"}
+
+
+def _checked(twin: Any, tokens: int, seed: int, precision: torch.dtype) -> dict[str, str]:
+    """Return what was found by each check on `twin`, a copy of a model of `precision` that is free to be changed."""
+    plan, probe = twin._posswap.plan, make_probe(twin, tokens, seed)
+    far, near = probe.run(twin, probe.far), probe.run(twin, probe.near)
+    if not torch.isfinite(far).all():
+        raise SwapVerificationError(f"the swapped model gives logits that are not finite, on {tokens} tokens.")
+    out = {"finite": f"logits up to {float(far.abs().max()):.3g}"}
+    again = _gap(near, probe.run(twin, probe.near))
+    noise = noise_of(twin, float(far.abs().max()), again, precision)
+    shift = _shift(twin, plan, probe, noise)
+    spread = _spread(twin, plan, probe, _gap(far, near), noise)
+    order = _order(twin, plan, probe, noise)
+    expected = expectation(twin)  # before the swap is taken back
+    where = probe.near if probe.handed_on else probe.far  # the unswapped model would drop them
+    here = probe.run(twin, where)
+    native = None if expected is None else probe.run(unpatch_model(twin), where)
+    out["unswapped model"] = _difference(plan, expected, here, native, noise)
     return out | {"shifted positions": shift, "spread positions": spread, "order of tokens": order}
 
 
@@ -116,20 +131,20 @@ def _same_inside(scheme: Scheme, native: Scheme, geometry: Geometry) -> bool:
     return alike and plain and torch.allclose(ours.inv_freq, theirs.inv_freq, rtol=1e-5, atol=0)
 
 
-def _difference(plan: Any, expected: str | None, here: Tensor, native: Tensor | None, noise: float) -> str:
+def _difference(plan: Any, expected: str | None, here: Tensor, native: Tensor | None, noise: Noise) -> str:
     if native is None:
         return "not compared: the model was loaded swapped"
     gap = _gap(here, native)
-    if expected == "same" and gap > noise:
+    if expected == "same" and gap > noise.most:
         raise SwapVerificationError(
             f"{plan.named} is the mechanism that the model had, but its logits moved by {gap:.3g}."
         )
     if expected == "different" and gap == 0:
-        raise SwapVerificationError(f"{plan.named}: the logits are those of the unswapped model: nothing took effect.")
+        raise NoEffectSeen(f"{plan.named}: the logits are those of the unswapped model: nothing took effect.")
     return f"its logits are {gap:.3g} away" + (", as they should be: an identity" if expected == "same" else "")
 
 
-def _shift(model: Any, plan: SwapPlan, probe: Probe, noise: float) -> str:
+def _shift(model: Any, plan: SwapPlan, probe: Probe, noise: Noise) -> str:
     """Shift all positions together: nothing may change under relative schemes, and something must under a table."""
     room = min(stack.geometry.original_length for stack in plan.sites.stacks) - probe.ids.shape[1]
     if room < 1:
@@ -142,31 +157,31 @@ def _shift(model: Any, plan: SwapPlan, probe: Probe, noise: float) -> str:
     why = next((MOVED_BY_SHIFT[name] for name in types if name in MOVED_BY_SHIFT), None)
     if why is not None:
         return f"by {by}, the logits move by {gap:.3g}, as they did: {why}"
-    if whole and all(scheme.traits.relative for scheme in schemes) and gap > 10 * noise:
+    if whole and all(scheme.traits.relative for scheme in schemes) and gap > 10 * noise.most:
         raise SwapVerificationError(f"{plan.named}: shifting all positions by {by} moves the logits by {gap:.3g}.")
     if any(scheme.table_part is not None for scheme in schemes) and gap == 0:
-        raise SwapVerificationError(f"{plan.named}: the logits do not depend on the position ids.")
+        raise NoEffectSeen(f"{plan.named}: the logits do not depend on the position ids.")
     return f"by {by}, the logits move by {gap:.3g}"
 
 
-def _spread(model: Any, plan: SwapPlan, probe: Probe, gap: float, noise: float) -> str:
+def _spread(model: Any, plan: SwapPlan, probe: Probe, gap: float, noise: Noise) -> str:
     """Spread the positions: every mechanism must notice, but for one that knows none, or none yet."""
     if probe.position_argument is None:
         return "not run: the model takes no position ids"
     if torch.equal(probe.near, probe.far):
         return "not run: the original length leaves no room"
     blind = _blind(plan.scheme)
-    if blind is not None and not blind.acts_inside and gap > noise:
+    if blind is not None and not blind.acts_inside and gap > noise.most:
         raise SwapVerificationError(f"{plan.scheme}: spreading the positions moves the logits by {gap:.3g}.")
     found = f"the logits move by {gap:.3g}"
-    if gap > noise or blind is not None:
+    if gap > noise.least or blind is not None:
         return found
     if _is_even(model, probe):
         return f"{found}: {_UNTRAINED}"
-    raise SwapVerificationError(f"{plan.scheme}: the logits do not depend on the position ids ({gap:.3g}).")
+    raise NoEffectSeen(f"{plan.scheme}: the logits do not depend on the position ids ({gap:.3g}).")
 
 
-def _order(model: Any, plan: SwapPlan, probe: Probe, noise: float) -> str:
+def _order(model: Any, plan: SwapPlan, probe: Probe, noise: Noise) -> str:
     """Reverse the past of the last token, in each stack: it must notice, unless the scheme knows no positions."""
     here, found = probe.run(model, probe.near)[:, -1], []
     for name, scheme in plan.schemes.items():
@@ -174,10 +189,10 @@ def _order(model: Any, plan: SwapPlan, probe: Probe, noise: float) -> str:
         gap = _gap(here, probe.run(model, probe.near, **{way: probe.reordered()})[:, -1])
         said = f"{name}: " if name and len(plan.schemes) > 1 else ""
         found.append(f"{said}reversing the past moves the last logits by {gap:.3g}")
-        if gap > noise or _blind(scheme) is not None:
+        if gap > noise.least or _blind(scheme) is not None:
             continue
         if not _is_even(model, probe):
-            raise SwapVerificationError(f"{scheme}: the logits do not depend on the order of the tokens ({gap:.3g}).")
+            raise NoEffectSeen(f"{scheme}: the logits do not depend on the order of the tokens ({gap:.3g}).")
         found[-1] += f": {_UNTRAINED}"
     return "; ".join(found)
 
