@@ -5,10 +5,12 @@ Several at once are one launch: each finds in its environment what torchrun woul
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import runpy
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -75,3 +77,51 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
+
+
+class Ready:
+    """Runs programs in processes that a fresh Python forks, one that has imported `modules` and nothing of the tests.
+
+    So they start at once, and find what a fresh process finds: no state, handler or filter of these tests.
+
+    Args:
+        modules: what takes long to import.
+    """
+
+    def __init__(self, *modules: str) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(modules))
+
+    def run(
+        self, main: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, most: float = 250.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Call `main`, "module:function", with the command line `arguments`, what it says going to files in `folder`.
+
+        Args:
+            main: a program without parameters.
+            arguments: after its name.
+            environment: all of it.
+            folder: for this call alone.
+            most: seconds that it may take.
+        """
+        files = [folder / "stdout", folder / "stderr"]
+        given = (main, list(arguments), dict(environment), list(map(str, files)))
+        process = self._context.Process(target=_program, args=given)
+        process.start()
+        process.join(most)
+        if process.is_alive():
+            process.kill()
+            raise TimeoutError(f"{main} {' '.join(arguments)} took more than {most} s")
+        out, err = (path.read_text(encoding="utf-8") for path in files)
+        return subprocess.CompletedProcess([main, *arguments], int(process.exitcode or 0), out, err)
+
+
+def _program(main: str, arguments: list[str], environment: dict[str, str], files: list[str]) -> None:
+    for number, path in enumerate(files, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))
+    os.environ.clear()
+    os.environ.update(environment)
+    module, function = main.split(":")
+    sys.argv = [module, *arguments]
+    getattr(importlib.import_module(module), function)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,19 +13,32 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from tests.forked import Ready
+
 ROOT = Path(__file__).resolve().parents[2]
 SPREAD = 0.4
 """Of random weights: wide enough that positions matter, bfloat16 or not, though nothing was trained."""
 Posswap = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+HEAVY = ("torch", "transformers", "transformers.generation.utils", "transformers.models.gpt2.modeling_gpt2")
+
+
 @pytest.fixture(scope="session")
-def posswap() -> Posswap:
-    """Return a function that runs `posswap` with its arguments in a fresh process, 80 columns wide."""
+def posswap(tmp_path_factory: pytest.TempPathFactory) -> Posswap:
+    """Return a function that runs `posswap` with its arguments in a process of its own, 80 columns wide.
+
+    It is a fresh one where it has an environment of its own, which libraries may read when they are imported.
+    """
+    ready, folder, numbers = Ready(*HEAVY), tmp_path_factory.mktemp("said"), itertools.count()
 
     def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"} | environment
         env.pop("TRANSFORMERS_VERBOSITY", None)  # as a user has it
+        if not environment:
+            place = folder / str(next(numbers))
+            place.mkdir()
+            return ready.run("hf_posswap.cli:main", list(map(str, arguments)), env, place)
         command = [sys.executable, "-m", "hf_posswap.cli", *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, env=env, timeout=250)
 
