@@ -87,12 +87,14 @@ def tiny_model(kind: str | type[PreTrainedModel], *, meta: bool = True, seed: in
         >>> type(model).__name__, model.device.type
         ('LlamaForCausalLM', 'meta')
     """
+    from transformers.initialization import no_init_weights
+
     cls = _model_class(kind)
     if _decodes(cls):
         changes = {"is_decoder": True} | changes
     config = tiny_config(_config_class(cls, kind), **changes)
     if meta:
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             skeleton: Any = cls(config).eval()
         return skeleton.to("meta")  # some make parameters on the CPU, whatever the device
     with torch.random.fork_rng(devices=[]):

@@ -50,6 +50,8 @@ def followed(model: Any, sites: Sites, values: dict[str, Any], unread: set[str])
     Raises:
         UnsupportedSwapError: a buffer follows the length, and its family does not say how.
     """
+    from transformers.initialization import no_init_weights
+
     lengths = {name: value for name, value in values.items() if name in LENGTH_NAMES}
     if sites.rotary or all(getattr(model.config, name) == value for name, value in lengths.items()):
         return [], True
@@ -57,7 +59,7 @@ def followed(model: Any, sites: Sites, values: dict[str, Any], unread: set[str])
     for name, value in lengths.items():
         setattr(trial, name, value)
     cls = getattr(type(model), "posswap_native", type(model))
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():  # which would cost most of the time
         fresh, as_it_was = cls(trial), cls(copy.deepcopy(model.config))
     found = list(_masks(model, fresh, sites, unread))
     tables = {f"{path}.weight" for path in table_paths(sites)}
