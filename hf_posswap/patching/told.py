@@ -119,6 +119,10 @@ class HandOn:
             hook = OuterHook(told, ENTRY_ARGUMENT, takes=False, refusal=early)
         undo.insert(0, RemoveHook(entry.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)))
 
+    def dress(self, model: Any) -> None:
+        """Give a natively loaded model the hooks that no checkpoint holds."""
+        self.apply(model, [])
+
     def problem(self, model: Any) -> str | None:
         """Return what is wrong where this was carried out, or None."""
         hooks = [hook for path in self.outer for hook in model.get_submodule(path)._forward_pre_hooks.values()]
