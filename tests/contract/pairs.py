@@ -157,7 +157,7 @@ class Pair:
     @property
     def tabled(self) -> bool:
         """Whether the swapped model has a position table for the words, which ends somewhere."""
-        edits = [edit for edit in self.plan.edits if edit.stack == self.stack]
+        edits = [edit for edit in self.plan.edits if edit.stack == self.at.name]
         return any(edit.site == "embedding" and "a clear error past" in edit.after for edit in edits)
 
     @property
