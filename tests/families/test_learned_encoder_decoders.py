@@ -67,10 +67,10 @@ SWAPS: dict[str, Any] = {
     "encoder rope": {"encoder": "rope"},
 }
 DAILY = ("BartForConditionalGeneration", "MarianMTModel", "M2M100ForConditionalGeneration")
-"""One of each kind; the others run every swap with `-m slow`."""
+"""One of each kind; the others run every swap with `-m whole`."""
 TABLED = ("sinusoidal", "learned", "decoder learned")
 CELLS = [
-    pytest.param(name, swap, marks=[] if name in DAILY else pytest.mark.slow)
+    pytest.param(name, swap, marks=[] if name in DAILY else pytest.mark.whole)
     for name in OPEN
     for swap in SWAPS
     if not (name in COMPUTED and swap in TABLED)

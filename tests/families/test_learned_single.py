@@ -30,9 +30,9 @@ from tests.families.single import (
 )
 
 DAILY = ("ElectraForMaskedLM", "XLMRobertaForMaskedLM", "DistilBertForMaskedLM", "AlbertForMaskedLM", *DECODERS)
-"""One of each kind; the others run every swap with `-m slow`."""
+"""One of each kind; the others run every swap with `-m whole`."""
 CELLS = [
-    pytest.param(name, scheme, marks=[] if name in DAILY else pytest.mark.slow)
+    pytest.param(name, scheme, marks=[] if name in DAILY else pytest.mark.whole)
     for name in KINDS
     for scheme in ("rope", "alibi", "learned", "sinusoidal", "nope")
     if not (scheme == "nope" and name not in DECODERS)

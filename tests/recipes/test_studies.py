@@ -172,7 +172,7 @@ def test_an_unknown_recipe_is_refused(tmp_path: Path) -> None:
     assert "Did you mean 'yarn'?" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.whole  # two minutes, and the recipes themselves run in every run
 @pytest.mark.timeout(900)
 def test_the_effects_study_runs_every_recipe(tmp_path: Path) -> None:
     """Some rows, then all: what was there stays, and the second call trains only what is missing."""
