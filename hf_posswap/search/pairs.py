@@ -117,6 +117,12 @@ def _checked_sites(model: Any) -> Sites:
     plan = plan_swap(model, PRope(select=(0,)), site="attention")
     if not plan.sites.rotary:
         raise UnsupportedSwapError(f"{type(model).__name__} has a position table and no rotary pairs to rank.")
+    still = plan.sites.main.still
+    if still:
+        raise UnsupportedSwapError(
+            f"layers {', '.join(map(str, still))} of {type(model).__name__} do not rotate, so they have no rotary "
+            "pairs to rank. What works: a model all of whose layers rotate."
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedModelError("ranking pairs takes the model's weights, and these are on meta: load them.")
     return plan.sites

@@ -18,6 +18,7 @@ from hf_posswap.errors import (
     UnsupportedModelError,
     UnsupportedSwapError,
 )
+from hf_posswap.families.tiny import tiny_model
 from hf_posswap.search import rank_pairs, select_pairs
 from tests.search.conftest import COMMON, ORIGINAL, WORDS, llama_config
 
@@ -184,3 +185,8 @@ def test_models_that_have_no_pairs_to_rank(build: Build) -> None:
     patch_model(model, "nope")
     with pytest.raises(AlreadyPatchedError, match="already carries nope"):
         rank_pairs(model)
+
+
+def test_a_model_some_of_whose_layers_do_not_rotate_is_refused() -> None:
+    with pytest.raises(UnsupportedSwapError, match=r"layers 3 of SmolLM3ForCausalLM do not rotate, so they have no"):
+        select_pairs(tiny_model("smollm3", meta=False), 0.5)

@@ -20,10 +20,10 @@ from transformers import (
     BertLMHeadModel,
     GPT2Config,
     GPT2LMHeadModel,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     LlamaForCausalLM,
     LlamaModel,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
 )
 
 from hf_posswap import patch_model
@@ -423,13 +423,14 @@ def test_a_loss_that_is_no_number_ends_it(build: Build, documents: torch.Tensor)
 
 
 def test_where_attention_cannot_be_patched_only_the_native_n_hat_is_tried(documents: torch.Tensor) -> None:
-    config = SmolLM3Config(**COMMON, num_key_value_heads=1, no_rope_layers=[1, 1])
+    width = COMMON["hidden_size"] // COMMON["num_attention_heads"]
+    config = HunYuanDenseV1Config(**COMMON, num_key_value_heads=1, head_dim=width)
     torch.manual_seed(0)
-    model = SmolLM3ForCausalLM(config).eval()
+    model = HunYuanDenseV1ForCausalLM(config).eval()
     found = search_longrope(model, documents, 4.0, **SMALL)
     assert found.original_positions == (0,)
     assert found.perplexity <= min(found.seeds.values())
-    with pytest.raises(UnsupportedSwapError, match="some of its layers do not rotate at all"):
+    with pytest.raises(UnsupportedSwapError, match="are normalised after they were rotated"):
         search_longrope(model, documents, 4.0, original_positions=[0, 4], **SMALL)
 
 
