@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.contract.models import TINY
-from tests.contract.pairs import Pair, all_pairs, is_daily, refusal, supported_pairs
+from tests.contract.pairs import KINDS, Pair, all_pairs, is_daily, refusal, supported_pairs
 from tests.toys.registration import registered
 
 
@@ -20,10 +20,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pair" in metafunc.fixturenames:
         wanted = [marker.args[0] for marker in metafunc.definition.iter_markers("pairs")]
         pairs = [pair for pair in supported_pairs() if all(accepts(pair) for accepts in wanted)]
-        metafunc.parametrize("pair", _marked(pairs, is_daily, metafunc.config), indirect=True)
+        slow = metafunc.definition.get_closest_marker("slow") is not None  # then one model of each kind is enough
+        daily = is_of_a_kind if slow else is_daily
+        metafunc.parametrize("pair", _marked(pairs, daily, metafunc.config), indirect=True)
     if "refused" in metafunc.fixturenames:
         pairs = [pair for pair in all_pairs() if refusal(pair) is not None and pair.first]
         metafunc.parametrize("refused", _marked(pairs, lambda pair: pair.model in TINY, metafunc.config), indirect=True)
+
+
+def is_of_a_kind(pair: Pair) -> bool:
+    """Return whether the pair is of a model that stands for its kind."""
+    return pair.model in KINDS
 
 
 def _marked(pairs: list[Pair], daily: Callable[[Pair], bool], config: pytest.Config) -> list[Any]:
