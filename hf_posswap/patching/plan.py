@@ -12,6 +12,7 @@ from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import Action
 from hf_posswap.patching.inputs import refuse_length, refuse_other_input
+from hf_posswap.patching.parts import refuse_part
 from hf_posswap.patching.record import SwapRecord
 from hf_posswap.patching.record_schema import LONGEST
 from hf_posswap.patching.wrapped import refuse_missed, refuse_wrapped_parts, what_instead
@@ -181,6 +182,7 @@ def plan_swap(
     if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
         raise SchemeError(f"max_length must be a whole number of tokens >= 1, got {max_length!r}.")
     refuse_wrapped_parts(model)
+    refuse_part(model)
     sites = locate(model)
     refuse_missed(model, sites)
     chosen = choose(scheme, sites, options)
