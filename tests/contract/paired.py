@@ -46,7 +46,8 @@ _WHISPER: dict[str, Any] = {
     "suppress_tokens": None,
 }
 _TWO = {"num_hidden_layers": 2}
-_T5GEMMA: dict[str, Any] = START | {"encoder": _TWO, "decoder": _TWO}
+_GEMMA = _TWO | {"attn_logit_softcapping": None}  # older releases run it by sdpa, which has no such thing
+_T5GEMMA: dict[str, Any] = START | {"encoder": _GEMMA, "decoder": _GEMMA}
 _T5GEMMA2: dict[str, Any] = START | {"encoder": {"text_config": _TWO}, "decoder": _TWO}
 
 

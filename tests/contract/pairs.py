@@ -99,8 +99,9 @@ class Pair:
 
     @property
     def placed(self) -> bool:
-        """Whether the words may be given positions: of one stack all may, whether or not it listens."""
-        return not self.stack or self.takes("position_ids")
+        """Whether the words may be given positions: of one stack all may, whether or not it listens, or none."""
+        refused = any(edit.after == "refused" for edit in self.plan.edits if edit.stack == self.at.name)
+        return self.takes("position_ids") or not (self.stack or refused)
 
     @property
     def first(self) -> bool:

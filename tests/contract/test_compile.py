@@ -16,14 +16,19 @@ from tests.contract.pairs import NOISE, Pair, gap, words
 
 pytestmark = pytest.mark.slow
 
+ALIKE = ("mvp", "blenderbot", "bigbird_pegasus", "marian", "led", "umt5", "longt5")
+"""Encoder-decoders laid out as BART or T5 are; the own code of some breaks the graph of a step."""
+
 
 def chosen(pair: Pair) -> bool:
-    """Tracing takes seconds: every scheme in three models, and two schemes in every model."""
+    """Tracing takes seconds: every scheme in three models, and two schemes in every model but those of like code."""
+    if pair.model in ALIKE:
+        return False
     return pair.model in ("gpt2", "bert", "llama") or (pair.scheme in ("rope", "alibi") and pair.site == "auto")
 
 
 IDS = words(2, LENGTH - 4)
-BROKEN = ("ctrl",)
+BROKEN = ("ctrl", "dbrx")
 """Models whose own code breaks the graph."""
 NOT_STATIC = ("bloom",)
 """Models whose own code runs in no static cache: its ALiBi is as long as the mask. Swapped, they do."""

@@ -17,7 +17,7 @@ IDS = words(2, 20)
 PADDED = 6
 LEAKY = (
     *("bert (is_decoder)", "opt", "house", "bloom", "falcon", "biogpt", "xglm", "mpt", "openai-gpt"),
-    *("t5gemma", "gpt_oss (cos of half a head)", "qwen3_5 (sections of a text tower)", "zamba2"),
+    *("t5gemma", "gpt_oss (cos of half a head)", "qwen3_5 (sections of a text tower)", "zamba2", "trocr"),
 )
 """Models whose own code lets packed documents see one another."""
 COUNTS_EMBEDDINGS_OTHERWISE = ("esm",)
