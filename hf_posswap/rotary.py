@@ -37,7 +37,7 @@ class CosSin(_Halves):
 
     def wide(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Return what multiplies x, and x with its pairs swapped, in `rotate`: [B or 1, 1, Q, R] each, made once."""
-        made: dict[Layout, tuple[Tensor, Tensor]] = self.__dict__
+        made: dict[Any, tuple[Tensor, Tensor]] = self.__dict__
         if layout not in made:
             made[layout] = _wide(self.cos, self.cos, layout), _wide(-self.sin, self.sin, layout)
         return made[layout]

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from hf_posswap.patching.actions import RemoveChild, RemoveHook, Undo
-from hf_posswap.patching.attention import PositionHook, StartHook, cache_argument
+from hf_posswap.patching.attention import cache_argument
+from hf_posswap.patching.attention_hooks import PositionHook, StartHook
 from hf_posswap.patching.config_view import ConfigView
 from hf_posswap.patching.embedding import (
     entry_signature,

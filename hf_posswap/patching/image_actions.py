@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from hf_posswap.families.images import tensor_at
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.actions import RemoveHook, Undo
-from hf_posswap.patching.attention import CALL_ARGUMENT, AttentionCall, PositionHook
 from hf_posswap.patching.attention_actions import PatchAttention
+from hf_posswap.patching.attention_call import CALL_ARGUMENT, AttentionCall
+from hf_posswap.patching.attention_hooks import PositionHook
 from hf_posswap.patching.embedding import SENTINEL_SHAPE
 from hf_posswap.patching.image_rows import ASKED, PLACES, AskForRows, GridRows, TellPlacesHook
 from hf_posswap.patching.interface import RestoreSize

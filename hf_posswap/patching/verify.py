@@ -12,8 +12,8 @@ from hf_posswap.errors import NotPatchedError, SwapVerificationError
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import Stack
 from hf_posswap.patching.actions import EditConfig
-from hf_posswap.patching.attention import PositionHook, StartHook
 from hf_posswap.patching.attention_actions import AddMechanism, PatchAttention
+from hf_posswap.patching.attention_hooks import PositionHook, StartHook
 from hf_posswap.patching.config_view import ConfigView
 from hf_posswap.patching.embedding import BlendedTable, LengthHook, NoPositions
 from hf_posswap.patching.image_actions import RemoveGridTable, ReplaceGridTable

@@ -10,7 +10,7 @@ import torch
 
 from hf_posswap import patch_model, verify_swap
 from hf_posswap.errors import NotPatchedError, SwapVerificationError
-from hf_posswap.patching.attention import PositionHook, StartHook
+from hf_posswap.patching.attention_hooks import PositionHook, StartHook
 from hf_posswap.patching.embedding import LengthHook
 from tests.contract.models import LENGTH, build
 from tests.contract.pairs import gap, logits, words
