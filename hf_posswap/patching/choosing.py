@@ -43,6 +43,10 @@ class LetChoose:
             for name, value in zip(_SET, (_yes, self.sdpa, False, False), strict=True):
                 setattr(module, name, value)
 
+    def dress(self, model: Any) -> None:
+        """Give it to a model that was loaded natively, too."""
+        self.apply(model, [])
+
     def problem(self, model: Any) -> str | None:
         """Return what is wrong where this was carried out, or None."""
         return None if model._can_set_attn_implementation() else "how it attends cannot be chosen any more"

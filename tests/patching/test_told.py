@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import transformers
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
+import hf_posswap
 from hf_posswap import patch_model, unpatch_model, verify_swap
 from hf_posswap.errors import PositionShapeError, PosswapError, UnsupportedSwapError
 from hf_posswap.families.locating import family_of, locate
@@ -320,3 +322,20 @@ def test_the_plan_says_what_becomes_of_them() -> None:
         assert {edit.after for edit in edits} == {"handed on" if name == "bloom" else "refused"}
     plan = patch_model(tiny_model("llama"), "alibi")
     assert not any(isinstance(edit.action, HandOn) for edit in plan.edits)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [("BartForCausalLM", "learned"), ("FalconForTokenClassification", "yarn"), ("BloomModel", "rope")],
+)
+def test_what_is_loaded_does_the_same(name: str, scheme: str, tmp_path: Path) -> None:
+    model = swapped(name, scheme, site="auto", **({"factor": 2.0} if scheme == "yarn" else {}))
+    hf_posswap.save(model, tmp_path / "model")
+    loaded = hf_posswap.load(tmp_path / "model")
+    verify_swap(loaded)
+    if model._posswap.plan.route == "plugin":
+        expected = first(model, input_ids=IDS, position_ids=POSITIONS)
+        assert gap(first(loaded, input_ids=IDS, position_ids=POSITIONS), expected) == 0
+        return
+    with pytest.raises(UnsupportedSwapError, match="so would stock transformers"):
+        loaded(input_ids=IDS, position_ids=POSITIONS)
