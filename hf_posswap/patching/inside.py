@@ -16,6 +16,7 @@ from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.layered import Layered, PerLayer
 from hf_posswap.schemes.rope import RotaryScheme
 
+_NATIVELY = "what its config expresses natively (rope, linear, ntk, yarn, llama3, ..., nope)"
 _ALTERING = ("attn_logit_softcapping", "softcap", "sinks")
 """What attention modules call what they do to their scores beside scaling."""
 
@@ -125,16 +126,14 @@ def _refuse_unproved(model: Any, sites: Sites, stack: Stack, scheme: Scheme, mec
         if turns(mechanism):
             raise UnsupportedSwapError(
                 f"{scheme.name} would turn queries and keys inside attention, and for model type {model_type!r} that "
-                f"is refused: {turned[model_type]}. What works: alibi, fire, kerple, t5, and what its config expresses "
-                "natively (rope, linear, ntk, yarn, llama3, ..., nope)."
+                f"is refused: {turned[model_type]}. What works: alibi, fire, kerple, t5, and {_NATIVELY}."
             )
         return
     if proved is not None and model_type not in proved:
         unknown = "it is not proved that all layers and dimensions are treated alike"
         raise UnsupportedSwapError(
             f"{scheme.name} would act inside attention, and for model type {model_type!r} that is refused: "
-            f"{sites.family.attention_refused.get(model_type, unknown)}. What works: what its config "
-            "expresses natively (rope, linear, ntk, yarn, llama3, ..., nope)."
+            f"{sites.family.attention_refused.get(model_type, unknown)}. What works: {_NATIVELY}."
         )
 
 
@@ -142,6 +141,8 @@ def _outside(stack: Stack) -> str:
     """Return what works where nothing can be put inside attention."""
     if stack.image is not None:
         return "What works: sinusoidal_2d, learned_2d, nope."
+    if stack.rotary:
+        return f"What works: {_NATIVELY}."
     return "What works: sinusoidal, learned." if stack.table else "What works: no scheme of ours."
 
 
