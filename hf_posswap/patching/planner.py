@@ -29,10 +29,10 @@ from hf_posswap.patching.show import brief
 from hf_posswap.patching.table_actions import BlendTable, GuardLength, RemoveTable, ReplaceTable
 from hf_posswap.patching.table_buffer import RemoveTableBuffer
 from hf_posswap.patching.told import HandOn, hand_on, refuse_unclaimed
+from hf_posswap.patching.wording import adaptation_of, effect_of
 from hf_posswap.patching.wrapped import refuse_written
-from hf_posswap.schemes.base import Mechanism, Scheme
+from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
-from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.schemes.table import TableScheme
 
 
@@ -404,29 +404,12 @@ class Planner:
         kind = PatchAttention if self.stack.image is None else PatchImageAttention
         for layer, path in self._reached():
             patch = kind(path, where, memo, self.stack.first_position, layer)
-            effect = self._effect(mechanism.for_layer(layer))
+            effect = effect_of(mechanism.for_layer(layer), cached=self.stack.image is None)
             self._edit("attention", path, "raw q and k", effect, patch)
         self.added |= {f"{where}.{name}": p.numel() for name, p in mechanism.named_parameters()}
         if self._is_native and self.scheme.name == "t5" and len(self._rows) == 1:
             copy_rows = CopyRows(self._rows[0], where)
             self._edit("attention", f"{where}.table", "zeros", f"the rows of {self._rows[0]}", copy_rows)
-
-    def _effect(self, mechanism: Mechanism) -> str:
-        effects = []
-        if mechanism.splits:
-            effects.append("scores in pieces, each with rotations of its own")
-        if mechanism.rotates:
-            effects.append("keys rotated" if mechanism.splits else "q and k rotated")
-        if (mechanism.rotates or mechanism.splits) and self.stack.image is None:  # which needs no cache
-            rotated = mechanism.rotates and mechanism.stores_rotated_keys
-            several = f"{mechanism.copies} rotated keys a token cached"
-            single = "keys before the cache" if rotated else "raw keys cached"
-            effects.append(several if mechanism.copies > 1 else single)
-        if mechanism.scales:
-            effects.append("queries scaled by their position")
-        if mechanism.biases:
-            effects.append("bias on the scores")
-        return ", ".join(effects) or "no positions"
 
     def _config(self) -> None:
         for name, value in self.values.items():
@@ -434,6 +417,10 @@ class Planner:
             edit = EditConfig(name, value)
             if before != value:
                 self._edit("config", name, brief(before), brief(value), edit)
+
+    def _adaptation(self) -> str:
+        same = self._is_native and self.stack.table is None and len(self._rows) < 2
+        return adaptation_of(self.scheme, self.stack, self.length, same=same)
 
     def _record(self) -> SwapRecord:
         original = {name: config_at(self.model.config, name) for name in self.values}
@@ -447,34 +434,3 @@ class Planner:
             stacks={name: scheme.to_dict() for name, scheme in self.schemes.items()} if self.stack.name else None,
             relative=self.relative,
         )
-
-    def _native_pairs(self, scheme: RotaryScheme) -> bool:
-        """Return whether a rotary scheme turns the pairs that the model's own turned, in the manner of its kind."""
-        same = scheme.layout == (self.geometry.layout or scheme.layout)
-        own = self.geometry.frequencies or ()
-        if 0.0 in own and scheme.rotary_dim(self.geometry) == 2 * len(own):  # some pairs of the model stand still
-            angles = scheme.angles(self.geometry).inv_freq.tolist()
-            same = same and all(bool(a) == bool(b) for a, b in zip(own, angles, strict=True))
-        return same and scheme.rotary_dim(self.geometry) == self.geometry.rotary_dim and scheme.traits.training_free
-
-    def _adaptation(self) -> str:
-        scheme, native_kind = self.scheme, "rotary" if self.stack.rotary else "table"
-        if self.stack.inside is not None:
-            native_kind = native_scheme(self.stack.inside, self.geometry).kind
-            if self._is_native and self.stack.table is None and len(self._rows) < 2:
-                return "none: the same mechanism"
-        if isinstance(scheme, Blend):
-            return "as the weight moves: none at 0, where it is the old mechanism"
-        if self.scheme.kind != native_kind:
-            return "required: the weights have never met this mechanism; expect a high loss until they have adapted"
-        if scheme.name == "learned" and scheme.extend != "reinit":  # type: ignore[attr-defined]
-            if self.length == self.geometry.original_length:
-                return "none: the table is kept"
-            return "for use beyond the original window: the new rows have not been trained there"
-        if scheme.kind == "table":
-            return "required: every position vector changes"
-        if isinstance(scheme, RotaryScheme) and not self._native_pairs(scheme):
-            return "required: the weights have never met pairs that turn like this"
-        if scheme.name == "rope" and scheme.base == self.geometry.base and self.length <= self.geometry.original_length:  # type: ignore[attr-defined]
-            return "none within the original window: the same mechanism"
-        return "optional: usable untrained, better after a few hundred steps at the new length"
