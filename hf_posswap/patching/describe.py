@@ -293,7 +293,8 @@ def model_class_of(config: Any) -> Any:
     for auto in (*whole, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel):
         if type(config) in auto._model_mapping:
             found = auto._model_mapping[type(config)]
-            return found[0] if isinstance(found, tuple) else found
+            found = found[0] if isinstance(found, tuple) else found
+            return vars(found).get("posswap_native", found)  # of a swapped config: what builds it with the swap
     raise UnsupportedModelError(f"no model class of transformers goes with config {type(config).__name__}.")
 
 
