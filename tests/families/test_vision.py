@@ -19,10 +19,12 @@ from hf_posswap.patching.image_census import image_census
 from hf_posswap.schemes import IMAGE_SCHEMES, SCHEMES, Blend, NoPE
 from tests.families.vision_models import (
     CLASSES,
+    DINO,
     FIRST,
     PATCH,
     SIZE,
     SQUARE,
+    TOLD,
     WHOLE,
     build,
     config_of,
@@ -354,14 +356,18 @@ def test_a_deep_copy_is_swapped_by_itself() -> None:
 def test_the_census_and_its_table_have_every_class_that_is_tested_here() -> None:
     from recipes.image_table import table
 
-    assert image_census() == {
-        name: {one: "native" if one in NATIVE else "plugin" for one in ALL} for name in sorted(CLASSES)
-    }
+    dino = {*DINO, "Dinov2Backbone"}
+    names = sorted({*CLASSES, *dino})
+    inside = {name: "plugin" if TOLD or name not in dino else "no" for name in names}
+    assert image_census() == {name: {one: "native" if one in NATIVE else inside[name] for one in ALL} for name in names}
     head, _, *rows = table().splitlines()
     assert head == "| classes | `alibi_2d` | `learned_2d` | `nope` | `rope_2d` | `sinusoidal_2d` |"
-    assert rows == [
-        f"| {', '.join(f'`{name}`' for name in sorted(CLASSES))} | plugin | native | native | plugin | native |"
-    ]
+    alike = [[name for name in names if inside[name] == route] for route in ("plugin", "no")]
+    assert sorted(rows) == sorted(
+        f"| {', '.join(f'`{name}`' for name in some)} | {inside[some[0]]} | native | native | {inside[some[0]]} | native |"
+        for some in alike
+        if some
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
