@@ -251,13 +251,15 @@ KINDS = ("gpt2", "bert", "llama")
 ONE_OF_EACH_SITE = ("sinusoidal", "yarn", "alibi")
 """One scheme of each site: a table's, one that stock rotary modules say, one inside attention."""
 DAILY_PAIRED = ("bart",)
-"""Encoder-decoders that the schemes of each site run every point on in every run."""
+"""The encoder-decoder that every scheme runs every point on, the schemes of each site in every run."""
 OF_EACH_SITE = ("sinusoidal", "yarn", "rope", "alibi", "self_extend")
 """Schemes that between them use every site and way of attending: they run every point on every model."""
 
 
 def schemes_for(model: str) -> tuple[str, ...]:
     """Return the schemes that run every point on a model outside TINY: of the same kind of model one has them all."""
+    if model in DAILY_PAIRED:
+        return tuple(name for name in SCHEMES if name != "longrope")  # a number a pair: its stacks' heads differ
     alike = model in KINDS_OF_ROTARY or (model in PAIRED and model not in DAILY_PAIRED)
     return ONE_OF_EACH_SITE if alike else OF_EACH_SITE
 
@@ -265,7 +267,7 @@ def schemes_for(model: str) -> tuple[str, ...]:
 def is_daily(pair: Pair) -> bool:
     """Return whether the pair runs every point in every run; the others do so where the whole contract is asked for."""
     if pair.model in DAILY_PAIRED:
-        return pair.site == "auto"
+        return pair.site == "auto" and pair.scheme in OF_EACH_SITE
     if pair.model in OTHERS or pair.model in PAIRED:
         return False
     if pair.model in KINDS:
