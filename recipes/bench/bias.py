@@ -134,6 +134,8 @@ def _fire_way(way: str, length: int) -> Callable[[], Tensor]:
     if way == FIRE_DENSE:
         dense = peers.fire_dense(mechanism)
         return lambda: _with_dense(*inputs, dense(length))
+    if way != "ours":
+        raise KeyError(way)
 
     def make(rows: slice, columns: slice) -> Tensor:
         return mechanism.bias(at[:, rows], at[:, columns])

@@ -12,7 +12,7 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
-from recipes.bench import growth, harness, roof, run
+from recipes.bench import bias, growth, harness, roof, run
 from recipes.bench.harness import Case, measure, peak_mib, table
 
 
@@ -127,7 +127,7 @@ def test_the_table_says_what_is_reached() -> None:
 def test_memory_is_that_of_a_process_of_its_own() -> None:
     """FIRE over 1024 tokens: a dense one holds the bias of every pair and head, and it again without the future."""
     sizes = {"length": 1024, "fire": 1}
-    ours, dense = (peak_mib("recipes.bench.bias", way, sizes) for way in ("ours", "dense bias"))
+    ours, dense = (peak_mib("recipes.bench.bias", way, sizes) for way in ("ours", bias.FIRE_DENSE))
     assert dense > 2 * 12 * 1024**2 * 4 / 2**20
     assert ours < dense / 3
     with pytest.raises(RuntimeError, match=r"recipes.bench.bias: absent at .* ended with 1:"):
