@@ -36,7 +36,8 @@ def assert_same_state(model: Any, before: dict[str, torch.Tensor]) -> None:
 def test_every_scheme_and_every_model_is_here() -> None:
     pairs = {(pair.model, pair.scheme) for pair in all_pairs()}
     full = {(model, scheme) for model in TINY for scheme in [*SCHEMES, TOY_SCHEME]}
-    assert pairs == full | {(model, scheme) for model in (*OTHERS, *PAIRED) for scheme in schemes_for(model)}
+    with registered():
+        assert pairs == full | {(model, scheme) for model in (*OTHERS, *PAIRED) for scheme in schemes_for(model)}
     assert len(ALL) == len(TINY) + len(OTHERS) + len(PAIRED)
     assert TOY_MODEL in TINY
     assert TOY_SCHEME not in SCHEMES
