@@ -20,7 +20,7 @@ KINDS_OF_ROTARY: dict[str, Tiny] = {
     "deepseek_v3 (latent, interleaved)": _kind("DeepseekV3", "DeepseekV3", ("q_b_proj", "kv_b_proj"), **_TWO),
     "gpt_oss (cos of half a head)": _kind("GptOss", "GptOss"),
     "nanochat (the other way round)": _kind("NanoChat", "NanoChat", **_TWO),
-    "qwen3_5 (sections of a text tower)": replace(_kind("Qwen3_5", "Qwen3_5Text"), rounding=2e-4),
+    "qwen3_5 (sections of a text tower)": replace(_kind("Qwen3_5", "Qwen3_5Text"), rounding=1e-3),
     "lfm2 (convolutions between)": _kind("Lfm2", "Lfm2"),
     "modernbert (an encoder of two types of layers)": Tiny(
         "ModernBertForMaskedLM", "ModernBertConfig", _TWO, ("Wqkv",), generates=False, shrunk=True
