@@ -10,6 +10,7 @@ import torch
 from hf_posswap import patch_model
 from hf_posswap.errors import PositionRangeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
+from hf_posswap.families.modules import modeling_module
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.rotary_inside import ATTENTION_REFUSED
 from hf_posswap.schemes import SCHEMES
@@ -97,6 +98,9 @@ def test_causal_only_is_refused_where_a_token_sees_its_future(refused: Pair) -> 
     elif "would act inside attention" in why:
         known = ATTENTION_REFUSED[config_at(refused.native().config, main.config).model_type]
         assert f"is refused: {known}. What works:" in why
+    elif "does not attend through" in why:
+        attention = refused.native().get_submodule(main.attention[0])
+        assert not hasattr(modeling_module(attention), "eager_attention_forward")
     elif "alters its own (sinks)" in why:
         assert refused.model == "gpt_oss (cos of half a head)"
     elif SCHEMES.get(refused.scheme)().traits.causal_only:
