@@ -89,13 +89,16 @@ MOVED_BY_SHIFT: dict[str, str] = {
     **{name: TURNING_REFUSED[name] for name in ("hunyuan_v1_dense", "hunyuan_v1_moe")},
     "deepseek_v4": ATTENTION_REFUSED["deepseek_v4"],
     **{name: ATTENTION_REFUSED[name] for name in ("t5gemma2_decoder", "t5gemma2_text")},
-    "deepseek_v32": "older releases of transformers compare its position ids with places counted from the first token",
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"),
+        "older releases of transformers compare its position ids with places counted from the first token",
+    ),
     "switch_transformers": "each of its experts takes so many tokens of a sequence, and padding takes their room",
 }
 """Model types whose attention is moved by a shift of all positions under any rotation, and why."""
 
 POSITIONS_ELSEWHERE: dict[str, str] = {
-    "deepseek_v32": MOVED_BY_SHIFT["deepseek_v32"],
+    **{name: MOVED_BY_SHIFT[name] for name in ("deepseek_v32", "glm_moe_dsa")},
     "deepseek_v4": "its pressed keys stand at places that are counted from the first token, whatever turns them",
 }
 """Model types that know positions also without their rotation, and how, as the end of a sentence."""

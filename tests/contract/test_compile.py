@@ -32,6 +32,8 @@ BROKEN = ("ctrl", "dbrx")
 """Models whose own code breaks the graph."""
 NOT_STATIC = ("bloom",)
 """Models whose own code runs in no static cache: its ALiBi is as long as the mask. Swapped, they do."""
+NO_STEP = ("trocr",)
+"""Models whose own step over a static cache breaks the graph: its decoder counts what the cache holds."""
 
 
 def compiled(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -103,8 +105,8 @@ def test_an_encoder_compiles_into_one_graph(pair: Pair) -> None:
 @pytest.mark.pairs(lambda pair: pair.cached and chosen(pair))
 def test_a_static_cache_step_compiles_into_one_graph(pair: Pair) -> None:
     fails = breaks(pair, step)
-    assert (fails is None) == (pair.model not in (*BROKEN, *NOT_STATIC)), "thought otherwise"
-    if pair.model in BROKEN:
+    assert (fails is None) == (pair.model not in (*BROKEN, *NOT_STATIC, *NO_STEP)), "thought otherwise"
+    if pair.model in (*BROKEN, *NO_STEP):
         return
     if branches(pair):
         pytest.skip(f"stock transformers' own {pair.scheme} branches on the length")
