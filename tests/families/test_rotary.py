@@ -32,6 +32,7 @@ NEVER_NATIVE = {
     # it knows positions without its rotation too, so the swap is refused
     "DeepseekV32ForCausalLM": {"nope"},
     "DeepseekV4ForCausalLM": {"nope"},
+    "GlmMoeDsaForCausalLM": {"nope"},
 }
 """Swaps that no stock config of a class says. NoPE is apart: stock says it where a whole head may be rotated."""
 MAY_BE_PLUGIN = {"BambaForCausalLM", "DbrxForCausalLM"}
