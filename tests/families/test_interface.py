@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.families.interfaces.fitting import fitting
+from tests.copies import copied
 from tests.families.interface_models import CASES, Case, dress, words
 
 NOISE = 5e-5
@@ -169,13 +168,7 @@ def test_taken_back_it_is_what_it_was(case: Case) -> None:
 @pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
 def test_copies_are_whole(case: Case, way: str) -> None:
     model = case.dressed()
-    if way == "deepcopy":
-        twin = copy.deepcopy(model)
-    else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        twin = torch.load(buffer, weights_only=False)
+    twin = copied(model, way)
     assert any(type(module) is case.interface for module in twin.modules())
     assert torch.equal(logits(twin), logits(model))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import io
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import hf_posswap
 from hf_posswap import SwapPlan, patch_model, plan_swap, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.tiny import tiny_model
+from tests.copies import copied
 from tests.families.interface_models import words
 
 LENGTH = 32
@@ -206,13 +205,7 @@ def test_copies_are_whole_and_come_back_alone(kind: str, way: str) -> None:
     native = logits(model, ids)
     swap(model, "rope")
     expected = logits(model, ids)
-    if way == "deepcopy":
-        twin = copy.deepcopy(model)
-    else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        twin = torch.load(buffer, weights_only=False)
+    twin = copied(model, way)
     assert torch.equal(logits(twin, ids), expected)
     assert torch.equal(logits(unpatch_model(twin), ids), native)
     assert torch.equal(logits(model, ids), expected)

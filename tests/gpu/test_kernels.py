@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posswap import patch_model, set_backend
@@ -30,6 +31,20 @@ def llama(scheme: str) -> Any:
     return model.to("cuda", torch.bfloat16).eval()
 
 
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that takes the name of each way of attending as it is chosen."""
+    taken: list[str] = []
+    real = backends.choose
+    monkeypatch.setattr(backends, "choose", lambda request: taken.append(real(request)) or taken[-1])  # type: ignore[func-returns-value]
+    return taken
+
+
+def assert_alike(plain: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    """Check that gradients by parameter are those of the plain way, as far as bfloat16 says."""
+    for name, expected in plain.items():
+        assert (found[name] - expected).norm() <= 0.05 * expected.norm() + 1e-3, name
+
+
 def test_the_fused_call_is_right_here() -> None:
     assert fused.available("cuda")
 
@@ -37,9 +52,7 @@ def test_the_fused_call_is_right_here() -> None:
 @pytest.mark.parametrize("scheme", ["self_extend", "rerope", "dual_chunk"])
 def test_merged_attention_equals_its_pieces(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = llama(scheme), torch.randint(3, 67, (1, 700), device="cuda")
-    taken: list[str] = []
-    real = backends.choose
-    monkeypatch.setattr(backends, "choose", lambda request: taken.append(real(request)) or taken[-1])
+    taken = noted(monkeypatch)
     grads = []
     for way in ("plain", "merge"):
         set_backend(model, way)
@@ -47,8 +60,7 @@ def test_merged_attention_equals_its_pieces(scheme: str, monkeypatch: pytest.Mon
         model(ids, labels=ids, use_cache=False).loss.backward()
         grads.append({name: p.grad.float() for name, p in model.named_parameters()})
     assert set(taken) == {"plain", "merge"}
-    for name, expected in grads[0].items():
-        assert (grads[1][name] - expected).norm() <= 0.05 * expected.norm() + 1e-3, name
+    assert_alike(*grads)
 
 
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
@@ -67,9 +79,7 @@ def test_flex_reads_biases_from_positions(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["alibi", "t5", "kerple"])
 def test_flex_is_taken_by_itself_and_has_the_gradients(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = llama(scheme), torch.randint(3, 67, (1, 2048), device="cuda")
-    taken: list[str] = []
-    real = backends.choose
-    monkeypatch.setattr(backends, "choose", lambda request: taken.append(real(request)) or taken[-1])
+    taken = noted(monkeypatch)
     grads, peaks = [], []
     for way in ("plain", "auto"):
         set_backend(model, way)
@@ -80,8 +90,7 @@ def test_flex_is_taken_by_itself_and_has_the_gradients(scheme: str, monkeypatch:
         peaks.append(torch.cuda.max_memory_allocated())
         grads.append({name: p.grad.float() for name, p in model.named_parameters()})
     assert set(taken) == {"plain", "flex"}
-    for name, expected in grads[0].items():
-        assert (grads[1][name] - expected).norm() <= 0.05 * expected.norm() + 1e-3, name
+    assert_alike(*grads)
     assert peaks[1] < peaks[0] - 4 * 2048**2 * 4  # [H, Q, K] in float32, once at least
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import io
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from hf_posswap.families.locating import family_of, locate
 from hf_posswap.families.tiny import tiny_model
 from hf_posswap.patching.told import HandOn
 from tests.contract.pairs import CHANGE, NOISE, gap
+from tests.copies import copied
 from tests.families.single import words
 
 HOLES = (0, 1, 2, 5, 6, 9, 10, 11)
@@ -144,13 +143,7 @@ def test_inner_models_and_copies_hear_as_well(way: str) -> None:
             states = model.transformer(IDS, position_ids=POSITIONS).last_hidden_state
             assert gap(model.lm_head(states), expected) < NOISE
         return
-    if way == "deepcopy":
-        twin = copy.deepcopy(model)
-    else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        twin = torch.load(buffer, weights_only=False)
+    twin = copied(model, way)
     assert gap(first(twin, input_ids=IDS, position_ids=POSITIONS), expected) == 0
     unpatch_model(twin)
     native = first(twin, input_ids=IDS)
