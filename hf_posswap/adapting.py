@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_posswap.training.config import Recipe, load_recipe
-
 if TYPE_CHECKING:
-    from hf_posswap.progress import Reporter
+    from hf_posswap.training.config import Recipe
     from hf_posswap.training.engine import Finished
-
-__all__ = ["load_recipe", "nll_at_lengths", "run_recipe"]
+    from hf_posswap.utils.progress import Reporter
 
 
 def run_recipe(recipe: Recipe, *, reporter: Reporter | None = None) -> Finished:
@@ -82,7 +79,7 @@ def nll_at_lengths(model: Any, documents: Sequence[np.ndarray], lengths: Sequenc
     """
     from hf_posswap.evaluation import measure_losses
     from hf_posswap.evaluation.reach import reach_of
-    from hf_posswap.patching.plan import unwrap
+    from hf_posswap.patching.plan.plan_swap import unwrap
     from hf_posswap.training.engine.gates import check_held_out
 
     check_held_out(documents, lengths)

@@ -61,6 +61,10 @@ class AlreadyPatchedError(PosswapError, ValueError):
     """The model already carries a swap: undo it first."""
 
 
+class ModelInUseError(PosswapError, RuntimeError):
+    """Positions cannot be changed now, or a forward not run: another thread, or a forward around, uses the model."""
+
+
 class SwapVerificationError(PosswapError, RuntimeError):
     """After patching, the proof that the mechanism changed as planned failed."""
 
@@ -79,6 +83,20 @@ class RecordError(PosswapError, ValueError):
 
 class CheckpointError(PosswapError, OSError):
     """A folder or Hub id that is not a readable checkpoint, or cannot be written."""
+
+
+class RemoteCodeError(CheckpointError):
+    """What is to be loaded brings Python code of its own, which runs only where that is asked for."""
+
+    def __init__(self, source: object, what: str = "cannot be read without running code that it brings") -> None:
+        self.source, self.what = str(source), what
+        super().__init__(
+            f"{self.source!r} {what}, and code is run only where that is asked for. Read it first; then pass "
+            "trust_remote_code=True, on the command line --trust-remote-code."
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.source, self.what)
 
 
 class DataError(PosswapError, ValueError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hf_posswap.errors import UnsupportedModelError
+
 Layout = Literal["half", "interleaved"]
 
 
@@ -51,6 +53,14 @@ class Geometry:
     image_size: tuple[int, int] | None = None
     patch_size: tuple[int, int] | None = None
     prefix_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "original_length"):
+            if getattr(self, name) < 1:
+                raise UnsupportedModelError(
+                    f"a model has a {name} of at least 1, and by its config this one's is {getattr(self, name)!r}: "
+                    "check config.json against that of the model it was made from."
+                )
 
     @property
     def row_width(self) -> int:

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 import hf_posswap
+from hf_posswap.cli.arguments import TrustRemoteCode
 from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import is_main_process
 
@@ -31,12 +32,15 @@ def main(
     lengths: Annotated[str | None, typer.Option(help="In tokens, with commas; 1, 2, 4, 8 windows otherwise.")] = None,
     documents: Annotated[int, typer.Option(help="Most documents to measure on.")] = 48,
     metrics: Annotated[str, typer.Option(help="With commas: hf_posswap.comparison.METRICS.")] = "ppl_prefix,short_reg",
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure MODEL as it is and with each of SCHEMES put in, on the same tokens, and print the table."""
     chosen = None if lengths is None else tuple(int(length) for length in lengths.split(","))
     candidates = [hf_posswap.Candidate(model), *(hf_posswap.Candidate(model, scheme) for scheme in schemes)]
     settings = hf_posswap.EvalSettings(chosen, tuple(metrics.split(",")), documents)
-    found = hf_posswap.compare(candidates, documents=text, out=out, settings=settings)
+    found = hf_posswap.compare(
+        candidates, documents=text, out=out, settings=settings, trust_remote_code=trust_remote_code
+    )
     if is_main_process():
         typer.echo(str(found))
 

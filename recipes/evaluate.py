@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 import hf_posswap
+from hf_posswap.cli.arguments import TrustRemoteCode
 from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import is_main_process
 
@@ -28,11 +29,14 @@ def main(
     ] = None,
     lengths: Annotated[str | None, typer.Option(help="In tokens, with commas; 1, 2, 4, 8 windows otherwise.")] = None,
     documents: Annotated[int, typer.Option(help="Most documents to measure on.")] = 48,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure MODEL as it is and with SCHEME put in, on the same tokens, and print the table."""
     chosen = None if lengths is None else tuple(int(length) for length in lengths.split(","))
     settings = hf_posswap.EvalSettings(lengths=chosen, documents=documents)
-    found = hf_posswap.evaluate(model, scheme, documents=text, out=out, settings=settings)
+    found = hf_posswap.evaluate(
+        model, scheme, documents=text, out=out, settings=settings, trust_remote_code=trust_remote_code
+    )
     if not is_main_process():
         return
     typer.echo(str(found))

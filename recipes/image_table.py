@@ -11,16 +11,17 @@ from collections import defaultdict
 
 import typer
 
-from hf_posswap.patching.image_census import image_census
-from hf_posswap.schemes import IMAGE_SCHEMES
+from hf_posswap.patching.inspect.census import census, image_classes
+from hf_posswap.schemes import schemes_for
 
 
 def table() -> str:
     """Return the table as Markdown: one line for all classes that fare alike."""
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name, routes in image_census().items():
-        alike[tuple(routes.values())].append(f"`{name}`")
-    lines = [["classes", *(f"`{scheme}`" for scheme in IMAGE_SCHEMES)], ["---"] * (1 + len(IMAGE_SCHEMES))]
+    for entry in census(image_classes()):
+        alike[tuple(entry.routes.values())].append(f"`{entry.name}`")
+    schemes = schemes_for("images")
+    lines = [["classes", *(f"`{scheme}`" for scheme in schemes)], ["---"] * (1 + len(schemes))]
     lines += [[", ".join(names), *routes] for routes, names in alike.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

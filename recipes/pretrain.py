@@ -54,10 +54,11 @@ def main(
     ] = None,
 ) -> None:
     """Make a small model and train it from nothing, saying what it costs."""
-    from hf_posswap.adapting import load_recipe, run_recipe
+    from hf_posswap.adapting import run_recipe
     from hf_posswap.cli.output import console
-    from hf_posswap.progress import Reporter
+    from hf_posswap.training.config import load_recipe
     from hf_posswap.training.fresh import FreshSettings
+    from hf_posswap.utils.progress import Reporter
 
     shape = FreshSettings(kind, window, layers, width, heads, vocabulary, seed)  # type: ignore[arg-type]
     sources = [{"path": path, "column": column, "documents": documents} for path in text or ["python"]]
@@ -95,11 +96,11 @@ def _start(shape: FreshSettings, recipe: Recipe, folder: Path) -> int:
     from filelock import FileLock
 
     import hf_posswap
-    from hf_posswap.files import read_json, write_json
     from hf_posswap.training.fresh import fresh_model, fresh_tokenizer
+    from hf_posswap.utils.atomic_io import read_json, write_json
 
     sources = [dataclasses.asdict(source) for source in recipe.data.sources]
-    wanted = {"model": dataclasses.asdict(shape), "sources": sources}
+    wanted: dict[str, Any] = {"model": dataclasses.asdict(shape), "sources": sources}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # one of several processes makes it
         held = read_json(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else None

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.files import read_json, write_text
-from hf_posswap.schemes import SCHEMES
+from hf_posswap.schemes import schemes_for
+from hf_posswap.utils.atomic_io import read_json, write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- support table -->", "<!-- /support table -->"
@@ -77,7 +77,7 @@ def render(rows: list[Row]) -> str:
 
 def _schemes_table() -> str:
     lines = [_line(["scheme", "kind", "promises", "what it is"]), _line(["---"] * 4)]
-    for name, scheme in SCHEMES.items():
+    for name, scheme in schemes_for("text").items():
         lines.append(_line([f"`{name}`", scheme.kind, f"`{scheme().traits.letters()}`", scheme.summary]))
     return "\n".join(lines)
 
@@ -85,7 +85,7 @@ def _schemes_table() -> str:
 def _pairs_table(rows: list[Row]) -> str:
     """Return one line for all classes that fare alike, one column for all schemes that do."""
     columns: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for scheme in SCHEMES:
+    for scheme in schemes_for("text"):
         columns[tuple(row["schemes"][scheme]["outcome"] for row in rows)].append(scheme)
     lines: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for index, row in enumerate(rows):

@@ -108,3 +108,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         skipped = sum(announced in reason for reason in reasons)
         if skipped:
             terminalreporter.write_line(f"{skipped} tests skipped: {announced}", yellow=True, bold=True)
+    faults: dict[str, list[int]] = {}
+    for report in [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]:
+        for kind, injected, survived in (value for name, value in report.user_properties if name == "faults"):
+            counts = faults.setdefault(kind, [0, 0])
+            counts[:] = counts[0] + injected, counts[1] + survived
+    if faults:
+        said = ", ".join(f"{kind} {survived} of {injected}" for kind, (injected, survived) in sorted(faults.items()))
+        terminalreporter.write_line(f"faults survived of those injected: {said}")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import multiprocessing.util
 import os
 import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 
 Process = Any
+_LONGEST_FOLDER = 60
 
 
 def start(work: Callable[[], object], environment: Mapping[str, str] | None = None) -> Process:
@@ -89,11 +92,19 @@ class Ready:
     """
 
     def __init__(self, *modules: str) -> None:
+        _keep_sockets_short()
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(modules))
 
     def run(
-        self, main: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, most: float = 250.0
+        self,
+        main: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        *,
+        answers: str = "",
+        most: float = 250.0,
     ) -> subprocess.CompletedProcess[str]:
         """Call `main`, "module:function", with the command line `arguments`, what it says going to files in `folder`.
 
@@ -102,9 +113,11 @@ class Ready:
             arguments: after its name.
             environment: all of it.
             folder: for this call alone.
+            answers: what it reads on its standard input.
             most: seconds that it may take.
         """
-        files = [folder / "stdout", folder / "stderr"]
+        files = [folder / "stdin", folder / "stdout", folder / "stderr"]
+        files[0].write_text(answers, encoding="utf-8")
         given = (main, list(arguments), dict(environment), list(map(str, files)))
         process = self._context.Process(target=_program, args=given)
         process.start()
@@ -112,13 +125,24 @@ class Ready:
         if process.is_alive():
             process.kill()
             raise TimeoutError(f"{main} {' '.join(arguments)} took more than {most} s")
-        out, err = (path.read_text(encoding="utf-8") for path in files)
+        out, err = (path.read_text(encoding="utf-8") for path in files[1:])
         return subprocess.CompletedProcess([main, *arguments], int(process.exitcode or 0), out, err)
 
 
+def _keep_sockets_short() -> None:
+    """Have multiprocessing put its sockets where their paths are short enough: the system allows about 100 bytes."""
+    before = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:
+        tempfile.tempdir = "/tmp"
+    multiprocessing.util.get_temp_dir()  # made once, and kept
+    tempfile.tempdir = before
+
+
 def _program(main: str, arguments: list[str], environment: dict[str, str], files: list[str]) -> None:
-    for number, path in enumerate(files, 1):
+    os.dup2(os.open(files[0], os.O_RDONLY), 0)
+    for number, path in enumerate(files[1:], 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)
     sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))
     os.environ.clear()
     os.environ.update(environment)

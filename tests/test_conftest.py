@@ -72,7 +72,7 @@ def test_missing_checkpoints_are_announced(closing_lines: str) -> None:
     assert "2 tests skipped: real checkpoints not beside the project" in closing_lines
 
 
-def test_deprecations_fail(closing_lines: str) -> None:
+def test_transformers_deprecations_fail_a_test(closing_lines: str) -> None:
     assert "ERROR tests/test_planted.py::test_logs_a_deprecation" in closing_lines
     assert "FAILED tests/test_planted.py::test_warns_as_transformers" in closing_lines
 
@@ -109,6 +109,6 @@ def test_shares_are_disjoint_and_together_everything() -> None:
 
 
 def test_a_share_that_is_none_is_refused() -> None:
-    command = [sys.executable, "-m", "pytest", "--share", "4/3", "-n0", "tests/test_layout.py"]
+    command = [sys.executable, "-m", "pytest", "--share", "4/3", "-n0", "tests/test_rope_layout.py"]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert "--share expects K/N with K from 1 to N, got '4/3'." in out.stderr

@@ -8,14 +8,14 @@ import pickle
 import pytest
 
 from hf_posswap import errors
-from hf_posswap.errors import MissingDependencyError, PosswapError, UnknownNameError
+from hf_posswap.errors import CheckpointError, MissingDependencyError, PosswapError, RemoteCodeError, UnknownNameError
 
 CLASSES = [
     cls
     for _, cls in inspect.getmembers(errors, inspect.isclass)
     if issubclass(cls, PosswapError) and cls is not PosswapError
 ]
-MADE_FROM_A_MESSAGE = [cls for cls in CLASSES if cls not in (UnknownNameError, MissingDependencyError)]
+MADE_FROM_A_MESSAGE = [cls for cls in CLASSES if cls not in (UnknownNameError, MissingDependencyError, RemoteCodeError)]
 
 
 def test_every_exception_of_the_module_is_one_of_ours() -> None:
@@ -48,6 +48,16 @@ def test_unknown_name_suggests_and_lists() -> None:
 def test_unknown_name_without_a_near_one_only_lists() -> None:
     assert str(UnknownNameError("family", "xyz", ["gpt2"])) == "unknown family 'xyz'. Known: gpt2."
     assert str(UnknownNameError("family", 7, [])) == "unknown family 7. Known: none."
+
+
+def test_code_that_must_not_run_names_the_option() -> None:
+    error = RemoteCodeError("me/mine")
+    assert str(error) == (
+        "'me/mine' cannot be read without running code that it brings, and code is run only where that is asked for. "
+        "Read it first; then pass trust_remote_code=True, on the command line --trust-remote-code."
+    )
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), isinstance(again, CheckpointError)) == (str(error), True)
 
 
 def test_missing_dependency_gives_the_command() -> None:

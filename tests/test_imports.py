@@ -17,32 +17,34 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FACADE = "__init__"
 LAYERS = (
-    # may import one another
-    {
-        "corpus",
-        "documents",
-        "errors",
-        "files",
-        "hub_text",
-        "importing",
-        "registry",
-        "geometry",
-        "layout",
-        "progress",
-        "rotary",
-        "tokens",
-    },  # fmt: skip
+    {"errors", "utils"},
+    {"compat"},
+    {"geometry", "registry", "rope_layout", "rope_math", "text"},
     {"kernels"},
     {"schemes", "families"},
+    {"testing"},
     {"patching"},
     {"checkpoints", "plotting"},
     {"training", "evaluation", "report"},
     {"adapting", "comparison", "search"},
     {"harness"},
     {FACADE},  # the public names
-    {"quickstart"},
+    {"quickstart", "selfcheck"},
     {"cli"},
 )
+# The folders of patching: each imports those above it; those in one line never import each other.
+PATCHING = (
+    {"record"},
+    {"edits"},
+    {"sites.embedding", "sites.rotary", "sites.attention"},
+    {"plan"},
+    {"apply"},
+    {"verify"},
+    {"tools"},
+    {"inspect"},
+)
+# What may be imported by its neighbours in the same layer, too.
+SHARED = LAYERS[0] | LAYERS[2]
 # What design and size keep out of each part, beyond the order of the layers.
 FORBIDDEN = {"schemes": {"transformers"}}
 OPTIONAL = {"peft", "datasets", "accelerate", "matplotlib", "lm_eval", "liger_kernel", "sentence_transformers"}
@@ -62,7 +64,7 @@ class Import:
 def imports_of(package: Path) -> list[Import]:
     """Return every import in the tree of `package`."""
     found = []
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted([*package.rglob("*.py"), *package.rglob("*.pyi")]):
         module = (package.name, *path.relative_to(package).with_suffix("").parts)
         part = module[1]
         for node, eager in _statements(ast.parse(path.read_text(encoding="utf-8"))):
@@ -109,9 +111,91 @@ def violations(package: Path) -> list[str]:
         if target is None:
             if found.target.partition(".")[0] in FORBIDDEN.get(found.part, ()):
                 wrong.append(f"{found.where}: {found.part} imports {found.target}")
-        elif target != found.part and level[target] >= max(level[found.part], 1):
+        elif target != found.part and level[target] + (target not in SHARED) > level[found.part]:
             wrong.append(f"{found.where}: {found.part} imports {target}")
     return wrong
+
+
+def folder_of(module: str) -> str | None:
+    """Return the folder of patching that a dotted `module` is in; None: it is in none."""
+    below = module.removeprefix("hf_posswap.patching.")
+    folders = (folder for row in PATCHING for folder in row)
+    return None if below == module else next((one for one in folders if f"{below}.".startswith(f"{one}.")), None)
+
+
+def patching_violations(package: Path) -> list[str]:
+    """Return every import between folders of patching that goes the wrong way, one line each."""
+    level = {folder: number for number, row in enumerate(PATCHING) for folder in row}
+    wrong = []
+    for found in imports_of(package):
+        here = folder_of(".".join(Path(found.where.partition(":")[0]).with_suffix("").parts))
+        there = folder_of(found.target)
+        if here and there and here != there and level[there] >= level[here]:
+            wrong.append(f"{found.where}: {here} imports {there}")
+    return wrong
+
+
+def circles(package: Path) -> list[set[str]]:
+    """Return the sets of modules that import one another, deferred and TYPE_CHECKING imports counted.
+
+    The package itself is left out: its public names are loaded when they are asked for.
+    """
+    files = {".".join((package.name, *p.relative_to(package).with_suffix("").parts)): p for p in package.rglob("*.py")}
+    names = {name.removesuffix(".__init__") for name in files} - {package.name}
+    graph: dict[str, set[str]] = {name: set() for name in names}
+    for found in imports_of(package):
+        here = ".".join(Path(found.where.partition(":")[0]).with_suffix("").parts).removesuffix(".__init__")
+        target = found.target if found.target in names else found.target.rpartition(".")[0]
+        if here in names and target in names and target != here:
+            graph[here].add(target)
+    far = {name: _reached(graph, name) for name in graph}
+    return [{name, *(one for one in far[name] if name in far[one])} for name in sorted(graph) if name in far[name]]
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+def test_no_modules_import_one_another() -> None:
+    assert circles(ROOT / "hf_posswap") == []
+
+
+def test_a_circle_is_found_through_deferred_and_typing_imports(tmp_path: Path) -> None:
+    package = tmp_path / "hf_posswap"
+    (package / "schemes").mkdir(parents=True)
+    (package / "errors.py").write_text("def f():\n    from hf_posswap.schemes import rope")
+    (package / "schemes" / "rope.py").write_text("if TYPE_CHECKING:\n    from hf_posswap.errors import PosswapError")
+    (package / "registry.py").write_text("from hf_posswap import errors")
+    assert circles(package)[0] == {"hf_posswap.errors", "hf_posswap.schemes.rope"}
+
+
+def test_folders_of_patching_import_those_above_them_alone() -> None:
+    assert patching_violations(ROOT / "hf_posswap") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "message"),
+    [
+        ("edits/edit.py", "from hf_posswap.patching.plan.swap_plan import SwapPlan", "edits imports plan"),
+        (
+            "sites/rotary/plan.py",
+            "from hf_posswap.patching.sites.attention import hooks",
+            "sites.rotary imports sites.att",
+        ),
+        ("plan/text.py", "def f():\n    from hf_posswap.patching.apply import structure", "plan imports apply"),
+    ],
+)
+def test_a_folder_that_imports_a_later_one_is_caught(tmp_path: Path, path: str, line: str, message: str) -> None:
+    planted = tmp_path / "hf_posswap" / "patching" / path
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    planted.write_text(line)
+    assert [found for found in patching_violations(tmp_path / "hf_posswap") if message in found]
 
 
 def test_imports_go_one_way() -> None:
@@ -121,7 +205,9 @@ def test_imports_go_one_way() -> None:
 @pytest.mark.parametrize(
     ("path", "line", "message"),
     [
-        ("rotary.py", "from hf_posswap.schemes import Rope", "rotary imports schemes"),
+        ("compat/torch_modules.py", "from hf_posswap.geometry import Layout", "compat imports geometry"),
+        ("utils/progress.py", "from hf_posswap.compat import torch_modules", "utils imports compat"),
+        ("rope_math.py", "from hf_posswap.schemes import Rope", "rope_math imports schemes"),
         ("kernels/merge.py", "from hf_posswap.schemes import piece", "kernels imports schemes"),
         ("schemes/rope.py", "import transformers.models", "schemes imports transformers.models"),
         ("schemes/rope.py", "def f():\n    from transformers import PreTrainedModel", "schemes imports transformers"),
@@ -129,7 +215,7 @@ def test_imports_go_one_way() -> None:
         ("families/bert.py", "from ..schemes.rope import Rope", "families imports schemes"),
         ("families/bert.py", "from hf_posswap import schemes", "families imports schemes"),
         ("families/bert.py", "if TYPE_CHECKING:\n    from hf_posswap import patching", "families imports patching"),
-        ("patching/plan.py", "from hf_posswap import load", "patching imports __init__"),
+        ("patching/plan/swap_plan.py", "from hf_posswap import load", "patching imports __init__"),
         ("training/loop.py", "from hf_posswap.evaluation import perplexity", "training imports evaluation"),
         ("evaluation/loop.py", "import hf_posswap.training.loop", "evaluation imports training"),
         ("quickstart/run.py", "from hf_posswap.cli import main", "quickstart imports cli"),
@@ -146,8 +232,11 @@ def test_a_wrong_import_is_caught(tmp_path: Path, path: str, line: str, message:
 def test_allowed_imports_pass(tmp_path: Path) -> None:
     package = tmp_path / "hf_posswap"
     (package / "schemes").mkdir(parents=True)
-    (package / "schemes" / "rope.py").write_text("from . import checks\nfrom ..rotary import rotate\nimport torch")
-    (package / "registry.py").write_text("from hf_posswap import errors")
+    (package / "schemes" / "rope.py").write_text(
+        "from .common import checks\nfrom ..rope_math import rotate\nimport torch"
+    )
+    (package / "registry.py").write_text("from hf_posswap import errors, geometry")
+    (package / "geometry.py").write_text("from hf_posswap.compat import torch_modules")
     (package / "__init__.py").write_text("from hf_posswap.patching import plan_swap")
     (package / "cli.py").write_text(
         "from hf_posswap import plan_swap\nfrom hf_posswap.quickstart import run_quickstart"

@@ -7,18 +7,24 @@ import dataclasses
 import io
 import re
 import subprocess
+import tomllib
+import typing
 from collections.abc import Iterable
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
+import yaml
 
 import hf_posswap
-from hf_posswap import errors
+from hf_posswap import errors, families, schemes
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Folders of one machine, and the data beside the project, which only conftest.py may look for.
 MACHINE = re.compile(r"(?<![\w.~-])/(?:work|root|home|tmp|opt|Users|mnt)/|\.\./shared")
+CALLED = (FunctionType, classmethod, staticmethod, property)
 EXAMPLE = re.compile(r"<!-- example -->\n+```python\n(.*?)```\n+```text\n(.*?)```\n+<!-- /example -->", re.DOTALL)
 EXAMPLES = EXAMPLE.findall(README)
 INCLUDE = re.compile(r"<!-- file: (\S+) -->\n+```python\n(.*?)```", re.DOTALL)
@@ -72,6 +78,40 @@ def test_the_checks_run_the_commands_of_the_readme() -> None:
     assert printed[1].endswith("pytest")
 
 
+def test_the_version_is_one_everywhere() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    heading = re.search(r"^## (\S+),", (ROOT / ".github" / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert heading is not None
+    assert citation["version"] == heading[1] == hf_posswap.__version__
+    assert (
+        citation["license"]
+        == tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["license"]
+    )
+
+
+def test_the_top_level_holds_only_what_belongs_there() -> None:
+    allowed = {"CITATION.cff", "LICENSE", "README.md", "hf_posswap", "pyproject.toml", "recipes", "tests"}
+    names = {path.relative_to(ROOT).parts[0] for path in tracked_files()}
+    assert {name for name in names if not name.startswith(".")} == allowed
+
+
+@pytest.mark.parametrize("page", ["README.md", "tests/README.md", ".github/CONTRIBUTING.md", ".github/CHANGELOG.md"])
+def test_links_and_paths_in_the_pages_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [link for link in links if link and not (ROOT / page).parent.joinpath(link).exists()] == []
+    paths = re.findall(r"`((?:hf_posswap|recipes|tests|\.ci)/[\w./-]+)`", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_hooks_run_what_the_development_tools_hold() -> None:
+    installed = {re.split(r"[^\w-]", line)[0] for line in PROJECT["optional-dependencies"]["dev"]}
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
+    assert {hook["entry"].split()[0] for hook in hooks} <= installed
+    assert {hook["language"] for hook in hooks} == {"system"}, "a hook that downloads its tool may differ from the CI"
+
+
 def test_the_readme_has_examples() -> None:
     assert EXAMPLES, "the README needs a python block and a text block between its example markers"
     assert len(EXAMPLES) == README.count("<!-- example -->")
@@ -97,17 +137,54 @@ def test_the_support_table_is_there() -> None:
     assert "| scheme | kind | promises |" in table, "run the light contract, then python recipes/support_table.py"
 
 
-def test_public_names_are_sorted_importable_and_documented() -> None:
-    names = hf_posswap.__all__
+@pytest.mark.parametrize("package", [hf_posswap, schemes, families], ids=lambda package: package.__name__)
+def test_public_names_are_sorted_importable_and_documented(package: ModuleType) -> None:
+    names = package.__all__
     assert names == sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
     assert len(names) == len(set(names))
-    assert [name for name in names if not documented(name, getattr(hf_posswap, name))] == []
+    values = {name: getattr(package, name) for name in names}
+    aliases = {name for name, value in values.items() if typing.get_origin(value)}  # a Literal cannot hold words
+    assert [name for name in sorted(set(names) - aliases) if not documented(name, values[name])] == []
+
+
+@pytest.mark.parametrize("package", [schemes, families], ids=lambda package: package.__name__)
+def test_what_its_authors_need_is_public(package: ModuleType) -> None:
+    needed = {
+        schemes: {"SCHEMES", "Geometry", "Kind", "Mechanism", "Scheme", "TableScheme", "Traits", "make_scheme"},
+        families: {"FAMILIES", "Family", "StackSpec", "TableSpec", "family_of", "locate", "register"},
+    }
+    assert needed[package] <= set(package.__all__)
+    assert f"from {package.__name__} import" in str(package.__doc__), "its docstring shows how one is written"
 
 
 def documented(name: str, public: object) -> bool:
     """Return whether `public` has words of its own: a dataclass without them is given its signature."""
     words = vars(public).get("__doc__") if isinstance(public, type) else public.__doc__
     return bool(words and words.strip()) and not words.startswith(f"{name}(")
+
+
+@pytest.mark.parametrize("package", [hf_posswap, schemes, families], ids=lambda package: package.__name__)
+def test_public_methods_have_words_of_their_own_or_of_what_they_override(package: ModuleType) -> None:
+    classes = [value for value in (getattr(package, name) for name in package.__all__) if isinstance(value, type)]
+    assert [f"{one.__name__}.{name}" for one in classes for name in silent_methods(one)] == []
+
+
+def silent_methods(owner: type) -> list[str]:
+    """Return the public methods and properties that `owner` defines without words, its bases having none either."""
+    own = [name for name, value in vars(owner).items() if isinstance(value, CALLED) and not name.startswith("_")]
+    return [name for name in own if not any(getattr(vars(base).get(name), "__doc__", "") for base in owner.__mro__)]
+
+
+def test_a_silent_method_is_found() -> None:
+    class Spoken:
+        def told(self) -> None:
+            """Say it."""
+
+    class Silent(Spoken):
+        def told(self) -> None: ...
+        def untold(self) -> None: ...
+
+    assert silent_methods(Silent) == ["untold"]
 
 
 def test_an_undocumented_name_is_found() -> None:
@@ -127,8 +204,3 @@ def test_an_undocumented_name_is_found() -> None:
 def test_the_agreed_names_are_public(name: str) -> None:
     assert name in hf_posswap.__all__
     assert name in dir(hf_posswap)
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="patch_modle"):
-        _ = hf_posswap.patch_modle

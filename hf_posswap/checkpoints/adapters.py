@@ -22,7 +22,7 @@ from hf_posswap.checkpoints.adapters_positions import (
     swapped_base,
 )
 from hf_posswap.errors import MissingDependencyError
-from hf_posswap.files import write_json
+from hf_posswap.utils.atomic_io import write_json
 
 SIDECAR = "posswap.json"
 SIDECAR_VERSION = 1

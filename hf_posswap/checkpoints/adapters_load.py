@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from hf_posswap.checkpoints.adapters import (
     ADAPTER_CONFIG,
     SIDECAR,
@@ -17,10 +15,12 @@ from hf_posswap.checkpoints.adapters import (
     import_peft,
     without_peft_warning,
 )
-from hf_posswap.errors import CheckpointError, PosswapError, RecordError
-from hf_posswap.patching.apply import patch_model
-from hf_posswap.patching.plan import unwrap
-from hf_posswap.patching.record import SwapRecord
+from hf_posswap.compat.transformers_files import file_of
+from hf_posswap.errors import CheckpointError, PosswapError, RecordError, RemoteCodeError
+from hf_posswap.patching.apply.patch_model import patch_model
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.utils.hub_session import hub_reading
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -42,6 +42,7 @@ class AdapterSource:
     record: SwapRecord | None
 
 
+@hub_reading
 def adapter_source(source: str | Path, **hub: Any) -> AdapterSource | None:
     """Return what the adapter at `source` says of its base; None where `source` is no adapter.
 
@@ -119,6 +120,8 @@ def load_with_base(source: str | Path, found: AdapterSource, load: Any, **kwargs
         passed["revision"] = found.revision
     try:
         model = load(found.base, **passed)
+    except RemoteCodeError:
+        raise
     except CheckpointError as error:
         raise CheckpointError(
             f"the base of the adapter {str(source)!r}, {found.base!r}, cannot be loaded: {error}"
@@ -140,8 +143,9 @@ def _with_adapter(model: Any, source: str | Path, trainable: bool, hub: dict[str
             adapted = peft.PeftModel.from_pretrained(model, str(source), is_trainable=trainable, **hub)
     except PosswapError:
         raise
-    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"the adapter {str(source)!r} cannot be loaded: {error}") from error
+    except Exception as error:  # PEFT may raise anything, given a config that holds other types than it asks for
+        said = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the adapter {str(source)!r} cannot be loaded: {said}") from error
     return carry_swap(adapted)
 
 
@@ -182,17 +186,8 @@ def _read(source: str | Path, name: str, hub: dict[str, Any], *, certain: bool) 
         hub: arguments for the Hub.
         certain: raise where the Hub does not tell whether there is such a file; otherwise that counts as none.
     """
-    from transformers.utils import cached_file
-
     try:
-        path = cached_file(
-            str(source),
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_gated_repo=certain,
-            _raise_exceptions_for_connection_errors=certain,
-            **hub,
-        )
+        path = file_of(source, name, certain=certain, **hub)
     except OSError as error:
         if not certain:
             return None

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_posswap.compat.peft_wrappers import is_saved_with_adapter
 from hf_posswap.errors import CheckpointError, NotPatchedError
-from hf_posswap.patching.attention_actions import AddMechanism
-from hf_posswap.patching.plan import unwrap
-from hf_posswap.patching.table_actions import ReplaceTable, RestoreWeight
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.sites.attention.edits import AddMechanism
+from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable
 
 
 def is_swapped(model: Any) -> bool:
@@ -35,7 +36,7 @@ def swapped_base(model: Any) -> Any:
 
 def lies_on_disk(base: Any) -> bool:
     """Return whether the checkpoint that a swapped model was loaded from carries the swap itself."""
-    if not base._posswap.undo:
+    if not base._posswap.can_undo:
         return True
     path = Path(base.name_or_path or "/nowhere") / "config.json"  # a blend keeps its undo when it is loaded
     return path.is_file() and "posswap" in json.loads(path.read_text(encoding="utf-8"))
@@ -73,7 +74,8 @@ def refuse_lost_positions(model: Any) -> None:
     if getattr(model, "peft_config", None) is None or not is_swapped(model):
         return
     base = swapped_base(model)
-    lost = [path for path, module in _learned(base) if not _saved_by_peft(module) and _is_trained(base, path, module)]
+    unsaved = [(path, module) for path, module in _learned(base) if not is_saved_with_adapter(module)]
+    lost = [path for path, module in unsaved if _is_trained(base, path, module)]
     if lost:
         raise CheckpointError(
             f"{', '.join(lost)}: trained position parameters that are not part of the adapter would be lost. Wrap the "
@@ -86,16 +88,11 @@ def _learned(base: Any) -> list[tuple[str, nn.Module]]:
     """Return the modules of a swapped model that hold what its scheme learns: path and module."""
     found = []
     for edit in base._posswap.plan.edits:
-        action = edit.action
-        learns = isinstance(action, AddMechanism) or (isinstance(action, ReplaceTable) and action.scheme.trainable)
+        learns = isinstance(edit, AddMechanism) or (isinstance(edit, ReplaceTable) and edit.scheme.trainable)
         if learns:
-            module = base.get_submodule(action.path)
-            found += [(action.path, module)] if any(True for _ in module.parameters()) else []
+            module = base.get_submodule(edit.path)
+            found += [(edit.path, module)] if any(True for _ in module.parameters()) else []
     return found
-
-
-def _saved_by_peft(module: nn.Module) -> bool:
-    return hasattr(module, "modules_to_save")
 
 
 def _is_trained(base: Any, path: str, module: nn.Module) -> bool:
@@ -104,17 +101,13 @@ def _is_trained(base: Any, path: str, module: nn.Module) -> bool:
         return True
     if lies_on_disk(base):  # as it was loaded
         return False
-    patch = base._posswap
-    edit = next(edit for edit in patch.plan.edits if getattr(edit.action, "path", None) == path)
-    action = edit.action
-    if isinstance(action, AddMechanism):
-        scheme, geometry = patch.plan.place(edit)
-        fresh = dict(scheme.mechanism(geometry).named_parameters())
+    kinds, swap = (AddMechanism, ReplaceTable), base._posswap
+    edit, saved = next((edit, saved) for edit, saved in swap.done() if isinstance(edit, kinds) and edit.path == path)
+    if isinstance(edit, AddMechanism):
+        fresh = dict(edit.scheme.mechanism(edit.geometry).named_parameters())
         return any(
             not torch.equal(p.detach().cpu(), fresh[n].detach().to(p.dtype)) for n, p in module.named_parameters()
         )
-    assert isinstance(action, ReplaceTable)
-    old = next(step.weight for step in patch.undo if isinstance(step, RestoreWeight) and step.path == path)
-    held: Any = module.weight
-    expected = action.scheme.table(old.detach()[action.offset :], action.rows, action.geometry)
-    return not torch.equal(held.detach()[action.offset :].cpu(), expected.to(held.dtype))
+    weight: Any = module.weight
+    expected = edit.scheme.table(saved["weight"].detach()[edit.offset :], edit.rows, edit.geometry)
+    return not torch.equal(weight.detach()[edit.offset :].cpu(), expected.to(weight.dtype))

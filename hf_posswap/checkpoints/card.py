@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from hf_posswap.checkpoints.card_results import Results, evaluation, table
 from hf_posswap.checkpoints.hub import checked_repo_id
 from hf_posswap.errors import CheckpointError, PluginWarning
-from hf_posswap.patching.bundle import package_version
-from hf_posswap.patching.describe import on_meta
+from hf_posswap.patching.inspect.describe import on_meta
+from hf_posswap.patching.record.remote_code import package_version
 
 if TYPE_CHECKING:
-    from hf_posswap.patching.plan import SwapPlan
+    from hf_posswap.patching.plan.swap_plan import SwapPlan
 
 _TAG = "hf_posswap"
 _TASKS = {
@@ -49,7 +49,14 @@ class CardFacts:
     pictures: str = "pictures"
 
 
-def write_card(folder: str | Path, facts: CardFacts, *, token: str | None = None, online: bool = True) -> str:
+def write_card(
+    folder: str | Path,
+    facts: CardFacts,
+    *,
+    token: str | None = None,
+    online: bool = True,
+    trust_remote_code: bool = False,
+) -> str:
     """Return the model card of the checkpoint in `folder` as Markdown with metadata.
 
     Args:
@@ -57,6 +64,7 @@ def write_card(folder: str | Path, facts: CardFacts, *, token: str | None = None
         facts: that the folder does not tell.
         token: of the Hub, to read the base model's card.
         online: whether the base model's card may be fetched from the Hub.
+        trust_remote_code: run code that the folder brings, where its config needs that.
 
     Raises:
         CheckpointError: no readable config, or results of other models.
@@ -73,14 +81,14 @@ def write_card(folder: str | Path, facts: CardFacts, *, token: str | None = None
         library_name: transformers
         license: mit
     """
-    skeleton = on_meta(str(folder))
+    skeleton = on_meta(str(folder), trust_remote_code=trust_remote_code)
     patch = getattr(skeleton, "_posswap", None)
     plan = None if patch is None else patch.plan
     base, license = origin = _base_and_license(facts, token, online)
     architecture = type(skeleton).__name__
     task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
     numbers, metrics = evaluation(facts.results, None if plan is None else plan.scheme.name, task or "other")
-    data = _metadata(facts, task, plan, origin, metrics)
+    data = _card_data(facts, task, plan, origin, metrics)
     sections = [
         f"# {facts.repo_id.rpartition('/')[2]}",
         _opening(plan, base),
@@ -95,7 +103,7 @@ def write_card(folder: str | Path, facts: CardFacts, *, token: str | None = None
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def _metadata(
+def _card_data(
     facts: CardFacts, task: str | None, plan: SwapPlan | None, origin: tuple[str | None, str | None], metrics: list[Any]
 ) -> Any:
     from huggingface_hub import ModelCardData
@@ -165,10 +173,10 @@ def _opening(plan: SwapPlan | None, base: str | None) -> str:
 
 
 def _swap(plan: SwapPlan) -> str:
-    from hf_posswap.patching.show import EDIT_HEADER, edit_rows, fact_rows
+    from hf_posswap.patching.plan.text import EDIT_HEADER
 
-    edits = table(list(EDIT_HEADER), [[str(cell) for cell in row] for row in edit_rows(plan)])
-    facts = table(["", ""], [[name, text] for name, text in fact_rows(plan)])
+    edits = table(list(EDIT_HEADER), [[str(cell) for cell in row] for row in plan.edit_rows()])
+    facts = table(["", ""], [[name, text] for name, text in plan.fact_rows()])
     record = json.dumps(plan.record.to_dict(), indent=2)
     return f"`{plan.named}`\n\n{edits}\n\n{facts}\n\nThe record, `config.posswap`:\n\n```json\n{record}\n```"
 

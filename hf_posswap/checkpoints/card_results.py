@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posswap.errors import CheckpointError
+from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.utils.naming import markdown_text, public_name
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -49,7 +52,8 @@ def read_results(source: dict[str, Any] | str | Path | None) -> Results:
         values = _read(path / RESULTS if path.is_dir() else path)
         pictures = sorted(path.glob("*.png")) if path.is_dir() else []
     if isinstance(values, dict) and values.get("kind") == EVALUATION:
-        values = _by_scheme(values)
+        with _refusing_damaged():
+            values = _by_scheme(values)
     if not isinstance(values, dict) or not (_is_quickstart(values) or all(map(_is_number, values.values()))):
         raise CheckpointError(
             "results must be {metric: finite number}, or what posswap quickstart, eval or compare write to "
@@ -74,15 +78,29 @@ def _by_scheme(found: dict[str, Any]) -> dict[str, Any]:
             models.setdefault(name, {"lengths": rows})
     if not models:
         raise CheckpointError("the results hold no perplexities (metric ppl_prefix), which a model card shows.")
-    return {"models": models, "lengths": found["lengths"], "data": {"text": Path(found["data"]["source"]).name}}
+    return {"models": models, "lengths": found["lengths"], "data": {"text": public_name(found["data"]["source"])}}
 
 
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"cannot read the results in {path}: {error}; give a JSON file, or a folder with a {RESULTS}."
+        ) from error
+
+
+@contextmanager
+def _refusing_damaged() -> Iterator[None]:
+    """Turn whatever results that were edited or cut raise inside the block into a CheckpointError."""
+    try:
+        yield
+    except PosswapError:
+        raise
+    except Exception as error:  # anything may be missing, or of another kind
+        raise CheckpointError(
+            f"the results cannot be read ({type(error).__name__}: {str(error)[:200] or 'no more is known'}): they were "
+            "edited, or are not whole. Make them again."
         ) from error
 
 
@@ -98,8 +116,13 @@ def evaluation(results: Results, scheme: str | None, task: str) -> tuple[str, li
     """Return the evaluation of the model with `scheme` (None: no swap), as Markdown and as metadata for `task`.
 
     Raises:
-        CheckpointError: a quickstart's results hold no model with that scheme.
+        CheckpointError: a quickstart's results hold no model with that scheme, or cannot be read.
     """
+    with _refusing_damaged():
+        return _evaluation(results, scheme, task)
+
+
+def _evaluation(results: Results, scheme: str | None, task: str) -> tuple[str, list[EvalResult]]:
     if not results.values:
         return "", []
     if not _is_quickstart(results.values):
@@ -114,7 +137,7 @@ def evaluation(results: Results, scheme: str | None, task: str) -> tuple[str, li
     head = ["perplexity at", *(str(length) for length in results.values["lengths"])]
     text = table(head, [[other, *map(_score, models[other]["lengths"])] for other in shown])
     data = results.values.get("data", {}).get("text", "text")
-    note = f"Text: {data}. In brackets: 95 % interval over documents."
+    note = f"Text: {markdown_text(data)}. In brackets: 95 % interval over documents."
     scores = [row for row in models[name]["lengths"] if "cannot_run" not in row]
     found = [_entry(f"perplexity at {row['length']} tokens", row["perplexity"], data, task) for row in scores]
     return f"{text}\n\n{note}", found

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from json import JSONDecodeError
 from pathlib import Path
+from typing import Any
 
 from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.utils.hub_session import retry_after, unreachable_error
 
 LEFT_OUT = (
     ".*", "*/.*", "__pycache__/*", "*/__pycache__/*", "checkpoint-*/*", "optimizer.*", "scheduler.*", "scaler.*",
@@ -57,41 +60,80 @@ def checked_repo_id(repo_id: str) -> str:
 
 @contextmanager
 def hub_errors(repo_id: str) -> Iterator[None]:
-    """Turn whatever the Hub's client raises inside the block into one CheckpointError that says what to do."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
+    """Turn whatever the Hub's client raises inside the block, before a commit was sent, into one CheckpointError."""
     try:
         yield
     except PosswapError:
         raise
-    except OfflineModeIsEnabled as error:
-        raise CheckpointError(
-            f"cannot push to {repo_id}: HF_HUB_OFFLINE is set. Unset it, or use dry_run to see what would go."
-        ) from error
-    except HfHubHTTPError as error:
-        raise CheckpointError(f"cannot push to {repo_id}: {_said(error)} {_advice(error)}") from error
     except Exception as error:
-        if not _is_about_the_wire(error):
+        advice = _advice(error)
+        if advice is None:
             raise
-        raise CheckpointError(
-            f"cannot push to {repo_id}: {_said(error)} Nothing was committed: check the connection and push again."
-        ) from error
+        raise CheckpointError(f"cannot push to {repo_id}: {describe_failure(error)} {advice}") from error
 
 
-def _said(error: Exception) -> str:
+def describe_failure(error: Exception) -> str:
+    """Return in one sentence what the Hub's client says went wrong.
+
+    Example:
+        >>> describe_failure(RuntimeError("two lines\\n of it"))
+        'two lines.'
+    """
+    error = _deepest(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{lines[0] if lines else type(error).__name__}".rstrip(".") + "."
+    said = lines[0] if lines else type(error).__name__
+    if isinstance(error, _UNREADABLE):
+        said = f"the Hub's answer cannot be read ({type(error).__name__}: {said[:200]})"
+    return f"{said.rstrip('.')}."
 
 
-def _advice(error: Exception) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", None)
+def status_of(error: Exception) -> int | None:
+    """Return the HTTP status that the Hub answered with; None where it is about something else."""
+    return getattr(getattr(_deepest(error), "response", None), "status_code", None)
+
+
+_UNREADABLE = (JSONDecodeError, KeyError, TypeError, AttributeError, IndexError)
+
+
+def _deepest(error: BaseException) -> Any:
+    """Return the error of the Hub's client that says most: an upload in a thread hides it behind another."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    inner = error
+    while not isinstance(inner, HfHubHTTPError | OfflineModeIsEnabled) and inner.__cause__ is not None:
+        inner = inner.__cause__
+    return inner if isinstance(inner, HfHubHTTPError | OfflineModeIsEnabled) else error
+
+
+def _advice(error: Exception) -> str | None:
+    """Return what to do about `error`; None where it is not about the Hub."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    found, status = _deepest(error), status_of(error)
+    if isinstance(found, OfflineModeIsEnabled) and not isinstance(found, unreachable_error()):
+        return "HF_HUB_OFFLINE is set. Unset it, or use dry_run to see what would go."
     if status in (401, 403):
         return "Nothing was committed: log in with `hf auth login`, or pass a token that may write there."
     if status == 404:
         return "Nothing was committed: check the name and the revision, and that the token may see the repository."
+    if status == 412:
+        return "Someone else committed meanwhile, and nothing of this push is there: look at it, and push again."
+    if status == 429:
+        return f"The Hub asks to wait{_asked_wait(found)}. Nothing was committed: push again after that."
     if status is not None and status >= 500:
-        return "The Hub had a failure of its own and committed nothing: push again."
-    return "Nothing was committed: correct that and push again."
+        return "The Hub had a failure of its own, before anything was committed: push again."
+    if status is not None or type(found) is ValueError:
+        return "Nothing was committed: correct that and push again."
+    if isinstance(found, _UNREADABLE):
+        return "Nothing was committed: push again, and check what stands between here and the Hub."
+    if _is_about_the_wire(error):
+        return "Nothing was committed: check the connection and push again."
+    return None
+
+
+def _asked_wait(error: Any) -> str:
+    seconds = retry_after(error.response.headers)
+    return "" if seconds is None else f" {seconds:.0f} s"
 
 
 def _is_about_the_wire(error: BaseException | None) -> bool:

@@ -7,27 +7,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 
 from hf_posswap.checkpoints.adapters_load import HUB_ARGUMENTS, adapter_source, load_with_base
-from hf_posswap.checkpoints.auto import plugin_model_class
+from hf_posswap.checkpoints.record_check import checked_plan
+from hf_posswap.compat.transformers_auto import auto_mapping
 from hf_posswap.errors import CheckpointError, PosswapError
-from hf_posswap.files import settle
-from hf_posswap.patching.apply import Patch
-from hf_posswap.patching.config_class import native_config_class
-from hf_posswap.patching.describe import model_class_of, read_config
-from hf_posswap.patching.interface import AttendThroughInterface
-from hf_posswap.patching.plan import plan_swap
-from hf_posswap.patching.record import SwapRecord, native_config
-from hf_posswap.patching.rotary import KeepAngles
-from hf_posswap.patching.rotary_actions import RebuildRotary
-from hf_posswap.patching.table_actions import GuardLength, RemoveTable, ReplaceTable, SaveKeys
+from hf_posswap.patching.apply.applied import AppliedSwap
+from hf_posswap.patching.apply.submodel_guard import guard_saving
+from hf_posswap.patching.inspect.describe import model_class_of, read_config
+from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.patching.record.model_class import swapped_class
+from hf_posswap.patching.record.record import native_config_class
+from hf_posswap.utils.atomic_io import settle
+from hf_posswap.utils.auto_classes import refused_code
+from hf_posswap.utils.hub_session import hub_reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def load(source: str | Path, *, model_class: Any = None, **kwargs: Any) -> PreTrainedModel:
+@hub_reading
+def load(
+    source: str | Path, *, model_class: Any = None, trust_remote_code: bool = False, **kwargs: Any
+) -> PreTrainedModel:
     """Return the model of a checkpoint, with its swap if it carries one.
 
     Unlike `from_pretrained` it is strict: a checkpoint whose weights do not fit the model that its config names is
@@ -37,11 +39,14 @@ def load(source: str | Path, *, model_class: Any = None, **kwargs: Any) -> PreTr
         source: a folder or a Hub id; that of a PEFT adapter gives base, swap and adapter together.
         model_class: a class (or Auto class) of transformers to load instead of the one that config.json names; heads
             that the checkpoint lacks are then new.
+        trust_remote_code: run code that the checkpoint (or the base that an adapter names) brings: its config class,
+            its `generate`. A swapped checkpoint of this package needs none: what is installed here runs.
         kwargs: for `from_pretrained`: dtype, device_map, attn_implementation, revision, token, ...
 
     Raises:
         CheckpointError: nothing readable is there, or weights are missing or do not fit.
-        RecordError: its swap cannot be read.
+        RemoteCodeError: it needs code, which was not asked for.
+        RecordError: its swap cannot be read, or its config and weights are not what the swap leaves behind.
 
     Example:
         >>> import tempfile
@@ -58,23 +63,29 @@ def load(source: str | Path, *, model_class: Any = None, **kwargs: Any) -> PreTr
     hub = {k: kwargs[k] for k in HUB_ARGUMENTS if k in kwargs}
     adapter = adapter_source(source, **hub)
     if adapter is not None:
-        return load_with_base(source, adapter, load, model_class=model_class, **kwargs)
-    config = read_config(source, **hub)
+        return load_with_base(
+            source, adapter, load, model_class=model_class, trust_remote_code=trust_remote_code, **kwargs
+        )
+    config = read_config(source, trust_remote_code=trust_remote_code, **hub)
     chosen = model_class or model_class_of(config)
     config_class: Any = type(config)
-    if native_config_class(config) is not config_class and not hasattr(chosen, "_model_mapping"):
-        chosen = plugin_model_class(chosen, config_class)
+    if native_config_class(config) is not config_class and auto_mapping(chosen) is None:
+        chosen = swapped_class(chosen)
     try:
-        model, info = chosen.from_pretrained(str(source), config=config, output_loading_info=True, **kwargs)
+        with refused_code(source, trust_remote_code):
+            model, info = chosen.from_pretrained(
+                str(source), config=config, output_loading_info=True, trust_remote_code=trust_remote_code, **kwargs
+            )
     except PosswapError:
         raise
-    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"cannot load {str(source)!r}: {error}") from error
+    except Exception as error:  # a model's own code may raise anything, given a config that fits no weights
+        said = error if str(error) else type(error).__name__
+        raise CheckpointError(f"cannot load {str(source)!r}: {said}") from error
     prefix = f"{model.base_model_prefix}."
     _refuse_misfits(source, info, None if model_class is None else _keys_held(config, prefix), prefix)
     record = getattr(model.config, "posswap", None)
     if record is not None and getattr(model, "_posswap", None) is None:
-        _dress(model, SwapRecord.from_dict(record))
+        reapply_on_load(model, checked_plan(model))
     return model
 
 
@@ -95,24 +106,13 @@ def _keys_held(config: Any, prefix: str) -> set[str]:
     config_class: Any = type(config)
     named = model_class_of(config)
     if native_config_class(config) is not config_class:
-        named = plugin_model_class(named, config_class)
+        named = swapped_class(named)
     with torch.device("meta"):
         return {key.removeprefix(prefix) for key in named(copy.deepcopy(config)).state_dict()}
 
 
-def _dress(model: Any, record: SwapRecord) -> None:
+def reapply_on_load(model: Any, plan: SwapPlan) -> None:
     """Give a natively loaded model what its checkpoint cannot hold: the plan, the guard, frozen tables, kept angles."""
-    with torch.device("meta"):
-        skeleton = type(model)(native_config(model.config))
-    plan = plan_swap(skeleton, record.choice(), **record.arguments)
     for edit in plan.edits:
-        if hasattr(edit.action, "dress"):
-            edit.action.dress(model)
-        elif isinstance(edit.action, GuardLength | RemoveTable | SaveKeys | AttendThroughInterface):
-            edit.action.apply(model, [])
-        elif isinstance(edit.action, RebuildRotary):
-            rotary = model.get_submodule(edit.path)
-            rotary.register_forward_pre_hook(KeepAngles(rotary))
-        elif isinstance(edit.action, ReplaceTable):
-            model.get_submodule(edit.path).weight.requires_grad_(edit.action.scheme.trainable)
-    model._posswap = Patch(plan, [], model.config)
+        edit.reload(model)
+    model._posswap = AppliedSwap(plan, model.config, guard=guard_saving(model))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.checkpoints.card import CardFacts, write_card
 from hf_posswap.checkpoints.card_results import read_results
+from hf_posswap.checkpoints.commit import Commit
 from hf_posswap.checkpoints.hub import checked_repo_id, files_to_push, hub_errors, stale_files
 from hf_posswap.checkpoints.save import save
-from hf_posswap.errors import CheckpointError
-from hf_posswap.patching.show import human_bytes
+from hf_posswap.errors import CheckpointError, OptionError
+from hf_posswap.utils.atomic_io import shown
+from hf_posswap.utils.format import human_bytes
+from hf_posswap.utils.hub_session import HubSession, hub_session
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -67,17 +71,21 @@ def push(
     revision: str | None = None,
     token: str | None = None,
     message: str | None = None,
+    timeout: float | None = None,
     dry_run: bool = False,
     card: bool = True,
     base_model: str | None = None,
     license: str | None = None,
     recipe: dict[str, Any] | None = None,
     results: dict[str, Any] | str | Path | None = None,
+    trust_remote_code: bool = False,
 ) -> PushReport:
     """Push a model or a saved checkpoint to the Hub in one commit, with a model card, and return what went there.
 
-    A push that fails commits nothing and can be repeated. Shards and bundled code of an earlier push that the new one
-    no longer has are deleted in the same commit; other files in the repository stay.
+    A push that fails can be repeated; where no clear answer came to the commit, the Hub is asked what is there, and
+    where it is, the push has succeeded. A Hub that is busy or fails is tried again as it asks, four times. Shards and
+    bundled code of an earlier push that the new one no longer has are deleted in the same commit; other files in the
+    repository stay.
 
     Args:
         source: a model, or a folder that `save` or `save_pretrained` wrote. Of a folder, hidden files and a trainer's
@@ -89,6 +97,8 @@ def push(
         revision: branch to commit to, made from main where it is missing; None: main.
         token: of the Hub; None: the one of `hf auth login` or HF_TOKEN.
         message: of the commit.
+        timeout: seconds that all of the sending may take; None: as long as the Hub goes on answering, each request
+            within two minutes.
         dry_run: send nothing, only return what would go.
         card: write the model card, README.md. False, or a README.md in the folder: it is left as it is.
         base_model: Hub id of the model before the swap; None: the one that a model was loaded from.
@@ -96,9 +106,12 @@ def push(
         recipe: how the model was trained, for the card.
         results: of an evaluation, for the card: {metric: number}, or what a quickstart writes: its folder, with the
             pictures, or the dict.
+        trust_remote_code: run code that a folder brings, where its config needs that, to write the card.
 
     Raises:
-        CheckpointError: the source is no checkpoint, or the Hub cannot be reached or refuses: why, and what to do.
+        CheckpointError: the source is no checkpoint, or the Hub cannot be reached or refuses: why, whether anything was
+            committed, and what to do.
+        OptionError: a timeout that is no positive number.
         RecordError: its swap cannot be read.
 
     Example:
@@ -110,56 +123,75 @@ def push(
         ['README.md', 'config.json', 'generation_config.json']
     """
     checked_repo_id(repo_id)
+    if timeout is not None and not timeout > 0:
+        raise OptionError(f"timeout is a positive number of seconds, or None, got {timeout!r}.")
     found = read_results(results)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        if isinstance(source, str | Path):
+            _check_folder(Path(source), tokenizer)
+        if not dry_run:
+            session = stack.enter_context(hub_session(timeout))
+            _check_reach(repo_id, token)
         folder = _folder_of(source, tokenizer, Path(scratch) / "model")
         files = files_to_push(folder)
         if card and CARD not in files:
-            named = base_model or getattr(getattr(source, "config", None), "_name_or_path", None) or None
+            named = base_model or getattr(getattr(source, "config", None), "name_or_path", None) or None
             facts = CardFacts(repo_id, named, license, recipe, found, PICTURES)
+            told: dict[str, Any] = {"token": token, "online": not dry_run, "trust_remote_code": trust_remote_code}
             path = Path(scratch) / CARD
-            path.write_text(write_card(folder, facts, token=token, online=not dry_run), encoding="utf-8")
+            path.write_text(write_card(folder, facts, **told), encoding="utf-8")
             pictures = {f"{PICTURES}/{picture.name}": picture for picture in found.pictures}
             files = {CARD: path, **files, **pictures}
         report = PushReport(repo_id, revision or "main", {name: path.stat().st_size for name, path in files.items()})
         if dry_run:
             return report
         with hub_errors(repo_id):
-            return _commit(report, files, private=private, token=token, message=message)
+            return _commit(report, files, session, private, token, message or "Push by hf_posswap")
 
 
 def _folder_of(source: Any, tokenizer: Any, scratch: Path) -> Path:
     """Return the folder to push: `source`, or one in `scratch` that the model `source` is saved to."""
-    if not isinstance(source, str | Path):
-        return save(source, scratch, tokenizer=tokenizer)
-    folder = Path(source)
-    named = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return Path(source) if isinstance(source, str | Path) else save(source, scratch, tokenizer=tokenizer)
+
+
+def _check_folder(folder: Path, tokenizer: Any) -> None:
+    """Refuse a folder that is no checkpoint.
+
+    Raises:
+        CheckpointError: it is none, or a tokenizer was given beside it.
+    """
+    try:
+        named = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    except OSError:  # a name that is too long
+        named = False
     if not named or not any(folder.glob("*.safetensors")):
         raise CheckpointError(
-            f"{folder} is no checkpoint that can be pushed: it needs a config.json and safetensors. Give a folder that "
-            "hf_posswap.save or save_pretrained wrote, or a model."
+            f"{shown(folder)} is no checkpoint that can be pushed: it needs a config.json and safetensors. Give "
+            "a folder that hf_posswap.save or save_pretrained wrote, or a model."
         )
     if tokenizer is not None:
         raise CheckpointError("a folder is pushed as it is: save the tokenizer into it, or push the model itself.")
-    return folder
 
 
-def _commit(report: PushReport, files: dict[str, Path], private: bool, token: str | None, message: str | None) -> Any:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+def _commit(
+    report: PushReport, files: dict[str, Path], session: HubSession, private: bool, token: str | None, message: str
+) -> PushReport:
+    from huggingface_hub import HfApi
 
     api = HfApi(token=token, library_name="hf_posswap")
     _ready(api, report, private)
     stale = stale_files(api.list_repo_files(report.repo_id, revision=report.revision), files)
-    done = api.create_commit(
-        report.repo_id,
-        [
-            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()),
-            *(CommitOperationDelete(path_in_repo=name) for name in stale),
-        ],
-        commit_message=message or "Push by hf_posswap",
-        revision=report.revision,
-    )
-    return PushReport(report.repo_id, report.revision, report.files, tuple(stale), done.oid, done.commit_url)
+    oid, url = Commit(api, report.repo_id, report.revision, files, stale).send(session, message)
+    return PushReport(report.repo_id, report.revision, report.files, tuple(stale), oid, url)
+
+
+def _check_reach(repo_id: str, token: str | None) -> None:
+    """Ask the Hub for the repository, which may be missing: whether it answers at all is known before much is done."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    with hub_errors(repo_id), suppress(RepositoryNotFoundError):
+        HfApi(token=token, library_name="hf_posswap").model_info(repo_id)
 
 
 def _ready(api: HfApi, report: PushReport, private: bool) -> None:

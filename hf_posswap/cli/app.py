@@ -19,6 +19,7 @@ from hf_posswap.cli import (
     push,
     reporting,
     searching,
+    selfcheck,
     starting,
     swapping,
     to_native,
@@ -71,6 +72,7 @@ app.command()(swapping.explain)
 app.command()(swapping.patch)
 app.command()(to_native.to_native)
 app.command()(doctor.doctor)
+app.command()(selfcheck.selfcheck)
 app.command()(export.export)
 app.command()(push.push)
 app.command()(searching.search)

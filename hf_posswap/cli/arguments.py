@@ -78,6 +78,13 @@ RelativeOption = Annotated[
         show_default=False,
     ),
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run Python code that a model, its tokenizer or a task brings, where it needs that. Read it first.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
@@ -96,6 +103,10 @@ def make_scheme(name: str, settings: list[str] | None) -> Scheme:
         if settings:
             raise OptionError(f"--set cannot change a scheme's file; change {name} itself, or give the scheme by name.")
         return schemes.make_scheme(_held(name))
+    plain, colon, fields = name.partition(":")
+    if colon and plain in schemes.SCHEMES:
+        how = " ".join(f"--set {field}" for field in fields.split(":"))
+        raise OptionError(f"{name}: fields of a scheme are given as {plain} {how}; only posswap compare takes them so.")
     kinds = field_kinds(schemes.scheme_class(name))
     values: dict[str, Any] = {}
     for setting in settings or []:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_posswap.cli.arguments import Json, make_scheme, source_of
+from hf_posswap.cli.arguments import Json, TrustRemoteCode, make_scheme, source_of
 from hf_posswap.cli.evaluating import (
     Column,
     Device,
@@ -60,6 +60,7 @@ def compare(
     seed: Seed = 0,
     out: Out = None,
     pictures: Pictures = True,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Compare models on the same tokens: checkpoints, or one model with different schemes put in.
@@ -82,6 +83,7 @@ def compare(
             column=column,
             pictures=pictures,
             reporter=progress(),
+            trust_remote_code=trust_remote_code,
             **placing(device, dtype),
         )
     show_evaluation(found, json)

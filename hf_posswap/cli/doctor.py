@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hf_posswap.cli.arguments import Json, Model, source_of
+from hf_posswap.cli.arguments import Json, Model, TrustRemoteCode, source_of
 from hf_posswap.cli.outcome import Code
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hf_posswap.checkpoints.doctor_checks import Diagnosis
 
 
-def doctor(model: Model, json: Json = False) -> None:
+def doctor(model: Model, trust_remote_code: TrustRemoteCode = False, json: Json = False) -> None:
     """Find the known position traps of a checkpoint, whoever made it.
 
     Reads the config, the names and shapes of the weights, and the tokenizer's settings; no weights are loaded, and
@@ -27,7 +27,7 @@ def doctor(model: Model, json: Json = False) -> None:
     with quiet_library():
         from hf_posswap.checkpoints.doctor_checks import doctor as diagnose
 
-        diagnosis = diagnose(source)
+        diagnosis = diagnose(source, trust_remote_code=trust_remote_code)
     if json:
         show_json(diagnosis.to_dict())
     else:

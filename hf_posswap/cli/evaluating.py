@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posswap.cli.arguments import Json, Model, Settings, make_scheme, source_of
+from hf_posswap.cli.arguments import Json, Model, Settings, TrustRemoteCode, make_scheme, source_of
 from hf_posswap.cli.output import quiet_library, show_json, show_text
 from hf_posswap.errors import OptionError
 
 if TYPE_CHECKING:
     from hf_posswap.comparison import EvalSettings, Evaluation
-    from hf_posswap.progress import Reporter
+    from hf_posswap.utils.progress import Reporter
 
 Lengths = Annotated[
     str | None,
@@ -101,6 +101,7 @@ def evaluate(
     seed: Seed = 0,
     out: Out = None,
     pictures: Pictures = True,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Measure what a model does at every length: perplexity, use of context, needles, and what a swap cost.
@@ -129,6 +130,7 @@ def evaluate(
             column=column,
             pictures=pictures,
             reporter=progress(),
+            trust_remote_code=trust_remote_code,
             **placing(device, dtype),
         )
     show_evaluation(found, json)
@@ -190,7 +192,7 @@ def progress() -> Reporter:
     """Return what shows progress on stderr, where it is in nobody's way."""
     from rich.console import Console
 
-    from hf_posswap.progress import Reporter
+    from hf_posswap.utils.progress import Reporter
 
     return Reporter(Console(file=sys.stderr, markup=False, emoji=False, highlight=False))
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hf_posswap.cli.arguments import Json, Model, source_of
+from hf_posswap.cli.arguments import Json, Model, TrustRemoteCode, source_of
 from hf_posswap.cli.outcome import Code
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
 
@@ -30,6 +30,7 @@ def export(
         Path | None,
         typer.Option("--out", "-o", metavar="DIR", help="Write the checkpoint for it to DIR.", show_default=False),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Say what a serving program makes of a checkpoint's positions, and write it as the program wants it.
@@ -44,7 +45,9 @@ def export(
     with quiet_library():
         from hf_posswap.checkpoints.exports import export as run
 
-        found = run(source, target.value, None if out is None else out.expanduser())
+        found = run(
+            source, target.value, None if out is None else out.expanduser(), trust_remote_code=trust_remote_code
+        )
     if json:
         show_json(found.to_dict())
     else:

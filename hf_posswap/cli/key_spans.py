@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posswap.cli.arguments import Model, source_of
+from hf_posswap.cli.arguments import Model, TrustRemoteCode, source_of
 from hf_posswap.cli.evaluating import Column, Device, Documents, Dtype, Text, Tokenizer, placing
 from hf_posswap.cli.output import quiet_library
-from hf_posswap.errors import DataError, PositionRangeError
+from hf_posswap.errors import DataError, OptionError, PositionRangeError
+from hf_posswap.utils.auto_classes import TRUST
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +34,7 @@ def key_spans(
     tokenizer: Tokenizer = None,
     device: Device = "auto",
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Find the tokens that MODEL predicts much better from the whole text than from a short part of it, and well.
 
@@ -42,14 +45,16 @@ def key_spans(
     posswap compare llama +yarn --metrics longppl --key-spans spans.json --lengths 32768 --text books/
     """
     source = source_of(model)
+    _check_numbers(length, short, stride, documents, gain, limit)
     with quiet_library():
         from hf_posswap.comparison.documents import check_paths
         from hf_posswap.evaluation.longppl import find_key_spans
-        from hf_posswap.files import writable_folder
+        from hf_posswap.utils.atomic_io import writable_folder
 
         check_paths(text)
         writable_folder(out.expanduser().absolute().parent)
-        subject, tokens = _prepare(source, text, column, documents, length, tokenizer, placing(device, dtype))
+        place = placing(device, dtype) | {TRUST: trust_remote_code}
+        subject, tokens = _prepare(source, text, column, documents, length, tokenizer, place)
         how = {"short": short, "stride": stride, "gain": gain, "limit": limit}
         spans = find_key_spans(subject.scorer, subject.name, list(tokens), **how)  # type: ignore[arg-type]
         count = sum(stop - start for document in spans.spans for start, stop in document)
@@ -60,6 +65,19 @@ def key_spans(
             )
         spans.save(out.expanduser())
     typer.echo(f"{count} key tokens in {len(spans.spans)} documents of {length} tokens: {out}")
+
+
+def _check_numbers(length: int, short: int, stride: int, documents: int, gain: float, limit: float) -> None:
+    """Raise an OptionError where no text could have key tokens, before anything is loaded."""
+    if not 2 <= short < length:
+        raise OptionError(f"--short is at least 2 and less than --length, got --short {short} --length {length}.")
+    if not 1 <= stride <= short:
+        raise OptionError(f"--stride is at least 1 and at most --short, got --stride {stride} --short {short}.")
+    if documents < 1:
+        raise OptionError(f"--documents is a whole number of at least 1, got {documents}.")
+    for name, value in (("--gain", gain), ("--limit", limit)):
+        if not math.isfinite(value):
+            raise OptionError(f"{name} is a number of nats, got {value}.")
 
 
 def _prepare(
@@ -76,10 +94,10 @@ def _prepare(
     from hf_posswap.comparison.documents import read_documents
     from hf_posswap.comparison.tokenizers import tokenizer_for
     from hf_posswap.evaluation.memory import check_memory
-    from hf_posswap.tokens import check_token_ids
+    from hf_posswap.text.tokens import check_token_ids
 
     candidate = Candidate(source)
-    words = tokenizer_for([candidate], tokenizer)
+    words = tokenizer_for([candidate], tokenizer, trust_remote_code=place[TRUST])
     tokens = read_documents(text, words, length=length, limit=documents, column=column).tokens
     subject = make_subject(candidate.label, Opening({}, **place).model(candidate, length), length)
     if subject.reach.limit is not None and subject.reach.limit < length:

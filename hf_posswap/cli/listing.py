@@ -30,12 +30,12 @@ def schemes(
     Example: posswap schemes yarn
     """
     from hf_posswap.schemes import scheme_class
-    from hf_posswap.schemes.base import all_schemes
+    from hf_posswap.schemes.base import SCHEMES
 
     if name is not None:
         scheme = _scheme(name, scheme_class(name))
         return show_json(scheme) if json else _show_scheme(scheme)
-    listed = [_scheme(known, cls) for known, cls in all_schemes().items()]
+    listed = [_scheme(known, cls) for known, cls in SCHEMES.items()]
     return show_json(listed) if json else _show_schemes(listed)
 
 
@@ -163,7 +163,7 @@ def _warnings_off() -> Iterator[None]:
 
 def _classes(json: bool) -> None:
     """Show the census of transformers' language model classes."""
-    from hf_posswap.patching.census import ASKED, census
+    from hf_posswap.patching.inspect.census import ASKED, census
 
     with quiet_library(), _warnings_off():
         entries = census()

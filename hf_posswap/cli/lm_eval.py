@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_posswap.cli.arguments import Json, MaxLength, Model, Settings, make_scheme, source_of
+from hf_posswap.cli.arguments import Json, MaxLength, Model, Settings, TrustRemoteCode, make_scheme, source_of
 from hf_posswap.cli.evaluating import Device, Tokenizer, placing
 from hf_posswap.cli.output import quiet_library, show_json, show_table, show_text
 from hf_posswap.errors import OptionError
@@ -51,6 +51,7 @@ def lm_eval(
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="For all that the harness says, as JSON.", show_default=False),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Run tasks of EleutherAI's evaluation harness on a model.
@@ -66,8 +67,8 @@ def lm_eval(
     chosen = None if scheme is None else make_scheme(scheme, settings)
     where = placing(device, dtype)
     with quiet_library():
-        from hf_posswap.files import write_text
         from hf_posswap.harness import run_tasks
+        from hf_posswap.utils.atomic_io import write_text
 
         found = run_tasks(
             source,
@@ -81,6 +82,7 @@ def lm_eval(
             limit=limit,
             device=where["device"],
             dtype=where["dtype"] or "auto",
+            trust_remote_code=trust_remote_code,
         )
         if out is not None:
             write_text(out.expanduser(), _as_json(found))

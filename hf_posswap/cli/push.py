@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hf_posswap.cli.arguments import Json
+from hf_posswap.cli.arguments import Json, TrustRemoteCode
 from hf_posswap.cli.output import quiet_library, show_json, show_text
 
 
@@ -22,6 +22,10 @@ def push(
         str | None, typer.Option(metavar="BRANCH", help="Commit to this branch instead of main.", show_default=False)
     ] = None,
     message: Annotated[str | None, typer.Option(metavar="TEXT", help="Of the commit.", show_default=False)] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="For all of it; else as long as the Hub answers.", show_default=False),
+    ] = None,
     base_model: Annotated[
         str | None,
         typer.Option(metavar="ID", help="The model before the swap, for the model card.", show_default=False),
@@ -35,12 +39,13 @@ def push(
         typer.Option(metavar="PATH", help="Folder of a quickstart, or a JSON of metrics: goes on the card."),
     ] = None,
     card: Annotated[bool, typer.Option(help="Write a model card, unless DIR holds a README.md.")] = True,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Push a saved model to the Hub, in one commit, with a model card.
 
     Weights, config, tokenizer, and the code that trust_remote_code=True needs, if the model has any. A trainer's state
-    stays behind. A push that fails commits nothing and can be repeated. Log in first with: hf auth login
+    stays behind. A push that fails says what is there, and can be repeated. Log in first with: hf auth login
 
     Example: posswap push gpt2-rope me/gpt2-rope --base-model openai-community/gpt2 --dry-run
     """
@@ -54,10 +59,12 @@ def push(
             private=private,
             revision=revision,
             message=message,
+            timeout=timeout,
             base_model=base_model,
             license=license,
             results=results,
             card=card,
+            trust_remote_code=trust_remote_code,
         )
     if json:
         show_json(report.to_dict())

@@ -34,8 +34,8 @@ def report(
     Example: posswap report results
     """
     from hf_posswap.errors import CheckpointError, OptionError
-    from hf_posswap.files import read_json
     from hf_posswap.report import PAGE, write_html
+    from hf_posswap.utils.atomic_io import read_json
 
     source = results.expanduser()
     source = source / "results.json" if source.is_dir() else source

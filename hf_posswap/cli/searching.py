@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posswap.cli.arguments import Json, Model, source_of
+from hf_posswap.cli.arguments import Json, Model, TrustRemoteCode, source_of
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
 from hf_posswap.cli.target import load_tokenizer
 from hf_posswap.errors import CheckpointError, DataError
-from hf_posswap.files import writable_folder, write_json
+from hf_posswap.utils.atomic_io import writable_folder, write_json
 
 if TYPE_CHECKING:
     from hf_posswap import LongRopeSearch
@@ -50,6 +50,7 @@ def search(
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, ...")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE.json.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Search LongRoPE's divisors for a model: an evolution from PI, NTK and YaRN, by perplexity on your texts.
@@ -67,10 +68,10 @@ def search(
         from hf_posswap.quickstart.settings import resolve_device
 
         chosen = resolve_device(device)
-        words = load_tokenizer(source)
+        words = load_tokenizer(source, trust_remote_code=trust_remote_code)
         if words is None:
             raise CheckpointError(f"{model} holds no tokenizer to read texts with; save one beside the model.")
-        loaded: Any = hf_posswap.load(source, dtype="auto")
+        loaded: Any = hf_posswap.load(source, dtype="auto", trust_remote_code=trust_remote_code)
         found = hf_posswap.search_longrope(
             loaded.to(chosen),
             contents,

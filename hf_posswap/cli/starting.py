@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hf_posswap.cli.arguments import source_of
+from hf_posswap.cli.arguments import TrustRemoteCode, source_of
 from hf_posswap.cli.output import console, quiet_library
 
 
@@ -37,6 +37,7 @@ def quickstart(
             show_default=False,
         ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Swap the positions of a language model four ways, adapt each copy, and measure all far beyond the window.
 
@@ -53,5 +54,12 @@ def quickstart(
         from hf_posswap.quickstart import run_quickstart
 
         run_quickstart(
-            out.expanduser(), model=source, steps=steps, device=device, seed=seed, cache=cache, console=progress
+            out.expanduser(),
+            model=source,
+            steps=steps,
+            device=device,
+            seed=seed,
+            cache=cache,
+            console=progress,
+            trust_remote_code=trust_remote_code,
         )

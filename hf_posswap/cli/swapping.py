@@ -17,6 +17,7 @@ from hf_posswap.cli.arguments import (
     Settings,
     Site,
     SiteOption,
+    TrustRemoteCode,
     make_scheme,
     source_of,
 )
@@ -24,10 +25,11 @@ from hf_posswap.cli.outcome import Code
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
 from hf_posswap.cli.target import checked_target, load_processor
 from hf_posswap.errors import OptionError, UnsupportedSwapError
+from hf_posswap.utils.auto_classes import TRUST
 
 if TYPE_CHECKING:
     from hf_posswap import SwapPlan
-    from hf_posswap.patching.describe import Explanation
+    from hf_posswap.patching.inspect.describe import Explanation
 
 
 def explain(
@@ -40,6 +42,7 @@ def explain(
     max_length: MaxLength = None,
     site: SiteOption = Site.auto,
     relative: RelativeOption = None,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Explain which position mechanism a model has, and what a swap would do.
@@ -59,7 +62,7 @@ def explain(
         import hf_posswap
 
         options: dict[str, Any] = {} if chosen is None else _how(max_length, site, relative)
-        found = hf_posswap.explain(source, chosen, **options)
+        found = hf_posswap.explain(source, chosen, trust_remote_code=trust_remote_code, **options)
     if json:
         show_json(found.to_dict())
     else:
@@ -82,12 +85,12 @@ def _show_explanation(found: Explanation) -> None:
 
 def show_plan(plan: SwapPlan) -> None:
     """Print `plan`: its edits, and what follows from them."""
-    from hf_posswap.patching.show import EDIT_HEADER, edit_rows, fact_rows
+    from hf_posswap.patching.plan.text import EDIT_HEADER
 
     show_text(f"{plan.model}: {plan.named}", "")
-    show_table(EDIT_HEADER, edit_rows(plan))
+    show_table(EDIT_HEADER, plan.edit_rows())
     show_text("")
-    show_pairs(fact_rows(plan))
+    show_pairs(plan.fact_rows())
 
 
 def patch(
@@ -106,6 +109,7 @@ def patch(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it holds a checkpoint.")] = False,
     tokenizer: Annotated[bool, typer.Option(help="Save the model's tokenizer or processor with it.")] = True,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Swap the position mechanism of a model and save the result.
@@ -122,10 +126,10 @@ def patch(
     with quiet_library():
         import hf_posswap
 
-        how = _how(max_length, site, relative)
-        _refuse_early(source, chosen, how)
-        processor = load_processor(source) if tokenizer else None
-        loaded = hf_posswap.load(source, dtype="auto")
+        how, trusted = _how(max_length, site, relative), {TRUST: trust_remote_code}
+        _refuse_early(source, chosen, how | trusted)
+        processor = load_processor(source, **trusted) if tokenizer else None
+        loaded = hf_posswap.load(source, dtype="auto", **trusted)
         original = hf_posswap.describe_positions(loaded).limit
         if centre:
             _centre(loaded)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.errors import CheckpointError
-from hf_posswap.files import writable_folder
+from hf_posswap.compat.transformers_files import file_of
+from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.utils.atomic_io import writable_folder
+from hf_posswap.utils.auto_classes import auto_processor, auto_tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "merges.txt", "*.model", "tekken.json")
 
@@ -26,48 +28,49 @@ def checked_target(out: Path, source: str, overwrite: bool) -> Path:
     if folder.is_dir() and any(folder.iterdir()):
         if not overwrite:
             raise CheckpointError(f"--out {out} is not empty; give another folder, or --overwrite to replace it.")
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(f"--out {out} holds no config.json: --overwrite replaces nothing but checkpoints.")
+        from hf_posswap.checkpoints.save import refuse_to_replace
+
+        refuse_to_replace(folder, overwrite)
     writable_folder(folder.parent)
     return folder
 
 
-def load_tokenizer(source: str) -> Any:
+def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of a folder or Hub id; None for a folder without one.
 
-    Raises:
-        CheckpointError: there is one, and it cannot be read.
-    """
-    from transformers import AutoTokenizer
+    Args:
+        source: the folder or Hub id.
+        trust_remote_code: run code that it brings, where the tokenizer is code.
 
+    Raises:
+        CheckpointError: there is one, and it cannot be read, or (RemoteCodeError) is code, which was not asked for.
+    """
     folder = Path(source)
     if folder.is_dir() and not any(found for name in _TOKENIZER_FILES for found in folder.glob(name)):
         return None
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return auto_tokenizer(source, trust_remote_code=trust_remote_code)
+    except PosswapError:
+        raise
     except Exception as error:  # a tokenizer's own code may raise anything
         raise CheckpointError(
             f"the tokenizer of {source!r} cannot be read; --no-tokenizer saves the model alone: {error}"
         ) from error
 
 
-def load_processor(source: str) -> Any:
+def load_processor(source: str, *, trust_remote_code: bool = False) -> Any:
     """Return what makes inputs for the model of a folder or Hub id; None for a folder without one.
 
-    That is its processor (of images, of sound, of these and text) where it has one, otherwise its tokenizer.
-
-    Raises:
-        CheckpointError: there is one, and it cannot be read.
+    That is its processor (of images, of sound, of these and text) where it has one, otherwise its tokenizer. Arguments
+    and errors are those of `load_tokenizer`.
     """
-    from transformers import AutoProcessor
-    from transformers.utils import cached_file
-
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     names = ("preprocessor_config.json", "processor_config.json")
-    if all(cached_file(source, name, **quiet) is None for name in names):
-        return load_tokenizer(source)
+    if all(file_of(source, name, certain=False) is None for name in names):
+        return load_tokenizer(source, trust_remote_code=trust_remote_code)
     try:
-        return AutoProcessor.from_pretrained(source)
+        return auto_processor(source, trust_remote_code=trust_remote_code)
+    except PosswapError:
+        raise
     except Exception as error:  # a processor's own code may raise anything
         raise CheckpointError(
             f"the processor of {source!r} cannot be read; --no-tokenizer saves the model alone: {error}"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hf_posswap.cli.arguments import Json, Model, source_of
+from hf_posswap.cli.arguments import Json, Model, TrustRemoteCode, source_of
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
 from hf_posswap.cli.target import checked_target, load_tokenizer
 
@@ -29,6 +29,7 @@ def to_native(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it holds a checkpoint.")] = False,
     tokenizer: Annotated[bool, typer.Option(help="Save the model's tokenizer with it.")] = True,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Convert a swapped checkpoint to a stock class of transformers that computes exactly the same.
@@ -43,10 +44,11 @@ def to_native(
     folder = checked_target(out, source, overwrite)
     with quiet_library():
         import hf_posswap
-        from hf_posswap.checkpoints.native import convert
+        from hf_posswap.checkpoints.native.convert import convert
 
-        words = load_tokenizer(source) if tokenizer else None
-        made = convert(hf_posswap.load(source, dtype="auto"), target)
+        words = load_tokenizer(source, trust_remote_code=trust_remote_code) if tokenizer else None
+        loaded = hf_posswap.load(source, dtype="auto", trust_remote_code=trust_remote_code)
+        made = convert(loaded, target)
         hf_posswap.save(made.model, folder, tokenizer=words, overwrite=overwrite)
     name = type(made.model).__name__
     if json:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from hf_posswap.cli.arguments import TrustRemoteCode
 from hf_posswap.cli.fields import attribute_docs, format_value
 from hf_posswap.cli.output import console, quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import ConfigError
@@ -31,6 +32,7 @@ def train(
         bool, typer.Option("--keys", help="List every key with its meaning and default, and stop.")
     ] = False,
     show: Annotated[bool, typer.Option("--show", help="Print the recipe as it would run, as JSON, and stop.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Adapt a model to a new position mechanism, as a recipe says; stopped anywhere, the same command goes on.
 
@@ -47,11 +49,13 @@ def train(
         raise ConfigError("give a recipe: --config recipes/yarn.yaml; or --keys for what a recipe can say.")
     progress = console()  # on stdout, which the block below takes away
     with quiet_library():
-        from hf_posswap.adapting import load_recipe, run_recipe
-        from hf_posswap.progress import Reporter
+        from hf_posswap.adapting import run_recipe
+        from hf_posswap.training.config import load_recipe
         from hf_posswap.training.config.load import to_dict
+        from hf_posswap.utils.progress import Reporter
 
-        recipe = load_recipe(config, settings or ())
+        trusted = ["model.trust_remote_code=true"] if trust_remote_code else []
+        recipe = load_recipe(config, [*(settings or ()), *trusted])
         if not show:
             finished = run_recipe(recipe, reporter=Reporter(progress))
     if show:

@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_posswap.checkpoints.load import load
+from hf_posswap.compat.transformers_attention import attention_implementation
+from hf_posswap.compat.transformers_models import lasting_values
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.memory import choose_prefill
 from hf_posswap.evaluation.reach import Reach, reach_of
 from hf_posswap.evaluation.scoring import Scorer
-from hf_posswap.patching.apply import patch_model
-from hf_posswap.patching.plan import SwapPlan, unwrap
+from hf_posswap.patching.apply.patch_model import patch_model
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.schemes.base import Scheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_VOLATILE = ("_name_or_path", "transformers_version")
 _HASHED_AT_ONCE = 1 << 26
 
 
@@ -51,7 +53,7 @@ class Candidate:
         if self.name is not None:
             return self.name
         is_named = isinstance(self.source, str | Path)
-        base = Path(self.source).name if is_named else type(self.source).__name__  # type: ignore[arg-type]
+        base = _last_part(self.source) if is_named else type(self.source).__name__  # type: ignore[arg-type]
         if self.scheme is None:
             return base
         scheme = self.scheme if isinstance(self.scheme, str) else self.scheme.name
@@ -101,11 +103,13 @@ class Opening:
         loaded: models by source.
         device: to put loaded models on; None: the CPU.
         dtype: to load in; None: float32 on the CPU, elsewhere that of the checkpoint.
+        trust_remote_code: run code that a folder or Hub id brings, where it needs that to be loaded.
     """
 
     loaded: dict[Any, Any]
     device: Any = None
     dtype: Any = None
+    trust_remote_code: bool = False
 
     def model(self, candidate: Candidate, length: int) -> PreTrainedModel:
         """Return the model of `candidate`, its scheme put in.
@@ -115,12 +119,12 @@ class Opening:
             length: the longest that is measured: what a swap is meant for.
 
         Raises:
-            CheckpointError: the source cannot be loaded.
+            CheckpointError: the source cannot be loaded, or (RemoteCodeError) needs code, which was not asked for.
             UnsupportedSwapError, UnsupportedModelError, SchemeError, OptionError: as `patch_model`.
         """
         key = str(candidate.source) if isinstance(candidate.source, str | Path) else id(candidate.source)
         if key not in self.loaded:
-            self.loaded[key] = _load(candidate.source, self.device, self.dtype)
+            self.loaded[key] = self._load(candidate.source)
         base = self.loaded[key]
         if candidate.scheme is None:
             return base
@@ -128,14 +132,25 @@ class Opening:
         patch_model(swapped, candidate.scheme, max_length=candidate.max_length or length, **candidate.options)
         return swapped.eval()
 
+    def _load(self, source: Any) -> Any:
+        """Return the model of a folder or Hub id on its device; a model object as it is."""
+        if not isinstance(source, str | Path):  # eval() on itself would change the user's model
+            return shell_of(source).eval() if source.training else source
+        on_cpu = self.device is None or torch.device(self.device).type == "cpu"
+        dtype = self.dtype or (torch.float32 if on_cpu else "auto")
+        model: Any = load(source, dtype=dtype, trust_remote_code=self.trust_remote_code)
+        return (model if self.device is None else model.to(self.device)).eval()
 
-def _load(source: Any, device: Any, dtype: Any) -> Any:
-    """Return the model of a folder or Hub id on its device; a model object as it is."""
-    if not isinstance(source, str | Path):
-        return shell_of(source).eval() if source.training else source  # eval() on itself would change the user's model
-    on_cpu = device is None or torch.device(device).type == "cpu"
-    model: Any = load(source, dtype=dtype or (torch.float32 if on_cpu else "auto"))
-    return (model if device is None else model.to(device)).eval()
+
+def _last_part(source: str | Path) -> str:
+    """Return the last part of a folder or Hub id, that of "." and ".." too.
+
+    Example:
+        >>> _last_part("me/model"), _last_part(".") == Path.cwd().name
+        ('model', True)
+    """
+    path = Path(source)
+    return path.resolve().name if path.name in ("", "..") else path.name
 
 
 def shell_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -169,7 +184,7 @@ def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
         "versions": {"torch": torch.__version__, "transformers": transformers_version},
         "fingerprint": fingerprint(target),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "attention": target.config._attn_implementation,
+        "attention": attention_implementation(target.config),
         "device": target.device.type,
         "prefill": prefill,
     }
@@ -187,7 +202,7 @@ def fingerprint(model: Any) -> str:
         >>> fingerprint(model) == before
         False
     """
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
+    config = lasting_values(model.config)
     total = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, value in sorted(model.state_dict().items()):
         total.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())

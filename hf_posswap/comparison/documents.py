@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_posswap.comparison.hub_text import stream_documents
-from hf_posswap.corpus import Document, python_corpus
-from hf_posswap.documents import GIVE, file_documents, files_below, row_documents
-from hf_posswap.errors import DataError
-from hf_posswap.hub_text import HubText, hub_text, require_datasets
-from hf_posswap.tokens import leading_tokens
+from hf_posswap.errors import DataError, OptionError
+from hf_posswap.text.files import GIVE, file_documents, files_below, row_documents
+from hf_posswap.text.hub import HubText, hub_text, require_datasets
+from hf_posswap.text.stdlib import Document, python_corpus
+from hf_posswap.text.tokens import leading_tokens
+from hf_posswap.utils.naming import public_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,6 +67,7 @@ def read_documents(
         column: that holds the text of a row.
 
     Raises:
+        OptionError: a length below 2 tokens, or no documents.
         DataError: a file is missing, empty or of an unknown kind, a data set cannot be reached, a row has no text, or
             fewer than two documents are long enough.
         MissingDependencyError: a parquet file or a data set needs the package datasets.
@@ -75,16 +77,19 @@ def read_documents(
         >>> read_documents(["a long text", "no", "another one"], byte_tokenizer(), length=8, limit=9).names
         ('text 0', 'text 2')
     """
+    for name, value, least in (("length", length, 2), ("documents", limit, 1)):
+        if value < least:
+            raise OptionError(f"{name} is a whole number of at least {least}, got {value!r}.")
     stream = partial(stream_documents, tokenizer=tokenizer, length=length, limit=limit, column=column)
     if source is None:
         documents: list[Document] = list(python_corpus().held_out)
         said = "sources of this Python's standard library and pydoc's topics, held-out part"
     elif isinstance(source, str | Path):
-        documents, said = _of_paths([Path(source)], column, stream), str(source)
+        documents, said = _of_paths([Path(source)], column, stream), public_name(source)
     else:
         source = list(source)
         if source and all(isinstance(item, Path) for item in source):
-            documents, said = _of_paths(source, column, stream), ", ".join(map(str, source))
+            documents, said = _of_paths(source, column, stream), ", ".join(map(public_name, source))
         else:
             documents, said = list(row_documents(source, "text", column)), f"{len(source)} texts"
     if not documents:
@@ -117,5 +122,14 @@ def _of_paths(paths: Iterable[Path], column: str, stream: Callable[[HubText], li
         if (source := hub_text(path)) is not None:
             found += stream(source)
         else:
-            found += [document for file in files_below(path) for document in file_documents(file, column)]
+            for file in files_below(path):
+                found += [_public(document, path) for document in file_documents(file, column)]
     return found
+
+
+def _public(document: Document, given: Path) -> Document:
+    """Return `document` under a name without the folders above the path that was given."""
+    path, root = Path(document.name), given.expanduser()
+    below = path.is_relative_to(root) and path != root
+    name = (Path(root.resolve().name) / path.relative_to(root)).as_posix() if below else public_name(document.name)
+    return Document(name, document.text)

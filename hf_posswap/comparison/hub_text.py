@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_posswap.corpus import Document
 from hf_posswap.errors import DataError
-from hf_posswap.hub_text import HubText, hub_documents
+from hf_posswap.text.hub import HubText, hub_documents
+from hf_posswap.text.stdlib import Document
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

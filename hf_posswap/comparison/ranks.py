@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from hf_posswap.compat.accelerate_state import is_connected
 from hf_posswap.errors import MissingDependencyError, PosswapError
 
 T = TypeVar("T")
@@ -78,10 +79,9 @@ def open_ranks(*, alone: bool = False) -> Ranks:
         return Ranks()
     try:
         from accelerate import PartialState
-        from accelerate.state import is_initialized
     except ImportError as error:
         raise MissingDependencyError("accelerate", "train") from error
-    made = not is_initialized()
+    made = not is_connected()
     state = PartialState(cpu=_on_cpu(), timeout=_PATIENCE)  # a launch that is connected already stays as it is
     if made:
         atexit.register(state.destroy_process_group)

@@ -12,8 +12,8 @@ import torch
 from hf_posswap.comparison.tables import curves_csv, markdown, needle_csv
 from hf_posswap.comparison.work import Work
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
-from hf_posswap.files import write_json, write_text
 from hf_posswap.report import PAGE, write_html
+from hf_posswap.utils.atomic_io import write_json, write_text
 
 SCHEMA = 1
 RESULTS, CURVES, NEEDLES, TABLE = "results.json", "curves.csv", "needle.csv", "table.md"

@@ -21,14 +21,14 @@ from hf_posswap.errors import DataError, PositionRangeError
 from hf_posswap.evaluation.memory import check_memory
 from hf_posswap.evaluation.reach import reach_of
 from hf_posswap.evaluation.store import RunStore
-from hf_posswap.patching.plan import unwrap
-from hf_posswap.tokens import check_token_ids
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.text.tokens import check_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from hf_posswap.progress import Reporter
     from hf_posswap.schemes.base import Scheme
+    from hf_posswap.utils.progress import Reporter
 
 _MULTIPLES = (1, 2, 4, 8)
 
@@ -66,6 +66,7 @@ def evaluate(
     pictures: bool = True,
     alone: bool = False,
     reporter: Reporter | None = None,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> Evaluation:
     """Return what `model` does at every length: perplexity, use of context, needles, and what the swap cost.
@@ -82,6 +83,7 @@ def evaluate(
         pictures: whether to draw them where `out` is given.
         alone: as in `compare`.
         reporter: of progress; None: silent.
+        trust_remote_code: as in `compare`.
         options: fields of `scheme`, where it is given by name.
 
     Raises:
@@ -116,6 +118,7 @@ def evaluate(
         pictures=pictures,
         alone=alone,
         reporter=reporter,
+        trust_remote_code=trust_remote_code,
     )
 
 
@@ -132,6 +135,7 @@ def compare(
     pictures: bool = True,
     alone: bool = False,
     reporter: Reporter | None = None,
+    trust_remote_code: bool = False,
 ) -> Evaluation:
     """Return what several models do on the same tokens, each held against the first.
 
@@ -151,6 +155,7 @@ def compare(
         alone: whether this process measures by itself, although a launcher started others: as it must where they do
             not call this function too.
         reporter: of progress; None: silent.
+        trust_remote_code: run code that a folder or Hub id brings, where a model or a tokenizer needs that.
 
     Raises:
         DataError: no candidates, two of one name, or tokenizers that differ; and as `evaluate`.
@@ -175,9 +180,9 @@ def compare(
     if folder is not None and pictures:
         require_pictures()
     check_paths(documents)
-    words = tokenizer_for(chosen, tokenizer)
+    words = tokenizer_for(chosen, tokenizer, trust_remote_code=trust_remote_code)
     ranks = open_ranks(alone=alone)
-    opening = Opening({}, ranks.device if device is None else device, dtype)
+    opening = Opening({}, ranks.device if device is None else device, dtype, trust_remote_code)
     with _open_store(folder, ranks) as store:  # before weights are loaded: it may be in use
         works, lengths = ranks.agree(
             lambda: _prepare(chosen, names, words, documents, column, settings, store, opening)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import OptionError, UnknownNameError
+from hf_posswap.utils.naming import public_name
 
 METRICS = (
     "ppl_prefix",
@@ -65,20 +67,25 @@ class EvalSettings:
             raise OptionError(f"metrics names what to measure, got none. Known: {', '.join(METRICS)}.")
         if self.lengths is not None and (not self.lengths or min(self.lengths) < 2):
             raise OptionError(f"lengths are numbers of at least 2 tokens, got {list(self.lengths)}.")
-        for name in ("documents", "trials"):
-            if getattr(self, name) < 1:
+        for name in ("documents", "trials", "tail", "stride"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise OptionError(f"{name} is a whole number of at least 1, got {getattr(self, name)!r}.")
+        self._check_numbers()
+        if "longppl" in (self.metrics or ()) and self.key_spans is None:
+            raise OptionError("longppl needs key_spans, a file that find_key_spans(...).save(path) wrote.")
+
+    def _check_numbers(self) -> None:
+        if not (math.isfinite(self.margin) and self.margin >= 0):
+            raise OptionError(f"margin is a number of nats a token, at least 0, got {self.margin!r}.")
         if self.seed < 0:
             raise OptionError(f"seed is a whole number of at least 0, got {self.seed!r}.")
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
             raise OptionError(f"depths lie between 0 and 1, got {list(self.depths)}.")
-        if "longppl" in (self.metrics or ()) and self.key_spans is None:
-            raise OptionError("longppl needs key_spans, a file that find_key_spans(...).save(path) wrote.")
 
     def metrics_for(self, causal: bool) -> tuple[str, ...]:
         """Return the metrics to measure, by default those that suit a causal model or an encoder."""
         return self.metrics or (DEFAULT_METRICS if causal else ENCODER_METRICS)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON has them."""
-        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+        """Return the settings as JSON has them; of a file its name alone."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=public_name))

@@ -7,6 +7,8 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from hf_posswap.utils.naming import markdown_text
+
 
 def curves_csv(results: dict[str, Any]) -> str:
     """Return perplexity by length, loss by position and context gain of all models, one value a line."""
@@ -56,15 +58,15 @@ def markdown(results: dict[str, Any]) -> str:
     columns = [column for column in _COLUMNS if any(column[1] in model for model in models.values())]
     shown = lengths if any(_scores(model) for model in models.values()) else []
     header = ["model", *(_length(n, window) for n in shown), *(title for title, _, _ in columns)]
-    on_what = f"{results['data']['documents']} documents ({results['data']['source']})"
+    on_what = f"{results['data']['documents']} documents ({markdown_text(results['data']['source'])})"
     lines = [f"{'Perplexity by length' if shown else 'Measured'} on {on_what}.", ""]
     lines += [_row(header), _row("---" for _ in header)]
     for name, model in models.items():
         cells = [write(model[metric]) if metric in model else "–" for _, metric, write in columns]
-        lines.append(_row([name, *_perplexities(model, shown), *cells]))
+        lines.append(_row([markdown_text(name), *_perplexities(model, shown), *cells]))
     meanings = [f" {_MEANINGS[title]}" for title, _, _ in columns]
     lines += ["", f"Brackets: 95 % intervals over documents.{''.join(meanings)}"]
-    lines += ["", *(f"- {text}" for text in _remarks(results))]
+    lines += ["", *(f"- {markdown_text(text)}" for text in _remarks(results))]
     return "\n".join(lines).rstrip() + "\n"
 
 

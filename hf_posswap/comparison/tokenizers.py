@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posswap.comparison.candidates import Candidate
 from hf_posswap.errors import DataError
+from hf_posswap.text.tokens import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,22 +16,29 @@ if TYPE_CHECKING:
 _SAMPLE = "The quick brown fox, aged 10.5 years, said: 'naïve café'.\n\tdef f(x): return [x ** 2, {1: \"two\"}]  # ok\n"
 
 
-def tokenizer_for(candidates: Sequence[Candidate], given: Any = None) -> PreTrainedTokenizerBase:
+def tokenizer_for(
+    candidates: Sequence[Candidate], given: Any = None, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer that all candidates are measured with.
 
     Args:
         candidates: whose folders and Hub ids may hold one.
         given: a tokenizer, a folder or a Hub id; None: that of the first candidate that has one.
+        trust_remote_code: run code that a folder or Hub id brings, where its tokenizer is code.
 
     Raises:
         DataError: there is none, one cannot be read, or two candidates have tokenizers that differ.
+        RemoteCodeError: one is code, which was not asked for.
     """
     if given is not None and not isinstance(given, str | Path):
         return given
     sources = [str(given)] if given is not None else _sources(candidates)
     if not sources:
         raise DataError("a model object brings no tokenizer: give tokenizer=.")
-    found = {source: _load(source) for source in sources}
+    found = {
+        source: load_tokenizer(source, instead="give tokenizer=", trust_remote_code=trust_remote_code)
+        for source in sources
+    }
     first, *others = found.items()
     for source, tokenizer in others:
         if tokenizer(_SAMPLE)["input_ids"] != first[1](_SAMPLE)["input_ids"]:
@@ -42,16 +50,3 @@ def tokenizer_for(candidates: Sequence[Candidate], given: Any = None) -> PreTrai
 
 def _sources(candidates: Sequence[Candidate]) -> list[str]:
     return list(dict.fromkeys(str(c.source) for c in candidates if isinstance(c.source, str | Path)))
-
-
-def _load(source: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"{source!r} has no tokenizer that can be read ({first}): give tokenizer=.") from error
-    if not tokenizer("text", add_special_tokens=False)["input_ids"]:  # made up where its files are missing
-        raise DataError(f"{source!r} has no tokenizer that can be read (it has no vocabulary): give tokenizer=.")
-    return tokenizer

@@ -19,7 +19,7 @@ from hf_posswap.evaluation.store import RunStore, Value, unit_key
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hf_posswap.progress import Reporter
+    from hf_posswap.utils.progress import Reporter
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.evaluation.windows import sliding_windows, window_losses
-from hf_posswap.files import read_json, write_json
+from hf_posswap.utils.atomic_io import read_json, write_json
 
 SPANS_VERSION = 1
 _FIELDS = {"version", "evaluator", "short", "stride", "gain", "limit", "documents", "spans"}
@@ -81,14 +81,21 @@ class KeySpans:
 
         Raises:
             CheckpointError: no such file, or no JSON.
-            DataError: it holds something else.
+            DataError: it holds something else, or was edited.
         """
         data: Any = read_json(path)
         if not isinstance(data, dict) or set(data) != _FIELDS or data["version"] != SPANS_VERSION:
             raise DataError(f"{path} holds no key spans of version {SPANS_VERSION}: make them anew.")
-        spans = tuple(tuple((int(a), int(b)) for a, b in document) for document in data["spans"])
+        try:
+            spans = tuple(tuple((start, stop) for start, stop in document) for document in data["spans"])
+            documents = tuple(data["documents"])
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{path} holds key spans that cannot be read ({error}): make them anew.") from error
+        good = all(type(a) is type(b) is int and 0 <= a < b for document in spans for a, b in document)
+        if not good or len(spans) != len(documents) or not all(isinstance(name, str) for name in documents):
+            raise DataError(f"{path} holds spans that are no pairs of token indices, or of other documents: make anew.")
         plain = {name: data[name] for name in ("evaluator", "short", "stride", "gain", "limit")}
-        return cls(**plain, documents=tuple(data["documents"]), spans=spans)
+        return cls(**plain, documents=documents, spans=spans)
 
 
 def find_key_spans(

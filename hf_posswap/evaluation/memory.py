@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.errors import NotEnoughMemoryError
 from hf_posswap.evaluation.reach import Reach, reach_of
 from hf_posswap.kernels.made_bias import queries_at_once
-from hf_posswap.patching.backends import LARGE_BIAS, LEAST_PAIRS
-from hf_posswap.patching.pieces import BLOCK
+from hf_posswap.patching.sites.attention.backends import LARGE_BIAS, MIN_QK_PAIRS
+from hf_posswap.patching.sites.attention.split_attention import BLOCK
 from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.fire import FireMechanism
 
@@ -92,7 +93,7 @@ def _scores(model: Any, heads: int, rows: int, length: int, kernels: bool) -> in
     planes = _SCORE_COPIES if rows < length else 0  # the mask that a cache needs
     parts = [_pairs_at_once(m, model, rows, length) if kernels else rows * length for m in mechanisms]
     biases = [(_bias_planes(m, heads), at_once) for m, at_once in zip(mechanisms, parts, strict=True) if m.biases]
-    eager = rows * length if model.config._attn_implementation == "eager" else 0
+    eager = rows * length if attention_implementation(model.config) == "eager" else 0
     held = max(_SCORE_COPIES * heads * eager, *(planes * at_once for planes, at_once in biases), 0)
     blocks = 2 * _SCORE_COPIES * heads * min(rows, BLOCK) if any(m.splits for m in mechanisms) else 0
     return (planes * rows * length + held + blocks * length) * 4
@@ -112,8 +113,8 @@ def _bias_planes(mechanism: Mechanism, heads: int) -> int:
 def _pairs_at_once(mechanism: Mechanism, model: Any, rows: int, length: int) -> int:
     """Return how many pairs of a query and a key the bias of `mechanism` is held for at once."""
     whole = rows * length
-    plain = mechanism.backend != "auto" or model.device.type != "cpu" or whole < LEAST_PAIRS
-    if plain or model.config._attn_implementation != "sdpa":
+    plain = mechanism.backend != "auto" or model.device.type != "cpu" or whole < MIN_QK_PAIRS
+    if plain or attention_implementation(model.config) != "sdpa":
         return whole
     if rows == length and (mechanism.distance_only or mechanism.slopes is not None):
         return _LINES * length
@@ -198,8 +199,9 @@ def check_memory(model: PreTrainedModel, length: int, *, prefill: int | None, fr
     if free is None or need.total <= free:
         return need
     parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in vars(need).items() if value)
+    eager = attention_implementation(model.config) == "eager"
     raise NotEnoughMemoryError(
         f"{length:,} tokens of {type(model).__name__} need about {need.total / GIB:.1f} GiB beyond the weights "
         f"({parts}), and {free / GIB:.1f} GiB are free: measure shorter lengths"
-        + (", or load it with attn_implementation='sdpa'." if model.config._attn_implementation == "eager" else ".")
+        + (", or load it with attn_implementation='sdpa'." if eager else ".")
     )

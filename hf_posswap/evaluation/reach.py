@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import UnsupportedModelError
-from hf_posswap.patching.describe import describe_positions
-from hf_posswap.patching.plan import unwrap
-from hf_posswap.patching.record import SwapRecord
+from hf_posswap.patching.inspect.describe import describe_positions
+from hf_posswap.patching.plan.plan_swap import unwrap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,14 +57,6 @@ def reach_of(model: PreTrainedModel) -> Reach:
         limit = None if plan.unbounded else plan.max_length
         g = plan.sites.geometry
         return Reach(limit, g.original_length, plan.cached_equals_full and g.causal, "the plan of its swap", g.causal)
-    record = getattr(model.config, "posswap", None)
-    if record is not None:
-        swap = SwapRecord.from_dict(record)
-        traits = swap.make_scheme().traits
-        limit = None if traits.unbounded else swap.max_length
-        causal = bool(model.can_generate())
-        why = "its record of the swap"
-        return Reach(limit, _configured(model), traits.prefix_consistent and causal, why, causal)
     try:
         report = describe_positions(model)
     except UnsupportedModelError:

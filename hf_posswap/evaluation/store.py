@@ -3,13 +3,13 @@
 A unit is one document, one prompt, one cell. Its key is a hash of all that its value depends on; its value is appended
 to `per_doc.jsonl` as one line and forced to the disk before the next unit begins. Arrays lie in `nll/`, one file a
 unit, renamed into place before their line is written. A line that a kill tore in the middle is cut off at the next
-opening. Processes that measure together write a file each, `per_doc.1.jsonl` and so on; all are read at the next
-opening, however many processes there are then.
+opening. Each line carries the SHA-256 of what it says, that of its array included: a line that was changed is refused,
+and a unit whose array was changed or deleted is measured again. Processes that measure together write a file each,
+`per_doc.1.jsonl` and so on; all are read at the next opening, however many processes there are then.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -21,7 +21,8 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from hf_posswap.errors import CheckpointError, DataError
-from hf_posswap.files import writable_folder
+from hf_posswap.utils.atomic_io import writable_folder
+from hf_posswap.utils.digest_lines import append_line, json_digest, read_array, read_line, write_array
 
 LINES, ARRAYS, LOCK = "per_doc.jsonl", "nll", ".lock"
 Value = dict[str, Any] | np.ndarray
@@ -38,10 +39,9 @@ def unit_key(unit: Mapping[str, Any]) -> str:
         True
     """
     try:
-        text = json.dumps(unit, sort_keys=True, allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError) as error:
+        return json_digest(dict(unit))[:32]
+    except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"a unit is named by JSON, got {dict(unit)!r}: {error}.") from error
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class RunStore:
@@ -116,20 +116,16 @@ class RunStore:
         self.close()
 
     def _keep(self, folder: Path, key: str, unit: Mapping[str, Any], value: Value) -> None:
-        kept: Any = value
         try:
+            kept: Any = value
             if isinstance(value, np.ndarray):
-                _write_array(folder / ARRAYS / f"{key}.npy", value)
-                kept = {"array": f"{ARRAYS}/{key}.npy"}
-            line = json.dumps({"key": key, "unit": dict(unit), "value": kept}, allow_nan=False) + "\n"
-            with (folder / _numbered(LINES, self.part)).open("ab") as file:
-                file.write(line.encode())
-                file.flush()
-                os.fsync(file.fileno())
+                kept = {"array": write_array(_array_path(folder, key), value)}
+            append_line(folder / _numbered(LINES, self.part), {"key": key, "unit": dict(unit), "value": kept})
         except OSError as error:
             del self._values[key]
+            reason = getattr(error.__cause__, "strerror", None) or error.strerror or error
             raise CheckpointError(
-                f"cannot write to {folder}: {error.strerror or error}. What was measured before is kept: free some "
+                f"cannot write to {folder}: {reason}. What was measured before is kept: free some "
                 "space and start again."
             ) from error
 
@@ -140,7 +136,7 @@ def _as_json(value: Value) -> Value:
         return value
     try:
         return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"a unit's value is JSON or an array, got {value!r}: {error}.") from error
 
 
@@ -159,6 +155,8 @@ def _locked(folder: Path, part: int) -> FileLock:
     """Return the lock of one part, taken; that of part 0 only where no other part is open."""
     if part == 0:
         writable_folder(folder)
+        if (folder / ARRAYS).is_dir():
+            writable_folder(folder / ARRAYS)
         for left in sorted(folder.glob(f"{LOCK}.*")):  # of a launch whose main process alone was killed
             _acquired(left, folder).release()
     return _acquired(folder / _numbered(LOCK, part), folder)
@@ -194,35 +192,20 @@ def _read_lines(path: Path, *, repair: bool) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for number, line in enumerate(whole[:end].splitlines(), 1):
         try:
-            entry = json.loads(line)
-            key, value, unit = entry["key"], entry["value"], entry["unit"]
-            if unit_key(unit) != key:
+            entry = read_line(line)
+            key, value = entry["key"], entry["value"]
+            if unit_key(entry["unit"]) != key:
                 raise ValueError("its key does not belong to its unit")
-            stored = _read_array(path.parent / value["array"]) if set(value) == {"array"} else value
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            said = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(
-                f"{path}, line {number} is damaged ({error}): delete that line, or the file."
+                f"{path}, line {number} is damaged ({said}): delete that line, or the file."
             ) from error
+        stored = read_array(_array_path(path.parent, key), value["array"]) if set(value) == {"array"} else value
         if stored is not None:
             values[key] = stored
     return values
 
 
-def _read_array(path: Path) -> np.ndarray | None:
-    """Return the array in `path`; None where it was deleted: the unit is computed again."""
-    return np.load(path, allow_pickle=False) if path.exists() else None
-
-
-def _write_array(path: Path, value: np.ndarray) -> None:
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".partial-{os.getpid()}-{path.name}")  # as hf_posswap.files names and removes them
-    with temporary.open("wb") as file:
-        np.save(file, value, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _array_path(folder: Path, key: str) -> Path:
+    return folder / ARRAYS / f"{key}.npy"

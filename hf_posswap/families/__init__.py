@@ -1,41 +1,68 @@
-"""Model families: where positions live; importing this package registers them all."""
+"""Model families: where positions live; importing this package registers them all.
 
-from hf_posswap.families import (
+What the author of a family needs is here: `Family`, of which most models need no more than a `TableSpec` and the paths
+of their attention; `StackSpec` for encoder-decoders, `ImageSpec` for models that see images, `AttentionTraits` for
+positions inside attention; `register`, which puts it into `FAMILIES`; `family_of` and `locate`, which show what it
+finds in a model. A family is data: paths, counts, names.
+
+Example:
+    >>> from transformers import BertConfig, BertModel
+    >>> from hf_posswap.families import FAMILIES, Family, TableSpec, family_of, locate, register
+    >>> class CottageConfig(BertConfig):
+    ...     model_type = "cottage"
+    >>> class CottageModel(BertModel):
+    ...     config_class = CottageConfig
+    >>> cottage = register(
+    ...     Family(
+    ...         name="cottage",
+    ...         summary="the cottage's encoder: learned table",
+    ...         model_types=("cottage",),
+    ...         table=TableSpec("embeddings.position_embeddings", buffers=("embeddings.position_ids",)),
+    ...         attention="encoder.layer.*.attention.self",
+    ...     )
+    ... )
+    >>> config = CottageConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8)
+    >>> family_of(config).name
+    'cottage'
+    >>> model = CottageModel(config)
+    >>> locate(model).attention
+    ('encoder.layer.0.attention.self', 'encoder.layer.1.attention.self')
+    >>> from hf_posswap import patch_model
+    >>> patch_model(model, "rope").route
+    'plugin'
+    >>> FAMILIES.remove("cottage")  # an example leaves no trace
+"""
+
+from hf_posswap.families import (  # noqa: F401  # each registers its families
+    bert_like_no_interface,
     deberta,
+    decoders_no_interface,
+    encoders_no_interface,
     learned_decoders,
     learned_encoder_decoders,
     learned_encoders,
-    own_bert_like,
-    own_decoders,
-    own_encoders,
     rotary,
     t5,
     tables_alone,
     vision,
 )
+from hf_posswap.families.attention_traits import AttentionTraits, NativeScheme
 from hf_posswap.families.base import FAMILIES, Family, StackSpec, TableSpec, register
+from hf_posswap.families.images import ImageSpec
 from hf_posswap.families.locating import family_of, locate
 from hf_posswap.families.sites import Sites, Stack
 
 __all__ = [
     "FAMILIES",
+    "AttentionTraits",
     "Family",
+    "ImageSpec",
+    "NativeScheme",
     "Sites",
     "Stack",
     "StackSpec",
     "TableSpec",
-    "deberta",
     "family_of",
-    "learned_decoders",
-    "learned_encoder_decoders",
-    "learned_encoders",
     "locate",
-    "own_bert_like",
-    "own_decoders",
-    "own_encoders",
     "register",
-    "rotary",
-    "t5",
-    "tables_alone",
-    "vision",
 ]

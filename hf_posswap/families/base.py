@@ -11,12 +11,22 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
+from hf_posswap.families.attention_traits import AttentionTraits
 from hf_posswap.families.images import ImageSpec
-from hf_posswap.families.own import OwnAttention
 from hf_posswap.registry import Registry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+PositionSource = Literal["arange", "mask", "input_ids", "relative"]
+"""What a stock class counts where it is given no position ids:
+
+- "arange": every token behind those in the cache, padding too;
+- "mask": the tokens that the attention mask shows, by `cumsum(mask) - 1`;
+- "input_ids": the tokens of the input that are no padding, by their ids;
+- "relative": every token, to distances alone, so that padding on the left of a row shifts nothing.
+"""
+SourceByConfig = Callable[["PreTrainedConfig"], PositionSource]
 
 FAMILIES: Registry[Family] = Registry("family", "hf_posswap.families")
 
@@ -58,8 +68,9 @@ class StackSpec:
         heads: the config value that counts its query heads, which are as many as its key heads; None: the usual ones.
         causal: whether a query sees only its past; None: what its attention modules say.
         layers_share: whether layers share their weights, attention modules and all.
-        own: what is peculiar to its attention; None: nothing is.
+        traits: what is peculiar to its attention; None: nothing is.
         image: how it makes tokens of an image; None: it reads text.
+        position_source: what its stock class counts where it is given no position ids; or that, of a config.
     """
 
     name: str
@@ -69,8 +80,13 @@ class StackSpec:
     heads: str | None = None
     causal: bool | None = None
     layers_share: bool = False
-    own: OwnAttention | None = None
+    traits: AttentionTraits | None = None
     image: ImageSpec | None = None
+    position_source: PositionSource | SourceByConfig = "arange"
+
+    def counted_by(self, config: PreTrainedConfig) -> PositionSource:
+        """Return what a stock model of `config` counts where it is given no position ids."""
+        return self.position_source(config) if callable(self.position_source) else self.position_source
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,7 @@ class Family:
         towers: paths, from the base model, where the part that all other paths count from may lie: in a model of
             several modalities, its language model.
         note: what every plan says of its models, as a sentence; "": nothing.
+        position_source: what its stock classes count where they are given no position ids; of `stacks`, they say it.
     """
 
     name: str
@@ -116,11 +133,13 @@ class Family:
     kept: tuple[str, ...] = ()
     towers: tuple[str, ...] = ("",)
     note: str = ""
+    position_source: PositionSource | SourceByConfig = "arange"
 
     @property
     def parts(self) -> tuple[StackSpec, ...]:
         """The stacks of its models: one without a name where it states none."""
-        return self.stacks or (StackSpec("", self.attention, self.entry, self.table),)
+        alone = StackSpec("", self.attention, self.entry, self.table, position_source=self.position_source)
+        return self.stacks or (alone,)
 
 
 def register(family: Family) -> Family:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_posswap.families.attention_traits import AttentionTraits, RelativePart
 from hf_posswap.families.base import Family, StackSpec, TableSpec, register
-from hf_posswap.families.own import OwnAttention, RelativePart
 
 
 def _deberta(module: nn.Module) -> type | str:
@@ -47,7 +47,7 @@ register(
                     "embeddings.position_embeddings", buffers=("embeddings.position_ids",), absent=_has_no_table
                 ),
                 causal=False,
-                own=OwnAttention(
+                traits=AttentionTraits(
                     _deberta,
                     closed=_talks,
                     relative=RelativePart(

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_posswap.compat.peft_wrappers import is_copy
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.modules import get, has_buffer, join, who
 from hf_posswap.geometry import Geometry
@@ -37,26 +38,26 @@ class ImageSpec:
 
 
 @dataclass(frozen=True)
-class ImageSites:
-    """The full paths of the position sites of a stack that sees images.
+class PatchTable:
+    """The position table of a stack that sees images: a row for each patch, after those of tokens without a place.
 
     Attributes:
+        path: of the parameter [P, E] or [1, P, E] that holds it.
         embeddings: path of the module that makes tokens of an image.
-        table: path of the parameter that holds the table.
         ids: path of the buffer with one entry a row, or None.
         square_config: whether the config can say square images alone.
         square_head: whether the model's head takes the patches for a square.
     """
 
+    path: str
     embeddings: str
-    table: str
     ids: str | None
     square_config: bool
     square_head: bool
 
 
-def image_sites(model: nn.Module, root: nn.Module, base: str, spec: ImageSpec) -> ImageSites:
-    """Return the paths of what `spec` states, in `model`, whose base model `root` lies at `base`.
+def patch_table(model: nn.Module, root: nn.Module, base: str, spec: ImageSpec) -> PatchTable:
+    """Return the table that `spec` states, in `model`, whose base model `root` lies at `base`.
 
     Raises:
         UnsupportedModelError: the table is missing, or a swap has left something else in its place.
@@ -65,9 +66,9 @@ def image_sites(model: nn.Module, root: nn.Module, base: str, spec: ImageSpec) -
     held = tensor_at(root, table)
     if held is None:
         raise UnsupportedModelError(f"{who(model)}: its family expects a table at {join(base, table)!r}, none there.")
-    return ImageSites(
+    return PatchTable(
+        path=join(base, table),
         embeddings=join(base, spec.embeddings),
-        table=join(base, table),
         ids=join(base, ids) if ids and has_buffer(root, ids) else None,
         square_config=spec.square_config,
         square_head=who(model) in spec.square_heads,
@@ -125,7 +126,7 @@ def refuse_other_tables(model: nn.Module, table: str, kept: list[str], family: s
     for path, _ in model.named_parameters():
         leaf = path.rsplit(".", 1)[-1]
         # copies that PEFT keeps of a module are refused as such, when a swap is planned
-        copied = not {"original_module", "modules_to_save"}.isdisjoint(path.split("."))
+        copied = is_copy(path)
         claimed = copied or path == table or any(path.startswith(f"{one}.") for one in kept)
         if ("position" in leaf or "pos_embed" in leaf) and not claimed:
             raise UnsupportedModelError(

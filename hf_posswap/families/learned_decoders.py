@@ -19,6 +19,7 @@ register(
         entry="decoder",
         table=TableSpec("decoder.embed_positions", offset=2),
         attention="decoder.layers.*.self_attn",
+        position_source="mask",
     )
 )
 register(

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from hf_posswap.families.attention_traits import AttentionTraits
 from hf_posswap.families.base import Family, StackSpec, TableSpec, register
-from hf_posswap.families.own import OwnAttention
-from hf_posswap.families.own_bert_like import sees_blocks
+from hf_posswap.families.bert_like_no_interface import sees_blocks
 
 
 def _bart_like(module: nn.Module) -> type | str:
@@ -76,7 +76,7 @@ register(
         name="mvp",
         summary="MVP: a learned table with two extra rows in encoder and decoder",
         model_types=("mvp",),
-        stacks=tuple(replace(stack, own=OwnAttention(_bart_like, closed=_prompts)) for stack in stacks(offset=2)),
+        stacks=tuple(replace(stack, traits=AttentionTraits(_bart_like, closed=_prompts)) for stack in stacks(offset=2)),
     )
 )
 register(
@@ -96,7 +96,7 @@ register(
             replace(
                 stacks()[0],
                 attention="encoder.layers.*.self_attn.self",
-                own=OwnAttention(_bigbird_pegasus, closed=sees_blocks),
+                traits=AttentionTraits(_bigbird_pegasus, closed=sees_blocks),
             ),
             *decoder_alone(),
         ),
@@ -115,7 +115,10 @@ register(
         name="m2m_100",
         summary="M2M-100, NLLB-MoE: sinusoids that skip padding, computed in encoder and decoder",
         model_types=("m2m_100", "nllb_moe", "nllb-moe"),
-        stacks=stacks(offset="padding", kind="sinusoidal", computed=True),
+        stacks=tuple(
+            replace(stack, position_source="input_ids")
+            for stack in stacks(offset="padding", kind="sinusoidal", computed=True)
+        ),
     )
 )
 register(
@@ -132,6 +135,6 @@ register(
         name="trocr",
         summary="TrOCR's decoder: a learned table with two extra rows",
         model_types=("trocr",),
-        stacks=(replace(*decoder_alone(offset=2), own=OwnAttention(_bart_like)),),
+        stacks=(replace(*decoder_alone(offset=2), traits=AttentionTraits(_bart_like)),),
     )
 )

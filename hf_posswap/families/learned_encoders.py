@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from hf_posswap.families.attention_traits import AttentionTraits
 from hf_posswap.families.base import Family, StackSpec, TableSpec, register
-from hf_posswap.families.own import OwnAttention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -49,7 +49,7 @@ register(
                 "encoder.layer.*.attention.self",
                 table=TableSpec(_TABLE, buffers=("embeddings.position_ids",)),
                 causal=False,
-                own=OwnAttention(_layoutlm),
+                traits=AttentionTraits(_layoutlm),
             ),
         ),
         kept=tuple(f"embeddings.{name}_position_embeddings" for name in "xyhw"),
@@ -70,6 +70,7 @@ register(
             "xmod",
         ),
         table=_PADDED,
+        position_source="input_ids",
         attention="encoder.layer.*.attention.self",
     )
 )
@@ -79,6 +80,7 @@ register(
         summary="ESM-1: learned table whose positions skip padding, encoder",
         matches=is_absolute_esm,
         table=_PADDED,
+        position_source="input_ids",
         attention="encoder.layer.*.attention.self",
     )
 )

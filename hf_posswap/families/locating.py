@@ -9,12 +9,12 @@ from torch import nn
 
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.base import FAMILIES, Family, StackSpec, TableSpec
-from hf_posswap.families.images import image_geometry, image_sites, refuse_other_tables
+from hf_posswap.families.images import PatchTable, image_geometry, patch_table, refuse_other_tables
 from hf_posswap.families.measuring import causal_of, geometry_of
 from hf_posswap.families.modules import get, has_buffer, join, matching, table_at, who
 from hf_posswap.families.refused import REFUSED
 from hf_posswap.families.rope_config import config_at, config_path, inv_freq_names, rope_sets
-from hf_posswap.families.sites import Sites, Stack
+from hf_posswap.families.sites import Sites, Stack, TokenTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -91,38 +91,38 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
         )
     if not attention:
         raise UnsupportedModelError(f"{who(model)}: no self-attention modules at {spec.attention!r}.")
-    if family.rotary and not rotary and (spec.own is None or spec.own.inside(model.config) is None):
+    if family.rotary and not rotary and (spec.traits is None or spec.traits.inside(model.config) is None):
         raise UnsupportedModelError(f"{who(model)} has no rotary module, nor any other positions: its config says so.")
     if spec.image is not None:
         return _image_stack(model, root, base, spec, attention)
     offset = _table_offset(table, root) if table else 0
     part = _config_of(model, root, rotary)
-    still = _still(model, root, config_at(model.config, part), family, attention) if rotary else ()
+    nope = _nope_layers(model, root, config_at(model.config, part), family, attention) if rotary else ()
     return Stack(
         spec=spec,
         entry=join(base, spec.entry),
         attention=tuple(join(base, path) for path in attention),
-        table=join(base, table.path) if table else None,
-        table_offset=offset,
+        table=None if table is None else TokenTable(join(base, table.path), offset, table.kind, table.computed),
         buffers=tuple(join(base, path) for path in buffers if has_buffer(root, path)),
         rotary=tuple(join(base, path) for path in rotary),
-        geometry=geometry_of(model, config_at(model.config, part), root, spec, attention, rotary, offset, still),
+        geometry=geometry_of(model, config_at(model.config, part), root, spec, attention, rotary, offset, nope),
         config=part,
-        sets=rope_sets(root.get_submodule(rotary[0])) if rotary else (),
-        inside=None if spec.own is None else spec.own.inside(model.config),
-        still=still,
+        rope_layer_types=rope_sets(root.get_submodule(rotary[0])) if rotary else (),
+        inside=None if spec.traits is None else spec.traits.inside(model.config),
+        nope_layers=nope,
+        position_source=spec.counted_by(config_at(model.config, part)),
     )
 
 
-def _still(model: Any, root: nn.Module, config: Any, family: Family, attention: list[str]) -> tuple[int, ...]:
+def _nope_layers(model: Any, root: nn.Module, config: Any, family: Family, attention: list[str]) -> tuple[int, ...]:
     """Return which of the `attention` modules, counted from 0, do not rotate."""
     rotates = family.rotates.get(config.model_type)
     if rotates is None:
         return ()
-    still = tuple(layer for layer, path in enumerate(attention) if not rotates(root.get_submodule(path)))
-    if len(still) == len(attention):
+    nope = tuple(layer for layer, path in enumerate(attention) if not rotates(root.get_submodule(path)))
+    if len(nope) == len(attention):
         raise UnsupportedModelError(f"{who(model)}: none of its layers rotates, so it has no positions to swap.")
-    return still
+    return nope
 
 
 def _image_stack(model: PreTrainedModel, root: Any, base: str, spec: StackSpec, attention: list[str]) -> Stack:
@@ -138,13 +138,11 @@ def _image_stack(model: PreTrainedModel, root: Any, base: str, spec: StackSpec, 
         spec=spec,
         entry=join(base, spec.entry),
         attention=tuple(join(base, path) for path in attention),
-        table=None,
-        table_offset=0,
+        table=patch_table(model, root, base, spec.image),
         buffers=(),
         rotary=(),
         geometry=image_geometry(model, config, root, spec.image, attention, causal),
         config=part,
-        image=image_sites(model, root, base, spec.image),
     )
 
 
@@ -177,10 +175,12 @@ def _refuse_unclaimed(model: PreTrainedModel, sites: Sites, kept: list[str]) -> 
     """Refuse a model with a rotary module or a position table that its family does not mention."""
     claimed: set[str] = set()
     for stack in sites.stacks:
-        claimed |= {*stack.rotary, *([stack.table] if stack.table else [])}
-        if stack.image is not None:
-            claimed.add(stack.image.table.rpartition(".")[0])
-            refuse_other_tables(model, stack.image.table, kept, sites.family.name)
+        claimed |= set(stack.rotary)
+        if isinstance(stack.table, PatchTable):
+            claimed.add(stack.table.path.rpartition(".")[0])
+            refuse_other_tables(model, stack.table.path, kept, sites.family.name)
+        elif stack.table is not None:
+            claimed.add(stack.table.path)
     for path, module in model.named_modules():
         leaf = path.rsplit(".", 1)[-1]
         table_like = isinstance(module, nn.Embedding) and ("position" in leaf or leaf in {"wpe", "pos_embed"})

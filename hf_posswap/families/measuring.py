@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from hf_posswap.compat.transformers_rotary import quarter_turn
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.base import StackSpec, TableSpec
 from hf_posswap.families.modules import modeling_module, table_at, who
@@ -22,7 +20,7 @@ from hf_posswap.families.rope_config import (
     rope_sets,
 )
 from hf_posswap.geometry import Geometry, Layout
-from hf_posswap.rotary import default_inv_freq
+from hf_posswap.rope_math import default_inv_freq
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,8 +55,8 @@ def geometry_of(
     config, whole = layer_config(config, turning[0]), config
     kv_heads = None if spec.heads else getattr(config, "num_key_value_heads", None)
     own_width = _head_dim(whole, root, attention, turning[0]) if turning[0] else None
-    if spec.own is not None and spec.own.heads is not None:
-        heads, head_dim = spec.own.heads(config)
+    if spec.traits is not None and spec.traits.heads is not None:
+        heads, head_dim = spec.traits.heads(config)
     else:
         heads = getattr(config, spec.heads or "num_attention_heads")
         narrower = getattr(root.get_submodule(attention[0]), "attention_head_size", None)  # MobileBERT's
@@ -72,7 +70,7 @@ def geometry_of(
             "layout": rotary_layout(root.get_submodule(attention[0])),
         }
         length = parameters.get("original_max_position_embeddings") or length
-    inside = None if spec.own is None else spec.own.inside(config)
+    inside = None if spec.traits is None else spec.traits.inside(config)
     if inside is not None and inside["name"] == "rope":
         rotary_dim = round(head_dim * inside["partial"])
         rotation |= {"rotary_dim": rotary_dim, "base": inside["base"], "layout": inside["layout"]}
@@ -95,8 +93,8 @@ def causal_of(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackS
     """Return whether a query sees only its past."""
     if spec.causal is not None:
         return spec.causal
-    if spec.own is not None and spec.own.causal is not None:
-        return spec.own.causal(config)
+    if spec.traits is not None and spec.traits.causal is not None:
+        return spec.traits.causal(config)
     causal = {bool(getattr(root.get_submodule(path), "is_causal", True)) for path in attention}
     if len(causal) > 1:
         raise UnsupportedModelError(f"{who(model)}: some attention layers are causal and some are not.")
@@ -108,7 +106,7 @@ def _extent(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackSpe
     if spec.table is not None:
         rows, width = table_at(root, spec.table.path).shape  # type: ignore[union-attr]
         return (config.max_position_embeddings if spec.table.computed else rows - offset), width
-    length = getattr(config, TableSpec.config_name, None) if spec.own is None else spec.own.made_for(config)
+    length = getattr(config, TableSpec.config_name, None) if spec.traits is None else spec.traits.made_for(config)
     if length is None:
         raise UnsupportedModelError(f"{who(model)}: its config says no length ({TableSpec.config_name}).")
     return length, config.hidden_size
@@ -153,36 +151,39 @@ def _sliding_window(config: Any, still: tuple[int, ...]) -> int | None:
 def _own_angles(rotary: Any, config: Any, rope_set: str) -> tuple[tuple[float, ...] | None, float]:
     """Return theta_i of a set of the module `rotary`, and its factor on cos and sin; None where they follow the length.
 
-    A module on meta has none, and one that was cast to another dtype has lost digits: both are built again.
+    They are those of the config: a module on meta has none, and one that was ever cast has lost digits, whatever its
+    dtype is now. One that does not follow its config has what it holds.
     """
     name = buffer_name(rope_set)
     if parameters_of(config, rope_set).get("rope_type") in ("dynamic", "longrope"):
         return None, 1.0
     held = getattr(rotary, name)
-    if held.is_meta or held.dtype != torch.float32:
+    try:
         with torch.device("cpu"):
-            rotary = type(rotary)(config)
-        held = getattr(rotary, name)
-    return tuple(held.detach().cpu().tolist()), factor_of(rotary, rope_set)
+            exact = type(rotary)(config)
+    except Exception:  # code of any model, whose module may be built from something else
+        exact = rotary
+    if rounds(held, getattr(exact, name)):
+        rotary, held = exact, getattr(exact, name)
+    return tuple(held.detach().float().cpu().tolist()), factor_of(rotary, rope_set)
+
+
+def rounds(held: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Return whether the frequencies `held` may be `exact` ones that were cast, to float16 at worst; on meta, all may.
+
+    Example:
+        >>> rounds(torch.tensor([0.75, 0.0]), torch.tensor([0.74989, 5e-8])), rounds(torch.ones(1), 2 * torch.ones(1))
+        (True, False)
+    """
+    if held.shape != exact.shape:
+        return False
+    return held.is_meta or torch.allclose(held.float().cpu(), exact.float().cpu(), rtol=2**-7, atol=2**-24)
 
 
 def rotary_layout(attention: nn.Module) -> Layout | None:
     """Return how the model's own code pairs rotary dimensions, found by running it; None: unknown."""
-    code, probe = modeling_module(attention), torch.tensor([[1.0, 2.0, 3.0, 4.0]], device="cpu")
-    if hasattr(code, "rotate_half"):
-        turned = code.rotate_half(probe)
-    elif "freqs_cis" in _arguments(code, "apply_rotary_emb"):  # complex numbers: a quarter turn is i
-        quarter = torch.full((1, 1, 2), 1j, device="cpu")
-        turned = code.apply_rotary_emb(probe[None, None], probe[None, None], quarter)[0]
-    elif hasattr(code, "_apply_rotary_emb"):  # GPT-OSS: a quarter turn, cos 0 and sin 1, of half the width
-        turned = code._apply_rotary_emb(probe, *torch.tensor([[[0.0, 0.0]], [[1.0, 1.0]]], device="cpu"))
-    else:
+    turned = quarter_turn(modeling_module(attention), torch.tensor([[1.0, 2.0, 3.0, 4.0]], device="cpu"))
+    if turned is None:
         return None
     layouts: dict[tuple[float, ...], Layout] = {(-3, -4, 1, 2): "half", (-2, 1, -4, 3): "interleaved"}
     return layouts.get(tuple(turned.flatten().tolist()))
-
-
-def _arguments(code: ModuleType, name: str) -> Collection[str]:
-    """Return the names of the arguments of the function `name` of a module; none where it has no such function."""
-    found = getattr(code, name, None)
-    return () if found is None else inspect.signature(found).parameters

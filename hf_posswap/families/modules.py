@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -58,6 +59,17 @@ def table_at(root: nn.Module, path: str) -> torch.Tensor | None:
     owner, _, leaf = path.rpartition(".")
     held = getattr(get(root, owner), leaf, None)
     return table_of(held) if isinstance(held, nn.Module) else held
+
+
+def owner_of(root: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Return the module below `root` that has what lies at `path`, and the name that it has it by."""
+    owner, _, leaf = path.rpartition(".")
+    return root.get_submodule(owner), leaf
+
+
+def entry_signature(module: nn.Module) -> list[str]:
+    """Return the names of the positional arguments of `module`."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def join(*parts: str) -> str:

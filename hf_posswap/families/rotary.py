@@ -10,7 +10,7 @@ from torch import nn
 from hf_posswap.families.base import Family, StackSpec, register
 from hf_posswap.families.modules import paths_of
 from hf_posswap.families.rope_config import has_rope, inv_freq_names
-from hf_posswap.families.rotary_inside import ATTENTION_PROVED, ATTENTION_REFUSED, ROTATES, TURNING_REFUSED
+from hf_posswap.families.rotary_compatibility import ATTENTION_PROVED, ATTENTION_REFUSED, ROTATES, TURNING_REFUSED
 
 
 def rotary_modules(root: nn.Module) -> list[str]:

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
-from hf_posswap.families.base import Family, StackSpec, TableSpec
-from hf_posswap.families.images import ImageSites
+from hf_posswap.families.attention_traits import NativeScheme
+from hf_posswap.families.base import FAMILIES, Family, PositionSource, StackSpec, TableSpec
+from hf_posswap.families.images import PatchTable
 from hf_posswap.families.modules import join
-from hf_posswap.families.own import NativeScheme
 from hf_posswap.families.rope_config import reaching
 from hf_posswap.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """The position table of a stack that reads text: a row for each position.
+
+    Attributes:
+        path: of its module, or of the plain buffer [P, E] that it is.
+        offset: rows before position 0.
+        kind: what stands in it.
+        computed: whether its module makes its rows itself, at any length, and no checkpoint holds them.
+    """
+
+    path: str
+    offset: int
+    kind: Literal["learned", "sinusoidal"] = "learned"
+    computed: bool = False
 
 
 @dataclass(frozen=True)
@@ -18,43 +37,68 @@ class Stack:
 
     Attributes:
         spec: whose data found them.
-        entry: path of the module that takes input ids, position ids and the cache.
+        entry: path of the module that takes input ids, position ids and the cache; or the image.
         attention: paths of the self-attention modules, in layer order.
-        table: path of the learned table, or None.
-        table_offset: rows before position 0.
+        table: of positions, or of patches where the stack sees images; None: there is none.
         buffers: paths of the buffers with one entry a position.
         rotary: paths of the native rotary modules.
-        geometry: what a scheme may know of the model.
+        geometry: what a scheme may know of the stack.
         config: path of its part of the model's config; "": all of it.
-        sets: of native frequencies, by name; see `rope_config`.
+        rope_layer_types: of native frequencies, by name; see `rope_config`.
         inside: the position mechanism that is native inside attention, as `Scheme.to_dict` writes it; None: none is.
-        image: where its table of patches is; None: it reads text.
-        still: which of `attention`, counted from 0, do not rotate, in a stack whose other layers do.
+        nope_layers: which of `attention`, counted from 0, do not rotate, in a stack whose other layers do.
+        position_source: what its stock class counts where it is given no position ids.
     """
 
     spec: StackSpec
     entry: str
     attention: tuple[str, ...]
-    table: str | None
-    table_offset: int
+    table: TokenTable | PatchTable | None
     buffers: tuple[str, ...]
     rotary: tuple[str, ...]
     geometry: Geometry
     config: str = ""
-    sets: tuple[str, ...] = ()
+    rope_layer_types: tuple[str, ...] = ()
     inside: NativeScheme | None = None
-    image: ImageSites | None = None
-    still: tuple[int, ...] = ()
+    nope_layers: tuple[int, ...] = ()
+    position_source: PositionSource = "arange"
+
+    @property
+    def inputs(self) -> Literal["text", "images"]:
+        """What the stack takes."""
+        return "images" if isinstance(self.table, PatchTable) else "text"
+
+    def source_for(self, scheme: str) -> PositionSource:
+        """Return what the stock class counts for the mechanism in whose place `scheme` comes, or that it is."""
+        own = self.spec.traits
+        if own is not None and own.position_source is not None and self.inside is not None:
+            return own.position_source if self.inside["name"] == scheme else self.position_source
+        return self.position_source
+
+    @property
+    def padding_id(self) -> int | None:
+        """The id of the tokens that are no input where positions skip them; None: they skip none."""
+        return self.table_offset - 1 if self.position_source == "input_ids" else None
 
     @property
     def table_path(self) -> str | None:
-        """Path of what holds the table: a module, or the parameter of one that sees images; None: it has no table."""
-        return self.table if self.image is None else self.image.table
+        """Path of what holds the table; None: there is none."""
+        return None if self.table is None else self.table.path
 
     @property
-    def turning(self) -> tuple[str, ...]:
-        """The sets that a rotary scheme replaces: those of the layers that see all tokens."""
-        return reaching(self.sets)
+    def table_offset(self) -> int:
+        """Rows of a table of tokens before position 0."""
+        return self.table.offset if isinstance(self.table, TokenTable) else 0
+
+    @property
+    def first_row(self) -> int:
+        """Rows of the table before those of positions, or of patches."""
+        return self.geometry.prefix_tokens if isinstance(self.table, PatchTable) else self.table_offset
+
+    @property
+    def full_attention_types(self) -> tuple[str, ...]:
+        """The rope layer types that a rotary scheme replaces: those of the layers that see all tokens."""
+        return reaching(self.rope_layer_types)
 
     @property
     def name(self) -> str:
@@ -69,10 +113,10 @@ class Stack:
     @property
     def config_name(self) -> str | None:
         """The config value that says how long the model is, by its path in the config; None: none does."""
-        if self.image is not None:
+        if self.inputs == "images":
             return None
-        if self.spec.own is not None and self.spec.table is None:
-            return self.spec.own.length_name
+        if self.spec.traits is not None and self.spec.table is None:
+            return self.spec.traits.length_name
         name = TableSpec.config_name if self.spec.table is None else self.spec.table.config_name
         return join(self.config, name)
 
@@ -118,9 +162,9 @@ class Sites:
         return self.main.attention
 
     @property
-    def table(self) -> str | None:
+    def table_path(self) -> str | None:
         """Path of the main stack's table, or None."""
-        return self.main.table
+        return self.main.table_path
 
     @property
     def table_offset(self) -> int:
@@ -141,3 +185,31 @@ class Sites:
     def geometry(self) -> Geometry:
         """What a scheme may know of the main stack."""
         return self.main.geometry
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sites as plain values; families are known by their names."""
+        return {"family": self.family.name, "base": self.base, "stacks": tuple(map(_stack_to_dict, self.stacks))}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Sites:
+        """Return the sites that `to_dict` wrote."""
+        family = FAMILIES.get(values["family"])
+        return cls(family, values["base"], tuple(_stack_from_dict(family, stack) for stack in values["stacks"]))
+
+
+def _stack_to_dict(stack: Stack) -> dict[str, Any]:
+    plain = {field.name: getattr(stack, field.name) for field in fields(stack) if field.name not in ("spec", "table")}
+    table = None
+    if stack.table is not None:
+        table = {"kind": type(stack.table).__name__, "fields": dataclasses.asdict(stack.table)}
+    return plain | {"name": stack.name, "table": table}
+
+
+def _stack_from_dict(family: Family, values: dict[str, Any]) -> Stack:
+    spec = next(part for part in family.parts if part.name == values["name"])
+    table, kind = values["table"], {"TokenTable": TokenTable, "PatchTable": PatchTable}
+    if table is None:
+        spec = replace(spec, table=None)
+    made = None if table is None else kind[table["kind"]](**table["fields"])
+    plain = {name: value for name, value in values.items() if name not in ("name", "table")}
+    return Stack(spec=spec, table=made, **plain)

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from hf_posswap.compat.transformers_attention import goes_by_interface
+from hf_posswap.families.attention_traits import AttentionTraits, NativeScheme
 from hf_posswap.families.base import Family, StackSpec, register
 from hf_posswap.families.modules import modeling_module
-from hf_posswap.families.own import NativeScheme, OwnAttention
 
 
 def _buckets(config: Any) -> NativeScheme:
@@ -21,7 +22,7 @@ def _buckets(config: Any) -> NativeScheme:
 
 def _t5(module: nn.Module) -> type | str:
     """Return the class of `module`, or where transformers has none with the interface yet, the one that equals it."""
-    if hasattr(modeling_module(module), "ALL_ATTENTION_FUNCTIONS"):
+    if goes_by_interface(modeling_module(module)):
         return type(module)
     if type(module).__name__ == "SwitchTransformersAttention":
         return "this release of transformers gives its bias to the first layer alone"
@@ -33,10 +34,10 @@ def _t5(module: nn.Module) -> type | str:
 
 def _stack(name: str) -> StackSpec:
     attention = f"{name}.block.*.layer.0.SelfAttention"
-    own = OwnAttention(
+    own = AttentionTraits(
         _t5, positions=_buckets, made_from=f"{attention}.relative_attention_bias", length_name=None, length=512
     )
-    return StackSpec(name, attention, entry=name, causal=name == "decoder", own=own)
+    return StackSpec(name, attention, entry=name, causal=name == "decoder", traits=own, position_source="relative")
 
 
 register(

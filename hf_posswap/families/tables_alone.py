@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from hf_posswap.families.attention_traits import AttentionTraits
 from hf_posswap.families.base import Family, StackSpec, TableSpec, register
 from hf_posswap.families.learned_encoder_decoders import stacks
-from hf_posswap.families.own import OwnAttention
 
 _TABLE = "embeddings.position_embeddings"
 
@@ -29,7 +29,7 @@ register(
                 "",
                 "attentions.*",
                 table=TableSpec("position_embeddings", buffers=("position_ids",)),
-                own=OwnAttention(causal=_xlm_causal),
+                traits=AttentionTraits(causal=_xlm_causal),
             ),
         ),
     )
@@ -44,6 +44,7 @@ register(
                 "",
                 "encoder.layer.*.attention.self",
                 table=TableSpec(_TABLE, offset="padding", config_counts_offset=True),
+                position_source="input_ids",
                 causal=False,
             ),
         ),

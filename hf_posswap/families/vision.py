@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from hf_posswap.families.attention_traits import AttentionTraits
 from hf_posswap.families.base import Family, StackSpec, register
 from hf_posswap.families.images import ImageSpec
-from hf_posswap.families.own import OwnAttention
 
 _TABLE, _PATCHES = "position_embeddings", "patch_embeddings.projection"
 
@@ -97,7 +97,7 @@ register(
                 image=ImageSpec(
                     "position_embedding.weight", "patch_embedding", prefix=0, ids="position_ids", square_config=True
                 ),
-                own=OwnAttention(siglip_interface),
+                traits=AttentionTraits(siglip_interface),
             ),
         ),
     )

@@ -1,6 +1,5 @@
 """EleutherAI's evaluation harness on swapped models: https://github.com/EleutherAI/lm-evaluation-harness."""
 
-from hf_posswap.harness.model import harness_model_class
-from hf_posswap.harness.run import run_tasks
+from hf_posswap.utils.public_names import attach_public_names
 
-__all__ = ["harness_model_class", "run_tasks"]
+__getattr__, __dir__, __all__ = attach_public_names(__name__, __file__)

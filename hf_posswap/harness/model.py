@@ -14,8 +14,10 @@ from hf_posswap.checkpoints.load import load
 from hf_posswap.comparison.candidates import shell_of
 from hf_posswap.errors import MissingDependencyError
 from hf_posswap.evaluation.reach import reach_of
-from hf_posswap.patching.apply import patch_model
-from hf_posswap.patching.plan import unwrap
+from hf_posswap.patching.apply.patch_model import patch_model
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.text.tokens import load_tokenizer
+from hf_posswap.utils.auto_classes import TRUST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +32,8 @@ def harness_model_class() -> Any:
 
     Beside what the harness's own "hf" takes it takes `scheme`, a scheme or its name, and `swap_length`, the tokens that
     it is meant for: it is then put in without training. `revision` is passed on where it is given; what concerns
-    quantization and adapters of the harness is not taken: load such a model and give it as `pretrained`.
+    quantization and adapters of the harness is not taken: load such a model and give it as `pretrained`. Code that a
+    model or a tokenizer brings is run with `trust_remote_code=True` alone.
 
     Raises:
         MissingDependencyError: lm_eval is not installed.
@@ -44,17 +47,29 @@ def harness_model_class() -> Any:
     class PosswapLM(HFLM):
         """A causal model with its swap."""
 
-        def __init__(self, pretrained: Any, *, scheme: Any = None, swap_length: int | None = None, **more: Any) -> None:
+        def __init__(
+            self,
+            pretrained: Any,
+            *,
+            scheme: Any = None,
+            swap_length: int | None = None,
+            trust_remote_code: bool = False,
+            **more: Any,
+        ) -> None:
             device = torch.device(more.pop("device", None) or "cpu")
             revision = more.pop("revision", None)
-            kwargs = {"dtype": more.pop("dtype", "auto")} | ({"revision": revision} if revision else {})
-            model: Any = load(pretrained, **kwargs) if isinstance(pretrained, str) else pretrained
+            hub: dict[str, Any] = {TRUST: trust_remote_code} | ({"revision": revision} if revision else {})
+            dtype = more.pop("dtype", "auto")
+            model: Any = load(pretrained, dtype=dtype, **hub) if isinstance(pretrained, str) else pretrained
             if scheme is not None:
                 model = shell_of(model)
                 patch_model(model, scheme, max_length=swap_length)
-            more.setdefault("tokenizer", pretrained if isinstance(pretrained, str) else None)
+            words = more.pop("tokenizer", None) or (pretrained if isinstance(pretrained, str) else None)
+            if isinstance(words, str):
+                own = hub if words == pretrained else {TRUST: trust_remote_code}
+                words = load_tokenizer(words, instead="give tokenizer=", **own)
             with _only_errors("lm_eval.models.huggingface"):  # it warns of models that it did not load itself
-                super().__init__(pretrained=model.to(device), **more)
+                super().__init__(pretrained=model.to(device), tokenizer=words, **more)
 
         @property
         def max_length(self) -> int:
@@ -88,6 +103,6 @@ def length_of(model: PreTrainedModel) -> int | None:
         (None, 64)
     """
     target = unwrap(model)
-    record = getattr(target.config, "posswap", None) or {}
-    meant, limit = record.get("max_length"), reach_of(target).limit
+    carried: Any = getattr(target, "_posswap", None)  # what a record alone says is not believed
+    meant, limit = None if carried is None else carried.plan.max_length, reach_of(target).limit
     return meant if meant is None or limit is None else min(meant, limit)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import DataError, OptionError
 from hf_posswap.harness.model import harness_model_class
+from hf_posswap.harness.task_code import refuse_task_code, templates_without_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,6 +33,7 @@ def run_tasks(
     limit: int | None = None,
     device: Any = None,
     dtype: Any = "auto",
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Return what the harness found: its results, with the scores of each task under "results".
 
@@ -48,11 +51,15 @@ def run_tasks(
         limit: questions of each task; None: all.
         device: to run on; None: the CPU.
         dtype: to load in; "auto": that of the checkpoint.
+        trust_remote_code: run code that the model, its tokenizer or a .yaml file of a task brings; without it such a
+            file may name no functions, and its templates reach no Python internals. The harness's own tasks are its
+            own code and run.
 
     Raises:
         MissingDependencyError: lm_eval is not installed.
         OptionError: no tasks, an impossible number, or a task that the harness does not know.
-        DataError: a model object without a tokenizer.
+        DataError: a model object without a tokenizer, or a tokenizer that cannot be read.
+        RemoteCodeError: code is needed, which was not asked for.
         CheckpointError, UnsupportedSwapError, UnsupportedModelError, SchemeError: as `load` and `patch_model`.
     """
     for name, value in (("batch_size", batch_size), ("limit", limit), ("longest_input", longest_input)):
@@ -63,7 +70,7 @@ def run_tasks(
     if tokenizer is None and not isinstance(model, str | Path):
         raise DataError("a model object brings no tokenizer: give tokenizer=.")
     kind = harness_model_class()
-    manager = _manager(tasks)
+    manager = _manager(tasks, trust_remote_code)
     source = str(model) if isinstance(model, Path) else model
     named = {} if tokenizer is None else {"tokenizer": tokenizer}
     subject = kind(
@@ -74,24 +81,26 @@ def run_tasks(
         batch_size=batch_size,
         device=device,
         dtype=dtype,
+        trust_remote_code=trust_remote_code,
         **named,
     )
     from lm_eval import simple_evaluate
 
-    found: Any = simple_evaluate(
-        subject,
-        tasks=[str(task) for task in tasks],
-        num_fewshot=num_fewshot,
-        limit=limit,
-        task_manager=manager,
-        log_samples=False,
-        bootstrap_iters=1000,
-    )
+    with nullcontext() if trust_remote_code else templates_without_code():
+        found: Any = simple_evaluate(
+            subject,
+            tasks=[str(task) for task in tasks],
+            num_fewshot=num_fewshot,
+            limit=limit,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=1000,
+        )
     return dict(found) | {"longest_input": subject.max_length}
 
 
-def _manager(tasks: Sequence[str | Path]) -> Any:
-    """Return the harness's index of tasks, after a check that it has all of `tasks`, before a model is loaded."""
+def _manager(tasks: Sequence[str | Path], trust_remote_code: bool) -> Any:
+    """Return the harness's index of tasks, after a check that all of `tasks` can be run, before a model is loaded."""
     from lm_eval.tasks import TaskManager
 
     if not tasks:
@@ -100,6 +109,8 @@ def _manager(tasks: Sequence[str | Path]) -> Any:
     missing = [str(path) for path in files if not path.is_file()]
     if missing:
         raise OptionError(f"no such file of a task: {', '.join(missing)}.")
+    if not trust_remote_code:
+        refuse_task_code(files)
     manager = TaskManager(include_defaults=len(files) < len(tasks))  # the harness's own are more than ten thousand
     for task in tasks:
         if Path(task).suffix not in _YAML and str(task) not in manager.all_tasks:

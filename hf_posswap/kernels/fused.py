@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posswap.compat.torch_kernels import fused_attention, fused_attention_backward
 from hf_posswap.kernels.trying import right
 
 DTYPES = {
@@ -39,11 +40,9 @@ def forward(
     """
     if query.device.type == "cuda":
         assert bias is None, "the fused call of a GPU takes no bias"
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        out, sums, *_ = flash(query, key, value, 0.0, causal, False, scale=scaling)
+        out, sums, *_ = fused_attention("cuda")(query, key, value, 0.0, causal, False, scale=scaling)
         return out, sums[..., : query.shape[2]]
-    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return operator(query, key, value, 0.0, causal, attn_mask=bias, scale=scaling)
+    return fused_attention("cpu")(query, key, value, 0.0, causal, attn_mask=bias, scale=scaling)
 
 
 def backward(
@@ -65,14 +64,15 @@ def backward(
     """
     if query.device.type == "cuda":
         assert bias is None, "the fused call of a GPU takes no bias"
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
         unread = torch.zeros(2, dtype=torch.int64, device=query.device)  # the random state of a dropout of 0
         # the kernel reads these as if they were contiguous
         given = grad.contiguous(), query, key, value, out.contiguous(), sums.contiguous()
         lengths = query.shape[2], key.shape[2]
+        flash = fused_attention_backward("cuda")
         return flash(*given, None, None, *lengths, 0.0, causal, unread, unread, scale=scaling)
-    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return operator(grad, query, key, value, out, sums, 0.0, causal, attn_mask=bias, scale=scaling)
+    return fused_attention_backward("cpu")(
+        grad, query, key, value, out, sums, 0.0, causal, attn_mask=bias, scale=scaling
+    )
 
 
 def bias_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,6 +1,5 @@
 """Pictures of results; matplotlib is loaded only when one is drawn."""
 
-from hf_posswap.plotting.curves import Curve, Point, draw_loss_by_position, draw_perplexity_by_length
-from hf_posswap.plotting.heatmap import Cell, draw_passkey
+from hf_posswap.utils.public_names import attach_public_names
 
-__all__ = ["Cell", "Curve", "Point", "draw_loss_by_position", "draw_passkey", "draw_perplexity_by_length"]
+__getattr__, __dir__, __all__ = attach_public_names(__name__, __file__)

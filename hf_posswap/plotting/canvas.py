@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_posswap.errors import MissingDependencyError
-from hf_posswap.files import replacing
+from hf_posswap.utils.atomic_io import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

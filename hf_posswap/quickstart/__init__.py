@@ -1,6 +1,5 @@
 """One command from nothing to a comparison: a real model, new position mechanisms, adapted, measured, saved."""
 
-from hf_posswap.quickstart.run import QuickstartResult, run, run_quickstart
-from hf_posswap.quickstart.settings import BaseSettings, QuickstartSettings
+from hf_posswap.utils.public_names import attach_public_names
 
-__all__ = ["BaseSettings", "QuickstartResult", "QuickstartSettings", "run", "run_quickstart"]
+__getattr__, __dir__, __all__ = attach_public_names(__name__, __file__)

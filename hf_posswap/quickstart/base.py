@@ -11,16 +11,18 @@ import torch
 
 import hf_posswap
 from hf_posswap.errors import DataError
-from hf_posswap.files import read_json, writable_folder, write_json
-from hf_posswap.progress import Reporter
 from hf_posswap.quickstart.settings import BaseSettings, QuickstartSettings, digest
+from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.training import Corpus, TrainSettings, Windows, byte_tokenizer, token_stream, train
+from hf_posswap.utils.atomic_io import read_json, writable_folder, write_json
+from hf_posswap.utils.progress import Reporter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _WARMUP_SHARE = 0.05
 _RECIPE_FILE = "recipe.json"
+_BESIDE = "save it beside the model"
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ def trained_base(
     model = on_device(hf_posswap.load(folder), device)
     training = read_json(folder / _RECIPE_FILE)["training"]
     source = {"kind": "trained here", "folder": str(folder), "recipe": recipe, "training": training}
-    return Base(model, load_tokenizer(str(folder)), source | {"from_cache": kept}, settings.base.window)
+    words = load_tokenizer(folder, instead=_BESIDE)
+    return Base(model, words, source | {"from_cache": kept}, settings.base.window)
 
 
 def _train(
@@ -121,8 +124,10 @@ def given_base(name: str, settings: QuickstartSettings, device: torch.device, re
         CheckpointError: `name` is no readable checkpoint.
         DataError: it is no causal language model, it already carries a swap, or it has no tokenizer.
         UnsupportedModelError: no family describes it.
+        RemoteCodeError: it needs code, which was not asked for.
     """
-    model = hf_posswap.load(name, dtype=torch.float32)
+    trusted = settings.trust_remote_code
+    model = hf_posswap.load(name, dtype=torch.float32, trust_remote_code=trusted)
     report = hf_posswap.describe_positions(model)
     if report.swapped is not None:
         raise DataError(f"{name!r} already carries a swap ({report.swapped}): give the checkpoint it was made from.")
@@ -140,27 +145,8 @@ def given_base(name: str, settings: QuickstartSettings, device: torch.device, re
         notes = (note,)
     reporter.line(f"base: {type(model).__name__} from {name}, {report.native}")
     source = {"kind": "given", "name": name, "own_window": own}
-    return Base(on_device(model, device), load_tokenizer(name), source, window, notes)
-
-
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer saved at `source`.
-
-    Raises:
-        DataError: there is none that can be read.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"{source!r} has no tokenizer that can be read ({first}): save it beside the model.") from error
-    if not tokenizer("text", add_special_tokens=False)["input_ids"]:  # made up where its files are missing
-        raise DataError(
-            f"{source!r} has no tokenizer that can be read (it has no vocabulary): save it beside the model."
-        )
-    return tokenizer
+    words = load_tokenizer(name, instead=_BESIDE, trust_remote_code=trusted)
+    return Base(on_device(model, device), words, source, window, notes)
 
 
 def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import CheckpointError
-from hf_posswap.files import read_json, writable_folder, write_json
+from hf_posswap.utils.atomic_io import read_json, writable_folder, write_json
 
 _SETTINGS = "quickstart.json"
 

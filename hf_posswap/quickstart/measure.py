@@ -20,12 +20,12 @@ from hf_posswap.evaluation import (
     reach_of,
     sliding_losses,
 )
-from hf_posswap.files import read_json, replacing, write_json
-from hf_posswap.progress import Reporter
 from hf_posswap.quickstart.base import Base
 from hf_posswap.quickstart.settings import QuickstartSettings
 from hf_posswap.quickstart.variants import CONTROL, max_length
 from hf_posswap.training import Corpus, check_token_ids, leading_tokens
+from hf_posswap.utils.atomic_io import read_json, replacing, write_json
+from hf_posswap.utils.progress import Reporter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

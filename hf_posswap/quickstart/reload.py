@@ -16,6 +16,7 @@ import torch
 import hf_posswap
 from hf_posswap.errors import CheckpointError
 from hf_posswap.quickstart.base import on_device
+from hf_posswap.utils.auto_classes import TRUST, auto_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +33,14 @@ def probe_logits(model: PreTrainedModel, prompt: np.ndarray) -> np.ndarray:
 
 
 def check_reload(
-    expected: np.ndarray, folder: Path, prompt: np.ndarray, *, new_tokens: int, seed: int, device: torch.device
+    expected: np.ndarray,
+    folder: Path,
+    prompt: np.ndarray,
+    *,
+    new_tokens: int,
+    seed: int,
+    device: torch.device,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Load `folder` in a fresh process, compare its logits with the `expected` ones, and continue `prompt` there.
 
@@ -43,6 +51,7 @@ def check_reload(
         new_tokens: to generate.
         seed: of the sampling.
         device: to load it on.
+        trust_remote_code: run code that the checkpoint brings: what the base brought was saved with it.
 
     Returns:
         The largest difference of the logits, the prompt's length, the new tokens and their text.
@@ -51,6 +60,7 @@ def check_reload(
         CheckpointError: the fresh process fails, or its logits differ.
     """
     task = {"folder": str(folder), "prompt": prompt.tolist(), "new_tokens": new_tokens, "seed": seed}
+    task[TRUST] = trust_remote_code
     with tempfile.TemporaryDirectory() as scratch:
         task |= {"logits": str(Path(scratch) / "logits.npy"), "answer": str(Path(scratch) / "answer.json")}
         _run_fresh(task | {"device": str(device)})
@@ -67,14 +77,14 @@ def check_reload(
 
 def run_task(text: str) -> None:
     """Do what the JSON `text` of `check_reload` asks, in the process that it started."""
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     task = json.loads(text)
-    model = on_device(hf_posswap.load(task["folder"]), torch.device(task["device"]))
-    tokenizer = AutoTokenizer.from_pretrained(task["folder"])
+    model = hf_posswap.load(task["folder"], trust_remote_code=task[TRUST])
+    on_device(model, torch.device(task["device"]))
+    tokenizer = auto_tokenizer(task["folder"], trust_remote_code=task[TRUST])
     prompt = torch.tensor([task["prompt"]], device=model.device)  # [1, L]
     torch.manual_seed(task["seed"])
     np.save(task["logits"], probe_logits(model, np.array(task["prompt"])))

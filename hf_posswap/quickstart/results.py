@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import hf_posswap
+from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.quickstart.measure import Yardstick
 from hf_posswap.quickstart.pictures import SLIDING
 from hf_posswap.quickstart.settings import QuickstartSettings
 from hf_posswap.quickstart.variants import BASE, CONTROL, learning_rate
 from hf_posswap.training import Corpus, Windows
+from hf_posswap.utils.naming import public_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,11 +47,11 @@ def describe_model(model: PreTrainedModel, source: dict[str, Any], window: int) 
     """Return what results.json says of the base."""
     return {
         "class": type(model).__name__,
-        "source": source,
+        "source": source | {key: public_name(source[key]) for key in ("name", "folder") if key in source},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "positions": hf_posswap.describe_positions(model).native,
         "window": window,
-        "attention": model.config._attn_implementation,
+        "attention": attention_implementation(model.config),
     }
 
 
@@ -107,9 +109,8 @@ def _has_unknown(tokenizer: PreTrainedTokenizerBase) -> bool:
 def command(settings: QuickstartSettings) -> str:
     """Return the command line that asks for these settings."""
     words = ["posswap", "quickstart", *(["--model", settings.model] if settings.model else [])]
-    return shlex.join(
-        [*words, "--steps", str(settings.steps), "--seed", str(settings.seed), "--device", settings.device]
-    )
+    words += ["--steps", str(settings.steps), "--seed", str(settings.seed), "--device", settings.device]
+    return shlex.join([*words, *(["--trust-remote-code"] if settings.trust_remote_code else [])])
 
 
 def choose_best(models: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,6 @@ import torch
 from rich.console import Console
 
 from hf_posswap import __version__
-from hf_posswap.files import cache_folder, write_json, write_text
-from hf_posswap.progress import Reporter, quiet_transformers
 from hf_posswap.quickstart.base import Base, given_base, trained_base
 from hf_posswap.quickstart.folder import claim_folder, open_folder
 from hf_posswap.quickstart.measure import make_yardstick, measured
@@ -36,6 +34,8 @@ from hf_posswap.quickstart.settings import QuickstartSettings, resolve_device
 from hf_posswap.quickstart.show import show
 from hf_posswap.quickstart.variants import adapted_model, choose_variants, max_length
 from hf_posswap.training import Corpus, Windows, check_token_ids, python_corpus, token_stream
+from hf_posswap.utils.atomic_io import cache_folder, write_json, write_text
+from hf_posswap.utils.progress import Reporter, quiet_transformers
 
 _LEAST_WINDOWS = 100
 _SPARE = 20  # times the text that the steps read, so that windows hardly overlap
@@ -70,6 +70,7 @@ def run_quickstart(
     seed: int = 0,
     cache: Path | None = None,
     console: Console | None = None,
+    trust_remote_code: bool = False,
 ) -> QuickstartResult:
     """Swap copies of a causal model to other position mechanisms, adapt each alike, measure all, save and reload.
 
@@ -83,6 +84,7 @@ def run_quickstart(
         seed: of everything random.
         cache: where trained bases are kept; None: $HF_POSSWAP_CACHE, or hf_posswap in the user's cache folder.
         console: where progress goes; None: standard output.
+        trust_remote_code: run code that `model` brings, where it needs that to be loaded.
 
     Raises:
         CheckpointError: `model` cannot be read, `out` cannot be written or belongs to another run, the disk is full.
@@ -97,7 +99,7 @@ def run_quickstart(
             ...
         hf_posswap.errors.OptionError: steps is a whole number of at least 1, got 0.
     """
-    settings = QuickstartSettings(model=model, device=device, seed=seed)
+    settings = QuickstartSettings(model=model, device=device, seed=seed, trust_remote_code=trust_remote_code)
     if steps is not None:
         settings = dataclasses.replace(settings, steps=steps)
     return run(Path(out), settings, cache=cache, console=console)
@@ -149,7 +151,13 @@ def _run(
     best = choose_best(models)
     reporter.line(f"{best['name']}: best at {best['length']} tokens; loading it in a fresh process")
     reload = check_reload(
-        probes[best["name"]], out / best["folder"], prompt, new_tokens=new, seed=settings.seed, device=device
+        probes[best["name"]],
+        out / best["folder"],
+        prompt,
+        new_tokens=new,
+        seed=settings.seed,
+        device=device,
+        trust_remote_code=settings.trust_remote_code,
     )
     return {
         "schema": SCHEMA,

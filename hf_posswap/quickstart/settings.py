@@ -56,6 +56,7 @@ class QuickstartSettings:
         passkey_trials: keys a cell.
         continuation: tokens to generate, half of them past the window.
         base: of the small GPT-2.
+        trust_remote_code: run code that `model` brings, where it needs that to be loaded.
     """
 
     model: str | None = None
@@ -72,6 +73,7 @@ class QuickstartSettings:
     passkey_trials: int = 4
     continuation: int = 64
     base: BaseSettings = BaseSettings()
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:

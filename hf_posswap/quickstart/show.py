@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
-from hf_posswap.progress import Reporter
 from hf_posswap.quickstart.pictures import SLIDING
 from hf_posswap.quickstart.variants import CONTROL
+from hf_posswap.utils.progress import Reporter
 
 
 def show(results: dict[str, Any], out: Path, reporter: Reporter, seconds: float) -> None:

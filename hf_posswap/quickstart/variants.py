@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import hf_posswap
 from hf_posswap.errors import DataError, SchemeError, UnsupportedModelError, UnsupportedSwapError
-from hf_posswap.files import read_json, write_json
-from hf_posswap.progress import Reporter
 from hf_posswap.quickstart.base import Base, mean_tail, on_device
 from hf_posswap.quickstart.settings import QuickstartSettings
 from hf_posswap.training import TrainSettings, Windows, train
+from hf_posswap.utils.atomic_io import read_json, write_json
+from hf_posswap.utils.progress import Reporter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,7 +104,8 @@ def adapted_model(
     if (folder / _NOTE_FILE).exists():
         note = read_json(folder / _NOTE_FILE)
         reporter.line(f"{variant.name}: adapted earlier, from {folder}")
-        return on_device(hf_posswap.load(folder), base.model.device), note
+        kept = hf_posswap.load(folder, trust_remote_code=settings.trust_remote_code)
+        return on_device(kept, base.model.device), note
     model = copy.deepcopy(base.model)
     note = {"scheme": None, "route": "native"}
     if variant.scheme is not None:

@@ -1,5 +1,5 @@
 """One self-contained HTML page of an evaluation's results, to look at rather than to read."""
 
-from hf_posswap.report.page import PAGE, check_results, render_html, write_html
+from hf_posswap.utils.public_names import attach_public_names
 
-__all__ = ["PAGE", "check_results", "render_html", "write_html"]
+__getattr__, __dir__, __all__ = attach_public_names(__name__, __file__)

@@ -6,12 +6,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.errors import DataError
-from hf_posswap.files import write_text
+from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.report.extras import cost, method, needles, protocols, tasks
 from hf_posswap.report.markup import Markup, json_script, tag
 from hf_posswap.report.sections import gain, offsets, perplexity, positions, retrieval
 from hf_posswap.report.verdicts import common_gaps, findings, overview, short_context
+from hf_posswap.utils.atomic_io import write_text
 
 KIND, SCHEMA = "hf_posswap evaluation", 1
 PAGE = "report.html"
@@ -57,7 +57,7 @@ def render_html(results: dict[str, Any]) -> str:
         results: what results.json holds.
 
     Raises:
-        DataError: as `write_html`.
+        DataError: as `write_html`, or what they hold cannot be shown: they were edited, or are not whole.
 
     Example:
         >>> render_html({"kind": "else"})
@@ -65,6 +65,18 @@ def render_html(results: dict[str, Any]) -> str:
         hf_posswap.errors.DataError: a report needs the results.json of posswap eval or compare, got kind 'else'.
     """
     check_results(results)
+    try:
+        return _page(results)
+    except PosswapError:
+        raise
+    except Exception as error:  # of what anyone may have edited, anything may be missing or of another kind
+        raise DataError(
+            f"these results cannot be shown ({type(error).__name__}: {str(error)[:200] or 'no more is known'}): they "
+            "were edited, or are not whole. Undo that, or make them again."
+        ) from error
+
+
+def _page(results: dict[str, Any]) -> str:
     shown = [made for make in _SECTIONS if (made := make(results)) is not None]
     models, data = results["models"], results["data"]
     title = f"{len(models)} models by length" if len(models) > 1 else f"{results['base']} by length"

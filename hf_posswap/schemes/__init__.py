@@ -1,12 +1,63 @@
-"""Position schemes: one file each; importing this package registers them all."""
+"""Position schemes: one file each; importing this package registers them all.
 
+What the author of a scheme needs is here: `Scheme` or one of its bases (`RotaryScheme`, `ScaledRotary`, `TableScheme`,
+`GridTable`), `Mechanism` for what acts inside attention (`RotaryMechanism`, `DistanceMechanism`), `Traits` for what
+the scheme promises, `Geometry` for what it may know of a model, and `SCHEMES`, under which it registers. The module
+that the class is written in goes into checkpoints as their code: it imports hf_posswap by `from hf_posswap... import`.
+
+Example:
+    >>> from dataclasses import dataclass
+    >>> from typing import ClassVar
+    >>> import torch
+    >>> from hf_posswap.schemes import SCHEMES, DistanceMechanism, Geometry, Kind, Mechanism, Scheme, make_scheme
+    >>> @SCHEMES.register("near")
+    ... @dataclass(frozen=True)
+    ... class Near(Scheme):
+    ...     '''score - cost |i - j|, the same for every head.'''
+    ...
+    ...     name: ClassVar[str] = "near"
+    ...     summary: ClassVar[str] = "one price for distance"
+    ...     source: ClassVar[str] = "https://arxiv.org/abs/2108.12409"
+    ...     kind: ClassVar[Kind] = "bias"
+    ...
+    ...     cost: float = 0.5
+    ...
+    ...     def mechanism(self, geometry: Geometry) -> Mechanism:
+    ...         return NearMechanism(self.cost, geometry.num_heads)
+    >>> class NearMechanism(DistanceMechanism):
+    ...     def __init__(self, cost: float, heads: int) -> None:
+    ...         super().__init__()
+    ...         self.cost, self.heads = cost, heads
+    ...
+    ...     def distance_bias(self, distances: torch.Tensor) -> torch.Tensor:
+    ...         return -self.cost * distances.abs().float().expand(self.heads, -1)  # [H, N]
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from hf_posswap import patch_model
+    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+    >>> str(patch_model(model, "near", cost=2.0).scheme)
+    'near(cost=2.0)'
+    >>> SCHEMES.remove("near")  # an example leaves no trace
+"""
+
+from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.alibi_2d import Alibi2D
-from hf_posswap.schemes.base import IMAGE_SCHEMES, SCHEMES, Mechanism, Scheme, Traits, make_scheme, scheme_class
+from hf_posswap.schemes.base import (
+    SCHEMES,
+    Kind,
+    Mechanism,
+    Scheme,
+    Traits,
+    make_scheme,
+    scheme_class,
+    schemes_for,
+)
 from hf_posswap.schemes.blend import Blend
+from hf_posswap.schemes.common.bias import DistanceMechanism
+from hf_posswap.schemes.common.grid_table import GridTable
+from hf_posswap.schemes.common.table import TableScheme
 from hf_posswap.schemes.dual_chunk import DualChunk
 from hf_posswap.schemes.fire import Fire
-from hf_posswap.schemes.grid_table import GridTable
 from hf_posswap.schemes.kerple import Kerple
 from hf_posswap.schemes.layered import Layered, PerLayer, RNoPE
 from hf_posswap.schemes.learned import Learned
@@ -19,30 +70,31 @@ from hf_posswap.schemes.ntk_by_parts import NTKByParts
 from hf_posswap.schemes.p_rope import PRope
 from hf_posswap.schemes.rerope import LeakyReRope, ReRope
 from hf_posswap.schemes.resonance import Resonance, ResonanceYarn
-from hf_posswap.schemes.rope import Rope, RotaryScheme
+from hf_posswap.schemes.rope import Rope, RotaryMechanism, RotaryScheme
 from hf_posswap.schemes.rope_2d import Rope2D
 from hf_posswap.schemes.scaled import Linear, ScaledRotary
 from hf_posswap.schemes.self_extend import SelfExtend
 from hf_posswap.schemes.sinusoidal import Sinusoidal
 from hf_posswap.schemes.sinusoidal_2d import Sinusoidal2D
 from hf_posswap.schemes.t5_bias import T5Bias
-from hf_posswap.schemes.table import TableScheme
 from hf_posswap.schemes.together import Together
 from hf_posswap.schemes.xpos import XPos
 from hf_posswap.schemes.yarn import Yarn
 
 __all__ = [
-    "IMAGE_SCHEMES",
     "NTK",
     "SCHEMES",
     "Alibi",
     "Alibi2D",
     "Blend",
+    "DistanceMechanism",
     "DualChunk",
     "Dynamic",
     "Fire",
+    "Geometry",
     "GridTable",
     "Kerple",
+    "Kind",
     "Layered",
     "LeakyReRope",
     "Learned",
@@ -61,6 +113,7 @@ __all__ = [
     "ResonanceYarn",
     "Rope",
     "Rope2D",
+    "RotaryMechanism",
     "RotaryScheme",
     "ScaledRotary",
     "Scheme",
@@ -75,4 +128,5 @@ __all__ = [
     "Yarn",
     "make_scheme",
     "scheme_class",
+    "schemes_for",
 ]

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits
-from hf_posswap.schemes.bias import DistanceMechanism
+from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.common.bias import DistanceMechanism
 
 
 def slopes(heads: int) -> list[float]:
-    """Return m_h for each head: 2^(-8h/n), h = 1..n, where n is a power of two; else, as the authors' code does,
-    those of the next lower power and then every other one of the next higher.
+    """Return m_h for each head.
+
+    They are 2^(-8h/n), h = 1..n, where n is a power of two; else, as the authors' code does, those of the next lower
+    power and then every other one of the next higher.
 
     Example:
         >>> slopes(4)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.alibi import slopes
-from hf_posswap.schemes.base import IMAGE_SCHEMES, Kind, Mechanism, Scheme, Traits
-from hf_posswap.schemes.places import row_and_column
+from hf_posswap.schemes.base import SCHEMES, Input, Kind, Mechanism, Scheme, Traits
+from hf_posswap.schemes.common.places import row_and_column
 
 
-@IMAGE_SCHEMES.register("alibi_2d")
+@SCHEMES.register("alibi_2d")
 @dataclass(frozen=True)
 class Alibi2D(Scheme):
     """Score - m_h sqrt((r - r')^2 + (c - c')^2), m_h the slopes of ALiBi.
@@ -33,6 +33,7 @@ class Alibi2D(Scheme):
     summary: ClassVar[str] = "a linear penalty on the distance of patches, one slope a head"
     source: ClassVar[str] = "https://arxiv.org/abs/2311.00566"
     kind: ClassVar[Kind] = "bias"
+    inputs: ClassVar[tuple[Input, ...]] = ("images",)
 
     @property
     def traits(self) -> Traits:

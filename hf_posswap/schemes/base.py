@@ -13,19 +13,19 @@ from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor, nn
 
-from hf_posswap.errors import OptionError, SchemeError, UnknownNameError
+from hf_posswap.errors import OptionError, SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.merge import Region
 from hf_posswap.registry import Registry
-from hf_posswap.schemes import checks
-from hf_posswap.schemes.piece import Piece
+from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.common.piece import Piece
 
 Kind = Literal["rotary", "bias", "table", "none", "mixed"]
 
+Input = Literal["text", "images"]
+
 SCHEMES: Registry[type[Scheme]] = Registry("scheme", "hf_posswap.schemes")
-"""Those for models that read text."""
-IMAGE_SCHEMES: Registry[type[Scheme]] = Registry("scheme", "hf_posswap.image_schemes")
-"""Those for models that see images; a name that is in both is one scheme, which suits both."""
+"""Every scheme by its name; what kind of model each is for stands in `Scheme.inputs`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Traits:
         causal_only: meaningless where a query sees its future.
         relative: only differences of positions matter: shifting all positions changes nothing.
         training_free: meant to be used on its native kind of model without adapting the weights.
-        unbounded: runs at any length; otherwise there is an end, and a clear error past it.
+        unbounded: runs at any length; otherwise there is an end, beyond which PositionRangeError is raised.
         shardable: what a token needs follows from its own position, so that a sequence may be split over devices
             (context parallelism) under any attention kernel.
     """
@@ -86,13 +86,18 @@ class Mechanism(nn.Module):
     """How attention with this mechanism is computed: see `set_backend`."""
     splits: bool = False
     """Whether attention falls into pieces, each with rotations of its own."""
-    copies: int = 1
+    keys_per_token: int = 1
     """Where it splits: how many keys `rotate_key` makes of each, side by side, for the cache to hold and the pieces to
     take their own from; 1: the pieces rotate the keys, or have them in common."""
     scales: bool = False
     """Whether each query is multiplied by a number that depends on its position."""
     head_dim: int = 0
     """D, where the mechanism rotates or splits."""
+
+    @property
+    def turns(self) -> bool:
+        """Whether q and k are rotated, anywhere in it."""
+        return any(part.rotates or part.splits for part in self.modules() if isinstance(part, Mechanism))
 
     def for_layer(self, layer: int) -> Mechanism:
         """Return the mechanism of attention layer `layer`, counted from 0: this one, where all have the same."""
@@ -123,7 +128,7 @@ class Mechanism(nn.Module):
         Args:
             query_positions: [B or 1, Q].
             key_positions: [B or 1, K].
-            copied: whether keys come as `rotate_key` makes them, `copies` > 1 of each.
+            copied: whether keys come as `rotate_key` makes them, `keys_per_token` > 1 of each.
         """
         raise NotImplementedError
 
@@ -133,6 +138,9 @@ class Mechanism(nn.Module):
 
     def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return what is added to the scaled scores, [B or 1, H, Q, K], float32.
+
+        It comes with the mask: where a model caps its scores (Gemma 2's softcap) it is added after the cap, so that
+        far keys may be put away by more than the cap allows a score to say.
 
         Args:
             query_positions: [B or 1, Q].
@@ -157,6 +165,8 @@ class Scheme:
     summary: ClassVar[str]
     source: ClassVar[str]
     kind: ClassVar[Kind]
+    inputs: ClassVar[tuple[Input, ...]] = ("text",)
+    """What the models take that it is for."""
 
     @classmethod
     def stand_ins(cls, geometry: Geometry) -> dict[str, Any]:
@@ -314,24 +324,26 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
 
 
 def scheme_class(name: str) -> type[Scheme]:
-    """Return the scheme that is registered under `name`, for text or for images.
+    """Return the scheme that is registered under `name`.
 
     Raises:
-        UnknownNameError: with near names and the list of both.
+        UnknownNameError: with near names and the list of all.
 
     Example:
         >>> scheme_class("rope").kind
         'rotary'
     """
-    for registry in (SCHEMES, IMAGE_SCHEMES):
-        if name in registry:
-            return registry.get(name)
-    raise UnknownNameError("scheme", name, {*SCHEMES, *IMAGE_SCHEMES})
+    return SCHEMES.get(name)
 
 
-def all_schemes() -> dict[str, type[Scheme]]:
-    """Return every registered scheme by its name, those for text and those for images."""
-    return dict(sorted([*SCHEMES.items(), *(pair for pair in IMAGE_SCHEMES.items() if pair[0] not in SCHEMES)]))
+def schemes_for(inputs: Input) -> dict[str, type[Scheme]]:
+    """Return the schemes for models that take such inputs, by their names.
+
+    Example:
+        >>> list(schemes_for("images"))
+        ['alibi_2d', 'learned_2d', 'nope', 'rope_2d', 'sinusoidal_2d']
+    """
+    return {name: cls for name, cls in SCHEMES.items() if inputs in cls.inputs}
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

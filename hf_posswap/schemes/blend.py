@@ -11,11 +11,11 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.rotary import CosSin, Frequencies, cos_sin, rotate
-from hf_posswap.schemes import checks
+from hf_posswap.rope_math import CosSin, Frequencies, cos_sin, rotate, stock_cos_sin
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits, make_scheme
-from hf_posswap.schemes.rope import Rope, RotaryScheme
+from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.rope import Rope, RotaryScheme, own_theta
 
 
 @SCHEMES.register("blend")
@@ -115,7 +115,7 @@ class BlendMechanism(Mechanism):
         self._old = self._new = None
         if scheme.old == "rotary":
             own = torch.tensor(geometry.frequencies, dtype=torch.float32, device="cpu")
-            self._old = Frequencies(own, geometry.attention_factor)
+            self._old = Frequencies.of(own_theta(geometry, torch.float64), own, geometry.attention_factor)
         self.layout = geometry.layout or "half"
         if isinstance(scheme.new, RotaryScheme):
             self._new = scheme.new.angles(geometry)
@@ -147,12 +147,14 @@ class BlendMechanism(Mechanism):
         """Return (1 - w) theta_old + w theta_new, and the factor on cos and sin in the same shares."""
         still = Frequencies(torch.zeros_like((self._old or self._new or Frequencies(torch.zeros(0))).inv_freq))
         old, new, w = self._old or still, self._new or still, self.weight
-        mixed = (1 - w) * old.inv_freq + w * new.inv_freq
-        return Frequencies(mixed, (1 - w) * old.attention_factor + w * new.attention_factor)
+        mixed = (1 - w) * old.exact + w * new.exact
+        rounded = (1 - w) * old.inv_freq + w * new.inv_freq
+        return Frequencies.of(mixed, rounded, (1 - w) * old.attention_factor + w * new.attention_factor)
 
     def prepare(self, positions: Tensor, length: Tensor) -> CosSin:
-        angles = self.angles()
-        return cos_sin(positions, angles._replace(inv_freq=angles.inv_freq.to(positions.device)))
+        if self._old is not None and self.weight in (0, 1):  # exactly the stock model, old or new
+            return stock_cos_sin(positions, self.angles().to(positions.device))
+        return cos_sin(positions, self.angles().to(positions.device))
 
     def rotate_query(self, query: Tensor, prepared: Any) -> Tensor:
         return rotate(query, prepared, self.layout)

@@ -1,6 +1,7 @@
 """Dual chunk attention: positions that start anew in each chunk, without training.
 
-An et al. 2024, https://arxiv.org/abs/2402.17463, section 3; chunk and window as the authors' code has them.
+An et al. 2024, https://arxiv.org/abs/2402.17463, section 3; chunk and window as the authors' code has them
+(https://github.com/HKUNLP/ChunkLlama, whose first version took L/16 for the window).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import Tensor
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.merge import Region
-from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import SCHEMES
-from hf_posswap.schemes.piecewise import Part, Piecewise
+from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.common.piecewise import Part, Piecewise
 
 
 @SCHEMES.register("dual_chunk")
@@ -27,6 +28,11 @@ class DualChunk(Piecewise):
 
     A query at i has position i mod l for keys of its own chunk of l tokens, min(i mod l + l, s) for keys of the
     previous chunk, so that the nearest s - l keep their distance, and min(2 l - 1, s) for older ones.
+
+    The authors' released code also multiplies cos and sin by 0.05 ln(n/L) + 1 once a text of n > L tokens was read,
+    and for all texts after it; the paper's results were made without that, and so is this. It keeps the scaling of the
+    model's own angles, and counts positions behind padding, where the released code takes plain angles, and while it
+    reads a prompt no padding at all.
 
     Attributes:
         chunk: s, the largest position that a query takes, less than L; None takes 3 L/4.

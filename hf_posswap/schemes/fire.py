@@ -12,10 +12,11 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from hf_posswap.compat.torch_tensors import transforms_active
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits
-from hf_posswap.schemes.bias import distances, generator, parameter, uniform
+from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.common.bias import distances, generator, parameter, uniform
 
 PAPER_THRESHOLD = 512.0
 """L of the paper, in tokens."""
@@ -120,7 +121,7 @@ class FireMechanism(Mechanism):
     def _network(self, share: Tensor) -> Tensor:
         """Return f_h of `share` [B, Q, K], [B, H, Q, K]."""
         flat = share.flatten(1)[:, None]  # [B, 1, Q K]
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or transforms_active():
             return self._of(flat).unflatten(2, share.shape[1:])
         out = flat.new_empty(len(flat), len(self.out_bias), flat.shape[2])  # [B, H, Q K]
         pairs = max(1, IN_CACHE // len(flat)) if flat.device.type == "cpu" else max(1, flat.shape[2])

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import IMAGE_SCHEMES
-from hf_posswap.schemes.grid_table import GridTable
+from hf_posswap.schemes.base import SCHEMES
+from hf_posswap.schemes.common.grid_table import GridTable
 
 
-@IMAGE_SCHEMES.register("learned_2d")
+@SCHEMES.register("learned_2d")
 @dataclass(frozen=True)
 class Learned2D(GridTable):
     """A learned table of R x C patches; one of another image size is its bicubic interpolation.

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.rotary import Frequencies
-from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import SCHEMES
+from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.scaled import ScaledRotary
 
 
@@ -50,11 +49,11 @@ class Llama3(ScaledRotary):
                 f"and {self.low_freq_factor:g}."
             )
 
-    def angles(self, geometry: Geometry, length: Tensor | None = None) -> Frequencies:
-        plain = self.plain(geometry)  # [R/2]
+    def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
+        plain = self.plain(geometry, dtype)  # [R/2]
         turns = self.filled("original_length") * plain / (2 * torch.pi)  # L / wavelength
         kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
-        return Frequencies((1 - kept) * plain / self.filled("factor") + kept * plain)
+        return (1 - kept) * plain / self.filled("factor") + kept * plain
 
     def native_rope(self, geometry: Geometry) -> dict[str, Any]:
         return {

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.rotary import CosSin, Frequencies, cos_sin
-from hf_posswap.schemes import checks
+from hf_posswap.rope_math import CosSin, Frequencies, cos_sin
 from hf_posswap.schemes.base import SCHEMES, Traits
-from hf_posswap.schemes.following import Following
+from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.common.dynamic_rope import DynamicRope
 
 MOST_POSITIONS = 2**31
 """The largest n-hat: as many positions as a swap can be made for."""
@@ -26,7 +26,7 @@ MOST_POSITIONS = 2**31
 
 @SCHEMES.register("longrope")
 @dataclass(frozen=True)
-class LongRope(Following):
+class LongRope(DynamicRope):
     """LongRoPE: theta'_i = theta_i / factor_i; cos and sin times sqrt(1 + ln s / ln L).
 
     As stock transformers has it ("sequence"), the long factors hold for the whole text as soon as it is longer than L,
@@ -113,21 +113,24 @@ class LongRope(Following):
     def bucket_length(self, bucket: int) -> int:
         return self.filled("original_length") + bucket
 
-    def angles_at(self, geometry: Geometry, length: Tensor | None) -> Frequencies:
+    def theta_at(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
         device = "cpu" if length is None else length.device
-        short = torch.tensor(self.filled("short_factor"), dtype=torch.float32, device=device)  # [R/2]
+        short = torch.tensor(self.filled("short_factor"), dtype=dtype, device=device)  # [R/2]
         divisors = short
         if length is not None:
-            long = torch.tensor(self.filled("long_factor"), dtype=torch.float32, device=device)  # [R/2]
+            long = torch.tensor(self.filled("long_factor"), dtype=dtype, device=device)  # [R/2]
             divisors = torch.where(length > self.filled("original_length"), long, short)  # [..., R/2]
-        return Frequencies(self.plain(geometry).to(device) / divisors, self.filled("attention_factor"))
+        return self.plain(geometry, dtype).to(device) / divisors
+
+    def attention_scaling(self, geometry: Geometry) -> float:
+        return self.filled("attention_factor")
 
     def turns(self, positions: Tensor, angles: Frequencies, geometry: Geometry) -> CosSin:
         divided = super().turns(positions, angles, geometry)
         if not self.original_positions:
             return divided
-        plain = self.plain(geometry).to(positions.device)  # [R/2]
-        kept = cos_sin(positions, Frequencies(plain, self.filled("attention_factor")))
+        plain = self.plain(geometry, torch.float64)  # [R/2]
+        kept = cos_sin(positions, Frequencies.of(plain, None, self.filled("attention_factor")).to(positions.device))
         early = (positions < self.original_positions)[:, None, :, None]  # [B or 1, 1, Q, 1]
         return CosSin(torch.where(early, kept.cos, divided.cos), torch.where(early, kept.sin, divided.sin))
 

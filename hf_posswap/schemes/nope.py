@@ -14,11 +14,10 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes import checks
-from hf_posswap.schemes.base import IMAGE_SCHEMES, SCHEMES, Kind, Mechanism, Scheme, Traits
+from hf_posswap.schemes.base import SCHEMES, Input, Kind, Mechanism, Scheme, Traits
+from hf_posswap.schemes.common import checks
 
 
-@IMAGE_SCHEMES.register("nope")
 @SCHEMES.register("nope")
 @dataclass(frozen=True)
 class NoPE(Scheme):
@@ -44,6 +43,7 @@ class NoPE(Scheme):
     summary: ClassVar[str] = "no positions; the causal mask is all that orders tokens"
     source: ClassVar[str] = "https://arxiv.org/abs/2305.19466"
     kind: ClassVar[Kind] = "none"
+    inputs: ClassVar[tuple[Input, ...]] = ("text", "images")
 
     logit_scale: float | None = None
     pin: int | None = None

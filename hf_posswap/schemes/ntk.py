@@ -14,10 +14,10 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.rotary import Frequencies, default_inv_freq
-from hf_posswap.schemes import checks
+from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes.base import SCHEMES
-from hf_posswap.schemes.following import Following
+from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.common.dynamic_rope import DynamicRope
 from hf_posswap.schemes.scaled import ScaledRotary
 
 
@@ -68,9 +68,9 @@ class NTK(StretchedBase):
     def growth(self, length: Any) -> Any:
         return self.filled("factor")
 
-    def angles(self, geometry: Geometry, length: Tensor | None = None) -> Frequencies:
+    def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
         dim = self.rotary_dim(geometry)
-        return Frequencies(default_inv_freq(self.stretched(self.growth(None), dim), dim))
+        return default_inv_freq(self.stretched(self.growth(None), dim), dim, dtype)
 
     def native_rope(self, geometry: Geometry) -> dict[str, Any]:
         base = self.stretched(self.growth(None), self.rotary_dim(geometry))
@@ -79,11 +79,16 @@ class NTK(StretchedBase):
 
 @SCHEMES.register("dynamic")
 @dataclass(frozen=True)
-class Dynamic(Following, StretchedBase):
+class Dynamic(DynamicRope, StretchedBase):
     """Dynamic NTK: b' = b (s l/L - (s - 1))^(R/(R-2)) with l = max(current length, L).
 
     Within the original length it is plain RoPE. Beyond, the angles follow the current length, so as stock transformers
     has it ("sequence") a token's representation depends on how much follows it.
+
+    As a stock config (the native route) it also remembers: transformers keeps the angles of the longest text that the
+    model object has read, for all later ones of L tokens or more, and forgets them at a text shorter than L. What a
+    text of such a length gives then depends on what was read before it. Inside attention (site="attention", or a model
+    without rotation of its own) each text has its own angles.
     Source: https://arxiv.org/abs/2309.00071, section 3.3 and appendix A; transformers' rope type "dynamic", which takes
     L from `max_position_embeddings`.
 
@@ -132,14 +137,14 @@ class Dynamic(Following, StretchedBase):
         # equal to s l/L - (s - 1), without the difference of near numbers that float32 would blur
         return 1 + self.filled("factor") * (length - original) / original
 
-    def angles_at(self, geometry: Geometry, length: Tensor | None) -> Frequencies:
+    def theta_at(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
         if length is None:
-            return Frequencies(self.plain(geometry))
+            return self.plain(geometry, dtype)
         dim = self.rotary_dim(geometry)
-        # float() because whole numbers would be divided in the default dtype, which may be bfloat16
-        growth = self.growth(length.clamp(min=self.filled("original_length")).float())  # [..., 1]
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=length.device).float() / dim  # [R/2]
-        return Frequencies(1.0 / self.stretched(growth, dim) ** exponents)  # [..., R/2]
+        # to(dtype) because whole numbers would be divided in the default dtype, which may be bfloat16
+        growth = self.growth(length.clamp(min=self.filled("original_length")).to(dtype))  # [..., 1]
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=length.device).to(dtype) / dim  # [R/2]
+        return 1.0 / self.stretched(growth, dim) ** exponents  # [..., R/2]
 
     def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
         if self.follow == "query":

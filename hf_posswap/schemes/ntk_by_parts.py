@@ -15,9 +15,8 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.rotary import Frequencies
-from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import SCHEMES
+from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.scaled import ScaledRotary
 
 
@@ -92,26 +91,22 @@ class NTKByParts(ScaledRotary):
             low, high = math.floor(low), math.ceil(high)
         return max(low, 0), min(high, dim - 1)
 
-    def interpolated(self, geometry: Geometry) -> Tensor:
+    def interpolated(self, geometry: Geometry, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the ramp: how far each pair is interpolated, in [0, 1], shape [R/2]."""
         if self.ramp == "turns":
-            turns = self.filled("original_length") * self.plain(geometry) / (2 * torch.pi)  # [R/2]
+            turns = self.filled("original_length") * self.plain(geometry, dtype) / (2 * torch.pi)  # [R/2]
             return 1 - ((turns - self.beta_slow) / (self.beta_fast - self.beta_slow)).clamp(0, 1)
         low, high = self.ramp_ends(geometry)
         if low == high:
             high += 0.001
-        index = torch.arange(self.rotary_dim(geometry) // 2, dtype=torch.float32, device="cpu")  # [R/2]
+        index = torch.arange(self.rotary_dim(geometry) // 2, dtype=dtype, device="cpu")  # [R/2]
         return ((index - low) / (high - low)).clamp(0, 1)
 
-    def sharpening(self) -> float:
-        """Return the factor on cos and sin of a resolved scheme."""
-        return 1.0
-
-    def angles(self, geometry: Geometry, length: Tensor | None = None) -> Frequencies:
-        plain, ramp, factor = self.plain(geometry), self.interpolated(geometry), self.filled("factor")
+    def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
+        plain, ramp, factor = self.plain(geometry, dtype), self.interpolated(geometry, dtype), self.filled("factor")
         if self.mix == "wavelengths":
-            return Frequencies(plain / (ramp * factor + (1 - ramp)), self.sharpening())
-        return Frequencies(ramp * plain / factor + (1 - ramp) * plain, self.sharpening())
+            return plain / (ramp * factor + (1 - ramp))
+        return ramp * plain / factor + (1 - ramp) * plain
 
     def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
         if self.ramp != "index" or self.mix != "frequencies":
@@ -123,6 +118,6 @@ class NTKByParts(ScaledRotary):
             "original_max_position_embeddings": self.filled("original_length"),
             "beta_fast": self.beta_fast,
             "beta_slow": self.beta_slow,
-            "attention_factor": self.sharpening(),
+            "attention_factor": self.attention_scaling(geometry),
             "truncate": self.truncate,
         }

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
+import torch
 from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.rotary import CosSin, Frequencies, default_inv_freq
-from hf_posswap.schemes import checks
+from hf_posswap.rope_math import CosSin, default_inv_freq
 from hf_posswap.schemes.base import SCHEMES, Traits
+from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.rope import RotaryMechanism, RotaryScheme
 
 BEST_P = 0.75
@@ -113,14 +114,14 @@ class PRope(RotaryScheme):
             return (tuple(j * pairs // kept for j in range(kept)),)
         return (tuple(range(kept)) if self.select == "first" else tuple(range(pairs - kept, pairs)),)
 
-    def angles(self, geometry: Geometry, length: Tensor | None = None) -> Frequencies:
+    def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return theta_i as any rotary scheme does, [R/2]; where each key head has pairs of its own, [G, 1, R/2]."""
-        plain = default_inv_freq(self.filled("base"), self.rotary_dim(geometry))  # [R/2]
+        plain = default_inv_freq(self.filled("base"), self.rotary_dim(geometry), dtype)  # [R/2]
         turning = self.turning(geometry)
         inv_freq = plain.new_zeros(len(turning), len(plain))  # [G or 1, R/2]
         for row, chosen in zip(inv_freq, turning, strict=True):
             row[list(chosen)] = plain[list(chosen)]
-        return Frequencies(inv_freq[:, None] if self.by_head else inv_freq[0])
+        return inv_freq[:, None] if self.by_head else inv_freq[0]
 
     def mechanism(self, geometry: Geometry) -> RotaryMechanism:
         return HeadwiseMechanism(self, geometry) if self.by_head else super().mechanism(geometry)

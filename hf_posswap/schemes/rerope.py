@@ -1,6 +1,10 @@
 """ReRoPE and Leaky ReRoPE: distances beyond a window stop growing, or grow slowly; without training.
 
 Su 2023, https://kexue.fm/archives/9708 (both), https://kexue.fm/archives/9731 (log scaling).
+
+The author's released code (https://github.com/bojone/rerope) always scales queries by the logarithm of their position,
+with L = 4096; here that is `log_scaling`, off unless it is asked for, with the L of the model. Its window is 512 and
+its slowdown 16 for every model; here they follow from L and from the length that is wanted. The distances are the same.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes import checks
+from hf_posswap.rope_math import widest
 from hf_posswap.schemes.base import SCHEMES, Traits
-from hf_posswap.schemes.piecewise import Part, PiecewiseMechanism, Windowed, farther_than
+from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.common.piecewise import Part, PiecewiseMechanism, Windowed, farther_than
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,8 @@ class LeakyReRope(Rectified):
 
     def far(self, window: int) -> Part:
         slowdown = self.filled("slowdown")
-        return Part(
-            lambda i: (i - window).float() / slowdown + window, lambda j: j.float() / slowdown, farther_than(window)
-        )
+
+        def slowed(positions: Tensor) -> Tensor:
+            return positions.to(widest(positions.device)) / slowdown
+
+        return Part(lambda i: slowed(i - window) + window, slowed, farther_than(window))

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from hf_posswap.geometry import Geometry
-from hf_posswap.rotary import Frequencies, default_inv_freq
+from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes.base import SCHEMES, Traits
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.schemes.yarn import Yarn
 
 
 def resonant(inv_freq: Tensor) -> Tensor:
-    """Return 2 pi / round(2 pi / theta_i), shape [R/2], float32, of angles `inv_freq` [R/2] in (0, 2 pi].
+    """Return 2 pi / round(2 pi / theta_i), shape [R/2], float64, of angles `inv_freq` [R/2] in (0, 2 pi].
 
     Example:
         >>> (2 * torch.pi / resonant(torch.tensor([1.0, 0.1]))).round(decimals=3)
-        tensor([ 6., 63.])
+        tensor([ 6., 63.], dtype=torch.float64)
     """
     wavelengths = (2 * torch.pi / inv_freq.double()).round()  # [R/2], tokens
-    return (2 * torch.pi / wavelengths).float()
+    return 2 * torch.pi / wavelengths
 
 
 @SCHEMES.register("resonance")
@@ -51,8 +51,9 @@ class Resonance(RotaryScheme):
     def traits(self) -> Traits:
         return dataclasses.replace(super().traits, training_free=False)
 
-    def angles(self, geometry: Geometry, length: Tensor | None = None) -> Frequencies:
-        return Frequencies(resonant(default_inv_freq(self.filled("base"), self.rotary_dim(geometry))))
+    def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
+        plain = default_inv_freq(self.filled("base"), self.rotary_dim(geometry), torch.float64)
+        return resonant(plain).to(dtype)
 
     def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
         return self.native_list(geometry)
@@ -76,9 +77,8 @@ class ResonanceYarn(Yarn):
     def traits(self) -> Traits:
         return dataclasses.replace(super().traits, training_free=False)
 
-    def angles(self, geometry: Geometry, length: Tensor | None = None) -> Frequencies:
-        scaled = super().angles(geometry, length)
-        return scaled._replace(inv_freq=resonant(scaled.inv_freq))
+    def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return resonant(super().theta(geometry, length, torch.float64)).to(dtype)
 
     def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
         return self.native_list(geometry)

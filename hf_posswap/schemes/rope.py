@@ -7,6 +7,7 @@ depends on m - n alone. Su et al. 2021, https://arxiv.org/abs/2104.09864, equati
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry, Layout
-from hf_posswap.rotary import CosSin, Frequencies, cos_sin, default_inv_freq, rotate
-from hf_posswap.schemes import checks
+from hf_posswap.rope_math import CosSin, Frequencies, cos_sin, default_inv_freq, rotate, stock_cos_sin, widest
 from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits
+from hf_posswap.schemes.common import checks
 
 DEFAULT_BASE = 10000.0
 
@@ -105,7 +106,22 @@ class RotaryScheme(Scheme):
         Returns:
             inv_freq [R/2], or [..., R/2] where it depends on the length, float32; and the factor on cos and sin.
         """
+        exact, rounded = (
+            self.theta(geometry, length, dtype)
+            for dtype in (torch.float64 if length is None else widest(length.device), torch.float32)
+        )
+        return Frequencies.of(exact, rounded, self.attention_scaling(geometry))
+
+    def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return theta_i as `angles` does, computed in `dtype`: in float32 with the operations of stock transformers.
+
+        float64 is what turns tokens, so that far positions are exact.
+        """
         raise NotImplementedError
+
+    def attention_scaling(self, geometry: Geometry) -> float:
+        """Return the factor on cos and sin of a resolved scheme."""
+        return 1.0
 
     def turns(self, positions: Tensor, angles: Frequencies, geometry: Geometry) -> CosSin:
         """Return cos and sin with which `angles` turn tokens at `positions` [B or 1, Q]."""
@@ -150,14 +166,21 @@ class RotaryMechanism(Mechanism):
         self.scheme, self.geometry, self.head_dim = scheme, geometry, geometry.head_dim
         self.layout: Layout = scheme.filled("layout")
         self.stores_rotated_keys = not scheme.length_dependent
-        self._fixed = None if scheme.length_dependent else scheme.angles(geometry)
+        self._fixed = None if scheme.length_dependent else scheme.angles(geometry).to("cpu")
+        self._is_native = self._fixed is not None and scheme.only_rotates and are_native(self._fixed, geometry)
 
     def prepare(self, positions: Tensor, length: Tensor) -> CosSin:
-        if self._fixed is None:
-            return self.scheme.turns(positions, self.scheme.angles(self.geometry, length), self.geometry)
-        if self._fixed.inv_freq.device != positions.device:
-            self._fixed = self._fixed._replace(inv_freq=self._fixed.inv_freq.to(positions.device))
-        return self.scheme.turns(positions, self._fixed, self.geometry)
+        if self._is_native:
+            return stock_cos_sin(positions, self.fixed(positions.device))
+        angles = self.scheme.angles(self.geometry, length) if self._fixed is None else self.fixed(positions.device)
+        return self.scheme.turns(positions, angles, self.geometry)
+
+    def fixed(self, device: torch.device) -> Frequencies:
+        """Return the angles of a scheme whose angles do not follow the length, on `device`."""
+        assert self._fixed is not None, "these angles follow the length"
+        if self._fixed.inv_freq.device != device:
+            self._fixed = self._fixed.to(device)
+        return self._fixed
 
     def rotate_query(self, query: Tensor, prepared: CosSin) -> Tensor:
         return rotate(query, prepared, self.layout)
@@ -220,10 +243,10 @@ class Rope(RotaryScheme):
     def _model_base(self, geometry: Geometry) -> float | None:
         return None if self.frequencies is not None else super()._model_base(geometry)
 
-    def angles(self, geometry: Geometry, length: Tensor | None = None) -> Frequencies:
+    def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
         if self.frequencies is not None:
-            return Frequencies(torch.tensor(self.frequencies, dtype=torch.float32, device="cpu"))
-        return Frequencies(default_inv_freq(self.filled("base"), self.rotary_dim(geometry)))
+            return torch.tensor(self.frequencies, dtype=dtype, device="cpu")
+        return default_inv_freq(self.filled("base"), self.rotary_dim(geometry), dtype)
 
     def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
         if self.frequencies is not None:
@@ -244,7 +267,31 @@ def own_rope(owner: str, geometry: Geometry) -> Rope:
             f"{owner}: the model's own rotation is no plain one (it follows the length, or scales cos and sin), so it "
             "cannot be kept as it is; say which to use: rotary=..., for example Rope() or Yarn(factor=...)."
         )
-    plain = default_inv_freq(geometry.base, 2 * len(geometry.frequencies))
-    if plain.tolist() == list(geometry.frequencies):
+    if _are_of_the_base(geometry):
         return Rope(base=geometry.base)
     return Rope(frequencies=geometry.frequencies)
+
+
+def are_native(angles: Frequencies, geometry: Geometry) -> bool:
+    """Return whether `angles` are those by which a model turns tokens itself, but for how float32 rounds them."""
+    own = geometry.frequencies
+    same_factor = angles.attention_factor == geometry.attention_factor
+    if own is None or not same_factor or len(own) != len(angles.inv_freq):
+        return False
+    return all(math.isclose(one, other, rel_tol=1e-6) for one, other in zip(angles.inv_freq.tolist(), own, strict=True))
+
+
+def own_theta(geometry: Geometry, dtype: torch.dtype) -> Tensor:
+    """Return theta_i that a model has by itself, [R/2]: in float64 those of its base, where that is all they are."""
+    assert geometry.frequencies is not None, "the model's own angles follow the length"
+    if _are_of_the_base(geometry):
+        assert geometry.base is not None
+        return default_inv_freq(geometry.base, 2 * len(geometry.frequencies), dtype)
+    return torch.tensor(geometry.frequencies, dtype=dtype, device="cpu")
+
+
+def _are_of_the_base(geometry: Geometry) -> bool:
+    """Return whether the model's own angles are those of plain RoPE, as stock transformers rounds them."""
+    if geometry.base is None or geometry.frequencies is None:
+        return False
+    return default_inv_freq(geometry.base, 2 * len(geometry.frequencies)).tolist() == list(geometry.frequencies)

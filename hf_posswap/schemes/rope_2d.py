@@ -14,13 +14,13 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry, Layout
-from hf_posswap.rotary import CosSin, default_inv_freq, rotate
-from hf_posswap.schemes import checks
-from hf_posswap.schemes.base import IMAGE_SCHEMES, Kind, Mechanism, Scheme, Traits
-from hf_posswap.schemes.places import row_and_column
+from hf_posswap.rope_math import CosSin, Frequencies, cos_sin, default_inv_freq, rotate
+from hf_posswap.schemes.base import SCHEMES, Input, Kind, Mechanism, Scheme, Traits
+from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.common.places import row_and_column
 
 
-@IMAGE_SCHEMES.register("rope_2d")
+@SCHEMES.register("rope_2d")
 @dataclass(frozen=True)
 class Rope2D(Scheme):
     """Of the R/2 rotary pairs, i < R/4 turn by row * theta_i and i >= R/4 by column * theta_(i - R/4).
@@ -42,6 +42,7 @@ class Rope2D(Scheme):
     summary: ClassVar[str] = "rotary embedding of rows and columns, each with half of the pairs"
     source: ClassVar[str] = "https://arxiv.org/abs/2403.13298"
     kind: ClassVar[Kind] = "rotary"
+    inputs: ClassVar[tuple[Input, ...]] = ("images",)
 
     base: float = 100.0
     partial: float = 1.0
@@ -81,14 +82,15 @@ class Rope2DMechanism(Mechanism):
     def __init__(self, scheme: Rope2D, geometry: Geometry) -> None:
         super().__init__()
         self.scheme, self.head_dim = scheme, geometry.head_dim
-        self.theta = default_inv_freq(scheme.base, round(geometry.head_dim * scheme.partial) // 2)  # [R/4]
+        theta = default_inv_freq(scheme.base, round(geometry.head_dim * scheme.partial) // 2, torch.float64)  # [R/4]
+        self.frequencies = Frequencies.of(theta).to("cpu")
 
     def prepare(self, positions: Tensor, length: Tensor) -> CosSin:
-        if self.theta.device != positions.device:
-            self.theta = self.theta.to(positions.device)
+        if self.frequencies.inv_freq.device != positions.device:
+            self.frequencies = self.frequencies.to(positions.device)
         rows, columns, _ = row_and_column(positions)
-        angles = torch.cat([axis[..., None].float() * self.theta for axis in (rows, columns)], dim=-1)  # [B, Q, R/2]
-        return CosSin(angles.cos()[:, None], angles.sin()[:, None])
+        by_row, by_column = (cos_sin(axis, self.frequencies) for axis in (rows, columns))  # [B, 1, Q, R/4]
+        return CosSin(torch.cat((by_row.cos, by_column.cos), dim=-1), torch.cat((by_row.sin, by_column.sin), dim=-1))
 
     def rotate_query(self, query: Tensor, prepared: CosSin) -> Tensor:
         return rotate(query, prepared, self.scheme.layout)

@@ -10,13 +10,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.rotary import Frequencies, default_inv_freq
-from hf_posswap.schemes import checks
+from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes.base import SCHEMES
+from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.rope import RotaryScheme
 
 MOST = 1e6
@@ -70,9 +71,9 @@ class ScaledRotary(RotaryScheme):
         factor = self.filled("factor")
         return _stretched(factor, self.filled("original_length"))
 
-    def plain(self, geometry: Geometry) -> Tensor:
+    def plain(self, geometry: Geometry, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the unscaled theta_i, [R/2]."""
-        return default_inv_freq(self.filled("base"), self.rotary_dim(geometry))
+        return default_inv_freq(self.filled("base"), self.rotary_dim(geometry), dtype)
 
 
 def _stretched(factor: float, original: int) -> int:
@@ -94,8 +95,8 @@ class Linear(ScaledRotary):
     summary: ClassVar[str] = "position interpolation (PI): all angles divided by the factor"
     source: ClassVar[str] = "https://arxiv.org/abs/2306.15595"
 
-    def angles(self, geometry: Geometry, length: Tensor | None = None) -> Frequencies:
-        return Frequencies(self.plain(geometry) / self.filled("factor"))
+    def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return self.plain(geometry, dtype) / self.filled("factor")
 
     def native_rope(self, geometry: Geometry) -> dict[str, Any]:
         return {"rope_type": "linear", "rope_theta": self.filled("base"), "factor": self.filled("factor")}

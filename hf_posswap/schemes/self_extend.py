@@ -12,15 +12,20 @@ from typing import Any, ClassVar, Self
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import SCHEMES
-from hf_posswap.schemes.piecewise import Part, Windowed, farther_than
+from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.common.piecewise import Part, Windowed, farther_than
 
 
 @SCHEMES.register("self_extend")
 @dataclass(frozen=True)
 class SelfExtend(Windowed):
     """Distance i - j below w; else floor(i/G) - floor(j/G) + w - floor(w/G). Reaches (L - w) G + w tokens.
+
+    The authors' released code (https://github.com/datamllab/LongLM) shifts by w - w/G, not rounded, in its eager
+    forward, and by w - floor(w/G) in its decoding with flash attention: where G does not divide w the two differ by
+    part of a position, and this is the paper's. Its scaling of queries by the logarithm of their position is off there
+    by default, and is not part of this; w is 1024 and G is 8 there, whatever the model.
 
     Attributes:
         group: G >= 2, tokens that share a far position; None takes the smallest that reaches max_length.

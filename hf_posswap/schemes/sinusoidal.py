@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import SCHEMES
-from hf_posswap.schemes.table import TableScheme
+from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.common.table import TableScheme
 
 S = TypeVar("S", bound=Any)
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes import checks
-from hf_posswap.schemes.base import IMAGE_SCHEMES
-from hf_posswap.schemes.grid_table import GridTable
+from hf_posswap.schemes.base import SCHEMES
+from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.common.grid_table import GridTable
 from hf_posswap.schemes.sinusoidal import checked_scale, matching_scale
 
 
-@IMAGE_SCHEMES.register("sinusoidal_2d")
+@SCHEMES.register("sinusoidal_2d")
 @dataclass(frozen=True)
 class Sinusoidal2D(GridTable):
     """Row (r, c) = scale [sin(c w) | cos(c w) | sin(r w) | cos(r w)], w_i = base^(-4i/E) for i = 0..E/4-1.

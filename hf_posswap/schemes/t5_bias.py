@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme
-from hf_posswap.schemes.bias import DistanceMechanism, generator, parameter
+from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.common.bias import DistanceMechanism, generator, parameter
 
 MOST_BUCKETS = 2**12
 FARTHEST = 2**20

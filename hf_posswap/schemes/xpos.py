@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hf_posswap.errors import PositionRangeError, SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.rotary import CosSin, Frequencies, default_inv_freq, rotate
-from hf_posswap.schemes import checks
+from hf_posswap.rope_math import CosSin, default_inv_freq, rotate, widest
 from hf_posswap.schemes.base import SCHEMES, Traits
+from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.rope import RotaryMechanism, RotaryScheme
 
 HEADROOM = 64.0
@@ -78,9 +78,9 @@ class XPos(RotaryScheme):
         return dataclasses.replace(resolved, centre=centre)
 
     def zeta(self, geometry: Geometry) -> Tensor:
-        """Return zeta_i of a resolved scheme, shape [R/2], in (0, 1)."""
+        """Return zeta_i of a resolved scheme, shape [R/2], in (0, 1), float64."""
         dim = self.rotary_dim(geometry)
-        index = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu")  # [R/2]
+        index = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu")  # [R/2]
         return (index / dim + self.gamma) / (1 + self.gamma)
 
     def held(self, geometry: Geometry, dtype: torch.dtype) -> int:
@@ -90,8 +90,8 @@ class XPos(RotaryScheme):
         room = min(math.log(limits.max), -math.log(limits.smallest_normal)) - math.log(HEADROOM)
         return math.floor(room / steepest * self.scale_base)
 
-    def angles(self, geometry: Geometry, length: Tensor | None = None) -> Frequencies:
-        return Frequencies(default_inv_freq(self.filled("base"), self.rotary_dim(geometry)))
+    def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return default_inv_freq(self.filled("base"), self.rotary_dim(geometry), dtype)
 
     def mechanism(self, geometry: Geometry) -> XPosMechanism:
         return XPosMechanism(self, geometry)
@@ -112,15 +112,17 @@ class XPosMechanism(RotaryMechanism):
 
     def __init__(self, scheme: XPos, geometry: Geometry) -> None:
         super().__init__(scheme, geometry)
-        self.zeta = scheme.zeta(geometry)
+        self.octaves = scheme.zeta(geometry).log2() / scheme.scale_base  # [R/2], log2 of the factor a position
         self.centre: int = scheme.filled("centre")
 
     def prepare(self, positions: Tensor, length: Tensor) -> XPosTables:  # type: ignore[override]
         cos, sin = super().prepare(positions, length)
-        if self.zeta.device != positions.device:
-            self.zeta = self.zeta.to(positions.device)
+        if self.octaves.device != positions.device:
+            self.octaves = self.octaves.to(positions.device, widest(positions.device))
         offset = positions - self.centre  # [B or 1, Q]
-        factor = self.zeta ** (offset[:, None, :, None].float() / self.scheme.scale_base)  # [B or 1, 1, Q, R/2]
+        octaves = offset[:, None, :, None].to(self.octaves.dtype) * self.octaves  # [B or 1, 1, Q, R/2]
+        whole = octaves.round()  # apart, because float32 would round a large exponent too coarsely
+        factor = whole.float().exp2() * (octaves - whole).float().exp2()
         farthest = self.centre
         if positions.device.type == "cpu" and not torch.compiler.is_compiling():
             farthest = int(offset.abs().max())

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Self
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes import checks
 from hf_posswap.schemes.base import SCHEMES
+from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.ntk_by_parts import NTKByParts
 
 
@@ -31,6 +31,10 @@ def temperature(factor: float, mscale: float = 1.0) -> float:
 @dataclass(frozen=True)
 class Yarn(NTKByParts):
     """YaRN. theta' = ramp theta/s + (1 - ramp) theta; cos and sin times 0.1 ln s + 1.
+
+    The paper divides whole scores by a temperature. On cos and sin, as the authors' code and transformers have it, that
+    is the same where all of a head turns; with partial rotation only the scores of the dimensions that turn are
+    sharpened, and what the others give is left alone.
 
     Attributes:
         attention_factor: factor on cos and sin; None computes it from s (and mscale, mscale_all_dim).
@@ -71,7 +75,7 @@ class Yarn(NTKByParts):
             factor /= temperature(resolved.filled("factor"), self.mscale_all_dim)
         return dataclasses.replace(resolved, attention_factor=factor)
 
-    def sharpening(self) -> float:
+    def attention_scaling(self, geometry: Geometry) -> float:
         return self.filled("attention_factor")
 
     def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:

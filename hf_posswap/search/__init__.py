@@ -1,8 +1,5 @@
 """Looking for the scheme that suits one model: LongRoPE's divisors, and the rotary pairs that matter."""
 
-from hf_posswap.search.logit_scale import LogitScaleFit, fit_logit_scale
-from hf_posswap.search.longrope import search_longrope
-from hf_posswap.search.pairs import rank_pairs, select_pairs
-from hf_posswap.search.result import LongRopeSearch
+from hf_posswap.utils.public_names import attach_public_names
 
-__all__ = ["LogitScaleFit", "LongRopeSearch", "fit_logit_scale", "rank_pairs", "search_longrope", "select_pairs"]
+__getattr__, __dir__, __all__ = attach_public_names(__name__, __file__)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from hf_posswap.corpus import Document
 from hf_posswap.errors import DataError
-from hf_posswap.tokens import token_stream
+from hf_posswap.text.stdlib import Document
+from hf_posswap.text.tokens import token_stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +54,7 @@ def leading_documents(texts: Any, tokenizer: PreTrainedTokenizerBase | None, len
 
 
 def _tokens(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray:
-    from hf_posswap.progress import quiet_transformers
+    from hf_posswap.utils.progress import quiet_transformers
 
     start = text[: length * _CHARACTERS_A_TOKEN]
     if not start:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from hf_posswap.evaluation import measure_losses
-from hf_posswap.patching.apply import patch_model, unpatch_model
+from hf_posswap.patching.apply.patch_model import patch_model, unpatch_model
 from hf_posswap.schemes import Scheme
 from hf_posswap.search.interrupts import Interrupts
 

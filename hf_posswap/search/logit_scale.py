@@ -15,12 +15,12 @@ import numpy as np
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.evaluation import measure_losses
-from hf_posswap.patching.logit_scale import logit_scale_of, set_logit_scale
-from hf_posswap.patching.plan import unwrap
-from hf_posswap.schemes import checks
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.tools.logit_scale import logit_scale_of, set_logit_scale
+from hf_posswap.schemes.common import checks
 from hf_posswap.search.documents import leading_documents
 from hf_posswap.search.fitness import evaluating
-from hf_posswap.tokens import check_token_ids
+from hf_posswap.text.tokens import check_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posswap.patching.plan import unwrap
+from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.search.documents import leading_documents
 from hf_posswap.search.fitness import evaluating
 from hf_posswap.search.interrupts import Interrupts
 from hf_posswap.search.result import LongRopeSearch
 from hf_posswap.search.session import Session, progress_bar
 from hf_posswap.search.subject import SearchSettings, searched_geometry, searched_positions, target_length
-from hf_posswap.tokens import check_token_ids
+from hf_posswap.text.tokens import check_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from hf_posswap.errors import DataError, SchemeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.sites import Sites
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.plan import plan_swap, unwrap
-from hf_posswap.schemes import PRope, checks
+from hf_posswap.patching.plan.plan_swap import plan_swap, unwrap
+from hf_posswap.schemes import PRope
+from hf_posswap.schemes.common import checks
 from hf_posswap.search.documents import token_rows
 from hf_posswap.search.watching import pair_norms, watched_norms
-from hf_posswap.tokens import check_token_ids
+from hf_posswap.text.tokens import check_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,7 +118,7 @@ def _checked_sites(model: Any) -> Sites:
     plan = plan_swap(model, PRope(select=(0,)), site="attention")
     if not plan.sites.rotary:
         raise UnsupportedSwapError(f"{type(model).__name__} has a position table and no rotary pairs to rank.")
-    still = plan.sites.main.still
+    still = plan.sites.main.nope_layers
     if still:
         raise UnsupportedSwapError(
             f"layers {', '.join(map(str, still))} of {type(model).__name__} do not rotate, so they have no rotary "

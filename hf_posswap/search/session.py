@@ -20,11 +20,12 @@ from hf_posswap.search.evolution import Evolution
 from hf_posswap.search.fitness import scheme_loss
 from hf_posswap.search.interrupts import Interrupts
 from hf_posswap.search.result import LongRopeSearch
-from hf_posswap.search.state import Progress, documents_digest, load_progress, model_digest, save_progress
+from hf_posswap.search.state import Progress, documents_digest, load_progress, save_progress
 from hf_posswap.search.subject import SearchSettings
+from hf_posswap.utils.weights_digest import weights_digest
 
 if TYPE_CHECKING:
-    from hf_posswap.progress import Task
+    from hf_posswap.utils.progress import Task
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Session:
         settings = dataclasses.asdict(self.settings)
         del settings["iterations"]  # more of them may be asked for later
         return {
-            "model": model_digest(self.model),
+            "model": weights_digest(self.model),
             "documents": documents_digest(self.documents),
             "original_positions": list(self.positions),
             **settings,
@@ -113,7 +114,7 @@ def progress_bar(total: int, done: int, shown: bool) -> Iterator[Task]:
     """Show the progress of `total` evaluations, of which `done` were done before."""
     from rich.console import Console
 
-    from hf_posswap.progress import Reporter
+    from hf_posswap.utils.progress import Reporter
 
     console = Console(stderr=True) if shown else Console(file=io.StringIO())
     with Reporter(console).task("searching LongRoPE", total) as task:

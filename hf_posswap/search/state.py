@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 
 from hf_posswap.errors import CheckpointError
-from hf_posswap.files import read_json, writable_folder, write_text
 from hf_posswap.search.candidates import Candidate
+from hf_posswap.utils.atomic_io import read_json, writable_folder, write_text
 
 FORMAT = 1
-_SAMPLES = 1024
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ def load_progress(path: Path, identity: dict[str, Any]) -> Progress:
             )
     try:
         return _progress(held["progress"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no whole state of search_longrope ({error!r}); delete it.") from error
 
 
@@ -103,23 +100,6 @@ def _progress(held: dict[str, Any]) -> Progress:
 def _candidate(row: list[Any]) -> Candidate:
     factors, positions, attention = row
     return Candidate(tuple(map(float, factors)), int(positions), float(attention))
-
-
-def model_digest(model: nn.Module) -> str:
-    """Return what tells this model's weights from another's: a digest of names, shapes and 1024 numbers of each tensor.
-
-    Example:
-        >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
-        >>> model_digest(a) == model_digest(a), model_digest(a) == model_digest(b)
-        (True, False)
-    """
-    digest = hashlib.sha256(type(model).__name__.encode())
-    for name, tensor in model.state_dict().items():
-        flat = tensor.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // _SAMPLES)].cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def documents_digest(documents: np.ndarray) -> str:

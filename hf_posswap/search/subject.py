@@ -9,8 +9,9 @@ from typing import Any
 
 from hf_posswap.errors import SchemeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.plan import plan_swap
-from hf_posswap.schemes import Linear, checks
+from hf_posswap.patching.plan.plan_swap import plan_swap
+from hf_posswap.schemes import Linear
+from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.scaled import MOST
 from hf_posswap.search.candidates import ORIGINAL_POSITIONS, as_candidate
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.apply import patched
-from hf_posswap.rotary import CosSin, Frequencies
-from hf_posswap.schemes.rope import Rope, RotaryMechanism, RotaryScheme
+from hf_posswap.patching.apply.patch_model import patched
+from hf_posswap.rope_math import CosSin
+from hf_posswap.schemes.rope import Rope, RotaryMechanism, RotaryScheme, own_theta
 from hf_posswap.search.fitness import evaluating
 
 if TYPE_CHECKING:
@@ -66,8 +66,11 @@ class _AsItIs(RotaryScheme):
 
     name: ClassVar[str] = "the model's own rotation"
 
-    def angles(self, geometry: Geometry, length: Tensor | None = None) -> Frequencies:
-        return Frequencies(torch.tensor(geometry.frequencies, device="cpu"), geometry.attention_factor)
+    def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return own_theta(geometry, dtype)
+
+    def attention_scaling(self, geometry: Geometry) -> float:
+        return geometry.attention_factor
 
 
 class _Watch(RotaryMechanism):

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_posswap.errors import ConfigError, DataError, OptionError
-from hf_posswap.patching.apply import unpatch_model
-from hf_posswap.patching.plan import unwrap
+from hf_posswap.patching.apply.patch_model import unpatch_model
+from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.training.chunked_loss import IGNORED, sum_in_chunks
 from hf_posswap.training.head import Head, run_apart, split
 
@@ -60,7 +60,7 @@ def make_teacher(model: Any) -> Any:
         True
     """
     patch = getattr(unwrap(model), "_posswap", None)
-    if patch is None or not patch.undo:
+    if patch is None or not patch.can_undo:
         held = "carries no swap" if patch is None else "was loaded with its swap, and its old positions are gone"
         raise ConfigError(
             f"distillation learns from the unswapped model, and {type(unwrap(model)).__name__} {held}: start from the "

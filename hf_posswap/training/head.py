@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posswap.compat.torch_wrappers import compiled_original
 from hf_posswap.errors import UnsupportedModelError
-from hf_posswap.patching.plan import unwrap
+from hf_posswap.patching.plan.plan_swap import unwrap
 
 Head = Callable[[Tensor], Tensor]
 """From states [N, E] to logits [N, V]."""
@@ -28,9 +29,10 @@ def inner_model(model: Any) -> Any:
     Raises:
         UnsupportedModelError: the whole model is compiled, or in DataParallel: it cannot be taken apart.
     """
-    if hasattr(model, "_orig_mod"):
+    original = compiled_original(model)
+    if original is not None:
         raise UnsupportedModelError(
-            f"{type(model._orig_mod).__name__} is compiled as a whole, so its head cannot be run a chunk at a time: "
+            f"{type(original).__name__} is compiled as a whole, so its head cannot be run a chunk at a time: "
             "compile its layers alone, or hold all logits at once."
         )
     if isinstance(model, nn.DataParallel):
@@ -146,11 +148,11 @@ def _make_head(inner: Any, original: Callable[..., Any], path: str, output: Any)
     def head(states: Tensor) -> Tensor:
         ids = torch.zeros((1, states.shape[0]), dtype=torch.long, device=states.device)
         stands_in = _GivenStates(body, _with_states(output, states[None]))
-        parent._modules[name] = stands_in
+        setattr(parent, name, stands_in)
         try:
             return original(input_ids=ids).logits[0]
         finally:
-            parent._modules[name] = body
+            setattr(parent, name, body)
 
     return head
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from hf_posswap.errors import CheckpointError, NumericError
-from hf_posswap.files import replacing
-from hf_posswap.tokens import check_token_ids
+from hf_posswap.text.tokens import check_token_ids
 from hf_posswap.training.windows import Windows
+from hf_posswap.utils.atomic_io import replacing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

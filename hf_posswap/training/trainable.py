@@ -230,7 +230,9 @@ class _Depth:
     def __init__(self, base: Any, decay: float) -> None:
         self.decay = decay
         self.blocks = {f"{block_of(path)}.": n for n, path in enumerate(locate(base).attention)}
-        tables = [f"{embedding_path(base)}."] + [f"{stack.table}." for stack in locate(base).stacks if stack.table]
+        tables = [f"{embedding_path(base)}."] + [
+            f"{stack.table_path}." for stack in locate(base).stacks if stack.inputs == "text" and stack.table
+        ]
         self.first = tuple(tables)
 
     def share(self, name: str) -> float:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_posswap.compat.peft_wrappers import name_without_adapter
+from hf_posswap.compat.torch_wrappers import compiled_original, name_without_wrappers
 from hf_posswap.errors import ConfigError
 from hf_posswap.families.locating import locate
-from hf_posswap.patching.plan import unwrap
-from hf_posswap.patching.table_actions import ReplaceTable
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable
 
 _NEW_ROWS = " (new rows)"
 _KEEP_ROWS = ("tile", "hierarchical", "random")  # rules that leave the old rows as they were
@@ -28,7 +30,7 @@ def position_names(base: Any) -> list[str]:
     patch = getattr(base, "_posswap", None)
     if patch is None:
         return []
-    tables = [edit.action for edit in patch.plan.edits if isinstance(edit.action, ReplaceTable)]
+    tables = [edit for edit in patch.plan.edits if isinstance(edit, ReplaceTable)]
     written = {f"{table.path}.weight" for table in tables if table.scheme.trainable}
     added = {name.removesuffix(_NEW_ROWS) for name in patch.plan.added if not name.endswith(".old")}  # which fades
     return [name for name, _ in base.named_parameters() if base_name(name) in added | written]
@@ -42,8 +44,7 @@ def grown_tables(base: Any) -> dict[str, int]:
     """
     patch = getattr(base, "_posswap", None)
     found: dict[str, int] = {}
-    for edit in patch.plan.edits if patch is not None else ():
-        table = edit.action
+    for table in patch.plan.edits if patch is not None else ():
         if not isinstance(table, ReplaceTable) or not table.scheme.trainable:
             continue
         rule, old = getattr(table.scheme, "extend", None), table.geometry.original_length
@@ -161,9 +162,7 @@ def base_name(name: str) -> str:
         >>> base_name("module.base_model.model.transformer.wte.modules_to_save.default.weight")
         'transformer.wte.weight'
     """
-    name = name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "").removeprefix("module.")
-    name = name.removeprefix("base_model.model.")
-    return re.sub(r"\.(modules_to_save\.[^.]+|original_module|base_layer)\.", ".", name)
+    return name_without_adapter(name_without_wrappers(name))
 
 
 def only(base: nn.Module, names: set[str]) -> None:
@@ -176,7 +175,8 @@ def transformers_model(model: Any) -> Any:
     """Return the transformers model in a PEFT model, or in a wrapper for several processes."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         model = model.module
-    return unwrap(getattr(model, "_orig_mod", model))
+    original = compiled_original(model)
+    return unwrap(model if original is None else original)
 
 
 class KeepsRows:

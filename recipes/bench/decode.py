@@ -18,9 +18,9 @@ def cases(smoke: bool) -> Iterator[Case]:
     """Give one step after 512 and 2048 tokens."""
     for past in (24,) if smoke else (512, 2048):
         ways = {
-            "ours": _step(gpt2(smoke, scheme="rope"), past),
-            BEFORE: _step(gpt2(smoke), past),
-            NATIVE: _step(gpt_neox(smoke), past),
+            "ours": step_after(gpt2(smoke, scheme="rope"), past),
+            BEFORE: step_after(gpt2(smoke), past),
+            NATIVE: step_after(gpt_neox(smoke), past),
         }
         goals = {BEFORE: 1.03, NATIVE: 1.0}
         yield Case(f"one token after {past}", ways, goals, tolerance=None, repetitions=21)
@@ -36,14 +36,15 @@ def _copies(scheme: str, past: int, smoke: bool, **options: Any) -> Case:
     on_read = gpt2(smoke, scheme=scheme, **options)
     for module in on_read.modules():
         if isinstance(module, Mechanism):
-            module.copies = 1
-    kept, unpatched = _step(gpt2(smoke, scheme=scheme, **options), past), _step(gpt2(smoke), past)
-    ways = {"ours": kept, ON_READ: _step(on_read, past), BEFORE: unpatched}
+            module.keys_per_token = 1
+    kept, unpatched = step_after(gpt2(smoke, scheme=scheme, **options), past), step_after(gpt2(smoke), past)
+    ways = {"ours": kept, ON_READ: step_after(on_read, past), BEFORE: unpatched}
     name = f"one token after {past}, {scheme}"
     return Case(name, ways, {ON_READ: 1.0}, tolerance=1e-3, unlike=frozenset({BEFORE}), repetitions=21)
 
 
-def _step(model: Any, past: int) -> Callable[[], Any]:
+def step_after(model: Any, past: int) -> Callable[[], Any]:
+    """Return what runs one step of `model` after `past` tokens, again and again."""
     ids = torch.randint(0, 512, (1, past + 1), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         cache = model(ids[:, :past], use_cache=True).past_key_values

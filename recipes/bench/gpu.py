@@ -14,12 +14,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from hf_posswap import Alibi, SelfExtend, T5Bias, patch_model, rotary
+from hf_posswap import Alibi, SelfExtend, T5Bias, patch_model
+from hf_posswap import rope_math as rotary
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read
 from hf_posswap.kernels.merge import attend_regions
-from hf_posswap.rotary import Frequencies, cos_sin, default_inv_freq, rotate
+from hf_posswap.rope_math import Frequencies, cos_sin, default_inv_freq, rotate
 from recipes.bench.harness import Case, with_gradients
 from recipes.bench.models import llama
 from recipes.bench.train import step
@@ -136,7 +137,7 @@ def _pieces(device: str, length: int) -> Case:
         return attend_regions(pairs, v, mechanism.regions, scaling=128**-0.5)
 
     ways = {"ours": ours, FLASH: lambda: sdpa(q, k, v, is_causal=True)}
-    memory = {"memory": {}, "memory_beyond": {FLASH: 1024.0}} if device == "cuda" else {}
+    memory: dict[str, Any] = {"memory": {}, "memory_beyond": {FLASH: 1024.0}} if device == "cuda" else {}
     return Case(
         f"two rotations, {length}", ways, {FLASH: 1.3}, unlike=frozenset({FLASH}), device=device, repetitions=3,
         **memory,

@@ -116,8 +116,9 @@ def _exponent(by_length: dict[str, float]) -> float:
     """Return the slope of the logarithm of what was measured on that of the length, by least squares."""
     lengths = [int(length) for length in by_length]
     least = FITTED_FROM if max(lengths) > FITTED_FROM else 0
-    points = [(math.log(n), math.log(max(by_length[str(n)], 1e-9))) for n in lengths if n >= least]
-    return float(np.polyfit(*zip(*points, strict=True), 1)[0])
+    fitted = [n for n in lengths if n >= least]
+    costs = [math.log(max(by_length[str(n)], 1e-9)) for n in fitted]
+    return float(np.polyfit([math.log(n) for n in fitted], costs, 1)[0])
 
 
 def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:

@@ -33,7 +33,10 @@ def cases(smoke: bool) -> Iterator[Case]:
 
 
 def _importing(code: str) -> Callable[[], None]:
-    return lambda: subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True) and None
+    def run() -> None:
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+    return run
 
 
 def _swap(model: Any, scheme: str, options: dict[str, Any]) -> Callable[[], None]:

@@ -44,7 +44,7 @@ def main(
     result = {"ratio": round(ratio, 3), "sizes": sizes, **found, "torch": torch.__version__, "threads": 1}
     for name, numbers in found.items():
         typer.echo(f"{name:7} {numbers['peak_mib']:8.0f} MiB  {numbers['seconds']:6.1f} s  loss {numbers['loss']:.6f}")
-    typer.echo(f"peak memory of the loss in chunks: {ratio:.2f} of the whole loss's")
+    typer.echo(f"peak memory of the loss in chunks: {result['ratio']:.2f} of the whole loss's")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
@@ -84,7 +84,7 @@ def _model(tokens: int, vocabulary: int, width: int) -> Any:
     import hf_posswap
 
     torch.manual_seed(0)
-    shape = {"n_embd": width, "n_layer": 4, "n_head": 4, "n_positions": 512}
+    shape: dict[str, Any] = {"n_embd": width, "n_layer": 4, "n_head": 4, "n_positions": 512}
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, attn_pdrop=0.0, embd_pdrop=0.0,
                    resid_pdrop=0.0, **shape)

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.merge import attend_regions
-from hf_posswap.patching.pieces import attend_in_pieces
+from hf_posswap.patching.sites.attention.split_attention import attend_split
 from hf_posswap.schemes import DualChunk, ReRope, Scheme, SelfExtend
 from recipes.bench.harness import Case, attention_inputs
 
@@ -40,7 +40,7 @@ def _case(scheme: Scheme, length: int) -> Case:
         return attend_regions(pairs, v, regions, scaling=SCALING)
 
     def blocked() -> Tensor:
-        found, _ = attend_in_pieces(q, k, v, pieces, at, at, None, causal=True, scaling=SCALING)
+        found, _ = attend_split(q, k, v, pieces, at, at, None, causal=True, scaling=SCALING)
         return found.transpose(1, 2)
 
     ways = {"ours": merged, ONE: lambda: sdpa(q, k, v, is_causal=True), EAGER: blocked}
@@ -50,6 +50,6 @@ def _case(scheme: Scheme, length: int) -> Case:
 
 
 def _frequencies() -> tuple[float, ...]:
-    from hf_posswap.rotary import default_inv_freq
+    from hf_posswap.rope_math import default_inv_freq
 
     return tuple(default_inv_freq(10000.0, 64).tolist())

@@ -13,7 +13,7 @@ from hf_posswap import patch_model
 def gpt2(smoke: bool, *, scheme: str | None = None, positions: int = 4096, **options: Any) -> Any:
     """Return a GPT-2 of the size of "small", its position table replaced by `scheme` where one is given."""
     torch.manual_seed(0)
-    shape = {"n_embd": 48, "n_layer": 2, "n_head": 4} if smoke else {}
+    shape: dict[str, Any] = {"n_embd": 48, "n_layer": 2, "n_head": 4} if smoke else {}
     config = GPT2Config(
         n_positions=positions, vocab_size=512, bos_token_id=0, eos_token_id=0, attn_pdrop=0.0, embd_pdrop=0.0,
         resid_pdrop=0.0, **shape,

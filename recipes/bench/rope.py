@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from hf_posswap import rotary
-from hf_posswap.rotary import CosSin, Frequencies, cos_sin, default_inv_freq, rotate
+from hf_posswap import rope_math as rotary
+from hf_posswap.rope_math import CosSin, Frequencies, cos_sin, default_inv_freq, rotate
 from recipes.bench import peers
 from recipes.bench.harness import Case, attention_inputs
 

@@ -19,10 +19,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from hf_posswap.files import write_text
+from hf_posswap.utils.atomic_io import write_text
 from recipes.bench.harness import broken, machine, measure, table
 
-NAMES = ("roof", "rope", "bias", "merge", "ppl", "train", "patch", "decode", "load", "growth", "gpu")
+NAMES = ("roof", "rope", "angles", "bias", "merge", "ppl", "train", "patch", "decode", "load", "growth", "gpu")
 
 
 def main(

@@ -25,11 +25,12 @@ import typer
 import hf_posswap
 from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import read_documents
-from hf_posswap.corpus import python_corpus
 from hf_posswap.errors import TrainingError, UnknownNameError
 from hf_posswap.evaluation import RunStore
-from hf_posswap.files import cache_folder, read_json, writable_folder, write_json, write_text
-from hf_posswap.patching.record import SwapRecord
+from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.text.stdlib import python_corpus
+from hf_posswap.text.tokens import load_tokenizer
+from hf_posswap.utils.atomic_io import cache_folder, read_json, writable_folder, write_json, write_text
 from recipes.studies.measuring import (
     LAST,
     LAST_ALONE,
@@ -176,8 +177,6 @@ def compared(means: dict[str, Means]) -> dict[str, Any]:
 
 def make_base(kind: str, sizes: Sizes, place: Path) -> Base:
     """Return the base of that kind, pretrained now or found below `place`."""
-    from transformers import AutoTokenizer
-
     folder = place / "bases" / kind
     shape = {name: getattr(sizes, name) for name in ("window", "layers", "width", "heads", "vocabulary")}
     rates, tokens = dict[str, float](sizes.pretraining_rate), dict[str, int](sizes.tokens)
@@ -187,7 +186,7 @@ def make_base(kind: str, sizes: Sizes, place: Path) -> Base:
     arguments = [kind, str(folder), *(part for key, value in shape.items() for part in (f"--{key}", str(value)))]
     arguments += ["--set", "watch.report_to=[]", "--set", "watch.picture=false"]
     run_script(RECIPES / "pretrain.py", arguments)  # finds what it finished; refuses what was made otherwise
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer = load_tokenizer(folder / "model", instead="save it beside the model")
     found = read_documents(None, tokenizer, length=MULTIPLES[-1] * sizes.window, limit=sizes.documents)
     command = command_line("recipes/pretrain.py", arguments, {place: "$WORK"})
     return Base(kind, folder / "model", command, Texts(found, sizes.window, tokenizer))

@@ -29,8 +29,9 @@ from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import read_documents
 from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.evaluation import RunStore, reach_of
-from hf_posswap.files import cache_folder, writable_folder, write_json, write_text
+from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.training.config import Recipe, load_recipe
+from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
 from recipes.studies.measuring import (
     LAST,
     LAST_ALONE,
@@ -113,9 +114,7 @@ def main(
 
 
 def _opened(folder: Path) -> tuple[Any, Any]:
-    from transformers import AutoTokenizer
-
-    return hf_posswap.load(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    return hf_posswap.load(folder).eval(), load_tokenizer(folder, instead="save it beside the model")
 
 
 def _shared(base: Path, train: Sequence[str], window: int, settings: Sequence[str]) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.files import replacing
 from hf_posswap.plotting import canvas
+from hf_posswap.utils.atomic_io import replacing
 
 _SWAPPED, _CONTROL, _ALLOWED = canvas.COLOURS[2], canvas.COLOURS[1], canvas.COLOURS[3]
 

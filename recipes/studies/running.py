@@ -20,12 +20,12 @@ import torch
 import hf_posswap
 from hf_posswap.errors import CheckpointError, ConfigError, TrainingError
 from hf_posswap.evaluation.store import unit_key
-from hf_posswap.files import read_json, write_json
-from hf_posswap.patching.record import SwapRecord
+from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.training.config import OptimizerSettings, Recipe, load_recipe, phases_of
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.reading import read_yaml
 from hf_posswap.training.data.sources import source_identity
+from hf_posswap.utils.atomic_io import read_json, write_json
 
 RECIPES = Path(__file__).resolve().parents[1]
 CONTROL = RECIPES / "control.yaml"

@@ -56,7 +56,7 @@ def report(folder: Path) -> dict[str, float | str]:
     if MODE == "plugin":
         found["load"] = attempt(lambda: hf_posswap.load(folder, **options(folder)), folder)
     if MODE == "plain":
-        native = getattr(transformers, architecture)
+        native = getattr(transformers, architecture.removeprefix("Posswap"))
         found["forced"] = attempt(lambda: native.from_pretrained(folder, **options(folder)), folder)
     if MODE == "remote" and is_new(scheme_of(folder)):  # and what it saves loads again
         found["again"] = attempt(lambda: saved_again(folder), folder)

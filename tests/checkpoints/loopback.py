@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,22 +32,42 @@ class Repo:
         return self.branches.get(revision, revision if revision in self.commits else None)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What becomes of an answer.
+
+    Attributes:
+        how: "cut" (none comes), "half" (half of it comes, and looks whole), "torn" (half of it comes, then
+            nothing), "page" (a page of HTML comes in its place), "stall" (none comes, and the connection stays), "drip"
+            (a byte now and then), or an HTTP status of failure.
+        done: whether what was asked was done.
+    """
+
+    how: str | int
+    done: bool = True
+
+
 @dataclass
 class Hub:
     """State of the loopback Hub.
 
     Attributes:
         lfs: store suffixes of what goes by LFS, where `use_lfs`.
-        faults: by kind of request ("commit", "put", "preupload", "resolve", ...): what goes wrong, once each:
-            an HTTP status, "cut" (the connection ends in the middle) or "short" (half the content comes).
+        faults: by kind of request ("commit", "put", "preupload", "resolve", ...): what goes wrong, once each: an HTTP
+            status, alone or with the seconds of a Retry-After; "cut" (the connection ends in the middle of the
+            request), "short" (half of a file comes); or an `Answer`, for what goes wrong with the answer.
         requests: every request, "KIND path".
+        times: when each came, in seconds.
+        released: ends the waiting of those that stall.
     """
 
     use_lfs: bool = True
     repos: dict[str, Repo] = field(default_factory=dict)
     blobs: dict[str, bytes] = field(default_factory=dict)
-    faults: dict[str, list[int | str]] = field(default_factory=dict)
+    faults: dict[str, list[Any]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    released: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
@@ -71,6 +92,7 @@ def running(use_lfs: bool = True) -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.released.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -98,6 +120,7 @@ _ROUTES = [
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
+    how: str | int | None = None
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -108,6 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
             found = pattern.match(path)
             if found and method == self.command:
                 self.hub.requests.append(f"{kind} {path}")
+                self.hub.times.append(time.monotonic())
                 self._serve(kind, {name: value for name, value in found.groupdict().items() if value is not None})
                 return
         self.hub.requests.append(f"unknown {self.command} {path}")
@@ -124,8 +148,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.close()
             return
         body = self.body()
-        if isinstance(fault, int):
-            self.reply(fault, {"error": "a fault of the test"})
+        self.how = fault.how if isinstance(fault, Answer) else None
+        if isinstance(fault, int | tuple):
+            status, wait = fault if isinstance(fault, tuple) else (fault, None)
+            self.reply(status, {"error": "a fault of the test"}, {} if wait is None else {"Retry-After": str(wait)})
+        elif isinstance(fault, Answer) and not fault.done:
+            self.reply(200, {"never": "done"})
         elif kind != "put" and self.headers.get("Authorization") != f"Bearer {TOKEN}":  # a PUT's address is its leave
             self.reply(401, {"error": "Invalid credentials in Authorization header"})
         elif kind in ("create", "yaml", "batch", "put", "verify"):
@@ -149,7 +177,36 @@ class _Handler(BaseHTTPRequestHandler):
 
     def reply(self, status: int, value: Any = None, headers: dict[str, str] | None = None) -> None:
         content = value if isinstance(value, bytes) else json.dumps(value).encode()
-        self.send(status, content, len(content), {"Content-Type": "application/json", **(headers or {})})
+        how, self.how = self.how, None
+        if how in ("cut", "stall"):
+            if how == "stall":
+                self.hub.released.wait(60)
+            self.close_connection = True
+            self.connection.close()
+            return
+        if how == "drip":
+            self._drip(content)
+            return
+        whole = len(content)
+        if how in ("half", "torn"):
+            content = content[: whole // 2]
+        elif how == "page":
+            content = b"<html>The proxy says hello</html>"
+        elif isinstance(how, int):
+            status, content = how, b'{"error": "a fault of the test"}'
+        length = whole if how == "torn" else len(content)
+        self.send(status, content, length, {"Content-Type": "application/json", **(headers or {})})
+
+    def _drip(self, content: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        for number in range(len(content)):
+            if self.hub.released.wait(0.3):
+                break
+            self.wfile.write(content[number : number + 1])
+            self.wfile.flush()
+        self.close_connection = True
 
     def send(self, status: int, content: bytes, length: int, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -214,6 +271,10 @@ class _Handler(BaseHTTPRequestHandler):
         if start is None:
             self.reply(404, {"error": "no such revision"}, {"X-Error-Code": "RevisionNotFound"})
             return
+        header = json.loads(body.splitlines()[0])["value"]
+        if header.get("parentCommit") not in (None, start):
+            self.reply(412, {"error": "A commit has happened since. Please refresh and try again."})
+            return
         files = dict(repo.commits[start])
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
@@ -244,7 +305,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.reply(200, [_entry(name, *held) for name, held in repo.commits[commit].items()])
 
-    def on_resolve(self, body: bytes, repo: Repo, id: str, rev: str, file: str, fault: int | str | None) -> None:
+    def on_resolve(self, body: bytes, repo: Repo, id: str, rev: str, file: str, fault: Any) -> None:
         commit = repo.at(rev)
         if commit is None or file not in repo.commits[commit]:
             missing = "RevisionNotFound" if commit is None else "EntryNotFound"
@@ -261,10 +322,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entry(name: str, content: bytes, oid: str | None) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "type": "file",
-        "path": name,
-        "size": len(content),
-        "oid": hashlib.sha1(content).hexdigest(),
-    }
+    git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    entry: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": git}
     return entry | ({"lfs": {"oid": oid, "size": len(content), "pointerSize": 134}} if oid else {})

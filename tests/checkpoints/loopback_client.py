@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 if sys.argv[1] == "with":
-    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 else:
     sys.modules["hf_posswap"] = None  # type: ignore[assignment]  # as if it were not installed
 

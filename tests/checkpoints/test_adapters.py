@@ -285,7 +285,9 @@ def test_the_card_names_no_local_folder(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_broken_sidecars(change: Any, error: type[Exception], said: str, tmp_path: Path) -> None:
+def test_a_damaged_sidecar_is_refused_and_says_why(
+    change: Any, error: type[Exception], said: str, tmp_path: Path
+) -> None:
     hf_posswap.save(adapted("gpt2", "rope", tmp_path / "base"), tmp_path / "adapter")
     path = tmp_path / "adapter" / SIDECAR
     path.write_text(json.dumps(change(json.loads(path.read_text()))))

@@ -198,3 +198,50 @@ def test_a_model_that_was_loaded_knows_its_base(tmp_path: Path) -> None:
     without = hf_posswap.push(saved(tmp_path / "b"), REPO, dry_run=True)
     assert report.files["README.md"] != without.files["README.md"]  # it has the licence
     assert "nothing was sent" in str(report)
+
+
+ROW = {"length": 8, "perplexity": 3.0, "low": 2.9, "high": 3.1}
+QUICKSTART: dict[str, Any] = {"models": {"base": {"lengths": [ROW]}, "rope": {"lengths": []}}, "lengths": [8]}
+EVALUATED: dict[str, Any] = {
+    "kind": "hf_posswap evaluation",
+    "base": "base",
+    "lengths": [8],
+    "data": {"source": "/place/of/me/texts"},
+    "models": {"base": {"plan": None, "cannot_run": {}, "ppl_prefix": [ROW]}},
+}
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        {"kind": "hf_posswap evaluation"},
+        EVALUATED | {"models": []},
+        EVALUATED | {"models": {"base": {"plan": None}}},
+        EVALUATED | {"models": {"base": {"plan": 3, "cannot_run": {}}}},
+        EVALUATED | {"models": {"base": {"plan": None, "cannot_run": {"x": "y"}, "ppl_prefix": []}}},
+        EVALUATED | {"data": {}},
+        EVALUATED | {"data": {"source": None}},
+        QUICKSTART | {"models": {"base": {}, "rope": 1}},
+        QUICKSTART | {"models": {"base": {"lengths": [{"length": 8, "perplexity": "3"}]}}},
+        QUICKSTART | {"data": 1},
+    ],
+)
+def test_edited_results_are_refused_clearly(tmp_path: Path, results: dict[str, Any]) -> None:
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    folder = saved(tmp_path / "a", None)
+    with pytest.raises(CheckpointError, match="the results (cannot be read .* edited, or are not whole|hold no)"):
+        card(folder, results=read_results(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "\xff"])
+def test_results_that_are_no_json_are_refused_clearly(tmp_path: Path, text: str) -> None:
+    (tmp_path / "results.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match="cannot read the results in .*give a JSON file"):
+        read_results(tmp_path)
+
+
+def test_the_name_of_the_text_stays_text(tmp_path: Path) -> None:
+    found = read_results(EVALUATED | {"data": {"source": "/place/of/me/<texts>"}})
+    text = card(saved(tmp_path / "a", None), results=found).text
+    assert "Text: &lt;texts&gt;." in text
+    assert "/place/of/me" not in text

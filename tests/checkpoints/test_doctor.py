@@ -367,7 +367,7 @@ def test_a_model_that_no_family_describes(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
-def test_adapters(tmp_path: Path) -> None:
+def test_an_adapter_without_its_record_is_found(tmp_path: Path) -> None:
     import peft
 
     config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
@@ -385,7 +385,7 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 4, 50])
-def test_broken_weights(length: int, llama: Path, tmp_path: Path) -> None:
+def test_a_cut_weights_file_is_refused(length: int, llama: Path, tmp_path: Path) -> None:
     path = edited(llama, tmp_path / "x")
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:length])
@@ -394,7 +394,7 @@ def test_broken_weights(length: int, llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("header", [b"[1]", b'{"a": {"shape": "x"}}', b'{"a": 3}', b'{"a": {}}', b"nonsense"])
-def test_hostile_headers(header: bytes, tmp_path: Path) -> None:
+def test_a_hostile_safetensors_header_is_refused(header: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(CheckpointError, match="has no readable safetensors header"):
@@ -418,21 +418,23 @@ def test_shapes_are_those_of_the_weights(llama: Path) -> None:
         ("model.safetensors.index.json", '{"weight_map": 3}', "must map each weight to a file beside it"),
     ],
 )
-def test_broken_files(file: str, content: str, said: str, llama: Path, tmp_path: Path) -> None:
+def test_a_damaged_json_file_is_refused_by_name(
+    file: str, content: str, said: str, llama: Path, tmp_path: Path
+) -> None:
     path = edited(llama, tmp_path / "x")
     (path / file).write_text(content)
     with pytest.raises(CheckpointError, match=said):
         doctor(path)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds neither a config.json nor an adapter_config.json"):
         doctor(tmp_path)
     with pytest.raises(CheckpointError, match="'no/such-model' holds neither a config.json"):
         doctor("no/such-model")
 
 
-def test_the_command(llama: Path, tmp_path: Path) -> None:
+def test_the_command_exits_1_where_a_trap_is_found(llama: Path, tmp_path: Path) -> None:
     clean = CliRunner().invoke(app, ["doctor", str(llama)])
     assert clean.exit_code == 0
     assert "Nothing found." in clean.stdout

@@ -87,7 +87,7 @@ VERDICTS: dict[str, tuple[str, str | None, dict[str, Any], tuple[str, str, str, 
 
 
 @pytest.mark.parametrize("case", list(VERDICTS))
-def test_verdicts(case: str, tmp_path: Path) -> None:
+def test_each_target_gets_the_verdict_it_should(case: str, tmp_path: Path) -> None:
     name, scheme, options, expected = VERDICTS[case]
     folder = saved(tmp_path / "x", name, scheme, **options)
     found = [export(folder, target) for target in ("vllm", "sglang", "llamacpp", "tgi")]
@@ -241,7 +241,7 @@ def test_architectures_are_those_of_gguf() -> None:
     assert set(ARCHITECTURES.values()) <= set(gguf.MODEL_ARCH_NAMES.values())
 
 
-def test_bad_arguments(tmp_path: Path) -> None:
+def test_wrong_targets_and_folders_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "x", "llama", "yarn", factor=4.0)
     with pytest.raises(UnknownNameError, match="unknown target 'vlm'. Did you mean 'vllm'"):
         export(folder, "vlm")
@@ -257,7 +257,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         export(tmp_path / "gemma3", "vllm")
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_writes_the_config_and_says_the_verdict(tmp_path: Path) -> None:
     folder = saved(tmp_path / "x", "llama", "yarn", factor=4.0)
     command = ["export", str(folder), "--target", "sglang", "-o", str(tmp_path / "out"), "--json"]
     result = CliRunner().invoke(app, command)

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import hf_posswap
 from hf_posswap import patch_model
-from hf_posswap.checkpoints.native import CONVERSIONS, convert, to_native
+from hf_posswap.checkpoints.native.convert import CONVERSIONS, convert, to_native
 from hf_posswap.checkpoints.native.proof import prove_equal
 from hf_posswap.cli import app
 from hf_posswap.errors import NotPatchedError, SwapVerificationError, UnknownNameError, UnsupportedSwapError
@@ -30,7 +30,7 @@ from tests.contract.pairs import gap, logits, words
 
 LONG = 3 * LENGTH
 IDS = words(2, LONG)
-CLOSE = 2e-5
+CLOSE = 1e-4  # the swap turns by exact angles, the native class by angles rounded to float32
 
 # model, scheme, options, target -> class
 EXACT: dict[str, tuple[str, str, dict[str, Any], str | None, str]] = {
@@ -355,7 +355,7 @@ def test_the_proof_notices_small_differences(causal: bool) -> None:
         prove_equal(model, other, (3,), causal=causal)
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_writes_a_stock_checkpoint(tmp_path: Path) -> None:
     model = swapped("gpt2 rope")
     hf_posswap.save(model, tmp_path / "in")
     result = CliRunner().invoke(app, ["to-native", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--json"])
@@ -397,7 +397,9 @@ def test_the_help_names_every_target() -> None:
         ("babyllama105", "nope", "smollm3", "SmolLM3ForCausalLM"),
     ],
 )
-def test_trained_models(shared_checkpoints: Path, name: str, scheme: str, target: str | None, expected: str) -> None:
+def test_trained_models_convert_within_rounding(
+    shared_checkpoints: Path, name: str, scheme: str, target: str | None, expected: str
+) -> None:
     model = hf_posswap.load(shared_checkpoints / name)
     patch_model(model, scheme, max_length=600)
     made = convert(model, target)

@@ -233,7 +233,7 @@ def test_pulled_in_a_fresh_process_with_the_package(hub: Hub, speaker: Client, t
 
 
 @pytest.mark.slow
-def test_with_xet_on(tmp_path: Path) -> None:
+def test_pushing_works_with_xet_on(tmp_path: Path) -> None:
     # a Hub that answers "regular" keeps the client from xet's own servers, which no loopback can stand for
     with running(use_lfs=False) as hub:
         with client(hub.url, tmp_path / "a", xet=True) as speaking:
@@ -266,7 +266,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         hf_posswap.push(tmp_path, REPO)
 
 
-def test_offline_is_said(tmp_path: Path) -> None:
+def test_pushing_offline_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
@@ -274,7 +274,7 @@ def test_offline_is_said(tmp_path: Path) -> None:
     assert "README.md" in hf_posswap.push(tmp_path, REPO, dry_run=True).files
 
 
-def test_what_stays_behind(tmp_path: Path) -> None:
+def test_what_is_no_part_of_a_model_stays_behind(tmp_path: Path) -> None:
     for name in (".git/HEAD", ".partial-1-x", "optimizer.pt", "checkpoint-5/model.safetensors", "training_args.bin"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

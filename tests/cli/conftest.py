@@ -24,23 +24,35 @@ Posswap = Callable[..., "subprocess.CompletedProcess[str]"]
 HEAVY = ("torch", "transformers", "transformers.generation.utils", "transformers.models.gpt2.modeling_gpt2")
 
 
+def says(text: str, words: str) -> bool:
+    """Return whether `text` holds `words`, wherever a terminal's width, or the length of a path, broke its lines."""
+    return "".join(words.split()) in "".join(text.split())
+
+
+@pytest.fixture(autouse=True)
+def _odd_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have commands print 47 columns wide, so that no test comes to depend on the width of somebody's terminal."""
+    monkeypatch.setenv("COLUMNS", "47")
+
+
 @pytest.fixture(scope="session")
 def posswap(tmp_path_factory: pytest.TempPathFactory) -> Posswap:
     """Return a function that runs `posswap` with its arguments in a process of its own, 80 columns wide.
 
-    It is a fresh one where it has an environment of its own, which libraries may read when they are imported.
+    It is a fresh one where it has an environment of its own, which libraries may read when they are imported. `answers`
+    is what stands on its standard input.
     """
     ready, folder, numbers = Ready(*HEAVY), tmp_path_factory.mktemp("said"), itertools.count()
 
-    def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str | Path, answers: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
         env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"} | environment
         env.pop("TRANSFORMERS_VERBOSITY", None)  # as a user has it
         if not environment:
             place = folder / str(next(numbers))
             place.mkdir()
-            return ready.run("hf_posswap.cli:main", list(map(str, arguments)), env, place)
+            return ready.run("hf_posswap.cli:main", list(map(str, arguments)), env, place, answers=answers)
         command = [sys.executable, "-m", "hf_posswap.cli", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, env=env, timeout=250)
+        return subprocess.run(command, capture_output=True, text=True, env=env, timeout=250, input=answers)
 
     return run
 

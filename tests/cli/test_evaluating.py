@@ -54,6 +54,10 @@ def test_eval_prints_a_table_and_goes_on_where_it_stopped(posswap: Posswap, tiny
         (["--lengths", "64"], 3, "no model runs [64] tokens: tiny at 16 end there"),
         (["--dtype", "float31"], 2, "--dtype float31: expected a precision of torch"),
         (["--set", "base=3"], 2, "name one after MODEL"),
+        (["--margin", "nan"], 2, "margin is a number of nats a token, at least 0, got nan."),
+        (["--margin", "inf"], 2, "margin is a number of nats a token, at least 0, got inf."),
+        (["--margin", "-1"], 2, "margin is a number of nats a token, at least 0, got -1.0."),
+        (["rope:base=x"], 2, "rope:base=x: fields of a scheme are given as rope --set base=x; only posswap compare"),
     ],
 )
 def test_what_is_wrong_is_one_line(tiny: Path, arguments: list[str], code: int, message: str) -> None:

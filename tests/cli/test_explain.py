@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hf_posswap.cli import app
-from hf_posswap.schemes import SCHEMES
+from hf_posswap.schemes import schemes_for
 from tests.cli.conftest import Posswap
 
 
@@ -32,7 +32,7 @@ def test_every_scheme_in_a_model_that_has_no_weights(posswap: Posswap, config_on
     found = json.loads(run.stdout)
     assert (run.returncode, run.stderr) == (0, "")
     assert found["model"]["native"] == "learned table, 16 positions"
-    assert set(found["schemes"]) == set(SCHEMES)
+    assert set(found["schemes"]) == set(schemes_for("text"))
     assert (found["schemes"]["rope"], found["schemes"]["sinusoidal"]) == ("plugin", "native")
     assert (found["plan"], found["refusal"]) == (None, None)
     assert [path.name for path in config_only.iterdir()] == ["config.json"]
@@ -90,6 +90,9 @@ def test_a_refused_swap_says_why_and_what_works(posswap: Posswap, bert: Path) ->
         (["yarn", "--set", "truncate=1"], "truncate of 'yarn' must be true or false, got '1'."),
         (["rope", "--set", "layout=quarter"], "layout of 'rope' must be half or interleaved or none, got 'quarter'."),
         (["rope", "--max-length", "0"], "max_length must be a whole number of tokens >= 1, got 0."),
+        (["rope:base=x"], "rope:base=x: fields of a scheme are given as rope --set base=x; only posswap compare"),
+        (["yarn:factor=4:truncate=true"], "are given as yarn --set factor=4 --set truncate=true;"),
+        (["yrn:factor=4"], "unknown scheme 'yrn:factor=4'."),
         (["--max-length", "64"], "name one after MODEL"),
         (["--site", "attention"], "name one after MODEL"),
     ],
@@ -116,6 +119,51 @@ def test_a_bad_config_is_one_line(tmp_path: Path, config: str) -> None:
     assert result.exit_code == 4
     assert result.stderr.startswith(f"error: {str(tmp_path)!r} holds no readable model config")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["explain", "patch", "doctor"])
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"n_head": 0}, "no model can be built from this GPT2Config"),
+        ({"n_head": -1}, "a model has a num_heads of at least 1, and by its config this one's is -1"),
+        ({"n_head": 3}, "`embed_dim` must be divisible by num_heads"),
+        ({"n_head": "two"}, "holds no readable model config (config.json)"),
+        ({"n_positions": -4}, "no model can be built from this GPT2Config (architectures ['GPT2LMHeadModel'])"),
+        ({"n_embd": 0}, "no model can be built"),
+        ({"activation_function": "none"}, "no model can be built"),
+        ({"architectures": ["BertModel"]}, "no model can be built from this GPT2Config (architectures ['BertModel'])"),
+        ({"architectures": [None]}, "architectures of this GPT2Config must be a list of class names, got [None]"),
+        ({"architectures": 5}, "architectures of this GPT2Config must be a list of class names, got 5"),
+    ],
+)
+def test_an_impossible_config_is_said_to_be_one(
+    gpt2: Path, tmp_path: Path, command: str, change: dict[str, object], line: str
+) -> None:
+    shutil.copytree(gpt2, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    arguments = [
+        command,
+        str(tmp_path / "model"),
+        *(["rope", "-o", str(tmp_path / "out")] if command == "patch" else []),
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert "unexpected" not in result.stderr
+    if command != "doctor":  # which goes on with what can be read
+        assert result.exit_code in (3, 4)
+        assert line in result.stderr
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["Trainer", "GPT2Config", "AutoModel", "__class__", "NoSuchClass"])
+def test_architectures_that_name_no_model_are_passed_over(gpt2: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(gpt2, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [name]}))
+    found = json.loads(explain(tmp_path / "model", "--json").stdout)
+    assert found["model"]["model"] == "GPT2LMHeadModel"
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./no-such-folder", "a/b/c", "~/no/such/folder", ""])

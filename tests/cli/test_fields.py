@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_posswap.cli.fields import attribute_docs, describe_fields, describe_type, field_kinds, format_value, parse_value
-from hf_posswap.schemes import SCHEMES, PerLayer, RNoPE, Traits
+from hf_posswap.schemes import SCHEMES, PerLayer, RNoPE, Traits, schemes_for
 
 NUMBERS = st.floats(allow_nan=False)
 
 
 @given(st.none() | NUMBERS)
-def test_numbers_come_back(value: float | None) -> None:
+def test_a_written_number_reads_back_equal(value: float | None) -> None:
     assert parse_value(format_value(value), float | None) == value
 
 
@@ -74,7 +74,7 @@ def test_what_is_no_value_is_refused(text: str, kind: object) -> None:
         parse_value(text, kind)
 
 
-@pytest.mark.parametrize("name", list(SCHEMES))
+@pytest.mark.parametrize("name", list(schemes_for("text")))
 def test_every_field_of_a_scheme_is_documented_and_settable(name: str) -> None:
     cls = SCHEMES.get(name)
     fields = describe_fields(cls)
@@ -84,7 +84,7 @@ def test_every_field_of_a_scheme_is_documented_and_settable(name: str) -> None:
         assert "not settable" not in field["type"]
 
 
-@pytest.mark.parametrize("name", list(SCHEMES))
+@pytest.mark.parametrize("name", list(schemes_for("text")))
 def test_the_defaults_given_on_the_command_line_are_the_defaults(name: str) -> None:
     cls = SCHEMES.get(name)
     kinds = field_kinds(cls)
@@ -98,7 +98,7 @@ def test_every_trait_is_documented_and_has_a_letter_of_its_own() -> None:
     assert len({name[0] for name in names}) == len(names)
 
 
-def test_types_in_words() -> None:
+def test_types_are_described_in_words() -> None:
     assert describe_type(Literal["half", "interleaved"] | None) == "half or interleaved or none"
     assert describe_type(tuple[float, ...] | None) == "a list, with commas, each a number or none"
     assert describe_type(bool) == "true or false"

@@ -14,13 +14,16 @@ import hf_posswap
 from hf_posswap.cli import app
 from hf_posswap.cli.output import column_widths
 from hf_posswap.families import FAMILIES
-from hf_posswap.patching import census
-from hf_posswap.patching.census import ClassEntry
-from hf_posswap.schemes import IMAGE_SCHEMES, SCHEMES
+from hf_posswap.patching.inspect import census
+from hf_posswap.patching.inspect.census import ClassEntry
+from hf_posswap.schemes import SCHEMES
 from tests.cli.conftest import ROOT, Posswap
 
 COMMANDS = [command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands]  # type: ignore[union-attr]
 HEAVY = {"torch", "transformers", "numpy", "peft", "datasets", "accelerate", "matplotlib"}
+
+WIDE = {"COLUMNS": "200"}
+"""Environment of a terminal in which tables break no names."""
 
 
 def loaded_by(*arguments: str) -> set[str]:
@@ -45,7 +48,7 @@ def test_listing_schemes_and_families_loads_torch_but_not_transformers() -> None
     assert "transformers" not in loaded_by("families")
 
 
-def test_version(posswap: Posswap) -> None:
+def test_the_version_is_printed(posswap: Posswap) -> None:
     assert posswap("--version").stdout == f"posswap {hf_posswap.__version__}\n"
 
 
@@ -60,11 +63,11 @@ def test_help_of_every_command_has_an_example(name: str) -> None:
     assert f"Example: posswap {name}" in CliRunner().invoke(app, [name, "--help"]).output
 
 
-def test_schemes_as_json(posswap: Posswap) -> None:
+def test_schemes_as_json_are_all_there_with_their_traits(posswap: Posswap) -> None:
     run = posswap("schemes", "--json")
     listed = {scheme["name"]: scheme for scheme in json.loads(run.stdout)}
     assert (run.returncode, run.stderr) == (0, "")
-    assert set(listed) == {*SCHEMES, *IMAGE_SCHEMES}
+    assert set(listed) == {*SCHEMES}
     assert listed["nope"]["traits"]["causal_only"] is True
     assert listed["dynamic"]["traits"]["prefix_consistent"] is False
     assert listed["sinusoidal"]["traits"]["unbounded"] is False
@@ -74,18 +77,18 @@ def test_schemes_as_json(posswap: Posswap) -> None:
 def test_schemes_for_people_fits_80_columns_and_has_no_colours(posswap: Posswap) -> None:
     run = posswap("schemes")
     assert run.returncode == 0
-    assert [name for name in {*SCHEMES, *IMAGE_SCHEMES} if f"\n{name} " not in run.stdout] == []
+    assert [name for name in {*SCHEMES} if f"\n{name} " not in run.stdout] == []
     assert max(map(len, run.stdout.splitlines())) <= 80
     assert "\x1b" not in run.stdout
 
 
-def test_one_scheme_whole() -> None:
+def test_one_scheme_is_shown_with_every_field_and_its_source() -> None:
     shown = json.loads(CliRunner().invoke(app, ["schemes", "yarn", "--json"]).stdout)
     fields = {field["name"]: field for field in shown["fields"]}
     assert shown["source"] == "https://arxiv.org/abs/2309.00071"
     assert fields["beta_fast"]["default"] == 32.0
     assert "theta" in fields["base"]["meaning"]  # documented in a base class
-    text = CliRunner().invoke(app, ["schemes", "yarn"]).stdout
+    text = CliRunner().invoke(app, ["schemes", "yarn"], env=WIDE).stdout
     assert [name for name in fields if name not in text] == []
     assert "ramp theta/s" in text
 
@@ -98,13 +101,13 @@ def test_an_unknown_scheme_suggests_a_near_one(posswap: Posswap) -> None:
     assert run.stderr.count("\n") == 1
 
 
-def test_families(posswap: Posswap) -> None:
+def test_every_family_is_listed(posswap: Posswap) -> None:
     listed = {family["name"]: family for family in json.loads(posswap("families", "--json").stdout)}
     assert set(listed) == set(FAMILIES)
     assert "gpt2" in listed["gpt2"]["model_types"]
     assert (listed["opt"]["mechanism"], listed["rotary"]["mechanism"]) == ("table", "rotary")
     assert listed["rotary"]["by_rule"] is True
-    text = CliRunner().invoke(app, ["families"]).stdout
+    text = CliRunner().invoke(app, ["families"], env=WIDE).stdout
     assert [name for name in FAMILIES if name not in text] == []
 
 
@@ -127,7 +130,7 @@ def test_a_terminal_without_unicode_is_no_reason_to_die(posswap: Posswap) -> Non
 
 
 @pytest.mark.slow
-def test_families_by_class(posswap: Posswap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_class_is_listed_with_its_routes(posswap: Posswap, monkeypatch: pytest.MonkeyPatch) -> None:
     run = posswap("families", "--classes", "--json")
     listed = {entry["name"]: entry for entry in json.loads(run.stdout)}
     assert (run.returncode, run.stderr) == (0, "")

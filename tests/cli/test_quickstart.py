@@ -34,7 +34,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_whole_run(posswap: Posswap, small: Path, tmp_path: Path) -> None:
+def test_the_command_writes_results_and_a_report(posswap: Posswap, small: Path, tmp_path: Path) -> None:
     run = posswap("quickstart", "--model", small, "--steps", "2", "--out", tmp_path / "out", "--device", "cpu")
     assert run.returncode == 0, run.stderr
     assert "rope: adapted" in run.stdout

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_posswap.comparison import EvalSettings, evaluate
 from hf_posswap.training import byte_tokenizer
-from tests.cli.conftest import Posswap
+from tests.cli.conftest import Posswap, says
 
 TEXTS = [f"{number} " * 60 for number in range(8)]
 
@@ -34,7 +34,7 @@ def test_the_page_comes_out_as_it_was(posswap: Posswap, folder: Path) -> None:
     page.unlink()
     run = posswap("report", folder)
     assert (run.returncode, run.stderr) == (0, "")
-    assert "report.html" in run.stdout.replace("\n", "")
+    assert says(run.stdout, f"The page is {page}.")
     assert page.read_text(encoding="utf-8") == written
 
 

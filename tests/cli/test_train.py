@@ -20,7 +20,7 @@ from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.keys import keys_of
 from hf_posswap.training.config.load import to_dict
 from tests.checkpoints.loopback import TOKEN, running
-from tests.cli.conftest import Posswap
+from tests.cli.conftest import Posswap, says
 from tests.training.engine_runs import recipe
 from tests.training.tiny_models import tiny
 
@@ -54,7 +54,7 @@ def test_a_training_and_the_same_command_again(tmp_path: Path, posswap: Posswap)
     run = posswap("train", "-c", path, f"out={out}")
     assert run.returncode == 0, run.stderr
     assert "swap verified: edits, finite" in run.stdout
-    assert f"Saved to {out / 'model'}" in run.stdout.replace("\n", " ") or "Saved to" in run.stdout
+    assert says(run.stdout, f"Saved to {out / 'model'}; the report is {out / 'report.md'}.")
     nll = json.loads((out / "report.json").read_text())["nll"]
     assert nll["32"] > 0
     assert nll["256"] is None or nll["256"] > 0

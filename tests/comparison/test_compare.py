@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -290,7 +291,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_what_was_measured(tmp_
         ({"metrics": ("longppl",)}, "longppl needs key_spans"),
     ],
 )
-def test_settings_are_checked(field: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_refused(field: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         EvalSettings(**field)
     with pytest.raises(KeyError, match="unknown metric 'ppl'"):
@@ -311,3 +312,33 @@ def test_longppl_is_of_the_key_tokens_of_a_file(tmp_path: Path) -> None:
     assert found["longppl"]["key_tokens"] == sum(int(mask.sum()) for mask in spans.masks(documents)) > 0
     other = evaluate(model, documents=TEXTS[::-1], tokenizer=TOKENIZER, settings=settings).results["models"]
     assert "of 9 other documents" in other["GPT2LMHeadModel"]["not_measured"]["longppl"]
+
+
+def test_names_of_folders_stay_text_and_tell_nothing_of_the_folders_above(tmp_path: Path) -> None:
+    home = tmp_path / "home-of-a-user"
+    names = ["a|b", "*c* _d_ `e`", "<img src=x onerror=alert(1)>", "[f](g)", "h_i"]
+    for number, name in enumerate(names):
+        hf_posswap.save(gpt2(number), home / name, tokenizer=TOKENIZER)
+    texts = home / "texts of <me>"
+    texts.mkdir()
+    for number, text in enumerate(TEXTS):
+        (texts / f"{number}.txt").write_text(text)
+    settings = EvalSettings(lengths=(128,), metrics=("ppl_prefix",))
+    folders = [home / name for name in names]
+    compare(folders, documents=texts, settings=settings, out=tmp_path / "out", pictures=False)
+    for file in ("results.json", "report.html", "table.md", "curves.csv"):
+        assert home.name not in (tmp_path / "out" / file).read_text(), file
+    rows = (tmp_path / "out" / "table.md").read_text().splitlines()
+    assert "texts of &lt;me&gt;" in rows[0]
+    shown = [re.split(r"(?<!\\)\|", row)[1].strip() for row in rows[4:9]]
+    assert shown == ["a\\|b", "\\*c\\* \\_d\\_ \\`e\\`", "&lt;img src=x onerror=alert(1)&gt;", "\\[f\\](g)", "h_i"]
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows[2:9]} == {4}  # one cell each
+    assert "<img" not in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_model_is_called_by_its_folder_however_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "mine")
+    assert Candidate(".").label == "mine"
+    assert Candidate("..", "rope").label == f"{tmp_path.name}+rope"
+    assert Candidate("below/").label == "below"

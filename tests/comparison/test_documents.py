@@ -76,3 +76,28 @@ def test_missing_paths_are_found_before_anything_is_loaded(tmp_path: Path) -> No
             check_paths(source)
     for source in (None, TEXTS, tmp_path, iter(TEXTS)):
         check_paths(source)
+
+
+def test_results_name_no_folder_above_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home-of-a-user"
+    for name in ("books/deep/a.txt", "books/b.txt", "c.txt"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(TEXTS[0])
+    (home / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+
+    def named(source: Any) -> dict[str, Any]:
+        said = read_documents(source, TOKENIZER, length=20, limit=9).to_dict()
+        assert str(tmp_path) not in json.dumps(said)
+        assert home.name not in json.dumps(said)
+        return {"source": said["source"], "names": said["names"]}
+
+    below = ["books/b.txt", "books/deep/a.txt"]
+    assert named(home / "books") == {"source": "books", "names": below}
+    assert named([home / "books", home / "c.txt"]) == {"source": "books, c.txt", "names": [*below, "c.txt"]}
+    assert named(str(home / "rows.jsonl")) == {"source": "rows.jsonl", "names": [f"rows.jsonl {n}" for n in range(4)]}
+    monkeypatch.setenv("HOME", str(home))
+    assert named("~/books") == {"source": "books", "names": below}
+    monkeypatch.chdir(home)
+    assert named("books") == {"source": "books", "names": below}
+    monkeypatch.chdir(home / "books")
+    assert named(".") == {"source": ".", "names": below}

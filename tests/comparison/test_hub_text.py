@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from hf_posswap import hub_text as reading
 from hf_posswap.comparison import hub_text as module
 from hf_posswap.comparison import read_documents
 from hf_posswap.comparison.documents import check_paths
 from hf_posswap.comparison.hub_text import stream_documents
 from hf_posswap.errors import DataError, MissingDependencyError
-from hf_posswap.hub_text import HubText, hub_text
+from hf_posswap.text import hub as reading
+from hf_posswap.text.hub import HubText, hub_text
 from hf_posswap.training import byte_tokenizer
 
 TEXTS = [f"document {number} is long enough" if number % 2 else "short" for number in range(9)]

@@ -1,7 +1,7 @@
 """Runs every test that asks for a `pair` on all of them, the toys registered meanwhile.
 
-Pairs whose code others share, and those of `others.py`, run only with `-m whole`; the light contract proves them in
-every run of the slow tests.
+Pairs whose code others share, and those of `others.py`, run only with `-m exhaustive`; the light contract proves
+them in every run of the slow tests.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.contract.models import TINY
-from tests.contract.pairs import KINDS, Pair, all_pairs, is_daily, refusal, supported_pairs
+from tests.contract.pairs import FEW, KINDS, Pair, all_pairs, is_daily, refusal, supported_pairs
 from tests.toys.registration import registered
 
 
@@ -21,11 +21,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         wanted = [marker.args[0] for marker in metafunc.definition.iter_markers("pairs")]
         pairs = [pair for pair in supported_pairs() if all(accepts(pair) for accepts in wanted)]
         slow = metafunc.definition.get_closest_marker("slow") is not None  # then one model of each kind is enough
-        daily = is_of_a_kind if slow else is_daily
+        few = metafunc.definition.get_closest_marker("few") is not None
+        daily = is_of_a_kind if slow else is_one_of_few if few else is_daily
         metafunc.parametrize("pair", _marked(pairs, daily, metafunc.config), indirect=True)
     if "refused" in metafunc.fixturenames:
         pairs = [pair for pair in all_pairs() if refusal(pair) is not None and pair.first]
         metafunc.parametrize("refused", _marked(pairs, lambda pair: pair.model in TINY, metafunc.config), indirect=True)
+
+
+def is_one_of_few(pair: Pair) -> bool:
+    """Return whether the pair runs a point in every run that asks the same of all schemes which ask for positions."""
+    return is_daily(pair) and pair.scheme in FEW
 
 
 def is_of_a_kind(pair: Pair) -> bool:
@@ -38,9 +44,9 @@ def _marked(pairs: list[Pair], daily: Callable[[Pair], bool], config: pytest.Con
 
     To make twenty thousand tests and to deselect them takes longer than a hundred of them.
     """
-    if "not whole" in config.getoption("markexpr"):
+    if "not exhaustive" in config.getoption("markexpr"):
         pairs = [pair for pair in pairs if daily(pair)] or pairs[:1]
-    return [pytest.param(pair, marks=[] if daily(pair) else pytest.mark.whole, id=str(pair)) for pair in pairs]
+    return [pytest.param(pair, marks=[] if daily(pair) else pytest.mark.exhaustive, id=str(pair)) for pair in pairs]
 
 
 @pytest.fixture

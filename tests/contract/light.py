@@ -20,9 +20,9 @@ from hf_posswap import patch_model, unpatch_model, verify_swap
 from hf_posswap.errors import SchemeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.sites import Sites
-from hf_posswap.families.tiny import TINY_VOCABULARY, tiny_model
-from hf_posswap.patching.describe import stand_ins
-from hf_posswap.schemes import SCHEMES
+from hf_posswap.patching.inspect.describe import stand_ins
+from hf_posswap.schemes import SCHEMES, schemes_for
+from hf_posswap.testing.tiny import TINY_VOCABULARY, tiny_model
 from tests.contract.pairs import NOISE, OF_EACH_SITE
 
 LENGTH = 12
@@ -149,9 +149,9 @@ def cells(name: str, folder: Path) -> Iterator[tuple[str, Cell | Exception]]:
     try:
         subject = Subject(name, folder / "native")
     except (UnsupportedModelError, Unproved) as error:
-        yield from ((scheme, Cell("no", str(error))) for scheme in SCHEMES)
+        yield from ((scheme, Cell("no", str(error))) for scheme in schemes_for("text"))
         return
-    for scheme in SCHEMES:
+    for scheme in schemes_for("text"):
         try:
             yield scheme, prove(subject, scheme, folder / scheme)
         except Exception as error:  # collected, so that one class shows all that fails

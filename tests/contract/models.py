@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from hf_posswap.families.tiny import tiny_config
+from hf_posswap.testing.tiny import tiny_config
 from tests.toys import house_model
 
 LENGTH = 32

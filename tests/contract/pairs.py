@@ -15,8 +15,8 @@ from hf_posswap import SwapPlan, patch_model, plan_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.sites import Stack
-from hf_posswap.patching.describe import stand_ins
-from hf_posswap.schemes import SCHEMES
+from hf_posswap.patching.inspect.describe import stand_ins
+from hf_posswap.schemes import SCHEMES, schemes_for
 from tests.contract.attending import attend
 from tests.contract.models import FIRST_WORD, LENGTH, TINY, VOCABULARY, Tiny
 from tests.contract.others import ALL, OTHERS
@@ -104,6 +104,11 @@ class Pair:
         return self.takes("position_ids") or not (self.stack or refused)
 
     @property
+    def counts_padding_out(self) -> bool:
+        """Whether `generate` tells the model where the tokens of a padded batch stand, or its stock class finds it."""
+        return self.takes("position_ids") or (self.placed and self.at.position_source != "arange")
+
+    @property
     def first(self) -> bool:
         """Whether it stands for its model in points that are about no stack of its own."""
         return self.stack in ("", "decoder")
@@ -159,7 +164,7 @@ class Pair:
     def tabled(self) -> bool:
         """Whether the swapped model has a position table for the words, which ends somewhere."""
         edits = [edit for edit in self.plan.edits if edit.stack == self.at.name]
-        return any(edit.site == "embedding" and "a clear error past" in edit.after for edit in edits)
+        return any(edit.site == "embedding" and "raises PositionRangeError beyond" in edit.after for edit in edits)
 
     @property
     def consistent_length(self) -> int:
@@ -183,7 +188,7 @@ def _options(pair: Pair) -> dict[str, Any]:
     if hasattr(SCHEMES.get(pair.scheme), "init_std"):  # at zero it would be no mechanism yet
         options["init_std"] = 1.0
     # a blend still uses the old table, and ends where that does
-    faded = pair.scheme == "blend" and locate(_untouched(pair.model)).table is not None
+    faded = pair.scheme == "blend" and locate(_untouched(pair.model)).table_path is not None
     return {"max_length": LENGTH if faded else LONGER, **options}
 
 
@@ -228,8 +233,8 @@ def all_pairs() -> list[Pair]:
     The other families' models meet the schemes of each site alone.
     """
     with registration.registered():
-        pairs = [Pair(model, scheme) for model in TINY for scheme in SCHEMES]
-        pairs += [Pair(model, scheme) for model in ALL if model not in TINY for scheme in schemes_for(model)]
+        pairs = [Pair(model, scheme) for model in TINY for scheme in schemes_for("text")]
+        pairs += [Pair(model, scheme) for model in ALL if model not in TINY for scheme in daily_schemes(model)]
         native = [pair for pair in pairs if refusal(pair) is None and pair.plan.route == "native"]
         inside = [Pair(pair.model, pair.scheme, "attention") for pair in native]
         return _by_stack(pairs + [pair for pair in inside if refusal(pair) is None])
@@ -256,10 +261,16 @@ OF_EACH_SITE = ("sinusoidal", "yarn", "rope", "alibi", "self_extend")
 """Schemes that between them use every site and way of attending: they run every point on every model."""
 
 
-def schemes_for(model: str) -> tuple[str, ...]:
+FEW = (*OF_EACH_SITE, "t5", "dynamic")
+"""Schemes that between them ask for the positions of keys in every way: by distance, by bucket, by length."""
+
+
+def daily_schemes(model: str) -> tuple[str, ...]:
     """Return the schemes that run every point on a model outside TINY: of the same kind of model one has them all."""
     if model in DAILY_PAIRED:
-        return tuple(name for name in SCHEMES if name != "longrope")  # a number a pair: its stacks' heads differ
+        return tuple(
+            name for name in schemes_for("text") if name != "longrope"
+        )  # a number a pair: its stacks' heads differ
     alike = model in KINDS_OF_ROTARY or (model in PAIRED and model not in DAILY_PAIRED)
     return ONE_OF_EACH_SITE if alike else OF_EACH_SITE
 

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from hf_posswap.families.locating import locate
-from hf_posswap.families.tiny import language_models, tiny_model
-from hf_posswap.files import write_json
-from hf_posswap.schemes import SCHEMES
+from hf_posswap.schemes import schemes_for
+from hf_posswap.testing.tiny import language_models, tiny_model
+from hf_posswap.utils.atomic_io import write_json
 from tests.contract.light import Cell, cells
 
 MODELS = language_models()
@@ -32,7 +32,7 @@ def test_every_scheme_is_proved_or_refused_with_a_reason(name: str, tmp_path: Pa
     found = dict(cells(name, tmp_path))
     failed = {scheme: what for scheme, what in found.items() if not isinstance(what, Cell)}
     assert not failed, "\n".join(f"{name} x {scheme}: {what!r}" for scheme, what in failed.items())
-    assert list(found) == list(SCHEMES)
+    assert list(found) == list(schemes_for("text"))
     assert all(cell.reason for cell in found.values() if cell.outcome == "no")
     rows = {scheme: {"outcome": cell.outcome, "reason": cell.reason} for scheme, cell in found.items()}
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}

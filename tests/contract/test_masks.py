@@ -70,7 +70,7 @@ def right_padded() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-@pytest.mark.whole
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CONVOLVED)
 def test_a_native_class_convolves_padding(name: str) -> None:
     model = ALL[name].build()

@@ -12,7 +12,7 @@ from hf_posswap.errors import PositionRangeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import modeling_module
 from hf_posswap.families.rope_config import config_at
-from hf_posswap.families.rotary_inside import ATTENTION_REFUSED
+from hf_posswap.families.rotary_compatibility import ATTENTION_REFUSED
 from hf_posswap.schemes import SCHEMES
 from tests.contract.models import LENGTH, TINY, build
 from tests.contract.pairs import CHANGE, LONGER, NOISE, Pair, gap, logits, placed, refusal, words
@@ -109,7 +109,7 @@ def test_causal_only_is_refused_where_a_token_sees_its_future(refused: Pair) -> 
             refused.patch(refused.native())
     else:
         assert refused.scheme in ("learned", "sinusoidal", "together")
-        assert main.table is None or main.spec.table.computed  # XGLM and CTRL compute their sinusoids
+        assert main.table is None or main.table.computed  # XGLM and CTRL compute their sinusoids
 
 
 @pytest.mark.pairs(lambda pair: not pair.tabled)

@@ -42,7 +42,7 @@ def test_a_trained_model_swaps_runs_longer_and_comes_back(
     window = sites.geometry.original_length
     ids = torch.randint(5, model.config.vocab_size, (1, window // 2))
     before = logits(model, ids)
-    if scheme == "sinusoidal" and sites.table is None:
+    if scheme == "sinusoidal" and sites.table_path is None:
         with pytest.raises(UnsupportedSwapError, match="has none. What works"):
             patch_model(model, scheme)
         return

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, StaticCache
 
-from hf_posswap.patching.cache_view import self_attention_cache
+from hf_posswap.patching.sites.attention.cache_view import self_attention_cache
 from tests.contract.models import PADDING
 from tests.contract.others import ALL
 from tests.contract.pairs import CHANGE, LONGER, NOISE, Pair, gap, logits, once, words
@@ -23,7 +23,9 @@ UNSTATIC = ("led",)
 
 decoders = pytest.mark.pairs(lambda pair: pair.cached)
 generators = pytest.mark.pairs(
-    lambda pair: pair.tiny.generates and not pair.stack and (pair.placed or pair.relative or not pair.cached)
+    lambda pair: (
+        pair.tiny.generates and not pair.stack and (pair.counts_padding_out or pair.relative or not pair.cached)
+    )
 )
 
 
@@ -53,7 +55,7 @@ def test_cached_equals_full(pair: Pair, kind: str) -> None:
         assert type(self_attention_cache(cache)) in (DynamicCache, StaticCache)
 
 
-@pytest.mark.whole
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name, tiny in ALL.items() if not tiny.steps])
 def test_a_native_class_steps_otherwise_than_it_reads(name: str) -> None:
     model, ids = ALL[name].build(), words(2, 30)
@@ -61,7 +63,7 @@ def test_a_native_class_steps_otherwise_than_it_reads(name: str) -> None:
     assert gap(stepped, logits(model, ids)) > CHANGE
 
 
-@pytest.mark.whole
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", UNSTATIC)
 def test_a_native_class_is_wrong_with_a_static_cache(name: str) -> None:
     model, ids = ALL[name].build(), words(2, 20)

@@ -12,11 +12,11 @@ import torch
 from hf_posswap import patch_model, patched, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families import FAMILIES, family_of
-from hf_posswap.schemes import SCHEMES
+from hf_posswap.schemes import SCHEMES, schemes_for
 from tests.contract.models import LENGTH, TINY
 from tests.contract.others import ALL, OTHERS
 from tests.contract.paired import PAIRED
-from tests.contract.pairs import CHANGE, NOISE, Pair, all_pairs, gap, once, schemes_for, words
+from tests.contract.pairs import CHANGE, NOISE, Pair, all_pairs, daily_schemes, gap, once, words
 from tests.families import vision_models
 from tests.toys.registration import TOY_MODEL, TOY_SCHEME, registered
 
@@ -35,9 +35,9 @@ def assert_same_state(model: Any, before: dict[str, torch.Tensor]) -> None:
 
 def test_every_scheme_and_every_model_is_here() -> None:
     pairs = {(pair.model, pair.scheme) for pair in all_pairs()}
-    full = {(model, scheme) for model in TINY for scheme in [*SCHEMES, TOY_SCHEME]}
+    full = {(model, scheme) for model in TINY for scheme in [*schemes_for("text"), TOY_SCHEME]}
     with registered():
-        assert pairs == full | {(model, scheme) for model in (*OTHERS, *PAIRED) for scheme in schemes_for(model)}
+        assert pairs == full | {(model, scheme) for model in (*OTHERS, *PAIRED) for scheme in daily_schemes(model)}
     assert len(ALL) == len(TINY) + len(OTHERS) + len(PAIRED)
     assert TOY_MODEL in TINY
     assert TOY_SCHEME not in SCHEMES
@@ -174,7 +174,7 @@ def test_copies_are_whole_and_independent(pair: Pair, way: str) -> None:
 
 def tables_of(pair: Pair) -> set[str]:
     """Return the names of the weights of the position tables."""
-    return {f"{stack.table}.weight" for stack in pair.plan.sites.stacks if stack.table is not None}
+    return {f"{stack.table_path}.weight" for stack in pair.plan.sites.stacks if stack.table_path is not None}
 
 
 def _copy(model: Any, way: str) -> Any:

@@ -70,7 +70,7 @@ def test_yarn_windowmean_and_token_weighted(model: GPT2LMHeadModel, texts: list[
     assert by_window != pytest.approx(by_token, rel=1e-3)
 
 
-def test_longlora_alltok(model: GPT2LMHeadModel, texts: list[np.ndarray]) -> None:
+def test_longlora_alltok_equals_the_papers_script(model: GPT2LMHeadModel, texts: list[np.ndarray]) -> None:
     data = np.concatenate(texts)
     starts = list(range(0, len(data) - WINDOW, STRIDE))
     starts.pop()
@@ -103,7 +103,7 @@ def test_rolling_windows_are_those_of_the_harness_own_test() -> None:
     ]
 
 
-def test_lmeval_disjoint(model: GPT2LMHeadModel, texts: list[np.ndarray]) -> None:
+def test_lmeval_disjoint_equals_the_harness_windows(model: GPT2LMHeadModel, texts: list[np.ndarray]) -> None:
     total, tokens = 0.0, 0
     for text in texts:
         for before, after in rolling_windows(text.tolist(), BOS, WINDOW):
@@ -123,7 +123,7 @@ def test_lmeval_disjoint(model: GPT2LMHeadModel, texts: list[np.ndarray]) -> Non
         protocol_losses(scorer, texts[0], "lmeval_disjoint", window=WINDOW)
 
 
-def test_hf_stride(model: GPT2LMHeadModel, texts: list[np.ndarray]) -> None:
+def test_hf_stride_equals_transformers_documented_loop(model: GPT2LMHeadModel, texts: list[np.ndarray]) -> None:
     data, nll_sum, n_tokens, previous = np.concatenate(texts), 0.0, 0, 0
     for begin in range(0, len(data), STRIDE):
         end = min(begin + WINDOW, len(data))

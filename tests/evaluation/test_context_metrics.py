@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -179,3 +181,15 @@ def test_key_spans_are_kept_with_their_evaluator_and_their_documents(tmp_path: P
         find_key_spans(Scorer(gpt2("rope")), "tiny", ids, short=40)
     with pytest.raises(DataError, match="the evaluator found none"):
         long_perplexity([np.ones(3)], [np.zeros(3, bool)])
+
+
+@pytest.mark.parametrize(
+    "spans", [3, [3], [[3]], [[[1]]], [[[1, "2"]]], [[[2, 1]]], [[[-1, 2]]], [[], []], [[[1, 2.5]]]]
+)
+def test_edited_key_spans_are_refused(tmp_path: Path, spans: Any) -> None:
+    path = tmp_path / "keys.json"
+    KeySpans("tiny", 4, 2, 2.0, 2.0, ("0" * 16,), (((1, 2),),)).save(path)
+    assert KeySpans.load(path).spans == (((1, 2),),)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"spans": spans}))
+    with pytest.raises(DataError, match="keys.json holds .*spans that .*make"):
+        KeySpans.load(path)

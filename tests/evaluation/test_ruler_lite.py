@@ -62,7 +62,7 @@ def test_there_are_eight_tasks_and_their_prompts_depend_on_their_numbers_alone()
         assert one != ruler_prompt(TOKENIZER, task, length=1500, seed=2, sample=2)
 
 
-def test_needles_stand_anywhere() -> None:
+def test_needles_stand_in_all_of_the_text() -> None:
     places = [
         text_of(ruler_prompt(TOKENIZER, "niah_single", length=2000, sample=i)).index("The number") for i in range(60)
     ]

@@ -17,7 +17,7 @@ from hf_posswap.evaluation.statistics import ratio_interval, wilson_interval
 
 
 @given(st.integers(1, 200), st.floats(0, 1), st.sampled_from([0.9, 0.95, 0.99]))
-def test_wilson_is_scipys(trials: int, share: float, level: float) -> None:
+def test_wilson_interval_equals_scipys(trials: int, share: float, level: float) -> None:
     successes = round(share * trials)
     theirs = stats.binomtest(successes, trials).proportion_ci(level, method="wilson")
     assert wilson_interval(successes, trials, level=level) == pytest.approx((theirs.low, theirs.high), abs=1e-12)

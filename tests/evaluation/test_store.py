@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import random
@@ -9,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hf_posswap.errors import CheckpointError, DataError
-from hf_posswap.evaluation.store import LINES, RunStore, unit_key
+from hf_posswap.evaluation.store import ARRAYS, LINES, RunStore, unit_key
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = 40
@@ -150,6 +153,100 @@ def test_what_json_does_not_have_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="a unit is named by JSON"):
             store.value({"unit": {1}}, lambda: {"nll": 1.0})
         assert not store.holds({"unit": 1})
+
+
+def store_of_one_array(folder: Path) -> tuple[np.ndarray, Path]:
+    array = np.arange(9, dtype=np.float32)
+    with RunStore(folder) as store:
+        store.value({"unit": 1}, lambda: array)
+    return array, next((folder / ARRAYS).iterdir())
+
+
+def flipped(path: Path, at: int) -> bytes:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    return bytes(content)
+
+
+def other_array(path: Path) -> bytes:
+    content = io.BytesIO()
+    np.save(content, np.load(path) + 1)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: flipped(path, -1),  # the lowest bits of a number
+        lambda path: flipped(path, 0),
+        lambda path: path.read_bytes()[:-4],
+        lambda path: path.read_bytes() + b"\0",
+        lambda path: b"",
+        other_array,
+    ],
+)
+def test_a_damaged_array_is_measured_anew_and_never_believed(tmp_path: Path, damage: Callable[[Path], bytes]) -> None:
+    array, path = store_of_one_array(tmp_path)
+    path.write_bytes(damage(path))
+    with RunStore(tmp_path) as store:
+        assert not store.holds({"unit": 1})
+        np.testing.assert_array_equal(store.value({"unit": 1}, lambda: array), array)
+        assert store.computed == 1
+    with RunStore(tmp_path) as store:  # and it is whole again
+        assert store.holds({"unit": 1})
+
+
+def test_the_array_of_another_unit_is_not_believed(tmp_path: Path) -> None:
+    _, path = store_of_one_array(tmp_path)
+    with RunStore(tmp_path) as store:
+        store.value({"unit": 2}, lambda: np.ones(9, np.float32))
+    (other,) = set((tmp_path / ARRAYS).iterdir()) - {path}
+    path.write_bytes(other.read_bytes())
+    with RunStore(tmp_path) as store:
+        assert (store.holds({"unit": 1}), store.holds({"unit": 2})) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"nll": 1.5', '"nll": 2.5'),
+        ('"sha256": "', '"sha256": "0'),
+        (', "sha256": "', ', "sha": "'),
+        ('"value": {"nll": 1.5}', '"value": {"array": "../../etc/passwd"}'),
+        ('"value": {"nll": 1.5}', '"value": ' + "[" * 100_000 + "]" * 100_000),
+        ('"nll": 1.5', '"nll": NaN'),
+        ('"nll": 1.5', '"nll": ' + "9" * 5000),
+    ],
+)
+def test_a_changed_line_is_refused_and_never_believed(tmp_path: Path, old: str, new: str) -> None:
+    with RunStore(tmp_path) as store:
+        store.value({"unit": 1}, lambda: {"nll": 1.5})
+    text = (tmp_path / LINES).read_text()
+    assert old in text
+    (tmp_path / LINES).write_text(text.replace(old, new))
+    with pytest.raises(CheckpointError, match=r"per_doc.jsonl, line 1 is damaged .*: delete that line, or the file"):
+        RunStore(tmp_path)
+
+
+def test_a_line_for_which_there_is_no_room_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RunStore(tmp_path) as store:
+        store.value({"unit": 1}, lambda: {"nll": 1.5})
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(
+                CheckpointError, match=r"cannot write to .*: No space left on device. What was measured"
+            ):
+                store.value({"unit": 2}, lambda: {"nll": 1.5})
+            with pytest.raises(
+                CheckpointError, match=r"cannot write to .*: No space left on device. What was measured"
+            ):
+                store.value({"unit": 3}, lambda: np.ones(3))
+        store.value({"unit": 2}, lambda: {"nll": 1.5})  # there is room again
+    with RunStore(tmp_path) as store:
+        assert [store.holds({"unit": n}) for n in (1, 2, 3)] == [True, True, False]
 
 
 @pytest.mark.parametrize("line", ["not json\n", "{}\n", '{"key": "0", "unit": {"a": 1}, "value": {"nll": 1}}\n', "3\n"])

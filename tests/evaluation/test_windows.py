@@ -34,7 +34,7 @@ def test_each_token_but_the_first_is_scored_once(length: int, window: int, strid
 
 @pytest.mark.parametrize("bos", [None, 7])
 @pytest.mark.parametrize("batch_tokens", [1, 40, 4096])
-def test_batches_change_nothing(model: GPT2LMHeadModel, bos: int | None, batch_tokens: int) -> None:
+def test_batches_do_not_change_losses(model: GPT2LMHeadModel, bos: int | None, batch_tokens: int) -> None:
     tokens = np.random.default_rng(0).integers(0, 50, 61)
     windows = [*sliding_windows(61, 12, 5), Window(3, 9, 2), Window(30, 36, 2)]
     found = window_losses(Scorer(model), tokens, windows, bos=bos, batch_tokens=batch_tokens)

@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from hf_posswap.families.tiny import tiny_model
-from hf_posswap.patching.actions import Undo
-from hf_posswap.patching.interface import AttendThroughInterface
+from hf_posswap.patching.edits.edit import Edit, Saved
+from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
+from hf_posswap.testing.tiny import tiny_model
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,25 @@ if not hasattr(transformers.models.roformer.modeling_roformer, "create_causal_ma
     CASES = {name: case for name, case in CASES.items() if "is_decoder" not in name}  # they see their future
 
 
-def dress(model: Any, interface: Any, *, native_positions: bool = True) -> list[Undo]:
-    """Give every attention module of `model` the class `interface`, and return what takes that back."""
-    native, undo = interface.__bases__[-1], list[Undo]()
+def dress(model: Any, interface: Any, *, native_positions: bool = True) -> list[tuple[Edit, Saved]]:
+    """Give every attention module of `model` the class `interface`, and return the edits with what they saved."""
+    native, done = interface.__bases__[-1], list[tuple[Edit, Saved]]()
     paths = [path for path, module in model.named_modules() if type(module) is native]
     assert paths
     for layer, path in enumerate(paths):
-        AttendThroughInterface(path, interface, layer, native_positions).apply(model, undo)
-    return undo
+        edit = AttendThroughInterface(
+            site="attention",
+            path=path,
+            before="",
+            after="",
+            module=interface.__module__,
+            name=interface.__name__,
+            layer=layer,
+            native_positions=native_positions,
+        )
+        done.append((edit, {}))
+        edit.apply(model, done[-1][1])
+    return done
 
 
 def set_implementation(model: Any, name: str) -> None:

@@ -18,7 +18,7 @@ def without_tables(model: Any) -> Any:
     """Return `model`, a stock one, with every position table of its stacks zero."""
     for stack in locate(model).stacks:
         with torch.no_grad():
-            table_of(model.get_submodule(stack.table or "")).zero_()
+            table_of(model.get_submodule(stack.table_path or "")).zero_()
     return model
 
 

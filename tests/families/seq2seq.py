@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posswap.families.tiny import TINY_LENGTH, TINY_VOCABULARY, tiny_model
+from hf_posswap.testing.tiny import TINY_LENGTH, TINY_VOCABULARY, tiny_model
 
 LENGTH, PADDING = TINY_LENGTH, 0
 TABLES = {

@@ -17,10 +17,10 @@ import hf_posswap
 from hf_posswap import patch_model, plan_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
-from hf_posswap.families.tiny import tiny_config, tiny_model
-from hf_posswap.patching.interface import AttendThroughInterface
+from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
 from hf_posswap.schemes import Learned, Rope
 from hf_posswap.schemes.alibi import slopes
+from hf_posswap.testing.tiny import tiny_config, tiny_model
 from tests.families.interface_models import words
 
 IDS = words(2, 14)
@@ -121,7 +121,16 @@ def test_the_t5_kinds_through_the_interface_are_what_they_were(name: str) -> Non
     interface = getattr(importlib.import_module("hf_posswap.families.interfaces.t5"), f"{name}Interface")
     for stack in locate(model).stacks:
         for layer, path in enumerate(stack.attention):
-            AttendThroughInterface(path, interface, layer, native_positions=True).apply(model, [])
+            AttendThroughInterface(
+                site="attention",
+                path=path,
+                before="",
+                after="",
+                module=interface.__module__,
+                name=interface.__name__,
+                layer=layer,
+                native_positions=True,
+            ).apply(model, {})
     same(logits(model), whole)
     same(logits(model, attention_mask=MASK), padded)
     assert torch.equal(model.generate(IDS, **given), generated)

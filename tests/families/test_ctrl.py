@@ -13,7 +13,7 @@ import hf_posswap
 from hf_posswap import patch_model, plan_swap, unpatch_model, verify_swap
 from hf_posswap.errors import SwapVerificationError, UnsupportedSwapError
 from hf_posswap.families import locate
-from hf_posswap.families.tiny import TINY_LENGTH, tiny_model
+from hf_posswap.testing.tiny import TINY_LENGTH, tiny_model
 from tests.families.interface_models import words
 from tests.families.oracles import penalty, rotated
 
@@ -42,7 +42,7 @@ def without_positions() -> Any:
 
 def test_where_its_table_is() -> None:
     sites = locate(build())
-    assert (sites.table, sites.geometry.original_length, sites.geometry.causal) == (
+    assert (sites.table_path, sites.geometry.original_length, sites.geometry.causal) == (
         "transformer.pos_encoding", TINY_LENGTH, True)  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import hf_posswap
 from hf_posswap import patch_model, plan_swap, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families import locate
-from hf_posswap.families.tiny import tiny_model
+from hf_posswap.testing.tiny import tiny_model
 from tests.families.interface_models import CASES, words
 from tests.families.oracles import penalty, turn, without_tables
 

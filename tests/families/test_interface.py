@@ -37,7 +37,7 @@ def implementations(case: Case) -> list[str]:
     return ["eager"] if case.file == "mpt" else ["eager", "sdpa"]  # the mask of MPT is made for eager code
 
 
-def test_a_whole_sequence(case: Case) -> None:
+def test_a_whole_sequence_equals_the_original(case: Case) -> None:
     expected = logits(case.build())
     for implementation in implementations(case):
         same(logits(case.dressed(implementation)), expected)
@@ -97,7 +97,7 @@ def stepwise(model: Any) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-def test_gradients_in_training(case: Case) -> None:
+def test_gradients_equal_the_originals(case: Case) -> None:
     found = []
     for model in (case.build(), case.dressed()):
         for module in model.modules():
@@ -159,14 +159,14 @@ def test_taken_back_it_is_what_it_was(case: Case) -> None:
     model = case.build()
     before = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
     expected = logits(model)
-    for step in dress(model, case.interface):
-        step(model)
+    for edit, saved in dress(model, case.interface):
+        edit.undo(model, saved)
     assert [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()] == before
     assert torch.equal(logits(model), expected)
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
-def test_copies_are_whole(case: Case, way: str) -> None:
+def test_copies_keep_the_class_and_the_logits(case: Case, way: str) -> None:
     model = case.dressed()
     twin = copied(model, way)
     assert any(type(module) is case.interface for module in twin.modules())
@@ -198,7 +198,7 @@ def test_accelerates_hooks_call_the_new_class(case: Case) -> None:
     for module in model.modules():
         if type(module) is native:
             hooks.add_hook_to_module(module, hooks.ModelHook())
-    undo = dress(model, case.interface)
+    done = dress(model, case.interface)
     calls: list[int] = []
     attend = case.interface.attend
     try:
@@ -207,8 +207,8 @@ def test_accelerates_hooks_call_the_new_class(case: Case) -> None:
     finally:
         del case.interface.attend
     assert calls
-    for step in undo:
-        step(model)
+    for edit, saved in done:
+        edit.undo(model, saved)
     assert torch.equal(logits(model), expected)
 
 

@@ -36,9 +36,9 @@ from hf_posswap.errors import (
 )
 from hf_posswap.families import locate
 from hf_posswap.families.modules import table_of
-from hf_posswap.patching.blending import finish_blend, set_blend
-from hf_posswap.patching.logit_scale import set_logit_scale
-from hf_posswap.patching.record import SwapRecord
+from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.patching.tools.blending import finish_blend, set_blend
+from hf_posswap.patching.tools.logit_scale import set_logit_scale
 from tests.contract.pairs import CHANGE, NOISE, gap
 from tests.families.oracles import penalty, rotated, without_tables
 from tests.families.seq2seq import (
@@ -67,10 +67,10 @@ SWAPS: dict[str, Any] = {
     "encoder rope": {"encoder": "rope"},
 }
 DAILY = ("BartForConditionalGeneration", "MarianMTModel", "M2M100ForConditionalGeneration")
-"""One of each kind; the others run every swap with `-m whole`."""
+"""One of each kind; the others run every swap with `-m exhaustive`."""
 TABLED = ("sinusoidal", "learned", "decoder learned")
 CELLS = [
-    pytest.param(name, swap, marks=[] if name in DAILY else pytest.mark.whole)
+    pytest.param(name, swap, marks=[] if name in DAILY else pytest.mark.exhaustive)
     for name in OPEN
     for swap in SWAPS
     if not (name in COMPUTED and swap in TABLED)
@@ -112,7 +112,7 @@ def test_each_stack_is_found_with_its_own_shape(name: str) -> None:
 def test_the_first_token_reads_the_row_that_the_offset_says(name: str, stack: str) -> None:
     model = build(name)
     where = locate(model).stack(stack)
-    rows = table_of(model.get_submodule(where.table or ""))
+    rows = table_of(model.get_submodule(where.table_path or ""))
     before = logits(model, SOURCE[:, :1], TARGET[:, :1])
     moved = []
     for row in range(6):
@@ -259,7 +259,7 @@ def test_a_stack_that_is_left_out_keeps_its_positions(name: str) -> None:
     patch_model(model, {"decoder": "rope"})
     decoder = locate(oracle).stack("decoder")
     with torch.no_grad():
-        table_of(oracle.get_submodule(decoder.table or "")).zero_()
+        table_of(oracle.get_submodule(decoder.table_path or "")).zero_()
     rotated(oracle, decoder, ("q_proj", "k_proj"))
     assert gap(logits(model), logits(oracle, use_cache=False)) < NOISE
     assert "The encoder keeps its positions" in str(model._posswap.plan)

@@ -30,9 +30,9 @@ from tests.families.single import (
 )
 
 DAILY = ("ElectraForMaskedLM", "XLMRobertaForMaskedLM", "DistilBertForMaskedLM", "AlbertForMaskedLM", *DECODERS)
-"""One of each kind; the others run every swap with `-m whole`."""
+"""One of each kind; the others run every swap with `-m exhaustive`."""
 CELLS = [
-    pytest.param(name, scheme, marks=[] if name in DAILY else pytest.mark.whole)
+    pytest.param(name, scheme, marks=[] if name in DAILY else pytest.mark.exhaustive)
     for name in KINDS
     for scheme in ("rope", "alibi", "learned", "sinusoidal", "nope")
     if not (scheme == "nope" and name not in DECODERS)
@@ -50,7 +50,7 @@ def swapped(name: str, scheme: Any, length: int = 2 * LENGTH, **changes: Any) ->
 def test_the_first_token_reads_the_row_that_the_offset_says(name: str) -> None:
     model = build(name)
     sites = locate(model)
-    rows, moved = model.get_submodule(sites.table or "").weight, []
+    rows, moved = model.get_submodule(sites.table_path or "").weight, []
     before = logits(model, IDS[:, :1])
     for row in range(6):
         kept = rows[row].clone()

@@ -39,7 +39,7 @@ def test_every_path_leads_to_a_module_that_a_forward_calls_once(name: str) -> No
     model = build(name)
     sites = locate(model)
     ids = torch.randint(5, 90, (1, 6))
-    paths = [*sites.attention, *sites.rotary, *([sites.table] if sites.table else []), sites.entry]
+    paths = [*sites.attention, *sites.rotary, *([sites.table_path] if sites.table_path else []), sites.entry]
     assert len(sites.attention) == 2
     for path in paths:
         assert calls_of(model.get_submodule(path), lambda: model(input_ids=ids)) == 1, path
@@ -50,7 +50,7 @@ def test_the_first_token_reads_the_row_that_the_offset_says(name: str) -> None:
     model = build(name)
     sites = locate(model)
     path, offset, first = TABLES[name]
-    assert (sites.table, sites.table_offset, sites.first_position) == (path, offset, first)
+    assert (sites.table_path, sites.table_offset, sites.first_position) == (path, offset, first)
     ids = torch.randint(5, 90, (1, 1))
     model(input_ids=ids).logits.sum().backward()
     used = model.get_submodule(path).weight.grad.abs().sum(dim=1).nonzero().flatten().tolist()
@@ -101,7 +101,7 @@ def test_meta_models_are_located_alike() -> None:
 
 def test_a_bare_base_model_is_located_without_a_prefix() -> None:
     sites = locate(build("gpt2").transformer)
-    assert (sites.base, sites.entry, sites.table) == ("", "", "wpe")
+    assert (sites.base, sites.entry, sites.table_path) == ("", "", "wpe")
 
 
 def test_a_path_that_is_not_there_is_an_error_that_names_it() -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from hf_posswap import Alibi, NoPE, Rope, explain, patch_model, plan_swap, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families import locate
-from hf_posswap.families.rotary_inside import ROTATES, TURNING_REFUSED
-from hf_posswap.families.tiny import language_models, tiny_model
-from hf_posswap.patching.attention import has_interface
+from hf_posswap.families.rotary_compatibility import ROTATES, TURNING_REFUSED
+from hf_posswap.patching.sites.attention.function import has_interface
+from hf_posswap.testing.tiny import language_models, tiny_model
 
 LENGTH = 24
 IDS = torch.randint(5, 90, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -69,7 +69,7 @@ def test_which_layers_rotate_is_what_their_own_forward_does(kind: str) -> None:
     model = tiny(kind)
     stack, config = locate(model).main, model.config
     turned = [turned_by(model.get_submodule(path), config) for path in stack.attention]
-    assert turned == [layer not in stack.still for layer in range(4)] == [True, True, True, False]
+    assert turned == [layer not in stack.nope_layers for layer in range(4)] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("kind", STILL)
@@ -178,7 +178,7 @@ def test_a_window_that_no_rotating_layer_sees_past_is_refused() -> None:
 
 def test_a_model_whose_layers_all_rotate_has_no_such_note() -> None:
     model = tiny_model("smollm3", no_rope_layers=[1] * 4)
-    assert locate(model).main.still == ()
+    assert locate(model).main.nope_layers == ()
     assert not any("without rotation" in note for note in plan_swap(model, "alibi").notes)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_posswap import load, patch_model, plan_swap, unpatch_model, verify_swap
 from hf_posswap.errors import PositionRangeError, UnsupportedSwapError
 from hf_posswap.families import locate
-from hf_posswap.families.tiny import TINY_LENGTH, tiny_model
+from hf_posswap.testing.tiny import TINY_LENGTH, tiny_model
 
 KINDS: dict[str, dict[str, Any]] = {
     "XLMWithLMHeadModel": {},
@@ -53,10 +53,10 @@ def by_hand(model: Any, rows_of: Any, length: int = TINY_LENGTH) -> Any:
     sites, config = locate(model), copy.deepcopy(model.config)
     state = dict(model.state_dict())
     for stack in sites.stacks:
-        assert stack.table is not None
+        assert stack.table_path is not None
         assert stack.config_name is not None
-        old, offset = state[f"{stack.table}.weight"], stack.table_offset
-        state[f"{stack.table}.weight"] = torch.cat((old[:offset], rows_of(old[offset:])))
+        old, offset = state[f"{stack.table_path}.weight"], stack.table_offset
+        state[f"{stack.table_path}.weight"] = torch.cat((old[:offset], rows_of(old[offset:])))
         setattr(config, stack.config_name, stack.config_length(length))
     stock = type(model)(config).eval()
     stock.load_state_dict(state)
@@ -113,7 +113,7 @@ def test_a_longer_table_is_a_longer_stock_model(kind: str, tmp_path: Path) -> No
 def kept_rows(model: Any) -> list[Tensor]:
     """Return the rows of each table from position 0 on."""
     stacks = locate(model).stacks
-    return [model.get_submodule(stack.table).weight.detach()[stack.table_offset :].clone() for stack in stacks]
+    return [model.get_submodule(stack.table_path).weight.detach()[stack.table_offset :].clone() for stack in stacks]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,7 +15,7 @@ import transformers
 
 import hf_posswap
 from hf_posswap import patch_model, unpatch_model, verify_swap
-from hf_posswap.families.tiny import tiny_model
+from hf_posswap.testing.tiny import tiny_model
 from tests.contract.pairs import NOISE, gap
 from tests.families.single import LENGTH, PADDING, words
 

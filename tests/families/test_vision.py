@@ -15,8 +15,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import hf_posswap
 from hf_posswap.errors import PositionRangeError, SchemeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families import locate
-from hf_posswap.patching.image_census import image_census
-from hf_posswap.schemes import IMAGE_SCHEMES, SCHEMES, Blend, NoPE
+from hf_posswap.families.images import PatchTable
+from hf_posswap.patching.inspect.census import census, image_classes
+from hf_posswap.schemes import SCHEMES, Blend, NoPE, schemes_for
 from tests.families.vision_models import (
     CLASSES,
     DINO,
@@ -34,7 +35,7 @@ from tests.families.vision_models import (
     tower_of,
 )
 
-ALL = list(IMAGE_SCHEMES)
+ALL = list(schemes_for("images"))
 NATIVE = {"learned_2d", "sinusoidal_2d", "nope"}
 OTHER = (24, 40)
 """Another size than the models were made for: 3 x 5 patches."""
@@ -49,12 +50,12 @@ def table_of(model: Any) -> nn.Parameter:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_where_positions_are(name: str) -> None:
+def test_locate_finds_table_grid_and_attention(name: str) -> None:
     model = build(name)
     sites = locate(model)
-    geometry, image = sites.geometry, sites.main.image
-    assert image is not None
-    assert model.get_parameter(image.table) is table_of(model)
+    geometry, table = sites.geometry, sites.main.table
+    assert isinstance(table, PatchTable)
+    assert model.get_parameter(table.path) is table_of(model)
     assert (geometry.grid(), geometry.prefix_tokens, geometry.causal) == ((4, 4), prefix_of(name), False)
     assert geometry.original_length == 16 + prefix_of(name) == states(model, images()).shape[1]
     assert [path.split(".")[-2] for path in sites.attention] == ["0", "1"]
@@ -236,20 +237,20 @@ def test_a_model_made_for_images_that_are_not_square() -> None:
     assert torch.equal(states(stock.eval(), images(*OTHER)), states(model, images(*OTHER)))
 
 
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in IMAGE_SCHEMES])
+@pytest.mark.parametrize("scheme", [name for name in schemes_for("text") if name not in schemes_for("images")])
 def test_schemes_for_text_are_refused(scheme: str) -> None:
     options = SCHEMES.get(scheme).stand_ins(locate(build("ViTModel")).geometry)
     with pytest.raises(UnsupportedSwapError) as caught:
         hf_posswap.plan_swap(build("ViTModel"), scheme, **options)
     assert str(caught.value) == (
-        f"{scheme} is for a model that reads text, and ViTModel sees images. What works: {', '.join(IMAGE_SCHEMES)}."
+        f"{scheme} is for a model that reads text, and ViTModel sees images. What works: {', '.join(ALL)}."
     )
 
 
-@pytest.mark.parametrize("scheme", [name for name in IMAGE_SCHEMES if name not in SCHEMES])
+@pytest.mark.parametrize("scheme", [name for name in schemes_for("images") if name not in schemes_for("text")])
 def test_schemes_for_images_are_refused_where_text_is_read(scheme: str) -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-    inner = IMAGE_SCHEMES.get(scheme)()
+    inner = SCHEMES.get(scheme)()
     inside = [NoPE().per_layer({0: inner}), Blend(new=inner, weight=0.5)] if inner.acts_inside else []
     for one in (scheme, inner, *inside):
         with pytest.raises(UnsupportedSwapError) as caught:
@@ -359,7 +360,8 @@ def test_the_census_and_its_table_have_every_class_that_is_tested_here() -> None
     dino = {*DINO, "Dinov2Backbone"}
     names = sorted({*CLASSES, *dino})
     inside = {name: "plugin" if TOLD or name not in dino else "no" for name in names}
-    assert image_census() == {name: {one: "native" if one in NATIVE else inside[name] for one in ALL} for name in names}
+    expected = {name: {one: "native" if one in NATIVE else inside[name] for one in ALL} for name in names}
+    assert {entry.name: entry.routes for entry in census(image_classes())} == expected
     head, _, *rows = table().splitlines()
     assert head == "| classes | `alibi_2d` | `learned_2d` | `nope` | `rope_2d` | `sinusoidal_2d` |"
     alike = [[name for name in names if inside[name] == route] for route in ("plugin", "no")]

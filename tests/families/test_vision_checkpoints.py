@@ -13,8 +13,8 @@ from torch import Tensor
 
 import hf_posswap
 from hf_posswap.errors import RecordError
-from hf_posswap.patching.record import SwapRecord
-from hf_posswap.schemes import IMAGE_SCHEMES
+from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.schemes import schemes_for
 from tests.checkpoints import fresh
 from tests.families.vision_models import FIRST, WHOLE, build, images, states
 
@@ -73,7 +73,7 @@ def test_plain_transformers_runs_what_is_native_and_refuses_the_rest(stored: Pat
             elif way.startswith("Auto"):
                 assert "trust_remote_code=True" in str(gap), (case, way, gap)
             else:  # asked by the name of its class
-                assert "ignore_mismatched_sizes" in str(gap), (case, way, gap)
+                assert "pip install hf-posswap" in str(gap), (case, way, gap)
 
 
 def test_bundled_code_loads_where_the_package_is_missing(stored: Path, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_bundled_code_loads_where_the_package_is_missing(stored: Path, tmp_path:
     }
 
 
-@pytest.mark.parametrize("scheme", list(IMAGE_SCHEMES))
+@pytest.mark.parametrize("scheme", list(schemes_for("images")))
 @pytest.mark.parametrize("name", ["CLIPModel", "DeiTForImageClassification"])
 def test_what_was_loaded_is_verified_and_saved_again(name: str, scheme: str, tmp_path: Path) -> None:
     model = build(name)

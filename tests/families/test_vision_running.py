@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from operator import attrgetter
 from typing import Any
 
 import pytest
 import torch
 
 import hf_posswap
-from hf_posswap.schemes import IMAGE_SCHEMES
+from hf_posswap.schemes import schemes_for
 from tests.families.vision_models import CLASSES, FIRST, build, images, prefix_of, states, tower_of
 
-ALL = list(IMAGE_SCHEMES)
+ALL = list(schemes_for("images"))
 OTHER = (24, 40)
 SIZES = ((32, 32), OTHER, (40, 24))
 
@@ -82,7 +83,7 @@ def test_training_lowers_the_loss(name: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ALL)
-def test_half_precision(scheme: str) -> None:
+def test_bfloat16_stays_near_float32_and_unpatches_exactly(scheme: str) -> None:
     for name in FIRST:
         model = swapped(name, scheme)
         expected = states(model, images(*OTHER))
@@ -96,9 +97,9 @@ def test_half_precision(scheme: str) -> None:
 
 
 def test_angles_and_slopes_stay_in_float32() -> None:
-    for scheme, attribute in (("rope_2d", "theta"), ("alibi_2d", "steepness")):
+    for scheme, attribute in (("rope_2d", "frequencies.inv_freq"), ("alibi_2d", "steepness")):
         model = swapped("ViTModel", scheme).to(torch.bfloat16)
-        assert getattr(model.posswap, attribute).dtype == torch.float32
+        assert attrgetter(attribute)(model.posswap).dtype == torch.float32
 
 
 @pytest.mark.parametrize("scheme", ALL)

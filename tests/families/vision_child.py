@@ -50,7 +50,7 @@ def report(folder: Path) -> dict[str, float | str]:
     flag = {"trust_remote_code": True} if MODE == "remote" else {}
     classes = [transformers.AutoModel] if "ForImage" not in name else [transformers.AutoModelForImageClassification]
     if MODE == "plain":
-        classes.append(getattr(transformers, name))
+        classes.append(getattr(transformers, name.removeprefix("Posswap")))
     ways = {cls.__name__: lambda cls=cls: cls.from_pretrained(folder, **flag) for cls in classes}
     if MODE == "plugin":
         ways["load"] = lambda: hf_posswap.load(folder)

@@ -60,7 +60,7 @@ def swapped(build: Any, scheme: str, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(("scheme", "options"), SCHEMES, ids=lambda value: str(value))
 @pytest.mark.parametrize("build", [gpt2, llama])
 @torch.no_grad()
-def test_cuda_equals_cpu(build: Any, scheme: str, options: dict[str, Any]) -> None:
+def test_logits_on_cuda_equal_those_on_the_cpu(build: Any, scheme: str, options: dict[str, Any]) -> None:
     model = swapped(build, scheme, options)
     ids = torch.randint(3, 67, (2, 100))
     expected = model(ids).logits

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posswap import patch_model, set_backend
 from hf_posswap.kernels import fused
-from hf_posswap.patching import backends
-from hf_posswap.rotary import CosSin, compile_rotation, rotate
+from hf_posswap.patching.sites.attention import backends
+from hf_posswap.rope_math import CosSin, compile_rotation, rotate
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,9 +15,9 @@ from hf_posswap.errors import BackendWarning
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels import flex
 from hf_posswap.kernels.flex import ByDistance, attend_read, fits_flex
-from hf_posswap.patching import backends
-from hf_posswap.patching.backends import flex_bias
-from hf_posswap.patching.positions import Span
+from hf_posswap.patching.sites.attention import backends
+from hf_posswap.patching.sites.attention.backends import flex_bias
+from hf_posswap.patching.sites.attention.positions import Span
 from hf_posswap.schemes import Kerple, T5Bias
 from hf_posswap.schemes.alibi import AlibiMechanism
 
@@ -38,7 +38,8 @@ def mechanism_of(name: str, causal: bool) -> Any:
 @torch.no_grad()
 def test_it_reads_as_the_dense_bias(name: str, causal: bool) -> None:
     mechanism = mechanism_of(name, causal)
-    span = Span(torch.tensor([[4, 5, 9], [0, 1, 30]]), 7, 10, 0, torch.tensor([[0], [3]]), fresh=False)
+    keys = torch.arange(10)[None] - torch.tensor([[0], [3]])
+    span = Span(torch.tensor([[4, 5, 9], [0, 1, 30]]), 10, is_prefill=False, cached=keys)
     read, dense = flex_bias(mechanism, span, 2), mechanism.bias(span.query, span.key)
     assert dense.shape == (2, 6, 3, 10)
     for place in torch.cartesian_prod(*map(torch.arange, dense.shape)):
@@ -98,7 +99,7 @@ def dense(bias: Any, shape: tuple[int, ...]) -> Tensor:
 @torch.no_grad()
 def test_the_compiled_call_equals_the_formula(name: str, causal: bool) -> None:
     torch.manual_seed(0)
-    span = Span(torch.stack([torch.arange(150), 3 * torch.arange(150)]), 0, 150, 0, 0, fresh=True)
+    span = Span(torch.stack([torch.arange(150), 3 * torch.arange(150)]), 150, is_prefill=True)
     bias = flex_bias(mechanism_of(name, causal), span, 2)
     assert bias is not None
     query, key, value = (torch.randn(2, heads, 150, 16) for heads in (6, 3, 3))

@@ -76,7 +76,7 @@ def test_a_window_and_the_rest(window: int, length: int, heads: tuple[int, int])
 
 @settings(max_examples=40)
 @given(size=st.integers(2, 20), length=st.integers(1, 50), heads=st.sampled_from([(1, 1), (4, 2), (3, 3)]))
-def test_chunks(size: int, length: int, heads: tuple[int, int]) -> None:
+def test_chunked_attention_equals_the_brute_force(size: int, length: int, heads: tuple[int, int]) -> None:
     check(chunked(size), *heads, length)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hf_posswap.progress import Reporter
-from hf_posswap.quickstart import BaseSettings, QuickstartResult, QuickstartSettings, run
+from hf_posswap.quickstart import BaseSettings, QuickstartResult, QuickstartSettings
+from hf_posswap.quickstart.run import run
+from hf_posswap.utils.progress import Reporter
 
 TINY = QuickstartSettings(
     steps=3,

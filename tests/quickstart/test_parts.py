@@ -16,10 +16,7 @@ from tokenizers import Tokenizer, models
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hf_posswap
-from hf_posswap import progress
 from hf_posswap.errors import CheckpointError, DataError, OptionError
-from hf_posswap.files import cache_folder
-from hf_posswap.progress import Reporter
 from hf_posswap.quickstart.folder import claim_folder, open_folder
 from hf_posswap.quickstart.measure import Yardstick, running_limits
 from hf_posswap.quickstart.reload import check_reload, probe_logits
@@ -27,6 +24,9 @@ from hf_posswap.quickstart.report import trend
 from hf_posswap.quickstart.results import cautions, choose_best, command
 from hf_posswap.quickstart.settings import QuickstartSettings, digest, resolve_device
 from hf_posswap.quickstart.variants import choose_variants, learning_rate
+from hf_posswap.utils import progress
+from hf_posswap.utils.atomic_io import cache_folder
+from hf_posswap.utils.progress import Reporter
 
 
 def gpt2(**options: Any) -> GPT2LMHeadModel:

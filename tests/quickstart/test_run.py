@@ -25,7 +25,8 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import hf_posswap
 from hf_posswap.errors import CheckpointError, DataError, OptionError
-from hf_posswap.quickstart import QuickstartResult, QuickstartSettings, run, run_quickstart
+from hf_posswap.quickstart import QuickstartResult, QuickstartSettings, run_quickstart
+from hf_posswap.quickstart.run import run
 from hf_posswap.training import byte_tokenizer, python_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,7 +128,7 @@ import sys
 sys.path[:0] = [{here!r}, {root!r}]
 from pathlib import Path
 from conftest import TINY
-from hf_posswap.quickstart import run
+from hf_posswap.quickstart.run import run
 run(Path({out!r}), TINY, cache=Path({cache!r}))
 """
 

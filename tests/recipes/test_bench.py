@@ -91,10 +91,10 @@ def test_a_number_that_is_none_is_different() -> None:
 def test_an_unknown_name_is_refused() -> None:
     done = bench("rpoe")
     assert done.exit_code == 2
-    assert "there are roof, rope, bias" in " ".join(done.output.split())
+    assert "there are roof, rope, angles, bias" in " ".join(done.output.split())
 
 
-def test_ways_take_turns() -> None:
+def test_ways_are_measured_in_turns() -> None:
     order: list[str] = []
     case = Case("turns", {way: lambda way=way: order.append(way) for way in "ab"}, tolerance=None, repetitions=3)
     row = measure(case, "", smoke=False)

@@ -45,7 +45,7 @@ def test_evaluate_holds_a_swap_against_the_model(model: Path) -> None:
     assert (out / "perplexity-by-length.png").exists()
 
 
-def test_compare_sweeps_schemes(model: Path) -> None:
+def test_compare_measures_every_scheme(model: Path) -> None:
     out, text = model.parent / "compared", model.parent
     more = ("--text", text / "0.txt", "--text", text / "1.txt", "--lengths", "16,32")
     done = run(compare.app, model, out, "rope", "alibi", *more)

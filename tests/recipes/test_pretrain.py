@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 import hf_posswap
 from hf_posswap.errors import CheckpointError
-from hf_posswap.files import read_json
 from hf_posswap.training.config import make_recipe
 from hf_posswap.training.engine.trainer import PosswapTrainer
 from hf_posswap.training.fresh import FreshSettings
+from hf_posswap.utils.atomic_io import read_json
 from recipes import pretrain
 
 STEPS = 12

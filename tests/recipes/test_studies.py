@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hf_posswap.errors import CheckpointError, ConfigError, TrainingError
-from hf_posswap.files import read_json
 from hf_posswap.training.config import load_recipe
 from hf_posswap.training.config.load import to_dict
+from hf_posswap.utils.atomic_io import read_json
 from recipes.studies import effects, learned_to_rope
 from recipes.studies.rows import REACH, ROWS, SMOKE, Row, Sizes, row_settings
 from recipes.studies.running import CONTROL, RECIPES, control_settings, make_run, run_script, tokens_of
@@ -172,7 +172,7 @@ def test_an_unknown_recipe_is_refused(tmp_path: Path) -> None:
     assert "Did you mean 'yarn'?" in done.stderr
 
 
-@pytest.mark.whole  # two minutes, and the recipes themselves run in every run
+@pytest.mark.exhaustive  # two minutes, and the recipes themselves run in every run
 @pytest.mark.timeout(900)
 def test_the_effects_study_runs_every_recipe(tmp_path: Path) -> None:
     """Some rows, then all: what was there stays, and the second call trains only what is missing."""

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hf_posswap.schemes import SCHEMES
+from hf_posswap.schemes import SCHEMES, schemes_for
 from recipes.support_table import BEGIN, END, main
 
 FRAME = f"# Title\n\n{BEGIN}\n{END}\n\nAfter.\n"
@@ -23,7 +23,7 @@ OTHER = {"outcome": "no", "reason": "Thing has no place for it"}
 
 def row(name: str, outcomes: dict[str, str], reason: str = "", **more: str) -> dict[str, Any]:
     """Return what the light contract writes of a class; schemes that are not named are refused."""
-    cells = dict.fromkeys(SCHEMES, {**OTHER, "reason": OTHER["reason"].replace("Thing", name)})
+    cells = dict.fromkeys(schemes_for("text"), {**OTHER, "reason": OTHER["reason"].replace("Thing", name)})
     cells |= {scheme: {"outcome": outcome, "reason": reason} for scheme, outcome in outcomes.items()}
     versions = {"transformers": "5.23.0", "torch": "2.13.0+cpu"}
     return {"class": name, "model_types": [name.lower()], "family": "learned", **versions, "schemes": cells} | more
@@ -59,7 +59,7 @@ def test_the_table_says_what_was_found(tmp_path: Path) -> None:
     assert "**3 of 4 classes** for causal, masked and sequence-to-sequence" in table
     assert "transformers 5.23.0 can be patched, 5 pairs of a class and a scheme." in table
     assert f"| `alibi` | bias | `P.R.U.` | {SCHEMES.get('alibi').summary} |" in lines
-    others = ", ".join(name for name in SCHEMES if name not in ("alibi", "sinusoidal"))
+    others = ", ".join(name for name in schemes_for("text") if name not in ("alibi", "sinusoidal"))
     assert f"| classes | model types | alibi | {others} | sinusoidal |" in lines
     assert "| 2 | `gpt`, `opt` | plugin | – | native |" in lines
     assert "| 1 | `bert` | – | – | native |" in lines

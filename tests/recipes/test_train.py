@@ -36,7 +36,7 @@ NAMES = {
 }  # fmt: skip
 
 
-def test_none_is_missing() -> None:
+def test_every_agreed_recipe_and_launcher_is_there() -> None:
     assert {path.stem for path in RECIPES} >= NAMES
     assert {path.stem for path in LAUNCHERS} == {
         "single-gpu", "ddp", "fsdp2", "fsdp2-cp", "deepspeed-zero3", "deepspeed-ulysses", "cpu",
@@ -94,7 +94,7 @@ def run_script(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_it_runs(path: Path, place: Path) -> None:
+def test_every_recipe_trains_and_saves_a_model(path: Path, place: Path) -> None:
     settings = small(path, place)
     assert run_script("--config", str(path), *settings) == 0
     wanted = load_recipe(path, settings)

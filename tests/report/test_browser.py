@@ -101,7 +101,7 @@ def test_letters_on_a_phone_can_be_read(results: dict[str, Any], tmp_path: Path)
         assert all(shrunk * 12.5 > 10.5 for shrunk in driver.execute_script(ratio))  # pixels of the smallest letters
 
 
-def test_dark_is_dark(results: dict[str, Any], tmp_path: Path) -> None:
+def test_the_page_is_dark_where_dark_is_preferred(results: dict[str, Any], tmp_path: Path) -> None:
     def brightness(kind: str) -> float:
         (tmp_path / kind).mkdir()
         with _chromium(kind, tmp_path / kind) as driver:
@@ -167,7 +167,7 @@ def test_a_model_can_be_put_out_of_sight(desktop: Chrome, results: dict[str, Any
         assert len(_shown(desktop, "#positions .stroke")) == shown
 
 
-def test_it_prints(desktop: Chrome, results: dict[str, Any], tmp_path: Path) -> None:
+def test_the_page_prints_to_pdf(desktop: Chrome, results: dict[str, Any], tmp_path: Path) -> None:
     _open(desktop, results, tmp_path)
     printed = base64.b64decode(desktop.print_page())
     assert printed.startswith(b"%PDF")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -232,3 +234,41 @@ def test_a_place_that_cannot_be_written_is_said(results: dict[str, Any], tmp_pat
 
 def test_an_evaluation_writes_its_page(measured: Any) -> None:
     assert (measured.folder / "report.html").read_text(encoding="utf-8") == render_html(measured.results)
+
+
+def damaged(results: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    """Return `results` with one value in it, however deep, gone or another."""
+    values: list[Any] = [None, "text", -1, 0, 10**40, 1e308, float("nan"), [], {}, [[]], {"a": 1}, True]
+    place: Any = results
+    while True:
+        key = chance.choice(list(place) if isinstance(place, dict) else range(len(place)))
+        below = place[key]
+        if not isinstance(below, dict | list) or not below or chance.random() < 0.15:
+            break
+        place = below
+    if chance.random() < 0.3:
+        del place[key]
+    else:
+        place[key] = chance.choice(values)
+    return results
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_edited_results_make_a_page_or_one_clear_error(results: dict[str, Any], seed: int) -> None:
+    chance, rounds = random.Random(seed), 40
+    refusals: list[str] = []
+    for _ in range(rounds):
+        try:
+            assert render_html(damaged(copy.deepcopy(results), chance)).startswith("<!doctype html>")
+        except DataError as error:
+            refusals.append(str(error))
+    assert 0 < len(refusals) < rounds
+    assert all(re.match("these results|a report needs the results.json", said) for said in refusals)
+
+
+def test_what_was_edited_is_said(results: dict[str, Any]) -> None:
+    del results["models"]["base"]["ppl_prefix"][0]["low"]
+    with pytest.raises(
+        DataError, match="these results cannot be shown .*low.*edited, or are not whole.*make them again"
+    ):
+        render_html(results)

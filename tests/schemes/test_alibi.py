@@ -28,7 +28,7 @@ def recursive_slopes(heads: int) -> list[float]:
     return recursive_slopes(nearest) + recursive_slopes(2 * nearest)[::2][: heads - nearest]
 
 
-def test_the_published_list() -> None:
+def test_slopes_equal_the_published_list() -> None:
     assert slopes(12) == pytest.approx(PUBLISHED, abs=5e-6)
     assert slopes(8) == PUBLISHED[:8]
 

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_posswap.schemes import Alibi2D
-from hf_posswap.schemes.places import places_of
+from hf_posswap.schemes.common.places import places_of
 from tests.schemes.small import image_geometry
 
 
 @settings(max_examples=20, deadline=None)
 @given(grid=st.tuples(st.integers(1, 5), st.integers(1, 5)), prefix=st.integers(0, 2), heads=st.sampled_from([2, 4, 8]))
-def test_pair_by_pair(grid: tuple[int, int], prefix: int, heads: int) -> None:
+def test_the_bias_equals_the_formula_pair_by_pair(grid: tuple[int, int], prefix: int, heads: int) -> None:
     places = places_of(grid, prefix, torch.device("cpu"))
     found = Alibi2D().mechanism(image_geometry(num_heads=heads)).bias(places, places)[0]
     spots = [None] * prefix + [(r, c) for r in range(grid[0]) for c in range(grid[1])]

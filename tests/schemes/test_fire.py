@@ -131,7 +131,7 @@ def test_gradients_reach_every_parameter_from_both_sides_of_the_threshold(geomet
     assert mechanism.c.grad.any()
 
 
-def test_shown(geometry: Geometries) -> None:
+def test_repr_names_heads_width_and_threshold(geometry: Geometries) -> None:
     assert repr(made(geometry, Fire())) == "FireMechanism(heads=4, width=32, threshold=32)"
 
 

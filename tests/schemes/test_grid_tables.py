@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_posswap.errors import SchemeError
-from hf_posswap.schemes import IMAGE_SCHEMES, GridTable, Learned2D, Sinusoidal2D, make_scheme
+from hf_posswap.schemes import GridTable, Learned2D, Sinusoidal2D, make_scheme, schemes_for
 from tests.schemes.small import image_geometry
 
 OLD = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
-TABLES = [name for name, cls in IMAGE_SCHEMES.items() if issubclass(cls, GridTable)]
+TABLES = [name for name, cls in schemes_for("images").items() if issubclass(cls, GridTable)]
 
 
 def mae(width: int, rows: int, columns: int) -> np.ndarray:
@@ -89,7 +89,7 @@ def test_a_table_of_the_same_grid_is_kept() -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_image_sizes(name: str) -> None:
+def test_image_sizes_are_taken_as_one_number_or_two(name: str) -> None:
     shape = image_geometry()
     assert make_scheme(name).resolve(shape, None).image_size == (32, 32)  # type: ignore[attr-defined]
     given_one = make_scheme(name, image_size=48).resolve(shape, None)

@@ -118,5 +118,5 @@ def test_both_sides_weigh_the_same_for_an_encoder(geometry: Geometries) -> None:
     assert (bias < 0).sum() == 6 * 6  # all but the diagonal
 
 
-def test_shown(geometry: Geometries) -> None:
+def test_repr_names_variant_and_heads(geometry: Geometries) -> None:
     assert repr(made(geometry, "power", 3)) == "KerpleMechanism(variant='power', heads=3)"

@@ -38,14 +38,14 @@ def extended(rule: str, old: torch.Tensor, rows: int, geometry: Geometries, alph
 
 
 @given(count=OLD, more=MORE, dtype=DTYPES)
-def test_tile(geometry: Geometries, count: int, more: int, dtype: torch.dtype) -> None:
+def test_tile_repeats_the_old_rows(geometry: Geometries, count: int, more: int, dtype: torch.dtype) -> None:
     old = torch.randn(count, WIDTH, dtype=torch.float64).to(dtype)
     new = extended("tile", old, count + more, geometry)
     assert new.tolist() == [old[p % count].tolist() for p in range(count + more)]
 
 
 @given(count=OLD, more=MORE, dtype=DTYPES)
-def test_group(geometry: Geometries, count: int, more: int, dtype: torch.dtype) -> None:
+def test_group_repeats_each_row_in_place(geometry: Geometries, count: int, more: int, dtype: torch.dtype) -> None:
     old = torch.randn(count, WIDTH, dtype=torch.float64).to(dtype)
     rows = count + more
     new = extended("group", old, rows, geometry)
@@ -53,7 +53,7 @@ def test_group(geometry: Geometries, count: int, more: int, dtype: torch.dtype) 
 
 
 @given(count=OLD, more=MORE)
-def test_interpolate(geometry: Geometries, count: int, more: int) -> None:
+def test_interpolate_equals_exact_fractions(geometry: Geometries, count: int, more: int) -> None:
     old = torch.randn(count, WIDTH)
     rows = count + more
     new = extended("interpolate", old, rows, geometry)
@@ -70,7 +70,7 @@ def test_interpolate(geometry: Geometries, count: int, more: int) -> None:
 
 
 @given(count=st.integers(1, 9), more=MORE, alpha=st.floats(0.05, 0.95).filter(lambda a: abs(a - 0.5) > 0.01))
-def test_hierarchical(geometry: Geometries, count: int, more: int, alpha: float) -> None:
+def test_hierarchical_equals_the_papers_formula(geometry: Geometries, count: int, more: int, alpha: float) -> None:
     old = torch.randn(count, WIDTH)
     rows = min(count + more, count * count)
     new = extended("hierarchical", old, rows, geometry, alpha)
@@ -190,7 +190,7 @@ def test_a_model_with_drawn_rows() -> None:
     verify_swap(model)
     unpatch_model(model)
     plan = patch_model(model, "learned", extend="reinit")
-    assert plan.adaptation == "required: every position vector changes"
+    assert plan.adaptation == "required: fine-tuning, as every position vector changes"
     assert (model(ids).logits - before).abs().max() > 1e-3
     verify_swap(model)
     assert torch.equal(unpatch_model(model)(ids).logits, before)

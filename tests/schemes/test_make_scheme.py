@@ -25,8 +25,9 @@ from hf_posswap.schemes import (
     Yarn,
     base,
     make_scheme,
+    schemes_for,
 )
-from hf_posswap.schemes.piecewise import Piecewise
+from hf_posswap.schemes.common.piecewise import Piecewise
 
 Geometries = Callable[..., Geometry]
 Examples = Callable[..., Scheme]
@@ -35,8 +36,8 @@ FIRST = {"alibi", "dynamic", "learned", "linear", "llama3", "longrope", "nope", 
 
 
 def test_the_first_schemes_are_registered_under_their_own_names() -> None:
-    assert set(SCHEMES) >= FIRST
-    for name, cls in SCHEMES.items():
+    assert set(schemes_for("text")) >= FIRST
+    for name, cls in schemes_for("text").items():
         assert cls.name == name
         assert cls.kind in ("rotary", "bias", "table", "none", "mixed")
         assert cls.source.startswith("https://")
@@ -48,14 +49,16 @@ def test_the_registry_s_annotation_can_be_evaluated() -> None:
     assert get_type_hints(base)["SCHEMES"] == Registry[type[Scheme]]
 
 
-@pytest.mark.parametrize("name", list(SCHEMES))
+@pytest.mark.parametrize("name", list(schemes_for("text")))
 def test_an_example_stands_in_every_docstring(name: str) -> None:
     assert ">>> " in (SCHEMES.get(name).__doc__ or "")
 
 
-@pytest.mark.parametrize("name", list(SCHEMES))
+@pytest.mark.parametrize("name", list(schemes_for("text")))
 @pytest.mark.parametrize("resolved", [False, True])
-def test_json_and_back(geometry: Geometries, example: Examples, name: str, resolved: bool) -> None:
+def test_a_scheme_comes_back_from_json_equal(
+    geometry: Geometries, example: Examples, name: str, resolved: bool
+) -> None:
     scheme = example(name, geometry())
     if resolved:
         scheme = scheme.resolve(geometry(), None)
@@ -68,7 +71,7 @@ def test_json_and_back(geometry: Geometries, example: Examples, name: str, resol
     assert pickle.loads(pickle.dumps(scheme)) == scheme
 
 
-@pytest.mark.parametrize("name", list(SCHEMES))
+@pytest.mark.parametrize("name", list(schemes_for("text")))
 def test_a_name_an_object_and_a_dict_mean_the_same(name: str) -> None:
     made = make_scheme(name)
     assert made == SCHEMES.get(name)()
@@ -80,7 +83,7 @@ def test_options_join_those_of_a_dict() -> None:
     assert make_scheme({"name": "yarn", "factor": 4}, beta_fast=16) == Yarn(factor=4.0, beta_fast=16.0)
 
 
-@pytest.mark.parametrize("name", [name for name, cls in SCHEMES.items() if issubclass(cls, RotaryScheme)])
+@pytest.mark.parametrize("name", [name for name, cls in schemes_for("text").items() if issubclass(cls, RotaryScheme)])
 @pytest.mark.parametrize("layout", [None, "interleaved"])
 @pytest.mark.parametrize("rotary_dim", [None, 8])
 def test_resolving_fills_every_parameter_from_the_model(
@@ -104,7 +107,7 @@ def test_resolving_fills_every_parameter_from_the_model(
     }  # options: their absence is a value
 
 
-@pytest.mark.parametrize("name", list(SCHEMES))
+@pytest.mark.parametrize("name", list(schemes_for("text")))
 def test_what_is_given_is_kept(geometry: Geometries, name: str) -> None:
     cls = SCHEMES.get(name)
     wanted = {"base": 123.0, "partial": 0.5, "original_length": 100, "attention_factor": 1.5, "factor": 3.0}
@@ -116,7 +119,7 @@ def test_what_is_given_is_kept(geometry: Geometries, name: str) -> None:
 
 
 @given(
-    name=st.sampled_from(list(SCHEMES)),
+    name=st.sampled_from(list(schemes_for("text"))),
     half=st.integers(2, 40),
     passed=st.integers(0, 9),
     original=st.integers(50, 5000),
@@ -143,12 +146,14 @@ def test_a_shorter_max_length_does_not_squeeze(geometry: Geometries) -> None:
     assert Linear().resolve(geometry(), 64).factor == 1.0
 
 
-@pytest.mark.parametrize("name", [name for name, cls in SCHEMES.items() if cls.kind != "table" and name != "together"])
+@pytest.mark.parametrize(
+    "name", [name for name, cls in schemes_for("text").items() if cls.kind != "table" and name != "together"]
+)
 def test_schemes_without_a_table_run_at_any_length(name: str) -> None:
     assert SCHEMES.get(name)().traits.unbounded == (name != "xpos")  # its factors leave the range of float32
 
 
-def test_shown() -> None:
+def test_str_and_repr_show_the_fields() -> None:
     assert str(Alibi()) == "alibi"
     assert str(Linear(factor=4, base=500)) == "linear(base=500.0, factor=4.0)"
     assert repr(Linear(factor=4)) == "Linear(base=None, partial=None, layout=None, factor=4.0, original_length=None)"

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes import SCHEMES, Mechanism, Rope, Scheme
-from hf_posswap.schemes.piecewise import Windowed
+from hf_posswap.schemes import SCHEMES, Mechanism, Rope, Scheme, schemes_for
+from hf_posswap.schemes.common.piecewise import Windowed
 
 Geometries = Callable[..., Geometry]
 Examples = Callable[..., Scheme]
 
-INSIDE = [name for name, cls in SCHEMES.items() if cls.kind in ("rotary", "bias")]
-OUTSIDE = [name for name, cls in SCHEMES.items() if cls.kind == "table"]
-ROTARY = [name for name, cls in SCHEMES.items() if cls.kind == "rotary"]
+INSIDE = [name for name, cls in schemes_for("text").items() if cls.kind in ("rotary", "bias")]
+OUTSIDE = [name for name, cls in schemes_for("text").items() if cls.kind == "table"]
+ROTARY = [name for name, cls in schemes_for("text").items() if cls.kind == "rotary"]
 LEARNED = {"t5", "kerple", "fire"}
 """Those that bring parameters of their own."""
 
@@ -178,7 +178,7 @@ def test_only_prefix_consistent_schemes_may_cache_rotated_keys(
     assert torch.equal(early, late) == mechanism.stores_rotated_keys == scheme.traits.prefix_consistent
 
 
-@pytest.mark.parametrize("name", list(SCHEMES))
+@pytest.mark.parametrize("name", list(schemes_for("text")))
 def test_a_sequence_may_be_split_exactly_where_that_is_promised(
     geometry: Geometries, example: Examples, name: str
 ) -> None:

@@ -96,7 +96,7 @@ def test_a_ramp_over_turns_with_llama_3_s_ends_is_llama_3(
     torch.testing.assert_close(scheme.angles(shape).inv_freq, theirs, rtol=2e-6 * factor, atol=0)
 
 
-def test_the_variants_differ(geometry: Geometries) -> None:
+def test_every_variant_gives_other_frequencies(geometry: Geometries) -> None:
     shape = geometry(head_dim=64, original_length=4096)
     found = {
         tuple(NTKByParts(factor=8, ramp=ramp, mix=mix).resolve(shape, None).angles(shape).inv_freq.tolist())

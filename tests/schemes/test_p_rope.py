@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_posswap import patch_model, verify_swap
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.rotary import default_inv_freq
+from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes import PRope, make_scheme
 from tests.schemes.small import llama
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_posswap.errors import OptionError, PosswapError, SchemeError, UnknownNameError
-from hf_posswap.schemes import SCHEMES, Linear, Scheme, make_scheme
+from hf_posswap.schemes import SCHEMES, Linear, Scheme, make_scheme, schemes_for
 
 NAN, INF = float("nan"), float("inf")
 NOT_NUMBERS: list[Any] = [NAN, INF, -INF, True, "4", [4.0], 10**400]
@@ -67,7 +67,7 @@ FLAGS = ["truncate", "log_scaling"]
 NESTED = ["layers", "default", "rotary", "table", "inside", "new"]
 """Those that hold schemes or layers: see test_composition.py."""
 
-FIELDS = [(name, field.name) for name, cls in SCHEMES.items() for field in dataclasses.fields(cls)]
+FIELDS = [(name, field.name) for name, cls in schemes_for("text").items() for field in dataclasses.fields(cls)]
 
 
 def refuse(name: str, **options: Any) -> str:
@@ -82,7 +82,7 @@ def test_every_field_of_every_scheme_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in NUMBERS])
-def test_numbers(name: str, field: str) -> None:
+def test_what_is_no_number_within_bounds_is_refused(name: str, field: str) -> None:
     expected, beyond = NUMBERS[field]
     for value in [*NOT_NUMBERS, *beyond]:
         message = refuse(name, **{field: value})
@@ -92,7 +92,7 @@ def test_numbers(name: str, field: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in WHOLES])
-def test_whole_numbers(name: str, field: str) -> None:
+def test_what_is_no_whole_number_within_bounds_is_refused(name: str, field: str) -> None:
     least, most = WHOLES[field]
     assert getattr(make_scheme(name, **{field: least}), field) == least
     assert getattr(make_scheme(name, **{field: most}), field) == most
@@ -104,20 +104,20 @@ def test_whole_numbers(name: str, field: str) -> None:
 
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in LENGTHS])
 @pytest.mark.parametrize("value", [0, -1, 1.5, 512.0, True, "512", NAN])
-def test_lengths(name: str, field: str, value: Any) -> None:
+def test_what_is_no_length_is_refused(name: str, field: str, value: Any) -> None:
     assert refuse(name, **{field: value}) == (f"{name}: {field} must be a whole number of tokens >= 1, got {value!r}.")
 
 
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in LISTS])
 @pytest.mark.parametrize("value", [[], 2.0, "1,2", {"a": 1}])
-def test_lists(name: str, field: str, value: Any) -> None:
+def test_what_is_no_list_is_refused(name: str, field: str, value: Any) -> None:
     message = refuse(name, **{field: value})
     assert message == f"{name}: {field} must be a list of numbers, one a rotary pair, got {value!r}."
 
 
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in LISTS])
 @pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF, True, "2", None])
-def test_entries_of_lists(name: str, field: str, value: Any) -> None:
+def test_entries_of_lists_out_of_bounds_are_refused(name: str, field: str, value: Any) -> None:
     if value == 0.0 and LISTS[field] == ">= 0":
         assert getattr(make_scheme(name, **{field: [1.0, value]}), field) == (1.0, 0.0)
         return
@@ -127,7 +127,7 @@ def test_entries_of_lists(name: str, field: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in CHOICES])
 @pytest.mark.parametrize("value", ["hlaf", "", 3, True, ["half"]])
-def test_choices(name: str, field: str, value: Any) -> None:
+def test_what_is_no_choice_is_refused(name: str, field: str, value: Any) -> None:
     message = refuse(name, **{field: value})
     assert f"{field} must be one of " in message
     assert message.endswith(f"got {value!r}.")
@@ -137,7 +137,7 @@ def test_choices(name: str, field: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in FLAGS])
 @pytest.mark.parametrize("value", [1, 0, "yes"])
-def test_flags(name: str, field: str, value: Any) -> None:
+def test_what_is_no_flag_is_refused(name: str, field: str, value: Any) -> None:
     assert refuse(name, **{field: value}) == f"{name}: {field} must be True or False, got {value!r}."
 
 
@@ -186,7 +186,9 @@ def test_parameters_that_contradict_each_other(name: str, options: dict[str, Any
         (lambda: make_scheme(Linear), SchemeError, "a scheme is an object, a name or a dict, got type: "),
     ],
 )
-def test_make_scheme_refuses(call: Callable[[], Scheme], kind: type[PosswapError], says: str) -> None:
+def test_make_scheme_refuses_unknown_names_and_options(
+    call: Callable[[], Scheme], kind: type[PosswapError], says: str
+) -> None:
     with pytest.raises(kind) as caught:
         call()
     assert says in str(caught.value)

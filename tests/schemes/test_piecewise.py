@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posswap.errors import SchemeError
-from hf_posswap.patching import pieces as site
-from hf_posswap.patching.pieces import attend_in_pieces
-from hf_posswap.rotary import rotate
+from hf_posswap.patching.sites.attention import split_attention as site
+from hf_posswap.patching.sites.attention.split_attention import attend_split
+from hf_posswap.rope_math import rotate
 from hf_posswap.schemes import DualChunk, Dynamic, LeakyReRope, ReRope, SelfExtend
 from tests.schemes.small import geometry
 
@@ -84,7 +84,7 @@ def run(scheme: Any, q: Tensor, k: Tensor, v: Tensor, padding: int = 0, past: in
         mask = ((index[None] <= index[:, None]) & (index[None] >= padding))[None, None, past:]
     if mechanism.rotates:
         k = rotate(k[None], mechanism.prepare(positions, positions.amax()[None]), "half")[0]
-    out, _ = attend_in_pieces(
+    out, _ = attend_split(
         q[None, :, past:],
         k[None],
         v[None],
@@ -137,7 +137,7 @@ def test_attention_equals_brute_force(
     dim=st.sampled_from([2, 6, 10]),
     heads=st.sampled_from([(1, 1), (3, 1), (6, 3), (5, 5)]),
 )
-def test_any_parameters(
+def test_any_parameters_equal_the_brute_force(
     length: int, window: int, group: int, slowdown: float, dim: int, heads: tuple[int, int]
 ) -> None:
     q, k, v = qkv(length, *heads, dim=dim)

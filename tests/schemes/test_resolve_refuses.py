@@ -10,7 +10,7 @@ import pytest
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes import SCHEMES, Linear, RotaryScheme, Scheme, make_scheme
+from hf_posswap.schemes import Linear, RotaryScheme, Scheme, make_scheme, schemes_for
 
 Geometries = Callable[..., Geometry]
 Examples = Callable[..., Scheme]
@@ -23,7 +23,11 @@ def refuse_model(scheme: Scheme, geometry: Geometry, max_length: Any = None) -> 
     return str(caught.value)
 
 
-SCALED = [name for name, cls in SCHEMES.items() if any(field.name == "factor" for field in dataclasses.fields(cls))]
+SCALED = [
+    name
+    for name, cls in schemes_for("text").items()
+    if any(field.name == "factor" for field in dataclasses.fields(cls))
+]
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -43,7 +47,7 @@ def test_a_max_length_beyond_the_factor(geometry: Geometries, example: Examples,
     assert example(name, geometry(), factor=3.047).resolve(geometry(), 390).reach(geometry()) == 390  # the advice works
 
 
-@pytest.mark.parametrize("name", list(SCHEMES))
+@pytest.mark.parametrize("name", list(schemes_for("text")))
 @pytest.mark.parametrize("value", [0, -128, 256.0, "256", True])
 def test_max_length_is_a_number_of_tokens(geometry: Geometries, example: Examples, name: str, value: Any) -> None:
     assert refuse_model(example(name, geometry()), geometry(), value) == (
@@ -51,7 +55,7 @@ def test_max_length_is_a_number_of_tokens(geometry: Geometries, example: Example
     )
 
 
-@pytest.mark.parametrize("name", [name for name, cls in SCHEMES.items() if issubclass(cls, RotaryScheme)])
+@pytest.mark.parametrize("name", [name for name, cls in schemes_for("text").items() if issubclass(cls, RotaryScheme)])
 @pytest.mark.parametrize(("head_dim", "partial", "width"), [(33, None, 33), (16, 0.2, 3), (16, 0.01, 0)])
 def test_widths_that_have_no_pairs(
     geometry: Geometries, name: str, head_dim: int, partial: float | None, width: int

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posswap.geometry import Geometry
-from hf_posswap.rotary import cos_sin
+from hf_posswap.rope_math import cos_sin
 from hf_posswap.schemes import Resonance, ResonanceYarn, RotaryScheme, Yarn
 
 Geometries = Callable[..., Geometry]

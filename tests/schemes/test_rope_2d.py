@@ -11,7 +11,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.schemes import Rope2D
-from hf_posswap.schemes.places import STRIDE, places_of
+from hf_posswap.schemes.common.places import STRIDE, places_of
 from tests.schemes.small import geometry, image_geometry
 
 LENGTH = torch.zeros(1, 1, 1, 1)
@@ -109,7 +109,7 @@ def test_rows_and_columns_are_told_apart() -> None:
         ({"layout": "hlaf"}, "layout must be one of 'half', 'interleaved', got 'hlaf'"),
     ],
 )
-def test_impossible_parameters(options: dict[str, object], message: str) -> None:
+def test_impossible_parameters_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(SchemeError, match=message):
         Rope2D(**options)  # type: ignore[arg-type]
 

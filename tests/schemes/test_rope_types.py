@@ -21,7 +21,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbeddin
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_posswap.geometry import Geometry
-from hf_posswap.rotary import Frequencies, default_inv_freq
+from hf_posswap.rope_math import Frequencies, default_inv_freq
 from hf_posswap.schemes import NTK, Dynamic, Linear, Llama3, LongRope, Rope, RotaryScheme, Yarn
 
 Geometries = Callable[..., Geometry]
@@ -85,14 +85,14 @@ def test_partial_rope_is_gpt_neox_bit_by_bit(geometry: Geometries, head_dim: int
 
 
 @given(dim=WIDTHS, base=BASES, factor=FACTORS)
-def test_linear(geometry: Geometries, dim: int, base: float, factor: float) -> None:
+def test_linear_equals_stock_frequencies(geometry: Geometries, dim: int, base: float, factor: float) -> None:
     shape = geometry(head_dim=dim)
     scheme = Linear(base=base, factor=factor).resolve(shape, None)
     assert torch.equal(scheme.angles(shape).inv_freq, stock(scheme, shape).inv_freq)
 
 
 @given(dim=WIDTHS, base=BASES, factor=FACTORS)
-def test_ntk(geometry: Geometries, dim: int, base: float, factor: float) -> None:
+def test_ntk_equals_stock_and_the_papers_formula(geometry: Geometries, dim: int, base: float, factor: float) -> None:
     shape = geometry(head_dim=dim)
     scheme = NTK(base=base, factor=factor).resolve(shape, None)
     ours = scheme.angles(shape).inv_freq
@@ -139,7 +139,7 @@ def test_dynamic_over_another_original_length_is_not_native(geometry: Geometries
     truncate=st.booleans(),
     attention_factor=st.none() | st.floats(0.5, 2.0),
 )
-def test_yarn(
+def test_yarn_equals_stock_frequencies(
     geometry: Geometries,
     dim: int,
     base: float,
@@ -171,7 +171,7 @@ def test_yarn_temperature_is_computed_as_transformers_does(
 
 
 @given(dim=WIDTHS, base=BASES, factor=FACTORS, original=LENGTHS, low=st.floats(0.5, 4.0), band=st.floats(1.0, 8.0))
-def test_llama3(
+def test_llama3_equals_stock_frequencies(
     geometry: Geometries, dim: int, base: float, factor: float, original: int, low: float, band: float
 ) -> None:
     shape = geometry(head_dim=dim, original_length=original)

@@ -20,7 +20,7 @@ Geometries = Callable[..., Geometry]
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 2), (37, 10), (513, 64)])
-def test_halves_are_marians(geometry: Geometries, rows: int, width: int) -> None:
+def test_halves_equal_marians_table(geometry: Geometries, rows: int, width: int) -> None:
     shape = geometry(hidden_size=width)
     ours = Sinusoidal(layout="halves", scale=1.0).table(torch.zeros(3, width), rows, shape)
     theirs = MarianSinusoidalPositionalEmbedding(rows, width).create_weight()
@@ -28,7 +28,7 @@ def test_halves_are_marians(geometry: Geometries, rows: int, width: int) -> None
 
 
 @pytest.mark.parametrize(("rows", "width"), [(5, 2), (37, 10), (513, 64)])
-def test_interleaved_is_xlms(geometry: Geometries, rows: int, width: int) -> None:
+def test_interleaved_equals_xlms_table(geometry: Geometries, rows: int, width: int) -> None:
     theirs = torch.empty(rows, width)
     create_sinusoidal_embeddings(rows, width, theirs)
     ours = Sinusoidal(scale=1.0).table(torch.zeros(3, width), rows, geometry(hidden_size=width))

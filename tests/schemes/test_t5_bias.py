@@ -38,7 +38,7 @@ def test_every_bucket_is_transformers(side: int, beyond: int, causal: bool) -> N
     assert torch.equal(found, expected)
 
 
-def test_the_published_sizes() -> None:
+def test_buckets_have_the_published_sizes() -> None:
     """Raffel et al.: 32 buckets, growing logarithmically to 128 tokens; each for one side of an encoder's halves."""
     past = buckets(32, 128, causal=True)[128:]
     assert past[:16].tolist() == list(range(16))

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.rotary import default_inv_freq
+from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes import Yarn
 from hf_posswap.schemes.ntk_by_parts import correction_dim
 from hf_posswap.schemes.yarn import temperature
@@ -38,7 +38,7 @@ def test_the_pair_at_the_correction_dim_turns_that_often(rotations: float) -> No
 
 
 @pytest.mark.parametrize(("factor", "published"), [(4, 1.1386), (16, 1.2773), (32, 1.3466)])
-def test_temperatures(factor: float, published: float) -> None:
+def test_temperatures_equal_the_published_ones(factor: float, published: float) -> None:
     assert temperature(factor) == pytest.approx(published, abs=5e-5)
 
 

@@ -32,7 +32,7 @@ def test_a_scale_of_zero_is_plain_nope(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("make", [NoPE, lambda logit_scale: RNoPE(layers=[1], logit_scale=logit_scale)])
-def test_setting_equals_patching(name: str, make: Any, tmp_path: Path) -> None:
+def test_set_logit_scale_equals_patching_with_it(name: str, make: Any, tmp_path: Path) -> None:
     model = swapped(make(logit_scale=0.0), name)
     set_logit_scale(model, 0.4)
     expected = logits(swapped(make(logit_scale=0.4), name), IDS)
@@ -63,7 +63,7 @@ def test_the_best_scale_is_found() -> None:
 
 
 @pytest.mark.parametrize("least", [0.0, 0.013, 0.7, 1.3, 2.0])
-def test_golden_section(least: float) -> None:
+def test_golden_section_finds_the_minimum(least: float) -> None:
     assert _least(lambda c: (c - least) ** 2, 2.0, 0.001) == pytest.approx(least, abs=0.001)
     assert _least(lambda c: -math.exp(-((c - least) ** 2)), 2.0, 0.001) == pytest.approx(least, abs=0.001)
 

@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme
+from hf_posswap.schemes import SCHEMES, Geometry, Kind, Mechanism, Scheme
 
 
 @SCHEMES.register("window-toll")

@@ -107,7 +107,7 @@ def test_in_swapped_models_too(kind: str, scheme: str) -> None:
 
 @pytest.mark.parametrize("targets", [["c_attn"], ["c_attn", "lm_head"]])
 @pytest.mark.parametrize("modules", [None, ["wte"]])
-def test_around_adapters(targets: list[str], modules: list[str] | None) -> None:
+def test_adapters_have_the_loss_of_the_whole(targets: list[str], modules: list[str] | None) -> None:
     model, inputs = tiny("gpt2"), batch()
     patch_model(model, "kerple")
     config = peft.LoraConfig(target_modules=targets, modules_to_save=modules, fan_in_fan_out=True)
@@ -166,7 +166,7 @@ def test_without_gradients_it_is_the_same_number() -> None:
 
 
 @pytest.mark.parametrize("precision", ["autocast", "weights"])
-def test_in_bfloat16(precision: str) -> None:
+def test_bfloat16_stays_near_the_whole_loss(precision: str) -> None:
     model, inputs = tiny("llama"), batch()
     model = model.to(torch.bfloat16) if precision == "weights" else model
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
@@ -263,7 +263,7 @@ def test_an_error_in_the_middle_leaves_the_model_whole() -> None:
 
 
 @given(rows=st.integers(1, 20), chunk=st.integers(1, 25), frozen=st.booleans())
-def test_chunks_add_up(rows: int, chunk: int, frozen: bool) -> None:
+def test_chunks_add_up_to_the_whole_with_its_gradients(rows: int, chunk: int, frozen: bool) -> None:
     torch.manual_seed(rows)
     states = torch.randn(rows, 3, requires_grad=not frozen)
     weight = torch.randn(4, 3, requires_grad=True)

@@ -120,7 +120,7 @@ t.train(t.tiny(), t.WINDOWS, t.TrainSettings(steps=6), resume=Path({str(tmp_path
     assert went_on.losses == pytest.approx(train(whole, WINDOWS, TrainSettings(steps=6)).losses, abs=1e-6)
 
 
-def test_frozen_parameters_stay() -> None:
+def test_frozen_parameters_do_not_move() -> None:
     model = tiny()
     model.transformer.wpe.weight.requires_grad_(False)
     before = state_of(model)

@@ -40,7 +40,7 @@ def trained(model: Any, settings: TrainableSettings, steps: int = 3) -> tuple[An
     return model, moved
 
 
-def test_full_is_all() -> None:
+def test_full_trains_every_parameter() -> None:
     model, moved = trained(swapped("gpt2", "kerple"), TrainableSettings())
     assert moved == {name for name, _ in model.named_parameters()}
 
@@ -55,7 +55,7 @@ def test_what_the_swap_froze_stays_frozen() -> None:
     [("gpt2", "kerple", "transformer.posswap."), ("llama", "fire", "model.posswap."),
      ("gpt2", "learned", "transformer.wpe."), ("bert", "t5", "bert.posswap.")],
 )  # fmt: skip
-def test_positions_alone(kind: str, scheme: str, wanted: str) -> None:
+def test_positions_trains_the_positions_alone(kind: str, scheme: str, wanted: str) -> None:
     model, moved = trained(swapped(kind, scheme), TrainableSettings("positions"))
     assert moved
     assert all(name.startswith(wanted) for name in moved)
@@ -99,7 +99,9 @@ def test_old_rows_stay_bit_for_bit(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "target", "count"), [("gpt2", "attention", 4), ("gpt2", "all", 8), ("llama", "all", 14)]
 )
-def test_adapters(tmp_path: Path, what: Any, kind: str, target: Any, count: int) -> None:
+def test_adapters_train_their_weights_and_the_positions_alone(
+    tmp_path: Path, what: Any, kind: str, target: Any, count: int
+) -> None:
     base = swapped(kind, "kerple")
     base.save_pretrained(tmp_path / "base")
     settings = TrainableSettings(what, target=target, rank=2)

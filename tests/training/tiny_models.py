@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 VOCABULARY = 300
 WINDOW = 64
@@ -18,6 +29,12 @@ def tiny(kind: str, attention: str = "sdpa", **options: Any) -> Any:
     if kind == "gpt2":
         sizes = {"n_positions": WINDOW, "n_embd": 32, "n_layer": 2, "n_head": 4}
         return GPT2LMHeadModel(GPT2Config(**shape | sizes | options)).eval()
+    if kind == "gptj":
+        sizes = {"n_positions": WINDOW, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+        return GPTJForCausalLM(GPTJConfig(**shape | {"attn_implementation": "eager"} | sizes | options)).eval()
+    if kind == "bloom":
+        sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4}
+        return BloomForCausalLM(BloomConfig(**shape | {"attn_implementation": "eager"} | sizes | options)).eval()
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"max_position_embeddings": WINDOW}
     if kind == "llama":

@@ -1,6 +1,5 @@
 """The known position traps of a checkpoint, found without loading its weights."""
 
-from hf_posswap.checkpoints.doctor_checks.diagnose import doctor
-from hf_posswap.checkpoints.doctor_checks.findings import Diagnosis, Finding
+from hf_posswap.utils.public_names import attach_public_names
 
-__all__ = ["Diagnosis", "Finding", "doctor"]
+__getattr__, __dir__, __all__ = attach_public_names(__name__, __file__)

@@ -20,9 +20,10 @@ from hf_posswap.checkpoints.doctor_checks.model_traps import (
 from hf_posswap.checkpoints.doctor_checks.reading import Chart, read_chart
 from hf_posswap.checkpoints.doctor_checks.record_traps import adapter_findings, record_findings
 from hf_posswap.checkpoints.doctor_checks.rope_traps import rope_findings
+from hf_posswap.utils.auto_classes import TRUST
 
 
-def doctor(source: str | Path, **hub: Any) -> Diagnosis:
+def doctor(source: str | Path, *, trust_remote_code: bool = False, **hub: Any) -> Diagnosis:
     """Return the known position traps of a checkpoint, made by hf_posswap or by anyone. No weights are loaded.
 
     It reads config.json as it stands, the names and shapes in the headers of safetensors files, the tokenizer's
@@ -31,6 +32,8 @@ def doctor(source: str | Path, **hub: Any) -> Diagnosis:
     Args:
         source: a folder or a Hub id. Of a Hub id, the small files are downloaded, and the first bytes of the weights
             are read.
+        trust_remote_code: run code that the checkpoint brings, where its config needs that; without it, that the
+            config needs code is a finding.
         hub: revision, token, cache_dir, local_files_only for a Hub id.
 
     Raises:
@@ -51,14 +54,14 @@ def doctor(source: str | Path, **hub: Any) -> Diagnosis:
     checked = ["adapter_config.json"] if chart.adapter is not None else []
     positions = "an adapter"
     if chart.config is not None:
-        positions, found, looked = _of_model(chart, hub)
+        positions, found, looked = _of_model(chart, hub | {TRUST: trust_remote_code})
         findings += found
         checked += looked
     return Diagnosis(str(source), positions, worst_first(findings), tuple(checked))
 
 
 def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], list[str]]:
-    """Return the mechanism in words, the findings, and what was looked at."""
+    """Return the mechanism in words, the findings, and what was looked at; `hub` says whether code may run, too."""
     assert chart.config is not None
     checked = ["config.json"]
     findings = [finding for where, config in _configs(chart.config) for finding in rope_findings(config, where)]
@@ -90,7 +93,7 @@ def _configs(config: dict[str, Any], where: str = "config.json") -> Iterator[tup
 
 def _positions(chart: Chart, layout: Any) -> str:
     """Return the mechanism of a checkpoint in words."""
-    from hf_posswap.patching.describe import describe_positions
+    from hf_posswap.patching.inspect.describe import describe_positions
 
     if not isinstance(layout, Layout) or layout.sites is None:
         kind = (chart.config or {}).get("model_type", "unknown")

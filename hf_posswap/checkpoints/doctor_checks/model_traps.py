@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from hf_posswap.checkpoints.auto import plugin_model_class
 from hf_posswap.checkpoints.doctor_checks.findings import Finding
 from hf_posswap.checkpoints.doctor_checks.reading import Chart, Shapes
-from hf_posswap.errors import UnsupportedModelError
+from hf_posswap.errors import RemoteCodeError, UnsupportedModelError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import get
 from hf_posswap.families.rope_config import inv_freq_names
 from hf_posswap.families.sites import Sites
-from hf_posswap.patching.config_class import native_config_class
-from hf_posswap.patching.describe import model_class_of, read_config
+from hf_posswap.patching.inspect.describe import model_class_of, read_config
+from hf_posswap.patching.record.model_class import swapped_class
+from hf_posswap.patching.record.record import native_config_class
 
 _SHOWN = 4
 
@@ -44,9 +44,12 @@ def lay_out(chart: Chart, **hub: Any) -> Layout | Finding:
         config_class: Any = type(config)
         named = model_class_of(config)
         if native_config_class(config) is not config_class:
-            named = plugin_model_class(named, config_class)
+            named = swapped_class(named)
         with torch.device("meta"):
             model = named(copy.deepcopy(config))
+    except RemoteCodeError:
+        what = "it cannot be read without running code that the checkpoint brings: only files were checked."
+        return Finding("error", "config.json", what, "Read that code; then pass --trust-remote-code to look further.")
     except Exception as error:  # a class of transformers may raise anything at a config it cannot take
         said = str(error).strip().splitlines() or [type(error).__name__]
         what = f"no model can be built from it: {said[0]}"
@@ -70,7 +73,7 @@ def weight_findings(layout: Layout, shapes: Shapes) -> Iterator[Finding]:
     model = layout.model
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     held = shapes if any(name in expected for name in shapes) else _with_other_prefix(shapes, expected, model)
-    table = "" if layout.sites is None or layout.sites.table is None else f"{layout.sites.table}.weight"
+    table = "" if layout.sites is None or layout.sites.table_path is None else f"{layout.sites.table_path}.weight"
     ours = [name for name in expected if name == table or _about_positions(name)]
     missing = [name for name in ours if name not in held]
     other = [
@@ -129,7 +132,7 @@ def _own(layout: Layout) -> Any:
 
 def length_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
     """Give what reaches beyond the end of a position table."""
-    has_table = layout.sites is not None and layout.sites.table is not None
+    has_table = layout.sites is not None and layout.sites.table_path is not None
     rows = _table_rows(layout, chart) if has_table else None
     most = (chart.tokenizer or {}).get("model_max_length")
     if not isinstance(most, (int, float)) or most > 1e15:  # transformers' way to say that there is none
@@ -147,10 +150,10 @@ def _table_rows(layout: Layout, chart: Chart) -> int | None:
     """Return the positions of the table, from the weights' header where there is one; None where it was removed."""
     sites = layout.sites
     assert sites is not None
-    assert sites.table is not None
-    shape: Any = (chart.shapes or {}).get(f"{sites.table}.weight")
+    assert sites.table_path is not None
+    shape: Any = (chart.shapes or {}).get(f"{sites.table_path}.weight")
     if shape is None:
-        shape = getattr(get(layout.model, sites.table), "weight", torch.empty(0, device="meta")).shape
+        shape = getattr(get(layout.model, sites.table_path), "weight", torch.empty(0, device="meta")).shape
     return shape[0] - sites.table_offset if len(shape) == 2 else None
 
 

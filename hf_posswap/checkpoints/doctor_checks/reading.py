@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_posswap.compat.transformers_files import file_of
 from hf_posswap.errors import CheckpointError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -87,16 +88,13 @@ def _json_of(source: str | Path, name: str, hub: dict[str, Any]) -> dict[str, An
 
 def _path_of(source: str | Path, name: str, hub: dict[str, Any]) -> Path | None:
     """Return where the file `name` is, downloaded if need be; None where there is no such file."""
-    from transformers.utils import cached_file
-
     folder = Path(source)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
     try:
-        found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **hub)
+        return file_of(source, name, **hub)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {name} of {str(source)!r}: {error}") from error
-    return None if found is None else Path(found)
 
 
 def _shapes_of(source: str | Path, hub: dict[str, Any]) -> Shapes | None:

@@ -10,12 +10,12 @@ import torch
 from hf_posswap.checkpoints.adapters import SIDECAR
 from hf_posswap.checkpoints.doctor_checks.findings import Finding
 from hf_posswap.checkpoints.doctor_checks.reading import Chart
-from hf_posswap.errors import PosswapError, RecordError
-from hf_posswap.patching.actions import EditConfig
-from hf_posswap.patching.config_class import POSSWAP_MODEL_TYPE
-from hf_posswap.patching.describe import model_class_of
-from hf_posswap.patching.plan import plan_swap
-from hf_posswap.patching.record import SwapRecord
+from hf_posswap.errors import RecordError
+from hf_posswap.patching.edits.settings import EditConfig
+from hf_posswap.patching.inspect.describe import model_class_of
+from hf_posswap.patching.plan.plan_swap import plan_swap
+from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.patching.record.refusals import POSSWAP_MODEL_TYPE, read
 
 _WHERE = "config.json: posswap"
 
@@ -44,7 +44,7 @@ def record_findings(config: dict[str, Any]) -> Iterator[Finding]:
 
 def _against_config(record: SwapRecord, config: dict[str, Any]) -> Iterator[Finding]:
     """Give the config values that are not what carrying out the recorded swap would write."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING
 
     if record.base_type not in CONFIG_MAPPING:
         what = f"base_type {record.base_type!r} is no model type of this transformers."
@@ -52,23 +52,23 @@ def _against_config(record: SwapRecord, config: dict[str, Any]) -> Iterator[Find
         return
     try:
         native: Any = CONFIG_MAPPING[record.base_type].from_dict(
-            {k: v for k, v in config.items() if k not in ("posswap", "auto_map")}
+            {key: value for key, value in read(config).items() if key != "posswap"}
             | {"model_type": record.base_type}
             | record.original
         )
         with torch.device("meta"):
             skeleton = model_class_of(native)(native)
         plan = plan_swap(skeleton, record.choice(), **record.arguments)
-    except (PosswapError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # config classes and models, their validators and code of their own may raise anything
         what = f"the recorded swap cannot be carried out on {record.base_type}: {error}"
         yield Finding("error", _WHERE, what, "Use the versions that the checkpoint was made with.")
         return
     if plan.route != record.route:
         what = f"it records a {record.route} swap, and here it would be {plan.route}."
         yield Finding("error", _WHERE, what, "Use the transformers that the checkpoint was made with.")
-    for edit in plan.edits:
-        if isinstance(edit.action, EditConfig):
-            yield from _differing(edit.action.name, edit.action.value, config)
+    values = {edit.path: edit.value for edit in plan.edits if isinstance(edit, EditConfig)}
+    for name, original in plan.record.original.items():
+        yield from _differing(name, values.get(name, original), config)
 
 
 def _differing(name: str, expected: Any, config: dict[str, Any]) -> Iterator[Finding]:

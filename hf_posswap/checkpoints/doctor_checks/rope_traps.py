@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 from hf_posswap.checkpoints.doctor_checks.findings import Finding
-from hf_posswap.patching.rotary import POSSWAP_ROPE_TYPE
+from hf_posswap.patching.record.refusals import POSSWAP_ROPE_TYPE
 
 _SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _FROM_ORIGINAL = ("yarn", "longrope", "llama3")

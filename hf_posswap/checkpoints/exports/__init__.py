@@ -1,6 +1,5 @@
 """What a checkpoint's positions become in other programs, and the config that each of them wants."""
 
-from hf_posswap.checkpoints.exports.rules import TARGETS
-from hf_posswap.checkpoints.exports.run import Export, export
+from hf_posswap.utils.public_names import attach_public_names
 
-__all__ = ["TARGETS", "Export", "export"]
+__getattr__, __dir__, __all__ = attach_public_names(__name__, __file__)

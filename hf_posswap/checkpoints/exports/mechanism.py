@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_posswap.errors import UnsupportedModelError
-from hf_posswap.patching.config_class import native_config_class
-from hf_posswap.patching.record import SwapRecord
+from hf_posswap.patching.record.record import SwapRecord, native_config_class
 
 Kind = Literal["plugin", "table", "rope"]
 

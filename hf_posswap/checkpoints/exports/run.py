@@ -13,8 +13,8 @@ from hf_posswap.checkpoints.exports.gguf_keys import gguf_metadata, rope_freqs
 from hf_posswap.checkpoints.exports.mechanism import Stated, stated
 from hf_posswap.checkpoints.exports.rules import TARGETS, Judgement, judge
 from hf_posswap.errors import CheckpointError, UnknownNameError, UnsupportedSwapError
-from hf_posswap.files import replacing, write_json
-from hf_posswap.patching.describe import describe_positions, on_meta, read_config
+from hf_posswap.patching.inspect.describe import describe_positions, on_meta, read_config
+from hf_posswap.utils.atomic_io import replacing, write_json
 
 GGUF_FILE = "gguf-metadata.json"
 
@@ -48,7 +48,9 @@ class Export:
         return {**self.__dict__, "changes": changes, "folder": folder}
 
 
-def export(source: str | Path, target: str, out: str | Path | None = None) -> Export:
+def export(
+    source: str | Path, target: str, out: str | Path | None = None, *, trust_remote_code: bool = False
+) -> Export:
     """Return what the program `target` makes of the positions of a checkpoint, and write it as the program wants it.
 
     vLLM and SGLang were judged by their sources, text-generation-inference and llama.cpp by their documentation; none
@@ -59,6 +61,7 @@ def export(source: str | Path, target: str, out: str | Path | None = None) -> Ex
         target: "transformers", "vllm", "sglang", "llamacpp" or "tgi".
         out: a new folder: gets the checkpoint with the config that the program wants (for llamacpp the one that
             convert_hf_to_gguf.py reads, and gguf-metadata.json); None writes nothing.
+        trust_remote_code: run code that the checkpoint brings, where its config needs that.
 
     Raises:
         UnknownNameError: no such target.
@@ -77,7 +80,7 @@ def export(source: str | Path, target: str, out: str | Path | None = None) -> Ex
     """
     if target not in TARGETS:
         raise UnknownNameError("target", target, TARGETS)
-    config = read_config(source)
+    config = read_config(source, trust_remote_code=trust_remote_code)
     found = stated(config)
     judgement = judge(target, found)
     held = json.loads(config.to_json_string(use_diff=False)) if not Path(source).is_dir() else _held(Path(source))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,11 @@ from hf_posswap.checkpoints.native.parts import Blueprint
 from hf_posswap.checkpoints.native.proof import Proof, proof_lengths, prove_equal
 from hf_posswap.checkpoints.native.sources import SOURCES
 from hf_posswap.checkpoints.native.targets import gpt_neox, jina_embeddings_v3, mpnet, roformer
+from hf_posswap.compat.peft_wrappers import is_adapted
+from hf_posswap.compat.transformers_auto import build_model
 from hf_posswap.errors import NotPatchedError, UnknownNameError, UnsupportedSwapError
-from hf_posswap.patching.plan import SwapPlan, unwrap
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.plan.swap_plan import SwapPlan
 
 _DECODERS, _ENCODERS = ("gpt2", "opt"), ("bert", "roberta")
 CONVERSIONS: dict[str, tuple[tuple[str, ...] | None, Callable[[Any, SwapPlan], Blueprint]]] = {
@@ -95,7 +99,7 @@ def convert(model: Any, target: str | None = None) -> Native:
     patch = getattr(swapped, "_posswap", None)
     if patch is None:
         raise NotPatchedError(f"{type(swapped).__name__} carries no swap: it is a stock model already.")
-    if swapped is not model or any(hasattr(module, "base_layer") for module in swapped.modules()):
+    if swapped is not model or any(map(is_adapted, swapped.modules())):
         raise UnsupportedSwapError("the model carries an adapter: convert model.merge_and_unload() instead.")
     reasons = []
     for name in [target] if target else CONVERSIONS:
@@ -126,7 +130,7 @@ def _built(model: Any, blueprint: Blueprint) -> Any:
     source = model.config
     config = blueprint.config
     config.name_or_path = source.name_or_path
-    native = blueprint.model_class._from_config(config, dtype=model.dtype, **_pooling(blueprint))
+    native = build_model(blueprint.model_class, config, dtype=model.dtype, **_pooling(blueprint))
     with torch.no_grad():
         native.load_state_dict(blueprint.weights, strict=True)
     if native.can_generate() and getattr(model, "generation_config", None) is not None:
@@ -137,5 +141,5 @@ def _built(model: Any, blueprint: Blueprint) -> Any:
 def _pooling(blueprint: Blueprint) -> dict[str, bool]:
     """Return the argument that leaves the pooler out of a base model whose weights have none."""
     has = any(path.startswith("pooler.") for path in blueprint.weights)
-    takes = "add_pooling_layer" in blueprint.model_class.__init__.__code__.co_varnames
+    takes = "add_pooling_layer" in inspect.signature(blueprint.model_class).parameters
     return {"add_pooling_layer": has} if takes else {}

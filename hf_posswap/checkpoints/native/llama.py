@@ -11,11 +11,14 @@ import transformers
 
 from hf_posswap.checkpoints.native.parts import Blueprint, Weights, refuse
 from hf_posswap.checkpoints.native.rope import rotary_scheme, say_rope
-from hf_posswap.layout import permute_rows
-from hf_posswap.patching.actions import EditConfig
-from hf_posswap.patching.config_class import native_config_class
-from hf_posswap.patching.plan import SwapPlan, plan_swap
-from hf_posswap.patching.record import native_config
+from hf_posswap.compat.transformers_models import give_config_class
+from hf_posswap.patching.edits.settings import EditConfig
+from hf_posswap.patching.plan.plan_swap import plan_swap
+from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.patching.record.building import build_native
+from hf_posswap.patching.record.model_class import native_class
+from hf_posswap.patching.record.record import native_config, native_config_class
+from hf_posswap.rope_layout import permute_rows
 from hf_posswap.schemes import NoPE, RotaryScheme
 from hf_posswap.schemes.layered import Layered
 
@@ -34,13 +37,13 @@ def same_class(model: Any, plan: SwapPlan) -> Blueprint:
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if plan.route == "native":
         config = copy.deepcopy(model.config)
-        config.__class__ = native_config_class(config)
+        give_config_class(config, native_config_class(config))
         del config.posswap
-        ends = plan.sites.table is not None
-        return Blueprint(type(model), config, weights, limit=plan.max_length if ends else None)
+        ends = plan.sites.table_path is not None
+        return Blueprint(native_class(type(model)), config, weights, limit=plan.max_length if ends else None)
     if not plan.sites.rotary:
         refuse("the class has a position table, and this scheme needs none")
-    return Blueprint(type(model), _config(model, plan), _in_native_layout(weights, plan))
+    return Blueprint(native_class(type(model)), _config(model, plan), _in_native_layout(weights, plan))
 
 
 def _config(model: Any, plan: SwapPlan) -> Any:
@@ -50,13 +53,13 @@ def _config(model: Any, plan: SwapPlan) -> Any:
     if not isinstance(scheme, NoPE):
         scheme = dataclasses.replace(rotary_scheme(plan), layout=plan.sites.geometry.layout)
     with torch.device("meta"):
-        skeleton = type(model)(config)
+        skeleton = build_native(model, config)
     trial = plan_swap(skeleton, scheme, max_length=plan.max_length)
     if trial.route != "native":
         refuse(f"its rope parameters do not say {plan.scheme.name} with these parameters")
     for edit in trial.edits:
-        if isinstance(edit.action, EditConfig):
-            setattr(config, edit.action.name, edit.action.value)
+        if isinstance(edit, EditConfig):
+            setattr(config, edit.path, edit.value)
     return config
 
 

@@ -9,9 +9,10 @@ import torch
 
 from hf_posswap.checkpoints.native.parts import Layer, refuse
 from hf_posswap.geometry import Geometry
-from hf_posswap.layout import permute_rows
-from hf_posswap.patching.actions import EditConfig
-from hf_posswap.patching.plan import SwapPlan, plan_swap
+from hf_posswap.patching.edits.settings import EditConfig
+from hf_posswap.patching.plan.plan_swap import plan_swap
+from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.rope_layout import permute_rows
 from hf_posswap.schemes import RotaryScheme
 
 
@@ -51,8 +52,8 @@ def say_rope(model_class: Any, config: Any, plan: SwapPlan) -> Any:
     if trial.route != "native":
         refuse(f"no rope type of transformers computes {plan.scheme.name} with these parameters")
     for edit in trial.edits:
-        if isinstance(edit.action, EditConfig):
-            setattr(config, edit.action.name, edit.action.value)
+        if isinstance(edit, EditConfig):
+            setattr(config, edit.path, edit.value)
     return config
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_posswap.checkpoints.native.parts import Affine, Layer, Parts, Weights, affine, refuse, rows, scaled
+from hf_posswap.compat.transformers_models import opt_lacks_final_norm
 
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -78,7 +79,7 @@ def _opt(model: Any, state: Weights, base: str) -> Parts:
         refuse("it normalises after each sublayer and not its embeddings (OPT-350m): no stock rotary class does so")
     if config.word_embed_proj_dim != config.hidden_size:
         refuse(f"its word embeddings are {config.word_embed_proj_dim} wide and projected to {config.hidden_size}")
-    if config._remove_final_layer_norm or not config.layer_norm_elementwise_affine:
+    if opt_lacks_final_norm(config) or not config.layer_norm_elementwise_affine:
         refuse("it lacks the final norm, or the weights of its norms")
     where = f"{base}decoder"
     layers = tuple(

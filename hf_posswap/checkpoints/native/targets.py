@@ -17,7 +17,8 @@ import transformers
 from hf_posswap.checkpoints.native.parts import Affine, Blueprint, Parts, Weights, by_head, named, refuse
 from hf_posswap.checkpoints.native.rope import in_layout, rotary_scheme, say_rope
 from hf_posswap.checkpoints.native.sources import parts_of
-from hf_posswap.patching.plan import SwapPlan
+from hf_posswap.compat.transformers_models import masks_the_future
+from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.schemes import T5Bias
 
 _MPNET_BUCKETS, _MPNET_DISTANCE = 32, 128  # written into its code
@@ -106,7 +107,7 @@ def roformer(model: Any, plan: SwapPlan) -> Blueprint:
     if scheme.name != "rope" or scheme.base != 10000.0 or scheme.rotary_dim(geometry) != geometry.head_dim:
         refuse("it computes plain rope alone, of base 10000 and full width")
     code = importlib.import_module("transformers.models.roformer.modeling_roformer")
-    if geometry.causal and not hasattr(code, "create_causal_mask"):
+    if geometry.causal and not masks_the_future(code):
         refuse(f"its decoder sees its future in transformers {transformers.__version__}; newer ones mended that")
     parts = parts_of(model)
     if parts.pooler is not None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_posswap.compat.transformers_attention import attention_function, attention_implementation
+from hf_posswap.compat.transformers_cache import keys_of_call, tokens_before
 
 
 class ThroughInterface:
@@ -52,7 +54,7 @@ class ThroughInterface:
             dropout: probability of dropping a weight, while training.
             kwargs: for the attention function.
         """
-        chosen = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager_attention)
+        chosen = attention_function(attention_implementation(self.config), self.eager_attention)
         dropout = dropout if self.training else 0.0
         out, weights = chosen(self, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
         return out.flatten(2), weights
@@ -126,5 +128,5 @@ def indices(hidden: Tensor, cache: Any, layer: int) -> tuple[Tensor, Tensor]:
     query = torch.arange(length, device=hidden.device)
     if cache is None:
         return query, query
-    keys, offset = cache.get_mask_sizes(length, layer)
-    return query + cache.get_query_offset(layer), torch.arange(keys, device=hidden.device) + offset
+    keys, offset = keys_of_call(cache, length, layer)
+    return query + tokens_before(cache, layer), torch.arange(keys, device=hidden.device) + offset

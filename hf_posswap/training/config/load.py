@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import CheckpointError, ConfigError
-from hf_posswap.files import read_json
 from hf_posswap.training.config.building import build
 from hf_posswap.training.config.checking import check
 from hf_posswap.training.config.problems import Problems
 from hf_posswap.training.config.reading import override, read_yaml
 from hf_posswap.training.config.settings import Recipe
+from hf_posswap.utils.atomic_io import read_json
 
 
 def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:

@@ -25,6 +25,7 @@ class ModelSettings:
         revision: of the Hub id.
         dtype: that the weights are loaded and trained in; optimizer.precision says what the forward computes in.
         attention: attention implementation; none: transformers' choice.
+        trust_remote_code: run code that the model or the tokenizer brings, where it needs that to be loaded.
     """
 
     name: str = ""
@@ -32,6 +33,7 @@ class ModelSettings:
     revision: str | None = None
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     attention: str | None = None
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,5 @@
 """Text to windows: sources, mixture, packing, positions, masking; item i depends on the settings and i alone."""
 
-from hf_posswap.training.data.build import TokenData, build_data
-from hf_posswap.training.data.proof import prove_packing
-from hf_posswap.training.data.settings import PACKINGS, DataSettings, Packing, Source
-from hf_posswap.training.data.windows import Collate, TokenWindows, document_mask
+from hf_posswap.utils.public_names import attach_public_names
 
-__all__ = [
-    "PACKINGS",
-    "Collate",
-    "DataSettings",
-    "Packing",
-    "Source",
-    "TokenData",
-    "TokenWindows",
-    "build_data",
-    "document_mask",
-    "prove_packing",
-]
+__getattr__, __dir__, __all__ = attach_public_names(__name__, __file__)

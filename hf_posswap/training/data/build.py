@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hf_posswap.errors import DataError
-from hf_posswap.files import cache_folder
 from hf_posswap.training.data.cutting import Cut, cut_pieces, pack_pieces
 from hf_posswap.training.data.masking import make_masking
 from hf_posswap.training.data.order import Order
@@ -20,6 +19,7 @@ from hf_posswap.training.data.sources import check_source
 from hf_posswap.training.data.store import TokenStore, token_stores
 from hf_posswap.training.data.telling import Say
 from hf_posswap.training.data.windows import Collate, TokenWindows
+from hf_posswap.utils.atomic_io import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,12 +39,14 @@ class TokenData:
             because a cache would switch the masks of packed documents off.
         held_out: token ids of the documents that training never sees, whole, int32 [any length].
         summary: documents, tokens and windows of each source, as JSON.
+        identity: what tells these tokens from others, whatever files they came from, as JSON.
     """
 
     train: TokenWindows
     collate: Callable[[list[dict[str, Tensor]]], dict[str, Any]]
     held_out: Sequence[np.ndarray]
     summary: dict[str, Any]
+    identity: dict[str, Any]
 
 
 def build_data(
@@ -114,7 +116,20 @@ def build_data(
         count=sum(map(len, cuts)),
     )
     measured_documents = [document for part in held_out for document in part[:]]
-    return TokenData(train, Collate(causal, dtype), measured_documents, _summary(settings, stores, held_out, cuts))
+    summary = _summary(settings, stores, held_out, cuts)
+    return TokenData(train, Collate(causal, dtype), measured_documents, summary, _identity(train, settings, held_out))
+
+
+def _identity(train: TokenWindows, settings: DataSettings, held_out: list[TokenStore]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for number, (source, learned, measured) in enumerate(zip(settings.sources, train.stores, held_out, strict=True), 1):
+        name = f"documents of {source.path}" + (f" (source {number})" if len(settings.sources) > 1 else "")
+        found[name] = learned.digest + measured.digest
+    special: dict[str, Any] = {"filler": train.filler}
+    if train.masking is not None:
+        around = {"before": list(train.masking.before), "after": list(train.masking.after)}
+        special |= {"mask": train.masking.mask} | around
+    return found | {"special tokens": special}
 
 
 def _check_length(settings: DataSettings, target: int) -> None:

@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.corpus import Document, python_corpus
-from hf_posswap.documents import file_documents, files_below
-from hf_posswap.hub_text import hub_documents, hub_text, require_datasets
+from hf_posswap.text.files import file_documents, files_below
+from hf_posswap.text.hub import hub_documents, hub_text, require_datasets
+from hf_posswap.text.stdlib import Document, python_corpus
 from hf_posswap.training.data.settings import PYTHON, Source
 
 _SPLITS = ("train", "validation", "test")

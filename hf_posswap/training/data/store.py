@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from filelock import FileLock
 
-from hf_posswap.corpus import Document
 from hf_posswap.errors import DataError
-from hf_posswap.files import replacing, writable_folder, write_json
+from hf_posswap.text.stdlib import Document
 from hf_posswap.training.data.settings import Source
 from hf_posswap.training.data.sources import source_documents, source_identity
 from hf_posswap.training.data.telling import Say, Telling
+from hf_posswap.utils.atomic_io import read_json, replacing, writable_folder, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LAYOUT = 1
+_LAYOUT = 2
+_DIGESTS = "digests.json"
 # What is tokenized together: several documents, because the fast tokenizers share them out, but not a library of books.
 _AT_ONCE, _CHARACTERS = 256, 4_000_000
 _PARTS = ("train", "held_out")
@@ -37,10 +38,12 @@ class TokenStore(Sequence[np.ndarray]):
     Attributes:
         tokens: of all, one after another, int32 [N].
         offsets: where each begins, and the end, int64 [documents + 1].
+        digest: of both, made as they were written.
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
+    digest: str
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -109,6 +112,7 @@ def _write(
     say: Say | None,
 ) -> None:
     lengths: dict[str, list[int]] = {part: [] for part in _PARTS}
+    digests = {part: hashlib.sha256() for part in _PARTS}
     telling = Telling(source, say)
     with (folder / "train.bin").open("wb") as train, (folder / "held_out.bin").open("wb") as measured:
         for group in _groups(source_documents(source)):
@@ -116,8 +120,10 @@ def _write(
             telling.count(len(group), sum(map(len, encoded)))
             for (document, out), ids in zip(group, encoded, strict=True):
                 aside = _place(document.text) < held_out if out is None else out
+                part = _PARTS[aside]
                 (measured if aside else train).write(ids.tobytes())
-                lengths[_PARTS[aside]].append(len(ids))
+                digests[part].update(ids.astype("<i4").tobytes())
+                lengths[part].append(len(ids))
     for part, found in lengths.items():
         if not found:
             raise DataError(
@@ -125,6 +131,8 @@ def _write(
                 f"{'learn from' if part == 'train' else 'measure on'} with held_out={held_out:g}: give more documents."
             )
         np.save(folder / f"{part}.npy", np.cumsum([0, *found], dtype=np.int64))
+        digests[part].update(np.array(found, dtype="<i8").tobytes())
+    write_json(folder / _DIGESTS, {part: digest.hexdigest()[:16] for part, digest in digests.items()})
 
 
 def _groups(documents: Iterator[Placed]) -> Iterator[list[Placed]]:
@@ -154,13 +162,16 @@ def _open(folder: Path, part: str) -> TokenStore:
     try:
         offsets = np.load(folder / f"{part}.npy")
         tokens = np.memmap(folder / f"{part}.bin", dtype=np.int32, mode="r")
-    except (OSError, ValueError) as error:
+        digest = str(read_json(folder / _DIGESTS)[part])
+    except Exception as error:  # numpy's reader of headers raises anything
         raise DataError(f"the kept tokens in {folder} cannot be read: {error}. Delete that folder.") from error
+    if offsets.ndim != 1 or offsets.dtype != np.int64 or len(offsets) < 2 or offsets[0] or (np.diff(offsets) < 0).any():
+        raise DataError(f"{folder}/{part}.npy holds no beginnings of documents: it is damaged. Delete that folder.")
     if len(tokens) != offsets[-1]:
         raise DataError(
             f"{folder} holds {len(tokens)} tokens where {offsets[-1]} were written: it is damaged. Delete that folder."
         )
-    return TokenStore(tokens, offsets)
+    return TokenStore(tokens, offsets, digest)
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

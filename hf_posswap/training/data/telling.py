@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hf_posswap.corpus import python_corpus
-from hf_posswap.documents import files_below
-from hf_posswap.hub_text import TEXT_FILES, hub_text
+from hf_posswap.text.files import files_below
+from hf_posswap.text.hub import TEXT_FILES, hub_text
+from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training.data.settings import PYTHON, Source
 
 Say = Callable[[str], None]

@@ -1,6 +1,5 @@
 """Running recipes: transformers' Trainer with gates before, health during, and resume after anything."""
 
-from hf_posswap.training.engine.run import Finished, run_recipe
-from hf_posswap.training.engine.services import Services
+from hf_posswap.utils.public_names import attach_public_names
 
-__all__ = ["Finished", "Services", "run_recipe"]
+__getattr__, __dir__, __all__ = attach_public_names(__name__, __file__)

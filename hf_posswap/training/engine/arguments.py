@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
+from hf_posswap.compat.transformers_trainer import checkpointing_argument, use_one_gpu
 from hf_posswap.errors import ConfigError
 from hf_posswap.training.config import Recipe
 
@@ -54,8 +54,7 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         log_level="warning",
         **_checkpointing(recipe),
     )
-    if arguments.n_gpu > 1:  # one process without a launcher: transformers would share each batch by DataParallel
-        arguments._n_gpu = 1
+    use_one_gpu(arguments)  # a process without a launcher may see several
     return arguments
 
 
@@ -71,15 +70,14 @@ def on_cpu(recipe: Recipe) -> bool:
 
 
 def _checkpointing(recipe: Recipe) -> dict[str, Any]:
-    """Return the arguments for making activations again; transformers renamed them after 5.14.
+    """Return the arguments for making activations again.
 
     Raises:
         ConfigError: this transformers cannot do what is asked for.
     """
     if not recipe.compute.checkpointing:
         return {}
-    names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    name = checkpointing_argument()
     options: dict[str, Any] = {"use_reentrant": False}
     if recipe.compute.offload and not on_cpu(recipe):  # on a CPU they lie there anyway
         if name == "gradient_checkpointing":

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_posswap.errors import NumericError
-from hf_posswap.patching.blending import set_blend
+from hf_posswap.patching.tools.blending import set_blend
 from hf_posswap.training.config import GateSettings, StageSettings
 from hf_posswap.training.engine.log import RunLog
 from hf_posswap.training.engine.schedule import blend_share

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from hf_posswap.checkpoints import load, push
-from hf_posswap.files import read_json, write_json, write_text
-from hf_posswap.patching.plan import unwrap
-from hf_posswap.patching.verify import verify_swap
+from hf_posswap.checkpoints.load import load
+from hf_posswap.checkpoints.push import push
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.verify.verify_swap import verify_swap
+from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.data import build_data
@@ -20,6 +21,7 @@ from hf_posswap.training.engine.arguments import on_cpu
 from hf_posswap.training.engine.log import RunLog
 from hf_posswap.training.engine.phase import LOG, PhaseResult, Run
 from hf_posswap.training.engine.picture import draw_losses
+from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 
 REPORT = "report.json"
 _UNITS = {
@@ -54,7 +56,7 @@ def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) ->
 
 def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -> dict[str, Any]:
     """Prove and measure the saved model, and write what came of the run: it is there before anything is pushed."""
-    model = load(saved, dtype="auto")
+    model = load(saved, dtype="auto", trust_remote_code=recipe.model.trust_remote_code)
     swapped = getattr(unwrap(model), "_posswap", None) is not None
     report = {
         "model": str(recipe.model.name),
@@ -83,12 +85,12 @@ def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
     watch = recipe.watch
     if not watch.evaluate_lengths:
         return {}
-    from transformers import AutoTokenizer
-
     assert run.services.evaluate is not None
-    words = recipe.model.tokenizer or recipe.model.name
+    named = recipe.model.tokenizer or recipe.model.name
+    trusted = recipe.model.trust_remote_code
+    words = load_tokenizer(named, instead="name one as model.tokenizer", trust_remote_code=trusted)
     plain = dataclasses.replace(recipe.data, packing="none")  # whole documents are read, however training cut them
-    data = build_data(plain, AutoTokenizer.from_pretrained(words), causal=True, scheme_length=plain.length)
+    data = build_data(plain, words, causal=True, scheme_length=plain.length)
     if not on_cpu(recipe):
         model.to("cuda" if torch.cuda.is_available() else "mps")
     found = run.services.evaluate(model, data.held_out, watch.evaluate_lengths, watch.evaluate_documents)
@@ -106,6 +108,7 @@ def _push(recipe: Recipe, saved: Path, report: dict[str, Any]) -> str | None:
         base_model=base,
         recipe=public_recipe(recipe),
         results=measured or None,
+        trust_remote_code=recipe.model.trust_remote_code,
     )
     return done.url
 

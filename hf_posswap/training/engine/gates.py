@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.errors import DataError, PositionRangeError, TrainingError, UnsupportedModelError
-from hf_posswap.patching.plan import SwapPlan
+from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.training.chunked_loss import causal_loss, masked_loss
 from hf_posswap.training.engine.objectives import whole_loss
 

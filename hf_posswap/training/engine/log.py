@@ -14,9 +14,9 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_posswap.errors import CheckpointError
-from hf_posswap.files import write_text
-from hf_posswap.patching.show import human_bytes
-from hf_posswap.progress import Reporter, Task
+from hf_posswap.utils.atomic_io import write_text
+from hf_posswap.utils.format import human_bytes
+from hf_posswap.utils.progress import Reporter, Task
 
 _KEPT = ("loss", "grad_norm", "learning_rate")
 

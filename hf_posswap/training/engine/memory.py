@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_posswap.errors import NotEnoughMemoryError
-from hf_posswap.patching.show import human_bytes
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.trainable import ADAPTERS
+from hf_posswap.utils.format import human_bytes
 
 # Numbers a token that a layer keeps for its backward, in hidden and in inner widths, as measured on small models
-# (tests/training/test_memory.py); what is frozen keeps no inputs of its matrices.
+# (tests/training/engine/test_memory.py); what is frozen keeps no inputs of its matrices.
 _STATES, _FROZEN_STATES = (10, 4), (7, 3)
 _COMPOSED = ("gelu_new", "gelu_fast", "gelu_python", "quick_gelu")  # activations in several operations, each keeps one
 _LOGITS = 3  # copies: logits, their logarithms, their gradient

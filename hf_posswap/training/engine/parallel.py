@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from hf_posswap.compat.accelerate_state import shard_by_fsdp
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.training.config import Recipe
 
@@ -65,7 +66,6 @@ def shard_on_cpus(accelerator: Any) -> bool:
     Returns:
         Whether weights are sharded so.
     """
-    from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     if not launch_of_environment().fsdp or accelerator.distributed_type != DistributedType.MULTI_CPU:
@@ -73,8 +73,7 @@ def shard_on_cpus(accelerator: Any) -> bool:
     plugin = FullyShardedDataParallelPlugin()  # from the launcher's environment
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
-    AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # which the other state is filled up from
+    shard_by_fsdp(plugin)
     return bool(accelerator.distributed_type == DistributedType.FSDP)
 
 

@@ -6,16 +6,15 @@ import gc
 import importlib.util
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import set_seed
 
-from hf_posswap.checkpoints import save
+from hf_posswap.checkpoints.save import save
 from hf_posswap.errors import CheckpointError
-from hf_posswap.files import read_json, replacing, write_json
-from hf_posswap.patching.blending import finish_blend
+from hf_posswap.patching.tools.blending import finish_blend
 from hf_posswap.training.config import SENTENCES, Phase, Recipe
 from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.callbacks import Evaluates, Gradual, Health, Recovered, stage_done_at
@@ -29,6 +28,7 @@ from hf_posswap.training.engine.sentence_files import write_sentence_files
 from hf_posswap.training.engine.services import Services
 from hf_posswap.training.engine.trainer import PosswapTrainer
 from hf_posswap.training.trainable import parameter_groups
+from hf_posswap.utils.atomic_io import read_json, replacing, write_json
 
 DONE = "done.json"
 MODEL = "model"
@@ -67,7 +67,7 @@ class Run:
 
     Attributes:
         folder: of the run.
-        identity: of the training.
+        identity: of the training; that of its phases has documents and base as well.
         launch: how the process was started.
         services: from the layers above.
         main: whether this process writes and speaks.
@@ -96,12 +96,16 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     place = run.folder / phase.name
     done = _finished(place, run.identity)
     if done is not None:
+        run.say(f"{place} was finished before: it is not trained again, and its data and base are not looked at.")
         return done
     recipe = phase.recipe
     (place / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     set_seed(recipe.optimizer.seed)
     resumes = any((place / _CHECKPOINTS).glob("checkpoint-*"))
     prepared = prepare(recipe, run.launch, run.services, weights=weights, resumes=resumes)
+    run = replace(run, identity=run.identity | prepared.identity)
+    if weights is not None:
+        _refuse_another(weights.parent, run.identity)
     for line in prepared.said:
         run.say(line)
     log = RunLog(place / LOG, writes=run.main)
@@ -234,10 +238,16 @@ def _finished(place: Path, identity: dict[str, Any]) -> PhaseResult | None:
     """
     if not (place / DONE).is_file() or not (place / MODEL).is_dir():
         return None
-    held = read_json(place / DONE)
-    changes = [f"{key}: {was!r}, now {now!r}" for key, was, now in differences(held["identity"], identity)]
+    _refuse_another(place, identity)
+    return PhaseResult(**read_json(place / DONE)["result"])
+
+
+def _refuse_another(place: Path, identity: dict[str, Any]) -> None:
+    """Raise a CheckpointError where the phase finished in `place` is another training's, in what `identity` knows."""
+    held = read_json(place / DONE)["identity"]
+    known = {key: value for key, value in held.items() if key in identity}
+    changes = [f"{key}: {was!r}, now {now!r}" for key, was, now in differences(known, identity)]
     if changes:
         raise CheckpointError(
             f"{place} holds another training, which is finished ({'; '.join(changes)}). Choose another folder (out)."
         )
-    return PhaseResult(**held["result"])

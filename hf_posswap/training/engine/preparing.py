@@ -10,23 +10,25 @@ from typing import Any
 
 import torch
 
-from hf_posswap.checkpoints import load
-from hf_posswap.errors import CheckpointError
+from hf_posswap.checkpoints.load import load
+from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.families.locating import locate
-from hf_posswap.patching.apply import patch_model
-from hf_posswap.patching.backends import LEAST_PAIRS
-from hf_posswap.patching.centring import centre_table
-from hf_posswap.patching.plan import SwapPlan, plan_swap, unwrap
-from hf_posswap.patching.verify import verify_swap
+from hf_posswap.patching.apply.patch_model import patch_model
+from hf_posswap.patching.plan.plan_swap import plan_swap, unwrap
+from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.patching.sites.attention.backends import MIN_QK_PAIRS
+from hf_posswap.patching.tools.centring import centre_table
+from hf_posswap.patching.verify.verify_swap import verify_swap
 from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.schemes.blend import Blend
-from hf_posswap.tokens import check_token_ids
+from hf_posswap.text.tokens import check_token_ids, load_tokenizer
 from hf_posswap.training.chunk_proof import chunking_problem
 from hf_posswap.training.config import SENTENCES, Recipe
 from hf_posswap.training.data import TokenData, build_data, prove_packing
 from hf_posswap.training.distill import make_teacher
 from hf_posswap.training.engine.arguments import on_cpu
 from hf_posswap.training.engine.gates import check_held_out, check_positions, probe, short_windows
+from hf_posswap.training.engine.identity import base_identity
 from hf_posswap.training.engine.memory import refuse_too_much, training_need
 from hf_posswap.training.engine.objectives import Objective, make_objective
 from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
@@ -35,6 +37,7 @@ from hf_posswap.training.engine.services import Services
 from hf_posswap.training.engine.start import measure_start
 from hf_posswap.training.engine.weights import load_weights
 from hf_posswap.training.trainable import prepare_trainable
+from hf_posswap.utils.auto_classes import TRUST
 
 _PROBED = 4096
 """Most tokens of a window that the gates read."""
@@ -53,6 +56,7 @@ class Prepared:
         window: positions of the unswapped model.
         short: held-out tokens within the unswapped model's window, [N, L].
         short_before: the unswapped model's loss on them.
+        identity: of the base and the documents, as JSON: what tells them from others.
         said: what the gates found, in sentences.
     """
 
@@ -64,6 +68,7 @@ class Prepared:
     window: int
     short: torch.Tensor
     short_before: float
+    identity: dict[str, Any]
     said: list[str] = field(default_factory=list)
 
     def windows(self, count: int) -> Any:
@@ -87,6 +92,7 @@ def prepare(
         PosswapError: of many kinds, each before anything is trained.
     """
     model, tokenizer = load_model(recipe)
+    base = base_identity(model)
     sites = locate(model)
     causal, window = sites.geometry.causal, sites.geometry.original_length
     scheme = chosen_scheme(recipe)
@@ -138,7 +144,7 @@ def prepare(
         pooling=pooling,
         around=(len(masking.before), len(masking.after)) if masking else (0, 0),
     )
-    return Prepared(model, tokenizer, data, objective, plan, window, short, short_before, said)
+    return Prepared(model, tokenizer, data, objective, plan, window, short, short_before, base | data.identity, said)
 
 
 def _place(model: Any, recipe: Recipe, launch: Launch, services: Services) -> None:
@@ -156,7 +162,7 @@ def _first_batch(recipe: Recipe, model: Any, data: TokenData, plan: SwapPlan | N
     items = [data.train[item] for item in range(2)]
     whole = data.collate(items)
     check_token_ids(model, whole["input_ids"].numpy())
-    unbounded = plan.unbounded if plan else sites.table is None
+    unbounded = plan.unbounded if plan else sites.table_path is None
     reach = plan.max_length if plan else sites.geometry.original_length
     check_positions(whole, recipe.data.length, reach, sites.first_position, unbounded=unbounded)
     return data.collate([{name: values[:_PROBED] for name, values in item.items()} for item in items])
@@ -182,25 +188,19 @@ def load_model(recipe: Recipe) -> tuple[Any, Any]:
     """Return the model to start from and its tokenizer.
 
     Raises:
-        CheckpointError: one of them cannot be read.
+        CheckpointError, DataError: one of them cannot be read.
+        RemoteCodeError: one of them needs code, which the recipe does not ask for.
     """
-    from transformers import AutoTokenizer
-
     wanted = recipe.model
+    trusted = {TRUST: wanted.trust_remote_code}
     options: dict[str, Any] = {"dtype": "auto" if wanted.dtype == "auto" else getattr(torch, wanted.dtype)}
     if wanted.revision is not None:
         options["revision"] = wanted.revision
     if wanted.attention is not None:
         options["attn_implementation"] = wanted.attention
-    model = load(wanted.name, **options)
-    words = wanted.tokenizer or wanted.name
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(words)
-    except Exception as error:  # a tokenizer's own code may raise anything
-        raise CheckpointError(
-            f"the tokenizer of {words!r} cannot be read; name one as model.tokenizer: {error}"
-        ) from error
-    return model, tokenizer
+    model = load(wanted.name, **trusted, **options)
+    words = load_tokenizer(wanted.tokenizer or wanted.name, instead="name one as model.tokenizer", **trusted)
+    return model, words
 
 
 def chosen_scheme(recipe: Recipe) -> Scheme | None:
@@ -228,9 +228,9 @@ def chosen_chunk(recipe: Recipe, model: Any, batch: dict[str, Any], *, causal: b
 
 def _check_memory(recipe: Recipe, model: Any, launch: Launch, services: Services, chunk: int) -> str:
     held = getattr(getattr(model, "_posswap", None), "plan", None)
-    short = recipe.data.length**2 < LEAST_PAIRS  # longer ones are never held as a whole
+    short = recipe.data.length**2 < MIN_QK_PAIRS  # longer ones are never held as a whole
     biased = bool(held and held.scheme.kind in ("bias", "mixed") and short)
-    biased |= model.config._attn_implementation == "eager"
+    biased |= attention_implementation(model.config) == "eager"
     need = training_need(model, recipe, launch, biased=biased, chunk=chunk)
     free = services.free_bytes(torch.device("cpu" if on_cpu(recipe) else "cuda")) if services.free_bytes else None
     if recipe.gates.start:

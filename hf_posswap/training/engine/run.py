@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import CheckpointError, ConfigError
-from hf_posswap.files import writable_folder, write_json
-from hf_posswap.progress import quiet_transformers
 from hf_posswap.training.config import Recipe, phases_of
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.engine.finish import finish
-from hf_posswap.training.engine.parallel import Launch, launch_of_environment, refuse_silent_errors
+from hf_posswap.training.engine.identity import identity_of
+from hf_posswap.training.engine.parallel import launch_of_environment, refuse_silent_errors
 from hf_posswap.training.engine.phase import MODEL, Run, run_phase
 from hf_posswap.training.engine.preparing import chosen_scheme
 from hf_posswap.training.engine.services import Services
+from hf_posswap.training.engine.writing import writing_to
+from hf_posswap.utils.atomic_io import writable_folder, write_json
+from hf_posswap.utils.progress import quiet_transformers
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def run_recipe(recipe: Recipe, services: Services | None = None) -> Finished:
     """Train as `recipe` says, and return what it left behind.
 
     The same call after a stop, even by SIGKILL, goes on from the newest whole checkpoint and ends with the same
-    weights; after the end it returns what is there.
+    weights, if documents and base are the same still; after the end it says so and returns what is there.
 
     Args:
         recipe: from `load_recipe`.
@@ -67,6 +69,7 @@ def run_recipe(recipe: Recipe, services: Services | None = None) -> Finished:
     run = Run(folder, identity_of(recipe, launch), launch, given, main)
     with ExitStack() as stack:
         stack.enter_context(quiet_transformers())
+        stack.enter_context(writing_to(folder))
         if main:
             stack.enter_context(_alone_in(writable_folder(folder)))
             write_json(folder / "recipe.json", to_dict(recipe))
@@ -77,15 +80,6 @@ def run_recipe(recipe: Recipe, services: Services | None = None) -> Finished:
         assert weights is not None
         report = finish(recipe, run, results, weights) if main else {}
     return Finished(folder, weights, report)
-
-
-def identity_of(recipe: Recipe, launch: Launch) -> dict[str, Any]:
-    """Return what makes two trainings the same: all that has a part in the weights that come out."""
-    held = to_dict(recipe)
-    for name in ("out", "watch", "save", "compute", "gates"):
-        del held[name]
-    del held["data"]["cache"]
-    return held | {"processes": launch.processes}
 
 
 @contextmanager

@@ -7,12 +7,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import cached_file
-
-from hf_posswap.errors import ConfigError, MissingDependencyError
-from hf_posswap.files import read_json, write_json
+from hf_posswap.compat.transformers_files import file_of
+from hf_posswap.errors import ConfigError, MissingDependencyError, RemoteCodeError
 from hf_posswap.training.config import ModelSettings
 from hf_posswap.training.engine.sentences import Pooling, behind_the_encoder
+from hf_posswap.utils.atomic_io import read_json, write_json
+from hf_posswap.utils.auto_classes import refused_code
 
 _MODULES = "modules.json"
 _ENCODER = "sentence_bert_config.json"
@@ -29,7 +29,7 @@ def is_sentence_model(settings: ModelSettings) -> bool:
     if local.is_dir():
         return (local / _MODULES).is_file()
     try:
-        return cached_file(settings.name, _MODULES, revision=settings.revision) is not None
+        return file_of(settings.name, _MODULES, revision=settings.revision) is not None
     except OSError:
         return False
 
@@ -80,4 +80,16 @@ def _load(settings: ModelSettings) -> Any:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
         raise MissingDependencyError("sentence-transformers", "sentences") from error
-    return SentenceTransformer(settings.name, revision=settings.revision, device="cpu")
+    trusted = settings.trust_remote_code
+    if not trusted:
+        _refuse_modules(settings)
+    with refused_code(settings.name, trusted):
+        return SentenceTransformer(settings.name, revision=settings.revision, device="cpu", trust_remote_code=trusted)
+
+
+def _refuse_modules(settings: ModelSettings) -> None:
+    """Refuse modules that are no classes of sentence-transformers: before 6.0 it imports them from a folder unasked."""
+    path = file_of(settings.name, _MODULES, revision=settings.revision)
+    for module in [] if path is None else read_json(path):
+        if not str(module.get("type")).startswith("sentence_transformers."):
+            raise RemoteCodeError(settings.name)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_posswap.progress import Reporter
+from hf_posswap.utils.progress import Reporter
 
 Evaluate = Callable[[Any, Sequence[np.ndarray], Sequence[int], int], dict[int, float]]
 """From a model, held-out documents, lengths and the most documents to read, to the loss a token at each length."""

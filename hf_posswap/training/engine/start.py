@@ -6,7 +6,7 @@ import math
 from typing import Any, Protocol
 
 from hf_posswap.errors import TrainingError
-from hf_posswap.patching.plan import SwapPlan
+from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.training.config import SENTENCES, Recipe
 from hf_posswap.training.engine.gates import FirstLoss, check_first_loss, probe
 from hf_posswap.training.engine.sentences import Pooling, all_vectors, distance

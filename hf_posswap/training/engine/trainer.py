@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from hf_posswap.checkpoints.adapters import write_sidecars
 from hf_posswap.checkpoints.adapters_positions import refuse_lost_positions
+from hf_posswap.compat.transformers_trainer import SavingTrainer
 from hf_posswap.errors import NumericError
 from hf_posswap.training.engine.checkpoints import UNFINISHED, newest, rotate, seal, take_place
 from hf_posswap.training.engine.objectives import Objective
@@ -24,7 +25,7 @@ Groups = Callable[[Any], list[dict[str, Any]]]
 """From the model, wrapped or not, to the parameter groups of the optimizer."""
 
 
-class PosswapTrainer(Trainer):
+class PosswapTrainer(SavingTrainer):
     """A Trainer that reads windows in order, minimises an objective, and never tears a checkpoint.
 
     Args:
@@ -92,8 +93,8 @@ class PosswapTrainer(Trainer):
         """Make the recipe's schedule: every group's rate times the share of the step."""
         if self.lr_scheduler is None:
             chosen = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.share_of_rate)  # type: ignore[arg-type]
-            self._created_lr_scheduler = True
+            schedule = torch.optim.lr_scheduler.LambdaLR(chosen, self.share_of_rate)  # type: ignore[arg-type]
+            self.take_scheduler(schedule)
         return self.lr_scheduler
 
     def compute_loss(
@@ -116,8 +117,8 @@ class PosswapTrainer(Trainer):
         if not bool(torch.isfinite(loss)):
             raise NumericError(
                 f"the loss became {loss.item()} at step {self.state.global_step + 1} of {self.state.max_steps} "
-                f"(learning rate {self._get_learning_rate():.2g}). {self.last_good()} Take a smaller learning rate or "
-                "a longer warm-up."
+                f"(learning rate {self.current_learning_rate():.2g}). {self.last_good()} Take a smaller learning rate "
+                "or a longer warm-up."
             )
         return (loss, {}) if return_outputs else loss
 
@@ -130,15 +131,20 @@ class PosswapTrainer(Trainer):
         found = newest(self.folder, self.identity)
         return "There is no checkpoint yet." if found is None else f"The last good checkpoint is {found}."
 
-    def _get_output_dir(self, trial: Any) -> str:
-        return super()._get_output_dir(trial) if self._writing is None else str(self._writing)
+    def checkpoint_parent(self) -> str | None:
+        """Return the folder for what is half-written, while there is any."""
+        return None if self._writing is None else str(self._writing)
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def write_checkpoint(self, write: Callable[[], None]) -> None:
         """Write a checkpoint beside the others, seal it, and only then give it its name."""
         name = f"checkpoint-{self.state.global_step}"
         self._writing = self.folder / UNFINISHED
         try:
-            super()._save_checkpoint(model, trial)
+            write()
+        except BaseException:
+            if self.args.should_save:
+                shutil.rmtree(self.folder / UNFINISHED, ignore_errors=True)  # a full disk needs the space
+            raise
         finally:
             self._writing = None
         self.accelerator.wait_for_everyone()
@@ -148,23 +154,23 @@ class PosswapTrainer(Trainer):
             rotate(self.folder, self.keep)
         self.accelerator.wait_for_everyone()
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def write_model_files(self, folder: str | None, weights: dict[str, Any] | None) -> None:
         """Write the model with its swap, and its tokenizer; no pickled arguments."""
         if not self.args.should_save:
             return
-        folder = Path(output_dir or self.folder)
-        os.makedirs(folder, exist_ok=True)
+        place = Path(folder or self.folder)
+        os.makedirs(place, exist_ok=True)
         target: Any = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         refuse_lost_positions(target)
-        target.save_pretrained(folder, state_dict=state_dict)
-        write_sidecars(target, folder)
+        target.save_pretrained(place, state_dict=weights)
+        write_sidecars(target, place)
         if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
+            self.tokenizer.save_pretrained(place)
 
     def write_model(self, folder: Path) -> None:
         """Write the model as it stands to `folder`, which is new; every process has to call it."""
         state = None
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             state = self.accelerator.get_state_dict(self.model_wrapped)
-        self._save(str(folder), state)
+        self.write_model_files(str(folder), state)
         self.accelerator.wait_for_everyone()

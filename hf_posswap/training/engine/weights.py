@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from hf_posswap.errors import CheckpointError
+from hf_posswap.patching.record.refusals import unmark
 
 _ADAPTER = "adapter_model.safetensors"
 
@@ -30,7 +32,12 @@ def load_weights(model: Any, folder: Path) -> None:
         raise CheckpointError(f"{folder} holds no model*.safetensors to go on from.")
     state: dict[str, Any] = {}
     for file in files:
-        state |= load_file(file)
+        state |= _read(file)
+    unmark(state, {name: tensor.dim() for name, tensor in model.state_dict().items()})
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    other = sorted(name for name, tensor in state.items() if name in shapes and tensor.shape != shapes[name])
+    if other:
+        raise CheckpointError(f"the weights in {folder} do not fit the model: of another shape {other[:8]}.")
     found = model.load_state_dict(state, strict=False)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     missing = sorted(set(found.missing_keys) - tied)
@@ -41,11 +48,18 @@ def load_weights(model: Any, folder: Path) -> None:
         )
 
 
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Go on from another checkpoint.") from error
+
+
 def _load_adapter(model: Any, folder: Path) -> None:
     from peft import set_peft_model_state_dict
 
     if not (folder / _ADAPTER).is_file():
         raise CheckpointError(f"{folder} holds no {_ADAPTER} to go on from.")
-    found: Any = set_peft_model_state_dict(model, load_file(folder / _ADAPTER))
+    found: Any = set_peft_model_state_dict(model, _read(folder / _ADAPTER))
     if found.unexpected_keys:
         raise CheckpointError(f"the adapter in {folder} does not fit: unknown {sorted(found.unexpected_keys)[:8]}.")

@@ -1,0 +1,11 @@
+from hf_posswap.comparison.candidates import Candidate as Candidate
+from hf_posswap.comparison.documents import EvalDocuments as EvalDocuments
+from hf_posswap.comparison.documents import read_documents as read_documents
+from hf_posswap.comparison.ranks import is_main_process as is_main_process
+from hf_posswap.comparison.run import Evaluation as Evaluation
+from hf_posswap.comparison.run import compare as compare
+from hf_posswap.comparison.run import evaluate as evaluate
+from hf_posswap.comparison.settings import DEFAULT_METRICS as DEFAULT_METRICS
+from hf_posswap.comparison.settings import ENCODER_METRICS as ENCODER_METRICS
+from hf_posswap.comparison.settings import METRICS as METRICS
+from hf_posswap.comparison.settings import EvalSettings as EvalSettings

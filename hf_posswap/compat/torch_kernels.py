@@ -1,0 +1,27 @@
+"""The operators beneath `scaled_dot_product_attention`, which give the logarithms of its softmax sums too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def fused_attention(device: str) -> Any:
+    """Return the operator of fused attention on "cpu" or "cuda".
+
+    Touches `torch.ops.aten._scaled_dot_product_flash_attention`, and `..._for_cpu` (torch 2.6 to 2.13; promised to
+    nobody, so `kernels.fused` tries them before it trusts them). Without it the plain paths are taken.
+    """
+    name = "_scaled_dot_product_flash_attention"
+    return getattr(torch.ops.aten, name if device == "cuda" else f"{name}_for_cpu")
+
+
+def fused_attention_backward(device: str) -> Any:
+    """Return the operator of its gradient on "cpu" or "cuda".
+
+    Touches `torch.ops.aten._scaled_dot_product_flash_attention_backward`, and `..._for_cpu_backward` (torch 2.6 to
+    2.13). Without it the plain paths are taken.
+    """
+    name = "_scaled_dot_product_flash_attention"
+    return getattr(torch.ops.aten, f"{name}_backward" if device == "cuda" else f"{name}_for_cpu_backward")

@@ -1,0 +1,115 @@
+"""How transformers names, finds and chooses attention implementations.
+
+All are alike in transformers 5.14 to 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+IMPLEMENTATION = "_attn_implementation"
+"""The attribute of a config by which its attention modules find their implementation."""
+_CHOICE = ("_can_set_attn_implementation", "_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+
+
+def attention_implementation(config: Any) -> str | None:
+    """Return the name of the attention implementation that modules with `config` take: "sdpa", "eager", ...
+
+    Touches `config._attn_implementation`. Without it nobody can tell how a model attends.
+    """
+    return getattr(config, IMPLEMENTATION)
+
+
+def attention_function(name: str | None, eager: Any) -> Callable[..., Any]:
+    """Return the attention function called `name`; `eager` for "eager" and None.
+
+    Touches `modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface`, which raises where it knows no such name. Without it
+    a scheme cannot hand on to the implementation that the model's own config names.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[arg-type]
+
+
+def register_attention_function(name: str, function: Callable[..., Any]) -> None:
+    """Make `function` known as the attention implementation `name`, with the masks that sdpa takes.
+
+    Touches `masking_utils.sdpa_mask`, beside the public interfaces. Without a mask function of its name an
+    implementation is given no mask: padding would be attended to without a word.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def goes_by_interface(code: ModuleType) -> bool:
+    """Return whether the modeling `code` of a family asks the AttentionInterface.
+
+    Touches the import of `ALL_ATTENTION_FUNCTIONS` in each modeling module. Without it a family that has the interface
+    is taken for one that has not.
+    """
+    return hasattr(code, "ALL_ATTENTION_FUNCTIONS")
+
+
+def eager_function(code: ModuleType) -> Callable[..., Any] | None:
+    """Return what the modeling `code` of a family takes for "eager"; None: it has none of that name.
+
+    Touches `eager_attention_forward` of each modeling module. Without it a scheme cannot run under "eager".
+    """
+    return getattr(code, "eager_attention_forward", None)
+
+
+def upcast_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
+    """Return what GPT-2 computes in float32 where its config says `reorder_and_upcast_attn`.
+
+    Touches `GPT2Attention._upcast_and_reordered_attn`. Without it a swapped GPT-2 of such a config would attend in the
+    precision of its weights.
+    """
+    return module._upcast_and_reordered_attn(query, key, value, mask)
+
+
+def can_choose_attention(model: Any) -> bool:
+    """Return whether `model.set_attn_implementation` does anything: where not, transformers only logs.
+
+    Touches `PreTrainedModel._can_set_attn_implementation`, which reads the source of the class. Without it models that
+    cannot choose are not told from those that can.
+    """
+    return bool(model._can_set_attn_implementation())
+
+
+def supports_sdpa(model: Any) -> bool:
+    """Return whether the class of `model` says that it attends by sdpa.
+
+    Touches `PreTrainedModel._supports_sdpa`. Without it `set_attn_implementation("sdpa")` may raise.
+    """
+    return bool(model._supports_sdpa)
+
+
+def let_choose_attention(model: Any, *, sdpa: bool) -> None:
+    """Have `model` take "eager", and "sdpa" where `sdpa` says so, and refuse all else, whatever its class says.
+
+    Touches `_can_set_attn_implementation` and `_supports_sdpa`, `_supports_flash_attn`, `_supports_flex_attn` of
+    PreTrainedModel, on the instance alone. Without it attention modules that were given the interface cannot be told
+    how to attend.
+    """
+    for name, value in zip(_CHOICE, (_yes, sdpa, False, False), strict=True):
+        setattr(model, name, value)
+
+
+def let_class_choose_attention(model: Any) -> None:
+    """Take back what `let_choose_attention` did: the class says again what can be chosen.
+
+    Touches the same. Without it an unpatched model would accept implementations that it does not have.
+    """
+    for name in _CHOICE:
+        vars(model).pop(name, None)
+
+
+def _yes() -> bool:
+    return True

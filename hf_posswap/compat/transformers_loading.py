@@ -1,0 +1,66 @@
+"""The private methods by which transformers and torch fill and load models, under public names.
+
+All are alike in transformers 5.14 to 5.23 and torch 2.6 to 2.13.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+
+class LoadingHooks:
+    """Mixed into the class of a transformers model, before it: what it begins with, and loads, may be another thing."""
+
+    def posswap_fill(self, module: nn.Module) -> bool:
+        """Give `module`, a part of the model, what it begins with; return whether that is done.
+
+        Touches `PreTrainedModel._init_weights`, which is asked of the stock class where it is not done. Without it
+        modules that a swap brought would begin as nothing, or as tables.
+        """
+        return False
+
+    def posswap_read(self, state: dict[str, Any], prefix: str, metadata: Any) -> Any:
+        """Change, in place, the weights in `state` below `prefix` that the model is about to take.
+
+        Touches `Module._load_from_state_dict`. Without it a marked state dict could not be loaded.
+
+        Args:
+            state: the state dict, of this model and maybe others.
+            prefix: of the model's names in it.
+            metadata: what torch keeps of this module beside it.
+
+        Returns:
+            The metadata to go by.
+        """
+        return metadata
+
+    @classmethod
+    def posswap_conversions(cls, model: Any) -> list[Any]:
+        """Return conversions of weights for loading `model`, beside its own; saving does not undo them.
+
+        Touches `PreTrainedModel._load_pretrained_model`, `weight_mapping` of its `LoadStateDictConfig`, and
+        `_weight_conversions` of the loaded model, which saving undoes. Without it marked weights would not be loaded.
+        """
+        return []
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if not self.posswap_fill(module):
+            super()._init_weights(module)  # type: ignore[misc]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: Any) -> None:
+        metadata = self.posswap_read(state_dict, prefix, metadata)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)  # type: ignore[misc]
+
+    @classmethod
+    def _load_pretrained_model(
+        cls, model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        ours = cls.posswap_conversions(model)
+        both = dataclasses.replace(load_config, weight_mapping=[*(load_config.weight_mapping or []), *ours])
+        parent: Any = super()
+        found = parent._load_pretrained_model(model, state_dict, files, both, *args, **kwargs)
+        model._weight_conversions = [one for one in model._weight_conversions if one not in ours]
+        return found

@@ -1,0 +1,142 @@
+"""What transformers keeps of a model class or its config under private names.
+
+All are alike in transformers 5.14 to 5.23, but for what says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+_OF_FILES = ("_name_or_path", "_commit_hash", "transformers_version")
+
+
+def without_initialising() -> AbstractContextManager[Any]:
+    """Return the context in which new models of transformers are built without filling their weights.
+
+    Touches `transformers.initialization.no_init_weights`. Without it a model on meta takes many times longer to build.
+    """
+    from transformers.initialization import no_init_weights
+
+    return no_init_weights()
+
+
+def mark_initialised(module: Any) -> None:
+    """Have transformers leave `module`, or a tensor, alone when it fills the weights of a model that is loaded.
+
+    Touches `module._is_hf_initialized`. Without it what stands in the place of a table is filled as a table.
+    """
+    module._is_hf_initialized = True
+
+
+def is_initialised(tensor: Any) -> bool:
+    """Return whether a load, or `mark_initialised`, has given `tensor` what it holds.
+
+    Touches `tensor._is_hf_initialized`. Without it weights that a checkpoint gave would be overwritten.
+    """
+    return bool(getattr(tensor, "_is_hf_initialized", False))
+
+
+def fill_weights(cls: Any, model: Any, module: Any) -> None:
+    """Fill the weights of `module`, a part of `model`, as the class `cls` of `model` fills them.
+
+    Touches `PreTrainedModel._init_weights`. Without it a new table would not begin as the family's tables do.
+    """
+    cls._init_weights(model, module)
+
+
+def let_record_outputs(cls: Any) -> None:
+    """Have models of the class `cls` return hidden states and attentions where no model of it was built, but converted.
+
+    Touches `utils.output_capturing._CAN_RECORD_REGISTRY`, which constructors fill by the name of the class, and
+    `PreTrainedModel._can_record_outputs`. Without it `output_hidden_states=True` gives None without a word.
+    """
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    dict.update(_CAN_RECORD_REGISTRY, {str(cls): cls._can_record_outputs})  # in 5.23 it takes models alone as keys
+
+
+def unsaved_keys(model: Any) -> tuple[str, ...]:
+    """Return the names of weights that `model`, or a class of models, leaves out of checkpoints.
+
+    Touches `PreTrainedModel._keys_to_ignore_on_save`. Without it tables that a class computes by itself would not be
+    saved after a swap that changed them.
+    """
+    return tuple(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+def set_unsaved_keys(model: Any, keys: Iterable[str] | None) -> Iterable[str] | None:
+    """Have `model` leave out of its checkpoints the weights called `keys`, or what its class says, where None.
+
+    Touches the same as `unsaved_keys`.
+
+    Returns:
+        What `model` had by itself, beside its class, or None: given to this function, it is as it was.
+    """
+    before = vars(model).pop("_keys_to_ignore_on_save", None)
+    if keys is not None:
+        model._keys_to_ignore_on_save = keys
+    return before
+
+
+def tensor_parallel_size(model: Any) -> int:
+    """Return over how many processes transformers has spread the weights of `model` by tensor parallelism.
+
+    Touches `PreTrainedModel._tp_size`. Without it a swap would be made of shards.
+    """
+    return getattr(model, "_tp_size", None) or 1
+
+
+def give_config_class(config: Any, cls: type) -> None:
+    """Make `config` an instance of `cls`, a subclass or the base of its class, with all that it says.
+
+    Touches `config.__class__`, which Python lets one set where both classes lay their objects out alike (configs are
+    dataclasses without slots). Without it a config would have to be built anew, by code of its own that may change it.
+    """
+    config.__class__ = cls
+
+
+def config_validators(cls: type) -> tuple[Any, ...]:
+    """Return the functions by which a config of the class `cls` is validated as a whole.
+
+    Touches `__class_validators__` of huggingface_hub's strict dataclasses, which transformers' configs are. Without it
+    a swapped config, whose rope type is unknown on purpose, cannot be validated for all the rest.
+    """
+    return tuple(getattr(cls, "__class_validators__", ()))
+
+
+def lasting_values(config: Any) -> dict[str, Any]:
+    """Return what `config` says of the model itself, and not of where it was loaded from or what wrote it.
+
+    Touches the same keys as `without_origin`.
+    """
+    return without_origin(config.to_dict())
+
+
+def without_origin(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config as JSON, or as a dict, without those that say where they come from.
+
+    Touches the keys `_name_or_path`, `_commit_hash` and `transformers_version`, also of configs inside. Without it the
+    same model from another folder is taken for another one.
+    """
+    lasting = {key: value for key, value in values.items() if key not in _OF_FILES}
+    return {key: without_origin(value) if isinstance(value, dict) else value for key, value in lasting.items()}
+
+
+def masks_the_future(code: ModuleType) -> bool:
+    """Return whether the modeling `code` of an encoder that may be a decoder masks what lies ahead.
+
+    Touches the import of `create_causal_mask` in each modeling module: decoders of BigBird, Megatron-BERT, RemBERT and
+    RoFormer see their future where it is missing, as it is in transformers 5.14. Without it that is not noticed.
+    """
+    return hasattr(code, "create_causal_mask")
+
+
+def opt_lacks_final_norm(config: Any) -> bool:
+    """Return whether an OPT of `config` has no norm behind its last layer, as some early checkpoints.
+
+    Touches `OPTConfig._remove_final_layer_norm`. Without it such a checkpoint would be converted with a norm.
+    """
+    return bool(config._remove_final_layer_norm)

@@ -1,0 +1,48 @@
+"""The functions by which transformers makes and applies rotary angles.
+
+All are alike in transformers 5.14 to 5.23.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rope_function(rope_type: str) -> Callable[..., tuple[Tensor, float]]:
+    """Return what transformers computes the frequencies of a rope type with, from a config, a device and a length.
+
+    Touches `modeling_rope_utils.ROPE_INIT_FUNCTIONS`, which lacks "default". Without it nobody can tell what stock
+    transformers does past the original length.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return ROPE_INIT_FUNCTIONS[rope_type]
+
+
+def quarter_turn(code: ModuleType, probe: Tensor) -> Tensor | None:
+    """Return `probe` [1, 4] with each rotary pair turned by 90 degrees, as the modeling `code` of a family turns it.
+
+    Touches `rotate_half`, `apply_rotary_emb` (complex: Llama 4, DeepSeek V2) or `_apply_rotary_emb` (GPT-OSS) of each
+    modeling module. Without it nobody can tell how a family pairs dimensions. None: it has none of these.
+    """
+    if hasattr(code, "rotate_half"):
+        return code.rotate_half(probe)
+    if "freqs_cis" in _arguments(code, "apply_rotary_emb"):  # complex numbers: a quarter turn is i
+        quarter = torch.full((1, 1, 2), 1j, device=probe.device)
+        return code.apply_rotary_emb(probe[None, None], probe[None, None], quarter)[0]
+    if hasattr(code, "_apply_rotary_emb"):  # cos 0 and sin 1, of half the width
+        cos, sin = torch.tensor([[[0.0, 0.0]], [[1.0, 1.0]]], device=probe.device)
+        return code._apply_rotary_emb(probe, cos, sin)
+    return None
+
+
+def _arguments(code: ModuleType, name: str) -> Any:
+    """Return the arguments, by name, of the function `name` of a module; none where it has no such function."""
+    found = getattr(code, name, None)
+    return {} if found is None else inspect.signature(found).parameters

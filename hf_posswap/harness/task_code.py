@@ -1,0 +1,117 @@
+"""Code in files of tasks: found and refused before it could run, unless it is asked for.
+
+A task of the harness may name Python functions (`!function helper.changed` runs helper.py beside the file), metrics
+that are scripts on the Hub, and data sets with loading code; its templates see Python objects. The tasks that are
+installed with the harness are its own code, and are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import OptionError, RemoteCodeError
+
+_DEEPEST = 50
+"""Files that include one another; and objects inside one another."""
+
+
+class _Function(str):
+    """What stands for a function that a file names: the name alone."""
+
+
+def refuse_task_code(files: Sequence[Path]) -> None:
+    """Refuse files of tasks that run code; nothing of them is run to find that out.
+
+    Args:
+        files: .yaml files of tasks; what they include is looked at, too.
+
+    Raises:
+        RemoteCodeError: one names a function, a metric that the harness does not have, or a data set's loading code.
+        OptionError: one cannot be read.
+    """
+    seen: set[Path] = set()
+    waiting = [file.expanduser().resolve() for file in files]
+    while waiting:
+        file = waiting.pop()
+        if file in seen or _is_installed(file):
+            continue
+        seen.add(file)
+        values = _read(file)
+        for code in _code_in(values):
+            raise RemoteCodeError(file, f"runs code ({code})")
+        included = values.get("include") or []
+        waiting += [(file.parent / str(one)).resolve() for one in ([included], included)[isinstance(included, list)]]
+
+
+@contextmanager
+def templates_without_code() -> Iterator[None]:
+    """Inside the block templates of tasks reach no Python internals, by which they could run code.
+
+    Raises:
+        RemoteCodeError: one tries to.
+    """
+    from jinja2.exceptions import SecurityError
+    from jinja2.sandbox import SandboxedEnvironment
+    from lm_eval import utils
+
+    free = utils.env
+    held = SandboxedEnvironment(loader=free.loader, undefined=free.undefined, keep_trailing_newline=True)
+    held.filters.update(free.filters)
+    utils.env = held
+    try:
+        yield
+    except SecurityError as error:
+        raise RemoteCodeError("a task", f"has a template that reaches into Python ({error})") from error
+    finally:
+        utils.env = free
+
+
+def _is_installed(file: Path) -> bool:
+    import lm_eval
+
+    return file.is_relative_to(Path(lm_eval.__file__).resolve().parent)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return what a file of a task says, each function as its name."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Reads what the harness reads, and imports nothing."""
+
+    Loader.add_constructor("!function", lambda loader, node: _Function(getattr(node, "value", "")))
+    try:
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader)  # a SafeLoader
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise OptionError(f"{file} is no readable file of a task: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise OptionError(f"{file} is no file of a task: it holds {type(values).__name__}, expected keys with values.")
+    return values
+
+
+def _code_in(value: Any, depth: int = 0) -> Iterator[str]:
+    """Give in words each place of `value` that runs code."""
+    if isinstance(value, _Function):
+        yield f"!function {value}"
+    if depth > _DEEPEST:
+        return
+    if isinstance(value, dict):
+        if "metric" in value and (value.get("hf_evaluate") or not _is_metric(value["metric"])):
+            yield f"the metric {value['metric']}, a script of the package evaluate"
+        if value.get("trust_remote_code"):
+            yield "a data set with trust_remote_code"
+        if str(value.get("dataset_path", "")).endswith(".py"):
+            yield f"the data set's script {value['dataset_path']}"
+    children = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    for child in children:
+        yield from _code_in(child, depth + 1)
+
+
+def _is_metric(name: Any) -> bool:
+    from lm_eval.api import metrics, registry
+
+    assert metrics  # which fills the registry
+    return isinstance(name, str) and name in registry.METRIC_REGISTRY

@@ -1,0 +1,1 @@
+"""Applying a plan, and undoing it."""

@@ -1,0 +1,195 @@
+"""Patching a model and taking it back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from hf_posswap.errors import NotPatchedError, SchemeError
+from hf_posswap.families.rope_config import config_parts
+from hf_posswap.patching.apply.applied import AppliedSwap
+from hf_posswap.patching.apply.guard import changing
+from hf_posswap.patching.apply.structure import check_structure, check_untouched, fingerprint, unread_record
+from hf_posswap.patching.apply.submodel_guard import guard_saving
+from hf_posswap.patching.edits.context import RelativeChoice, SiteChoice
+from hf_posswap.patching.edits.edit import Saved
+from hf_posswap.patching.edits.offload import bring_into_memory, offloaded_tables
+from hf_posswap.patching.plan.nested_swaps import refuse_nested_swaps
+from hf_posswap.patching.plan.plan_swap import SchemeChoice, plan_swap, unwrap
+from hf_posswap.patching.plan.preconditions import refuse_wrapped_parts
+from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.patching.record.building import stop_if_building
+from hf_posswap.patching.record.config_class import as_plugin_config
+from hf_posswap.patching.record.model_class import leave_swapped_class, take_swapped_class
+from hf_posswap.patching.sites.attention.function import register_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def patch_model(
+    model: PreTrainedModel,
+    scheme: SchemeChoice,
+    *,
+    max_length: int | None = None,
+    site: SiteChoice = "auto",
+    relative: RelativeChoice | None = None,
+    **options: Any,
+) -> SwapPlan:
+    """Swap the position mechanism of `model`, in place, and return the plan that was carried out.
+
+    Everything is checked before anything is touched; afterwards the change is proved (`verify_swap` proves more). Only
+    this instance changes: no class and no module of transformers does.
+
+    Args:
+        model: a transformers model, or a PEFT model around one.
+        scheme: an object, or a name with its fields as `options`: see `list_schemes()`. An encoder-decoder has it in
+            both stacks; a mapping, {"encoder": ..., "decoder": ...}, says otherwise, and leaves out what is to stay.
+        max_length: positions the swapped model is meant for, in tokens; None keeps the model's own (or what a given
+            factor reaches).
+        site: "auto" expresses the swap natively where it can be; "attention" always applies it inside attention.
+        relative: whether DeBERTa's relative positions inside attention stay beside the scheme, "keep", or go, "drop";
+            None keeps them, and is all that other models take.
+        options: fields of the scheme, where it is given by name.
+
+    Raises:
+        UnsupportedSwapError: this scheme cannot be put into this model: why, and what would work.
+        UnsupportedModelError: no family describes the model.
+        SchemeError, OptionError, UnknownNameError: the scheme or its parameters are wrong.
+        AlreadyPatchedError: the model carries a swap.
+        ModelInUseError: a forward of the model is running, or another thread changes it.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> patch_model(model, "alibi", max_length=64).route
+        'plugin'
+        >>> import torch
+        >>> model(torch.zeros(1, 64, dtype=torch.long)).logits.shape
+        torch.Size([1, 64, 11])
+    """
+    target = unwrap(model)
+    stop_if_building(target)
+    with changing(target, "patch_model"):
+        plan = plan_swap(target, scheme, max_length=max_length, site=site, relative=relative, **options)
+        refusal = next(filter(None, (edit.refusal(target) for edit in plan.edits)), None)
+        if refusal is not None:
+            raise SchemeError(refusal)
+        apply_plan(target, plan, owner=model)
+    return plan
+
+
+def apply_plan(model: Any, plan: SwapPlan, owner: nn.Module | None = None) -> None:
+    """Apply `plan`, which was made for `model`, or leave the model as it was.
+
+    Args:
+        model: the transformers model.
+        plan: for it.
+        owner: what wraps the model (a PEFT model), so that it sees the new config too.
+    """
+    register_attention()
+    before = fingerprint(model)
+    done: list[Saved] = []
+    swap = AppliedSwap(plan, model.config, saved=done)
+    try:
+        _set_config(owner or model, model.config, _own_config(model.config, plan))
+        swap.offloaded += [bring_into_memory(model, path) for path in offloaded_tables(model, plan.edits)]
+        for edit in plan.edits:
+            done.append({})
+            edit.apply(model, done[-1])
+        swap.guard = guard_saving(model)
+        model._posswap = swap
+        if plan.route == "plugin":
+            take_swapped_class(model, [plan.sites.stack(name).attention[0] for name in plan.schemes])
+        check_structure(model)
+        check_untouched(model, before)
+    except BaseException:
+        _undo(model, swap, owner)
+        raise
+
+
+def unpatch_model(model: M) -> M:
+    """Give `model` back its original mechanism, bit for bit, and return it.
+
+    Weights trained since the swap stay as they are; what the swap had put out of use comes back as it was.
+
+    Raises:
+        NotPatchedError: the model carries no swap, or was loaded from a swapped checkpoint, which does not hold the
+            original mechanism's weights.
+        UnsupportedSwapError: inference mode is on.
+        ModelInUseError: a forward of the model is running, or another thread changes it.
+    """
+    target: Any = unwrap(model)
+    with changing(target, "unpatch_model"):
+        patch = getattr(target, "_posswap", None)
+        if patch is None:
+            raise NotPatchedError(f"{type(target).__name__} carries no swap: nothing to undo.{unread_record(target)}")
+        if not patch.can_undo:
+            raise NotPatchedError(
+                f"{type(target).__name__} was loaded from a checkpoint saved after the swap to {patch.plan.named}: "
+                "the original mechanism is not in it. Load the base checkpoint instead."
+            )
+        refuse_wrapped_parts(target)
+        refuse_nested_swaps(target)
+        _undo(target, patch, owner=model)
+    return model
+
+
+@contextmanager
+def patched(model: M, scheme: SchemeChoice, **options: Any) -> Iterator[M]:
+    """Swap inside a `with` block; takes the same arguments as `patch_model`.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> with patched(model, "rope"):
+        ...     type(model.transformer.wpe).__name__
+        'NoPositions'
+        >>> type(model.transformer.wpe).__name__
+        'Embedding'
+    """
+    patch_model(model, scheme, **options)  # type: ignore[arg-type]
+    try:
+        yield model
+    finally:
+        unpatch_model(model)
+
+
+def _undo(model: Any, swap: AppliedSwap, owner: nn.Module | None) -> None:
+    leave_swapped_class(model)
+    for path in offloaded_tables(model, swap.plan.edits):  # which was done since
+        bring_into_memory(model, path)
+    if swap.guard is not None:
+        swap.guard.remove()
+    for edit, saved in reversed(swap.done()):
+        edit.undo(model, saved)
+    for back in swap.offloaded:
+        back(model)
+    _set_config(owner or model, model.config, swap.config)
+    model.__dict__.pop("_posswap", None)
+
+
+def _own_config(config: Any, plan: SwapPlan) -> Any:
+    """Return a copy of `config` for the swapped model alone: models built from one config object share it."""
+    own = copy.deepcopy(config)
+    own.posswap = plan.record.to_dict()
+    if plan.route == "plugin":
+        as_plugin_config(own)
+    return own
+
+
+def _set_config(owner: nn.Module, old: Any, new: Any) -> None:
+    """Give `owner` and all in it `new` for `old`, and the configs inside the one for those inside the other."""
+    before, after = config_parts(old), config_parts(new)
+    instead = {id(part): after[path] for path, part in before.items() if path in after}
+    module: Any
+    for module in owner.modules():
+        held = vars(module).get("config")
+        if id(held) in instead:
+            module.config = instead[id(held)]

@@ -1,0 +1,1 @@
+"""What an edit is, and what edits of every site share."""

@@ -1,0 +1,1 @@
+"""What position mechanism a model has, and what could be put in its place."""

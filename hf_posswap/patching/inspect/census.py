@@ -1,0 +1,130 @@
+"""Which of transformers' model classes can be swapped, and why not the others: found by planning, class by class."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_posswap.errors import PosswapError, UnsupportedSwapError
+from hf_posswap.families.base import FAMILIES
+from hf_posswap.families.locating import locate
+from hf_posswap.families.refused import REFUSED
+from hf_posswap.patching.inspect.describe import describe_positions
+from hf_posswap.patching.plan.plan_swap import plan_swap
+from hf_posswap.schemes.base import schemes_for
+from hf_posswap.testing.tiny import language_models, tiny_model
+
+ASKED: dict[str, dict[str, Any]] = {"rope": {"base": 50000.0}, "yarn": {"factor": 4.0}, "alibi": {}, "nope": {}}
+"""The schemes that are planned for each class that reads text, with their options; where images are seen, all are."""
+
+
+@dataclass(frozen=True)
+class ClassEntry:
+    """One model class of transformers.
+
+    Attributes:
+        name: of the class.
+        model_types: that the Auto classes make it for.
+        family: which of our families describes it; None: none does.
+        native: what position mechanism it has; None: unknown.
+        routes: "native", "plugin" or "no" for each scheme that was planned; empty where there is no family.
+        reason: why it cannot be swapped at all, or why a scheme that is "no" cannot be put in; None: all can.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    family: str | None
+    native: str | None
+    routes: dict[str, str]
+    reason: str | None
+
+    @property
+    def supported(self) -> bool:
+        """Whether any scheme can be put into it."""
+        return any(route != "no" for route in self.routes.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry as JSON."""
+        return asdict(self) | {"model_types": list(self.model_types), "supported": self.supported}
+
+
+def census(names: Iterable[str] | None = None) -> list[ClassEntry]:
+    """Return an entry for each class that transformers' Auto maps name for causal, masked and seq2seq language models.
+
+    Each class is built tiny, on the meta device, and swaps are planned for it; nothing is downloaded or run.
+
+    Args:
+        names: of the classes; None: all of them.
+
+    Example:
+        >>> entry = census(["LlamaForCausalLM"])[0]
+        >>> entry.family, entry.routes
+        ('rotary', {'rope': 'native', 'yarn': 'native', 'alibi': 'plugin', 'nope': 'native'})
+    """
+    found = language_models()
+    return [_entry(name, found.get(name, ())) for name in sorted(found if names is None else names)]
+
+
+def image_classes() -> list[str]:
+    """Return the names of all classes of transformers that our families for images describe.
+
+    Example:
+        >>> "ViTForImageClassification" in image_classes()
+        True
+    """
+    from transformers import CONFIG_MAPPING
+
+    found = set()
+    for _, family in FAMILIES.items():
+        for model_type in family.model_types if any(part.image for part in family.parts) else ():
+            home = CONFIG_MAPPING[model_type].__module__.replace("configuration_", "modeling_")
+            code = importlib.import_module(home)
+            classes = {name: getattr(code, name) for name in code.__all__ if not name.endswith("PreTrainedModel")}
+            found |= {name for name, cls in classes.items() if _type_of(cls) in family.model_types}
+    return sorted(found)
+
+
+def _entry(name: str, model_types: tuple[str, ...]) -> ClassEntry:
+    try:
+        model = tiny_model(name)
+    except Exception as error:  # a class of any kind, built by transformers
+        known = (REFUSED[kind] for kind in model_types if kind in REFUSED)
+        why = next(known, f"transformers builds no small one: {_first_line(error)}")
+        return ClassEntry(name, model_types, None, None, {}, why)
+    try:
+        family, native = locate(model).family.name, describe_positions(model).native
+    except PosswapError as error:
+        return ClassEntry(name, model_types, None, None, {}, _reason(error, model))
+    routes: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    for scheme, options in _asked(model).items():
+        try:
+            routes[scheme] = str(plan_swap(model, scheme, **options).route)
+        except UnsupportedSwapError as error:
+            routes[scheme] = "no"
+            reasons.setdefault(_reason(error, model), scheme)
+    why = " ".join(f"{scheme}: {reason}" for reason, scheme in reasons.items())
+    return ClassEntry(name, model_types, family, native, routes, why or None)
+
+
+def _asked(model: Any) -> dict[str, dict[str, Any]]:
+    """Return the schemes to plan for `model`, with their options."""
+    images = locate(model).main.inputs == "images"
+    return dict.fromkeys(schemes_for("images"), {}) if images else ASKED
+
+
+def _reason(error: PosswapError, model: Any) -> str:
+    """Return what an error says, without what all of its kind say."""
+    text = str(error).removeprefix(f"{type(model).__name__}: ")
+    text = text.removeprefix(f"model type {model.config.model_type!r} is not supported: ")
+    return text.partition(" What works:")[0].partition(" Families:")[0]
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _type_of(cls: Any) -> str | None:
+    return getattr(getattr(cls, "config_class", None), "model_type", None)

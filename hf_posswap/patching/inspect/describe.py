@@ -1,0 +1,344 @@
+"""What position mechanism a model has, and what could be put in its place."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_posswap.compat.transformers_auto import auto_mapping
+from hf_posswap.errors import (
+    AlreadyPatchedError,
+    CheckpointError,
+    PosswapError,
+    UnsupportedModelError,
+    UnsupportedSwapError,
+)
+from hf_posswap.families.base import FAMILIES
+from hf_posswap.families.locating import locate
+from hf_posswap.families.rope_config import config_at, parameters_of
+from hf_posswap.families.sites import Sites, TokenTable
+from hf_posswap.geometry import Geometry
+from hf_posswap.patching.apply.applied import AppliedSwap
+from hf_posswap.patching.inspect.config_errors import architectures_of, building_from
+from hf_posswap.patching.inspect.recorded import config_problems, recorded_plan, refuse_lie
+from hf_posswap.patching.plan.plan_swap import plan_swap, unwrap
+from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.patching.record.model_class import native_class
+from hf_posswap.patching.record.refusals import stock_name
+from hf_posswap.patching.sites.attention.native import native_scheme
+from hf_posswap.schemes.base import SCHEMES, Scheme, scheme_class, schemes_for
+from hf_posswap.utils.auto_classes import auto_config
+from hf_posswap.utils.hub_session import hub_reading
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class PositionReport:
+    """What mechanism a model has now. `print(report)` shows it.
+
+    Attributes:
+        model: class name.
+        family: that describes it.
+        native: the mechanism that it was built with.
+        swapped: the scheme that replaces it, or None.
+        geometry: its shape.
+        sites: paths of its position sites.
+        limit: positions after which it stops or was not made for, in tokens.
+    """
+
+    model: str
+    family: str
+    native: str
+    swapped: str | None
+    geometry: Geometry
+    sites: dict[str, str]
+    limit: int
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<11} {value}" for name, value in self.rows())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the report as names and values, to be shown."""
+        g = self.geometry
+        shape = (
+            f"{g.num_layers} layers, {g.num_heads} heads ({g.num_kv_heads} kv) of {g.head_dim}, hidden {g.hidden_size}"
+        )
+        return [
+            ("model", f"{self.model} (family {self.family})"),
+            ("shape", f"{shape}, {'causal' if g.causal else 'bidirectional'}"),
+            ("native", self.native),
+            ("swapped to", self.swapped or "-"),
+            ("length", f"{self.limit} positions"),
+            *self.sites.items(),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON."""
+        return {**self.__dict__, "geometry": dict(self.geometry.__dict__), "sites": dict(self.sites)}
+
+
+def describe_positions(model: PreTrainedModel) -> PositionReport:
+    """Return what position mechanism `model` has now: native, or swapped.
+
+    Raises:
+        UnsupportedModelError: no family describes the model.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> describe_positions(model).native
+        'learned table, 16 positions'
+    """
+    target: Any = unwrap(model)
+    patch = getattr(target, "_posswap", None)
+    sites = locate(target)
+    if patch is None:
+        return _report(target, sites, sites.geometry.original_length, swapped=None)
+    return _report(target, sites, patch.plan.max_length, swapped=patch.plan.named)
+
+
+def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> PositionReport:
+    g = sites.geometry
+    table = sites.main.table
+    native = f"{table.kind if isinstance(table, TokenTable) else 'no'} table, {g.original_length} positions"
+    if sites.rotary:
+        native = f"rope, theta {g.base:g}, {g.rotary_dim} of {g.head_dim} dims a head, {g.layout or 'unknown'} layout"
+        if not swapped:
+            own = parameters_of(config_at(model.config, sites.main.config), sites.main.full_attention_types[0])
+            native += f", type {own.get('rope_type', 'default')}"
+            native += "".join(f", in layers of type {name}" for name in sites.main.full_attention_types if name)
+    if sites.main.inside is not None:
+        native = str(native_scheme(sites.main.inside, g)) + (f", {native}" if table else "")
+    if sites.main.inputs == "images":
+        native = f"learned table, {_patches(g)}"
+    if len(sites.stacks) > 1:
+        native += f", in {' and '.join(stack.name for stack in sites.stacks)}; the shape is the {sites.main.name}'s"
+    places = {
+        "embedding": ", ".join(path for stack in sites.stacks if (path := stack.table_path)) or "-",
+        "rotary": ", ".join(sites.rotary) or "-",
+        "attention": ", ".join(f"{stack.attention[0]} ... {stack.attention[-1]}" for stack in sites.stacks),
+    }
+    return PositionReport(type(model).__name__, sites.family.name, native, swapped, g, places, limit)
+
+
+def _patches(geometry: Geometry) -> str:
+    (rows, columns), (high, wide) = geometry.grid(), geometry.patch_size or (0, 0)
+    return f"{rows} x {columns} patches of {high} x {wide} pixels after {geometry.prefix_tokens} other tokens"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found: the mechanism of a model and, where a scheme was asked for, the plan or why not.
+
+    Attributes:
+        report: the mechanism that the model has.
+        plan: of the swap; None where none was asked for, or it is refused.
+        refusal: why the swap is refused, or None.
+        schemes: where no scheme was asked for: every scheme by name, with its route or the reason against it.
+    """
+
+    report: PositionReport
+    plan: SwapPlan | None
+    refusal: str | None
+    schemes: dict[str, str]
+
+    def __str__(self) -> str:
+        parts = [str(self.report)]
+        if self.schemes:
+            width = max(map(len, self.schemes))
+            parts.append("\n".join(f"{name:<{width}}  {what}" for name, what in self.schemes.items()))
+        if self.plan is not None:
+            parts.append(str(self.plan))
+        if self.refusal is not None:
+            parts.append(f"refused: {self.refusal}")
+        return "\n\n".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the explanation as JSON."""
+        plan = None if self.plan is None else self.plan.to_dict()
+        return {"model": self.report.to_dict(), "plan": plan, "refusal": self.refusal, "schemes": self.schemes}
+
+
+def explain(
+    model: PreTrainedModel | PreTrainedConfig | str | Path,
+    scheme: Scheme | str | None = None,
+    *,
+    max_length: int | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Explanation:
+    """Explain what mechanism a model has, and what a swap would do. No weights are read.
+
+    Args:
+        model: a model, its config, a folder with a config.json, or a Hub id.
+        scheme: the swap to plan; None lists what every scheme would be.
+        max_length: as in `plan_swap`.
+        trust_remote_code: run code that a folder or Hub id brings, where its config needs that.
+        options: as in `plan_swap`.
+
+    Raises:
+        CheckpointError: `model` names no readable config.
+        RemoteCodeError: it names one that needs code, which was not asked for.
+        UnsupportedModelError: no family describes the model.
+        AlreadyPatchedError: a scheme was asked for, and the model already carries a swap.
+
+    Example:
+        >>> from transformers import GPT2Config
+        >>> explain(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11), "rope", max_length=2048).plan.route
+        'plugin'
+    """
+    skeleton = on_meta(model, trust_remote_code=trust_remote_code)
+    report = describe_positions(skeleton)
+    if report.swapped is not None and scheme is not None:
+        raise AlreadyPatchedError(
+            f"{report.model} already carries {report.swapped}: take the model without that swap instead."
+        )
+    if report.swapped is not None:
+        return Explanation(report, skeleton._posswap.plan, None, {})
+    if scheme is None:
+        suited = schemes_for(locate(skeleton).main.inputs)
+        return Explanation(report, None, None, {name: _outcome(skeleton, name, report) for name in suited})
+    try:
+        return Explanation(report, plan_swap(skeleton, scheme, max_length=max_length, **options), None, {})
+    except UnsupportedSwapError as error:
+        return Explanation(report, None, str(error), {})
+
+
+def supports(
+    model: PreTrainedModel | PreTrainedConfig | str | Path,
+    scheme: Scheme | str,
+    *,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> bool:
+    """Return whether `scheme` can be put into `model`. No weights are read.
+
+    Args:
+        model: as in `explain`.
+        scheme: an object or a name.
+        trust_remote_code: as in `explain`.
+        options: fields of the scheme; what only a real swap would need (a factor, factors a pair) may be left out.
+
+    Raises:
+        UnknownNameError, OptionError, SchemeError: the scheme or its parameters are wrong in themselves.
+
+    Example:
+        >>> from transformers import BertConfig
+        >>> supports(BertConfig(), "alibi"), supports(BertConfig(), "nope")
+        (True, False)
+    """
+    try:
+        skeleton = on_meta(model, trust_remote_code=trust_remote_code)
+        geometry = locate(skeleton).geometry
+        plan_swap(skeleton, scheme, **(stand_ins(scheme, geometry) | options))
+    except (UnsupportedSwapError, UnsupportedModelError):
+        return False
+    return True
+
+
+def list_schemes() -> dict[str, str]:
+    """Return every registered scheme: its name and what it is, in a line.
+
+    Example:
+        >>> list_schemes()["nope"]
+        'no positions; the causal mask is all that orders tokens'
+    """
+    return {name: cls.summary for name, cls in SCHEMES.items()}
+
+
+def list_families() -> dict[str, str]:
+    """Return every registered family: its name and what position mechanism it has.
+
+    Example:
+        >>> "gpt2" in list_families()
+        True
+    """
+    return {name: family.summary for name, family in FAMILIES.items()}
+
+
+def on_meta(model: Any, *, trust_remote_code: bool = False) -> Any:
+    """Return `model`, or a model without weights for a config, a folder or a Hub id.
+
+    For a config that carries a swap the model is the one before it, with the plan of the swap noted on it: enough to
+    describe, not to run. `trust_remote_code` is as in `explain`.
+    """
+    if isinstance(model, torch.nn.Module):
+        return unwrap(model)
+    is_named = isinstance(model, (str, Path))
+    config = read_config(model, trust_remote_code=trust_remote_code) if is_named else model
+    model_class = model_class_of(config)
+    if getattr(config, "posswap", None) is None:
+        with building_from(config), torch.device("meta"):
+            return model_class(config)
+    skeleton, plan = recorded_plan(config, model_class)
+    if plan.route == "native":
+        with building_from(config), torch.device("meta"):
+            stock = model_class(copy.deepcopy(config))
+        refuse_lie(plan, list(config_problems(stock, skeleton, plan)))
+    skeleton._posswap = AppliedSwap(plan, skeleton.config)
+    return skeleton
+
+
+@hub_reading
+def read_config(source: str | Path, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+    """Return the config of a folder or Hub id.
+
+    Args:
+        source: the folder or Hub id.
+        trust_remote_code: run code that it brings, where its config needs that.
+        kwargs: as of `AutoConfig.from_pretrained`: revision, token, ...
+
+    Raises:
+        CheckpointError: none is there, or it cannot be read.
+        RemoteCodeError: it needs code, which was not asked for.
+    """
+    try:
+        return auto_config(source, trust_remote_code=trust_remote_code, **kwargs)
+    except PosswapError:
+        raise
+    except Exception as error:  # config classes, their validators and code of their own may raise anything
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{str(source)!r} holds no readable model config (config.json): {first}") from error
+
+
+def model_class_of(config: Any) -> Any:
+    """Return the class that the config's checkpoint names, or the first Auto class that has one.
+
+    Raises:
+        CheckpointError: what it names are no names.
+        UnsupportedModelError: there is none.
+    """
+    import transformers
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+    for name in architectures_of(config):
+        found = getattr(transformers, stock_name(name), None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    whole = (AutoModelForSeq2SeqLM,) if getattr(config, "is_encoder_decoder", False) else ()
+    for auto in (*whole, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel):
+        mapping = auto_mapping(auto)
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            found = found[0] if isinstance(found, tuple) else found
+            return native_class(found)
+    raise UnsupportedModelError(f"no model class of transformers goes with config {type(config).__name__}.")
+
+
+def stand_ins(scheme: Scheme | str, geometry: Geometry) -> dict[str, Any]:
+    """Return options to try a scheme with that is given by name; none for an object."""
+    return scheme_class(scheme).stand_ins(geometry) if isinstance(scheme, str) else {}
+
+
+def _outcome(model: Any, name: str, report: PositionReport) -> str:
+    try:
+        plan = plan_swap(model, name, **stand_ins(name, report.geometry))
+    except PosswapError as error:
+        return f"no: {error}"
+    return plan.route

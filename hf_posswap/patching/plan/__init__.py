@@ -1,0 +1,1 @@
+"""Planning: which edits put a scheme into a model, found without touching it."""

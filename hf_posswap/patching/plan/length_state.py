@@ -1,0 +1,118 @@
+"""What follows the length of a model besides its tables: masks, plain attributes, what its class leaves unsaved."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posswap.compat.transformers_models import without_initialising
+from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.families.sites import Sites, TokenTable
+from hf_posswap.patching.edits.buffers import GrowMask, ResizeBuffer, is_mask
+from hf_posswap.patching.edits.context import PlanDraft, SwapContext
+from hf_posswap.patching.edits.edit import Edit
+from hf_posswap.patching.edits.settings import changed_settings, setting_edits
+from hf_posswap.patching.record.building import build_native
+from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
+
+LENGTH_NAMES = (
+    "max_position_embeddings",
+    "max_target_positions",
+    "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
+)
+"""Config values that say how long a model is."""
+
+
+def plan_length_state(context: SwapContext, values: dict[str, Any], planned: list[Edit]) -> PlanDraft:
+    """Return the edits that give a model what a stock one of the new length has, outside its tables.
+
+    Where a stock model of that length would have other weights, besides the tables, no config says the swap.
+
+    Args:
+        context: of the model.
+        values: config values of the plan.
+        planned: edits so far.
+
+    Raises:
+        UnsupportedSwapError: a buffer follows the length, and its family does not say how.
+    """
+    model, sites = context.model, context.sites
+    lengths = {name: value for name, value in values.items() if name in LENGTH_NAMES}
+    if sites.rotary or all(getattr(model.config, name) == value for name, value in lengths.items()):
+        return PlanDraft()
+    fresh, as_it_was = _fresh(model, lengths), _fresh(model, {})
+    unread = {edit.path for edit in planned if isinstance(edit, AttendThroughInterface)}
+    draft = PlanDraft(edits=list(_masks(context, fresh, unread)))
+    paths = table_paths(sites)
+    # not with the model itself, whose weights may be adapted by PEFT, or quantised
+    if _shapes(fresh, paths) != _shapes(as_it_was, paths):
+        draft.plugin = True
+        draft.notes.append("Stock transformers would change other weights with the length.")
+        return draft
+    changed = changed_settings(model, fresh, paths)
+    return draft + PlanDraft(edits=setting_edits(changed, "embedding", context.stack.name))
+
+
+def _fresh(model: Any, lengths: dict[str, int]) -> Any:
+    """Return a model on meta of the class of `model`, its config with other lengths."""
+    config = copy.deepcopy(model.config)
+    for name, value in lengths.items():
+        setattr(config, name, value)
+    with torch.device("meta"), without_initialising():  # which would cost most of the time
+        return build_native(model, config)
+
+
+def _masks(context: SwapContext, fresh: Any, unread: set[str]) -> Iterator[Edit]:
+    """Yield causal masks of the new length; what else follows the length, the family must say how.
+
+    Args:
+        context: of the model.
+        fresh: a stock model of the new length.
+        unread: paths of attention modules whose own masks are read no more.
+    """
+    model, sites = context.model, context.sites
+    own, grown = dict(model.named_buffers()), {path for stack in sites.stacks for path in stack.buffers}
+    for name, buffer in fresh.named_buffers():
+        owner = name.rpartition(".")[0]
+        of_table = bool({name, owner} & set(table_paths(sites)))
+        if name not in own or own[name].shape == buffer.shape or name in grown or of_table:
+            continue
+        yield _resized(context, name, own[name], buffer, unread=owner in unread)
+
+
+def _resized(context: SwapContext, name: str, old: Tensor, new: Tensor, *, unread: bool) -> Edit:
+    shapes = list(old.shape), list(new.shape)
+    if unread:
+        return ResizeBuffer(
+            site="attention",
+            path=name,
+            before=str(shapes[0]),
+            after=f"{shapes[1]}, read no more",
+            stack=context.stack.name,
+            shape=tuple(new.shape),
+        )
+    if is_mask(new) and is_mask(old):
+        before, after = (f"mask of {shape[-1]} positions" for shape in shapes)
+        return GrowMask(
+            site="embedding", path=name, before=before, after=after, stack=context.stack.name, length=new.shape[-1]
+        )
+    raise UnsupportedSwapError(
+        f"buffer {name!r} of {context.model_name} follows the length, {shapes[0]} would be {shapes[1]}, and "
+        f"family {context.sites.family.name!r} does not say how. What works: the length that the model has."
+    )
+
+
+def table_paths(sites: Sites) -> tuple[str, ...]:
+    """Return the paths of the tables of tokens in all stacks."""
+    return tuple(stack.table.path for stack in sites.stacks if isinstance(stack.table, TokenTable))
+
+
+def _shapes(model: Any, paths: tuple[str, ...]) -> dict[str, Any]:
+    """Return the shape of each tensor of `model` but for the tables at `paths`."""
+    left_out = {f"{path}.weight" for path in paths}
+    return {name: tensor.shape for name, tensor in model.state_dict().items() if name not in left_out}

@@ -1,0 +1,29 @@
+"""Refusing a second swap in a model of which a part, or the whole around it, carries one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_posswap.errors import AlreadyPatchedError
+from hf_posswap.patching.record.record import native_config_class
+
+
+def refuse_nested_swaps(model: Any) -> None:
+    """Refuse a `model` of which a part carries a swap of its own, or that is a part of a swapped whole.
+
+    Raises:
+        AlreadyPatchedError: names the part, or says that the whole carries a swap.
+    """
+    name = type(model).__name__
+    inner = next((path for path, one in model.named_modules() if path and "_posswap" in vars(one)), None)
+    if inner is not None:
+        part = model.get_submodule(inner)
+        raise AlreadyPatchedError(
+            f"{inner!r} of this {name} already carries {part._posswap.plan.named}: call "
+            f"unpatch_model(model.get_submodule({inner!r})) first."
+        )
+    if "_posswap" not in vars(model) and native_config_class(model.config) is not type(model.config):
+        raise AlreadyPatchedError(
+            f"this {name} is a part of a model that carries a swap, to {model.config.posswap['scheme']['name']}: call "
+            "unpatch_model on the whole model first."
+        )

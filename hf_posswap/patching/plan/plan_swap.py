@@ -1,0 +1,326 @@
+"""Planning a swap: the router between the three sites, and the passes over the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hf_posswap.errors import AlreadyPatchedError, OptionError, SchemeError, UnsupportedSwapError
+from hf_posswap.families.locating import locate
+from hf_posswap.families.rope_config import config_at
+from hf_posswap.families.sites import Sites
+from hf_posswap.patching.edits.context import PlanDraft, RelativeChoice, SiteChoice, SwapContext
+from hf_posswap.patching.edits.offload import KEPT_IN_MEMORY, offloaded_tables
+from hf_posswap.patching.edits.settings import EditConfig
+from hf_posswap.patching.plan.adaptation import adaptation_of
+from hf_posswap.patching.plan.inputs import refuse_length, refuse_other_input, refuse_two_sided
+from hf_posswap.patching.plan.length_state import plan_length_state
+from hf_posswap.patching.plan.nested_swaps import refuse_nested_swaps
+from hf_posswap.patching.plan.preconditions import refuse_missed, refuse_wrapped_parts, what_instead
+from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.patching.record.schema import LONGEST
+from hf_posswap.patching.sites.attention.attn_implementation import plan_attn_implementation
+from hf_posswap.patching.sites.attention.native import native_scheme
+from hf_posswap.patching.sites.attention.plan import plan_attention, plan_longer_masks
+from hf_posswap.patching.sites.attention.position_ids import plan_position_ids, plan_unclaimed_ids
+from hf_posswap.patching.sites.attention.relative import plan_relative, relative_choice
+from hf_posswap.patching.sites.embedding.fitting import fitted
+from hf_posswap.patching.sites.embedding.plan import plan_embedding, plan_saved_tables
+from hf_posswap.patching.sites.rotary.plan import plan_rotary
+from hf_posswap.schemes.base import Scheme, make_scheme
+from hf_posswap.schemes.blend import Blend
+from hf_posswap.utils.format import brief
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SchemeChoice = Scheme | str | Mapping[str, Any]
+"""A scheme, its name, or a mapping of an encoder-decoder's stacks to schemes."""
+
+
+def plan_swap(
+    model: PreTrainedModel,
+    scheme: SchemeChoice,
+    *,
+    max_length: int | None = None,
+    site: SiteChoice = "auto",
+    relative: RelativeChoice | None = None,
+    **options: Any,
+) -> SwapPlan:
+    """Return what `patch_model` with the same arguments would do. The model is not touched; it may lie on meta.
+
+    Args:
+        model: a transformers model, or a PEFT model around one.
+        scheme: an object, or a name with its fields as `options`; for an encoder-decoder also a mapping of its stacks
+            to schemes, {"encoder": ..., "decoder": ...}: a stack that it leaves out keeps what it has.
+        max_length: positions the swapped model is meant for, in tokens; None keeps the model's own (or what a given
+            factor reaches).
+        site: "auto" expresses the swap natively where it can be; "attention" always applies it inside attention.
+        relative: whether DeBERTa's relative positions inside attention stay beside the scheme, "keep", or go, "drop";
+            None keeps them, and is all that other models take.
+        options: fields of the scheme, where it is given by name.
+
+    Raises:
+        UnsupportedSwapError: this scheme cannot be put into this model: why, and what would work.
+        UnsupportedModelError: no family describes the model.
+        SchemeError, OptionError, UnknownNameError: the scheme or its parameters are wrong.
+        AlreadyPatchedError: the model carries a swap.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> plan = plan_swap(model, "rope", max_length=64)
+        >>> plan.route, [edit.path for edit in plan.edits][:2]
+        ('plugin', ['transformer.wpe', 'transformer.posswap'])
+    """
+    model = unwrap(model)
+    _check_arguments(model, max_length, site)
+    refuse_wrapped_parts(model)
+    refuse_nested_swaps(model)
+    sites = locate(model)
+    refuse_missed(model, sites)
+    schemes = _resolved(model, sites, schemes_by_stack(scheme, sites, options), max_length)
+    length = max_length or max(_reach(one, sites, name) for name, one in schemes.items())
+    if length > LONGEST:
+        raise SchemeError(
+            f"{', '.join(map(str, schemes.values()))}: the model would be meant for {length} tokens; the most is "
+            f"{LONGEST}. Give a smaller max_length or factor."
+        )
+    relative = relative_choice(model, sites, relative)
+    contexts = [
+        SwapContext(model, sites, sites.stack(name), one, length, site, relative) for name, one in schemes.items()
+    ]
+    return _plan([replace(context, scheme=fitted(context)) for context in contexts])
+
+
+def _check_arguments(model: Any, max_length: int | None, site: SiteChoice) -> None:
+    carried: Any = getattr(model, "_posswap", None)
+    if carried is not None:
+        raise AlreadyPatchedError(
+            f"{type(model).__name__} already carries {carried.plan.named}: call unpatch_model(model) first."
+        )
+    if site not in ("auto", "attention"):
+        raise UnsupportedSwapError(f"site must be 'auto' or 'attention', got {site!r}.")
+    if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
+        raise SchemeError(f"max_length must be a whole number of tokens >= 1, got {max_length!r}.")
+
+
+def _resolved(model: Any, sites: Sites, chosen: dict[str, Scheme], max_length: int | None) -> dict[str, Scheme]:
+    """Return the schemes with their open parameters filled in, or refuse those that are not for their stacks."""
+    for name, one in chosen.items():
+        refuse_other_input(model, sites.stack(name), one)
+        refuse_two_sided(model, sites.stack(name), one)
+    resolved = {name: one.resolve(sites.stack(name).geometry, max_length) for name, one in chosen.items()}
+    for name, one in resolved.items():
+        refuse_length(model, sites.stack(name), one, max_length)
+    return resolved
+
+
+def _reach(scheme: Scheme, sites: Sites, stack: str) -> int:
+    geometry = sites.stack(stack).geometry
+    return scheme.reach(geometry) or geometry.original_length
+
+
+def schemes_by_stack(scheme: SchemeChoice, sites: Sites, options: dict[str, Any]) -> dict[str, Scheme]:
+    """Return the scheme of every stack that is to be swapped, by the stack's name, the main stack's last.
+
+    Raises:
+        SchemeError: a mapping names a stack that the model does not have, or none.
+        OptionError: options were given beside a mapping.
+    """
+    names = [stack.name for stack in sites.stacks]
+    if not isinstance(scheme, Mapping) or not scheme or "name" in scheme or not all(isinstance(k, str) for k in scheme):
+        one = make_scheme(scheme, **options)
+        return dict.fromkeys(names, one)
+    if options:
+        raise OptionError(f"options {sorted(options)} were given beside schemes by stack: set them on the schemes.")
+    unknown = [name for name in scheme if name not in names]
+    if unknown or names == [""]:
+        stacks = ", ".join(names) if names != [""] else "one stack only, without a name"
+        raise SchemeError(f"schemes were given by stack, for {', '.join(scheme)}; this model has {stacks}.")
+    return {name: make_scheme(scheme[name]) for name in names if name in scheme}
+
+
+def _plan(contexts: list[SwapContext]) -> SwapPlan:
+    """Return the plan of a swap, of whose stacks these are the contexts, the main one's last."""
+    drafts = [plan_stack(context) for context in contexts]
+    draft = sum(drafts, PlanDraft())
+    for add in _PASSES:
+        draft += add(contexts, draft)
+    main, schemes = contexts[-1], {context.stack.name: context.scheme for context in contexts}
+    needs: dict[str, str] = {}
+    for context, one in zip(contexts, drafts, strict=True):
+        needs.setdefault(one.adaptation, context.stack.name)
+    notes = dict.fromkeys(note for scheme in schemes.values() for note in scheme.notes())
+    return SwapPlan(
+        model=main.model_name,
+        scheme=main.scheme,
+        schemes=schemes,
+        edits=tuple(draft.edits),
+        route="plugin" if draft.plugin else "native",
+        cached_equals_full=all(scheme.traits.prefix_consistent for scheme in schemes.values()),
+        unused=draft.unused,
+        added=draft.added,
+        adaptation="; ".join(f"{name}: {need}" if len(needs) > 1 else need for need, name in needs.items()),
+        max_length=main.length,
+        notes=(*draft.notes, *notes),
+        record=_record(contexts, draft),
+        sites=main.sites,
+    )
+
+
+def plan_stack(context: SwapContext) -> PlanDraft:
+    """Return what puts the scheme of `context` into its stack: the sites, one after the other."""
+    _refuse_blend_inside(context)
+    stack, draft = context.stack, PlanDraft()
+    if stack.config_name is not None:
+        draft.values[stack.config_name] = stack.config_length(context.length)
+    draft += plan_embedding(context)
+    draft += (rotary := plan_rotary(context))
+    if _needs_attention(context, rotary):
+        draft += plan_attention(context)
+    draft += plan_longer_masks(context, draft.edits)
+    relative = plan_relative(context)
+    draft.adaptation = relative.adaptation or draft.adaptation or adaptation_of(context)
+    return draft + relative
+
+
+def _needs_attention(context: SwapContext, rotary: PlanDraft) -> bool:
+    """Return whether something is to be done inside attention: put there, or taken away."""
+    scheme, stack = context.scheme, context.stack
+    if isinstance(scheme, Blend):
+        return stack.table is None or scheme.new.acts_inside
+    if stack.inputs == "images" or scheme.table_part is not None:
+        return scheme.acts_inside
+    if stack.inside is not None:
+        return True
+    return rotary.plugin if stack.rotary else scheme.acts_inside or context.site == "attention"
+
+
+def _refuse_blend_inside(context: SwapContext) -> None:
+    scheme, stack = context.scheme, context.stack
+    if isinstance(scheme, Blend) and stack.inside is not None:
+        native = native_scheme(stack.inside, context.geometry).name
+        raise UnsupportedSwapError(
+            f"{scheme.name} cannot fade the {native} that is native inside the attention of "
+            f"{context.model_name}: it is there, or it is not. What works: {scheme.new.name} by itself."
+        )
+
+
+def _left_alone(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
+    """Note the stacks that keep what they have; where their tables end elsewhere, no config can say both."""
+    sites, swapped = contexts[-1].sites, {context.stack.name for context in contexts}
+    found = PlanDraft(notes=[sites.family.note] if sites.family.note else [])
+    for stack in sites.stacks:
+        if stack.name in swapped:
+            continue
+        found.notes.append(f"The {stack.name} keeps its positions, {stack.geometry.original_length} of them.")
+        own = stack.config_length(stack.geometry.original_length)
+        if stack.config_name is not None and draft.values.get(stack.config_name, own) != own:
+            found.plugin = True
+    return found
+
+
+def _saved_tables(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
+    return plan_saved_tables(contexts[-1])
+
+
+def _length_state(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
+    return plan_length_state(contexts[-1], draft.values, draft.edits)
+
+
+def _config(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
+    """Plan the config values that differ from the model's own."""
+    context, found = contexts[-1], PlanDraft()
+    for path, value in draft.values.items():
+        before = config_at(context.model.config, path)
+        if before != value:
+            text: dict[str, Any] = {"before": brief(before), "after": brief(value), "stack": context.stack.name}
+            found.edits.append(EditConfig(site="config", path=path, **text, value=value))
+    return found
+
+
+def _position_ids(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
+    """Plan that position ids are obeyed or refused which the model's own code drops without a word."""
+    swapped, found = {context.stack.name: context for context in contexts}, PlanDraft()
+    for stack in contexts[-1].sites.stacks:
+        context = swapped.get(stack.name)
+        if context is not None and context.scheme.kind == "none":
+            continue  # it has no positions
+        counts = context is None or _counts(context)
+        asked = context or replace(contexts[-1], stack=stack)
+        found += plan_position_ids(asked, counts=counts, native=not draft.plugin)
+    return found + plan_unclaimed_ids(contexts[-1])
+
+
+def _counts(context: SwapContext) -> bool:
+    """Return whether the model counts positions by itself after the swap: for a table, or where no scheme acts."""
+    if isinstance(context.scheme, Blend):
+        return context.stack.table is not None
+    return context.scheme.table_part is not None or not context.scheme.acts_inside
+
+
+def _attention_choice(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
+    return plan_attn_implementation(contexts[-1], draft.edits)
+
+
+def _kept_in_memory(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
+    """Note the tables that are offloaded."""
+    paths = offloaded_tables(contexts[-1].model, draft.edits)
+    return PlanDraft(notes=[KEPT_IN_MEMORY.format(path) for path in paths])
+
+
+_PASSES: tuple[Callable[[list[SwapContext], PlanDraft], PlanDraft], ...] = (
+    _left_alone,
+    _saved_tables,
+    _length_state,
+    _config,
+    _position_ids,
+    _attention_choice,
+    _kept_in_memory,
+)
+"""What is planned for the model as a whole once its stacks are: each is given the draft so far, and adds to it."""
+
+
+def _record(contexts: list[SwapContext], draft: PlanDraft) -> SwapRecord:
+    main = contexts[-1]
+    stacks = {context.stack.name: context.scheme.to_dict() for context in contexts}
+    return SwapRecord(
+        scheme=main.scheme.to_dict(),
+        route="plugin" if draft.plugin else "native",
+        base_type=main.model.config.model_type,
+        max_length=main.length,
+        site=main.site,
+        original={path: config_at(main.model.config, path) for path in draft.values},
+        stacks=stacks if main.stack.name else None,
+        relative=main.relative,
+    )
+
+
+def unwrap(model: Any) -> Any:
+    """Return the transformers model inside `model`: itself, or the base of a PEFT model.
+
+    Raises:
+        UnsupportedSwapError: `model` is no transformers model, or a PEFT method that adds virtual tokens.
+    """
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return model
+    configs = getattr(model, "peft_config", None)
+    if configs is not None and hasattr(model, "get_base_model"):
+        if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
+            raise UnsupportedSwapError(
+                "PEFT prompt learning adds tokens without positions of their own: not supported."
+            )
+        return unwrap(model.get_base_model())
+    raise UnsupportedSwapError(
+        f"expected a transformers PreTrainedModel (or a PEFT model around one), got {_named(model)}; "
+        f"{what_instead(model)}."
+    )
+
+
+def _named(given: Any) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__

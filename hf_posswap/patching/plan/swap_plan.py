@@ -1,0 +1,161 @@
+"""A plan: what a swap would change, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from hf_posswap.families.sites import Sites
+from hf_posswap.geometry import Geometry
+from hf_posswap.patching.edits.codec import from_plain, to_plain
+from hf_posswap.patching.edits.edit import Edit
+from hf_posswap.patching.plan.text import Row, edit_rows, sizes, table
+from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.patching.sites.attention.backends import describe_backends
+from hf_posswap.patching.sites.attention.edits import AddMechanism
+from hf_posswap.schemes.base import Scheme, make_scheme
+
+_PLAIN = ("model", "route", "cached_equals_full", "unused", "added", "adaptation", "max_length", "notes")
+_ROUTES = {
+    "native": "native: stock transformers runs the saved checkpoint",
+    "plugin": "plugin: the saved checkpoint needs hf_posswap; stock transformers refuses it",
+}
+_CONSISTENT = "cached and full forward agree"
+_INCONSISTENT = "cached and full forward differ beyond the original length: the angles follow the current length"
+_SHARDABLE = "a sequence may be split over devices (context parallelism)"
+_WHOLE = "whole sequences only, not for context parallelism"
+
+
+@dataclass(frozen=True)
+class SwapPlan:
+    """What `patch_model` will do, or did. `print(plan)` shows it as a table.
+
+    It is a value: two plans of the same swap are equal, and one can be pickled, or written as JSON and read again.
+
+    Attributes:
+        model: class name of the model.
+        scheme: with every parameter filled in that the model gives; the decoder's, where a model has several stacks
+            and it is swapped.
+        schemes: that of every stack which is swapped, by the stack's name: "" where a model has one.
+        edits: in order.
+        route: "native": stock transformers will run the saved checkpoint; "plugin": only hf_posswap will.
+        cached_equals_full: whether decoding with a cache gives what one full forward gives, at any length.
+        unused: parameters of the model that the swap puts out of use, by name: their numbers of elements.
+        added: parameters that the swap adds, by name: their numbers of elements.
+        adaptation: what training the swapped model will need.
+        max_length: positions the swapped model is meant for, in tokens.
+        notes: anything else worth knowing.
+        record: what will be written to `config.posswap`.
+        sites: where the model's positions live.
+    """
+
+    model: str
+    scheme: Scheme
+    schemes: dict[str, Scheme]
+    edits: tuple[Edit, ...]
+    route: Literal["native", "plugin"]
+    cached_equals_full: bool
+    unused: dict[str, int]
+    added: dict[str, int]
+    adaptation: str
+    max_length: int
+    notes: tuple[str, ...]
+    record: SwapRecord
+    sites: Sites
+
+    def __str__(self) -> str:
+        return table(f"{self.model}: {self.named}", self.edit_rows(), self.fact_rows())
+
+    def edit_rows(self) -> list[Row]:
+        """Return a row an edit: site, path, before, after; edits that differ in a layer's number alone share one."""
+        return edit_rows(self.edits)
+
+    def fact_rows(self) -> list[tuple[str, str]]:
+        """Return what follows from the edits: names and values."""
+        added = (edit for edit in self.edits if isinstance(edit, AddMechanism))
+        ways = dict.fromkeys(way for edit in added for way in describe_backends(edit.scheme, edit.geometry))
+        return [
+            ("route", _ROUTES[self.route]),
+            ("length", f"{self.max_length} positions" + (", runs beyond" if self.unbounded else "")),
+            ("cache", _CONSISTENT if self.cached_equals_full else _INCONSISTENT),
+            ("parallel", _SHARDABLE if self.shardable else _WHOLE),
+            *(("backend", way) for way in ways),
+            ("unused", sizes(self.unused)),
+            ("new", sizes(self.added)),
+            ("adaptation", self.adaptation),
+            *(("note", note) for note in self.notes),
+        ]
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether the swapped model runs at any length."""
+        return all(scheme.traits.unbounded for scheme in self.schemes.values())
+
+    @property
+    def shardable(self) -> bool:
+        """Whether a sequence may be split over devices."""
+        return all(scheme.traits.shardable for scheme in self.schemes.values())
+
+    @property
+    def named(self) -> str:
+        """The scheme, or those of the stacks where they differ, as text."""
+        if len(set(map(str, self.schemes.values()))) == 1:
+            return str(self.scheme)
+        return ", ".join(f"{stack}: {scheme}" for stack, scheme in self.schemes.items())
+
+    @property
+    def choice(self) -> Scheme | dict[str, Scheme]:
+        """What `plan_swap` takes to make this plan again."""
+        return self.schemes.get("", dict(self.schemes))
+
+    def with_schemes(self, schemes: dict[str, Scheme]) -> SwapPlan:
+        """Return the plan of a model whose stacks have come to `schemes`, of the same kinds with other numbers."""
+        main = list(schemes.values())[-1]
+        stacks = None if "" in schemes else {name: scheme.to_dict() for name, scheme in schemes.items()}
+        record = replace(self.record, scheme=main.to_dict(), stacks=stacks)
+        edits = tuple(edit.with_scheme(schemes[edit.stack]) if edit.stack in schemes else edit for edit in self.edits)
+        old = [note for scheme in self.schemes.values() for note in scheme.notes()]
+        new = (note for scheme in schemes.values() for note in scheme.notes())
+        notes = tuple(dict.fromkeys([*(note for note in self.notes if note not in old), *new]))
+        return replace(self, scheme=main, schemes=schemes, record=record, edits=edits, notes=notes)
+
+    def place(self, edit: Edit) -> tuple[Scheme, Geometry]:
+        """Return the scheme and the geometry of the stack in which `edit` lies."""
+        return self.schemes[edit.stack], self.sites.stack(edit.stack).geometry
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON, from which `from_dict` makes it again."""
+        return {
+            **{name: _listed(getattr(self, name)) for name in _PLAIN},
+            "scheme": self.scheme.to_dict(),
+            "schemes": {name: scheme.to_dict() for name, scheme in self.schemes.items()},
+            "edits": [edit.to_dict() for edit in self.edits],
+            "record": self.record.to_dict(),
+            "sites": to_plain(self.sites.to_dict()),
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SwapPlan:
+        """Return the plan that `to_dict` wrote.
+
+        Example:
+            >>> from transformers import GPT2Config, GPT2LMHeadModel
+            >>> from hf_posswap import plan_swap
+            >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+            >>> plan = plan_swap(model, "rope", max_length=64)
+            >>> SwapPlan.from_dict(plan.to_dict()) == plan
+            True
+        """
+        plain = {name: values[name] for name in _PLAIN} | {"notes": tuple(values["notes"])}
+        return cls(
+            **plain,
+            scheme=make_scheme(values["scheme"]),
+            schemes={name: make_scheme(scheme) for name, scheme in values["schemes"].items()},
+            edits=tuple(Edit.from_dict(edit) for edit in values["edits"]),
+            record=SwapRecord.from_dict(values["record"]),
+            sites=Sites.from_dict(from_plain(values["sites"])),
+        )
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

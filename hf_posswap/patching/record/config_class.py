@@ -1,0 +1,165 @@
+"""The config class of a model that only hf_posswap can run: native in memory, refused by stock transformers on disk."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.compat.transformers_models import config_validators, give_config_class
+from hf_posswap.errors import PluginWarning, RecordError, UnsupportedSwapError
+from hf_posswap.patching.record.record import SwapRecord, native_config_class
+from hf_posswap.patching.record.refusals import POSSWAP_MODEL_TYPE, architecture_of, read, written
+from hf_posswap.patching.record.remote_code import AUTO_MAP, code_files
+
+_told: list[Callable[[Any], None]] = []
+_told_of: set[type] = set()
+
+
+def on_new_config_class(action: Callable[[Any], None]) -> None:
+    """Call `action` with each class that `plugin_config_class` makes, once there is one."""
+    _told.append(action)
+
+
+def plugin_config_class(native: Any) -> Any:
+    """Return the config class of swapped models whose native config class is `native`; the same each time.
+
+    It is a subclass that writes `model_type: posswap` into config.json. In memory it stays what it was, so PEFT,
+    generation and trainers find the model type that they know; on disk no stock class recognises it. Beside config.json
+    it writes the code that `trust_remote_code=True` runs.
+    """
+    made = _made(native)
+    if made not in _told_of:
+        _told_of.add(made)
+        for action in _told:
+            action(made)
+    return made
+
+
+@functools.cache
+def _made(native: Any) -> Any:
+    body = {
+        "__deepcopy__": _deepcopy,
+        "__module__": __name__,
+        "__reduce__": _reduce,
+        "__reduce_ex__": lambda self, _: _reduce(self),
+        "__setattr__": _set_attribute,
+        "from_dict": classmethod(_from_dict),
+        "posswap_native": native,
+        "to_json_file": _to_json_file,
+        "to_json_string": _to_json_string,
+        "validate": _validate,
+    }
+    return type(f"Posswap{native.__name__}", (native,), body)
+
+
+def _from_dict(cls: Any, /, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    if config_dict.get("model_type") == POSSWAP_MODEL_TYPE:  # a class of swapped models reads a folder
+        return read_plugin_config(config_dict, **kwargs)
+    return cls.posswap_native.from_dict.__func__(cls, config_dict, **kwargs)
+
+
+def _set_attribute(self: Any, name: str, value: Any) -> None:
+    if name == "architectures" and value:  # saving a model sets it to the name of its class
+        value = [architecture_of(one) for one in value]
+    self.posswap_native.__setattr__(self, name, value)
+
+
+def _to_json_string(self: Any, use_diff: bool = True) -> str:
+    text = str(self.posswap_native.to_json_string(self, use_diff))
+    if getattr(self, "posswap", None) is None or self.model_type == POSSWAP_MODEL_TYPE:
+        return text  # PEFT reads the config.json of the base, swapped or not, with this class
+    code = _code_or_why(self)
+    values = written(json.loads(text)) | ({} if isinstance(code, UnsupportedSwapError) else {"auto_map": AUTO_MAP})
+    return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+
+def _to_json_file(self: Any, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+    write_code(self, Path(json_file_path).parent)
+    self.posswap_native.to_json_file(self, json_file_path, use_diff)
+
+
+def _validate(self: Any) -> None:
+    for check in config_validators(self.posswap_native):
+        if check.__name__ != "validate_rope":  # the rope type is unknown to transformers, on purpose
+            check(self)
+
+
+def _reduce(self: Any) -> tuple[Any, ...]:
+    return _rebuild, (self.posswap_native, self.__dict__.copy())
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    new = object.__new__(type(self))  # the compiler, which traces copies, cannot go by way of reduce
+    memo[id(self)] = new
+    new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    return new
+
+
+def as_plugin_config(config: Any) -> Any:
+    """Give a swapped model's `config` its class of plugin checkpoints, and return it."""
+    give_config_class(config, plugin_config_class(native_config_class(config)))
+    config.architectures = config.architectures  # under the names that the class has for them
+    return config
+
+
+def read_plugin_config(values: dict[str, Any], **kwargs: Any) -> Any:
+    """Return the config of a plugin checkpoint; kwargs and result are those of transformers' `from_dict`.
+
+    Raises:
+        RecordError: no record, or one that cannot be read.
+    """
+    from transformers import CONFIG_MAPPING
+
+    record = SwapRecord.from_dict(values.get("posswap"))
+    if record.base_type not in CONFIG_MAPPING or record.base_type == POSSWAP_MODEL_TYPE:
+        raise RecordError(
+            f"config.posswap names model type {record.base_type!r}, which this transformers does not have."
+        )
+    native: Any = CONFIG_MAPPING[record.base_type]
+    values = read(values)
+    rope = values.get("rope_parameters")  # its rope_type is unknown to transformers, on purpose
+    known = {"rope_parameters": record.original["rope_parameters"]} if "rope_parameters" in record.original else {}
+    result = native.from_dict({**values, **known, "model_type": record.base_type}, **kwargs)
+    config = result[0] if isinstance(result, tuple) else result
+    if known:
+        config.rope_parameters = rope
+    as_plugin_config(config)
+    return result
+
+
+def write_code(config: Any, folder: Path) -> None:
+    """Write to `folder` what `trust_remote_code=True` needs to load a checkpoint of `config`; warn where it cannot be.
+
+    Warns:
+        PluginWarning: its scheme or family comes from another package, in a form that cannot go along.
+    """
+    code = _code_or_why(config)
+    if isinstance(code, UnsupportedSwapError):
+        warnings.warn(
+            f"saved without the code for trust_remote_code=True: {code} Whoever loads the checkpoint needs hf_posswap "
+            "and that package.",
+            PluginWarning,
+            stacklevel=4,
+        )
+        return
+    for name, source in code.items():
+        (folder / name).write_text(source, encoding="utf-8")
+
+
+def _code_or_why(config: Any) -> dict[str, str] | UnsupportedSwapError:
+    try:
+        return code_files(config)
+    except UnsupportedSwapError as error:
+        return error
+
+
+def _rebuild(native: type, state: dict[str, Any]) -> Any:
+    config: Any = object.__new__(plugin_config_class(native))
+    config.__dict__.update(state)
+    return config

@@ -1,0 +1,258 @@
+"""The class of a model that only hf_posswap can run: a subclass of its stock class that knows the swap.
+
+`type(model).__name__` stays the stock one. Much goes by that name: a Trainer's label smoothing, losses, pipelines,
+conversions of weights, PEFT. What must not take the model for a stock one goes by `config.architectures`, and there
+the class has a name of its own, under which `transformers` has it too: `transformers.PosswapLlamaForCausalLM`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from hf_posswap.compat.accelerate_hooks import hook_of
+from hf_posswap.compat.peft_wrappers import base_layer_of, original_of
+from hf_posswap.compat.torch_modules import give_class
+from hf_posswap.compat.transformers_auto import auto_mappings
+from hf_posswap.compat.transformers_loading import LoadingHooks
+from hf_posswap.compat.transformers_models import let_record_outputs
+from hf_posswap.errors import RecordError
+from hf_posswap.patching.record.config_class import on_new_config_class, plugin_config_class
+from hf_posswap.patching.record.record import SwapRecord, native_config
+from hf_posswap.patching.record.refusals import architecture_of, mark, refuse_elsewhere, unmark, weight_to_mark
+
+MARKED = "_posswap_marked"
+"""Attribute of a swapped model: the weights that its checkpoints show as marked, by name, and their dimensions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """What swapped classes leave to modules that import this one.
+
+    Attributes:
+        restore: puts the swap of a record into a freshly built native model.
+        initialise: gives a module of a swapped model what it begins with, unless a checkpoint gave it that; returns
+            whether the module is one that a swap brought.
+    """
+
+    restore: Callable[[Any, SwapRecord], None]
+    initialise: Callable[[Any, nn.Module], bool]
+
+
+_runtime: list[Runtime] = []
+_saving: contextvars.ContextVar[bool] = contextvars.ContextVar("posswap_saving", default=False)
+
+
+def run_by(runtime: Runtime) -> None:
+    """Let swapped classes be run by `runtime`."""
+    _runtime[:] = [runtime]
+
+
+def native_class(cls: Any) -> Any:
+    """Return the stock class of a swapped class; any other class is its own."""
+    return getattr(cls, "posswap_native", cls)
+
+
+class SwappedModel(LoadingHooks):
+    """What swapped classes have before their stock class: each is a subclass of both, made by `swapped_class`.
+
+    The constructor takes the config of a swapped model and puts the swap in; `save_pretrained` marks what stock classes
+    must not load, `from_pretrained` and `load_state_dict` take it marked or not.
+    """
+
+    posswap_native: Any
+    """The stock class."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        native = self.posswap_native
+        record = _record_of(config, native)
+        model: Any = self
+        give_class(model, native)  # until it is swapped: planning looks at a native model
+        native.__init__(model, native_config(config), *args, **kwargs)
+        carried = getattr(model.config, "posswap", None)
+        if carried is None:
+            _runtime[0].restore(model, record)
+        elif carried != record.to_dict():  # by a constructor of the user's own that patches
+            raise RecordError(
+                f"{native.__name__} puts a swap into itself as it is built, to {carried['scheme']['name']}, and its "
+                f"config records another, to {record.scheme['name']}: build it from a config without a swap."
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return (_empty, (self.posswap_native,), *object.__reduce_ex__(self, max(2, int(protocol)))[2:])
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        return bool(cls.posswap_native.can_generate())
+
+    def posswap_fill(self, module: nn.Module) -> bool:
+        return _runtime[0].initialise(self, module)
+
+    def initialize_weights(self) -> None:
+        model: Any = self
+        for module in model.modules():  # transformers asks the model nearest to each, which may be stock: a tower
+            _runtime[0].initialise(model, module)
+        self.posswap_native.initialize_weights(self)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(("destination", "prefix"), args, strict=False)) | kwargs
+        state, prefix = self.posswap_native.state_dict(self, *args, **kwargs), given.get("prefix", "")
+        refuse_elsewhere(state, prefix, self.posswap_native.__name__)
+        if _saving.get():
+            _mark(self, state, prefix)
+        return state
+
+    def posswap_read(self, state: dict[str, Any], prefix: str, metadata: Any) -> Any:
+        unmark(state, _marked(self), prefix)
+        return dict(metadata)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is not None:  # trainers gather it
+            kwargs["state_dict"] = dict(kwargs["state_dict"])
+            for prefix, part in _parts(self):
+                _mark(part, kwargs["state_dict"], prefix)
+        token = _saving.set(True)
+        try:
+            return self.posswap_native.save_pretrained(self, save_directory, *args, **kwargs)
+        finally:
+            _saving.reset(token)
+
+    @classmethod
+    def posswap_conversions(cls, model: Any) -> list[Any]:  # saving does not undo them: it marks by itself
+        return list(unmarking(sorted({name for _, part in _parts(model) for name in _marked(part)})))
+
+
+@functools.cache
+def swapped_class(native: Any) -> Any:
+    """Return the class of the swapped models of a stock class, or of a subclass of one; the same each time."""
+    body = {
+        "__module__": native.__module__,  # transformers, and families, look at the code around a class
+        "__qualname__": architecture_of(native.__qualname__),
+        "__doc__": native.__doc__,
+        "config_class": plugin_config_class(native.config_class),
+        "posswap_native": native,
+    }
+    made = type(native.__name__, (SwappedModel, native), body)
+    let_record_outputs(made)
+    _announce(made)
+    return made
+
+
+def take_swapped_class(model: Any, attention: Iterable[str]) -> None:
+    """Make a model whose swap only hf_posswap runs, and its base model, instances of their swapped classes.
+
+    Args:
+        model: after the swap.
+        attention: paths of the first attention module of each swapped stack.
+    """
+    parts = _parts(model)
+    marked = {weight_to_mark(model, path) for path in attention}
+    for prefix, part in reversed(parts):  # the innermost first
+        own = {name for name in marked if name.startswith(prefix)}
+        marked -= own
+        dimensions = {name: _tensor(model, name).dim() for name in own}
+        part.__dict__[MARKED] = {name.removeprefix(prefix): count for name, count in dimensions.items()}
+        give_class(part, swapped_class(native_class(type(part))))
+
+
+def leave_swapped_class(model: Any) -> None:
+    """Give a model, and its base model, their own classes back."""
+    for _, part in _parts(model):
+        part.__dict__.pop(MARKED, None)
+        if part.__class__ is not native_class(type(part)):
+            give_class(part, native_class(type(part)))
+
+
+def unmarking(names: Iterable[str]) -> Iterator[Any]:
+    """Yield the conversions by which `from_pretrained` gives marked weights of these names their shapes back.
+
+    Weights that are not marked, as those of a base checkpoint and of older swapped ones, stay as they are.
+    """
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    class Unmark(ConversionOps):
+        def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
+            ((_, held),) = input_dict.items()
+            tensor = held[0] if isinstance(held, list) else held
+            model, name = kwargs["model"], kwargs["full_layer_name"]
+            dimensions = _tensor(model, name).dim()
+            return {target_patterns[0]: tensor.squeeze(0) if tensor.dim() == dimensions + 1 else tensor}
+
+    for name in names:
+        yield WeightConverter(name.replace(".", r"\.") + "$", name, operations=[Unmark()])
+
+
+def register_models(config_class: Any) -> None:
+    """Make every Auto class that knows the native config class of `config_class` know it, too."""
+    native = config_class.posswap_native
+    for mapping in auto_mappings():
+        if config_class in mapping or native not in mapping:
+            continue
+        found = mapping[native]
+        classes = found if isinstance(found, tuple) else (found,)
+        mapping.register(config_class, swapped_class(classes[0]), exist_ok=True)
+
+
+on_new_config_class(register_models)
+
+
+def _record_of(config: Any, native: Any) -> SwapRecord:
+    if getattr(config, "posswap", None) is None:
+        raise RecordError(
+            f"{architecture_of(native.__name__)} is the class of swapped models, and this {type(config).__name__} "
+            f"carries no swap (config.posswap): use {native.__name__}, and hf_posswap.patch_model to swap it."
+        )
+    return SwapRecord.from_dict(config.posswap)
+
+
+def _parts(model: Any) -> list[tuple[str, Any]]:
+    """Return `model` and, if it has one that shares its config, its base model, with the prefix of its weights."""
+    base = model.base_model
+    inner = base is not model and base.config is model.config
+    return [("", model), *([(f"{model.base_model_prefix}.", base)] if inner else [])]
+
+
+def _mark(model: Any, state: dict[str, Any], prefix: str) -> None:
+    """Mark weights of `model` in a state dict that is to be saved, in place."""
+    from transformers.integrations.accelerate import load_offloaded_parameter
+
+    names = _marked(model)
+    for name in names:
+        held = state.get(prefix + name)
+        if held is not None and held.is_meta and any(map(hook_of, model.modules())):
+            state[prefix + name] = load_offloaded_parameter(model, name)  # which saving would do later, unmarked
+    mark(state, names, prefix)
+
+
+def _marked(model: Any) -> dict[str, int]:
+    return vars(model).get(MARKED, {})
+
+
+def _tensor(model: Any, name: str) -> Any:
+    """Return the weight `name` of `model`, also where PEFT wraps its module."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(base_layer_of(original_of(model.get_submodule(path))), leaf)
+
+
+def _announce(made: Any) -> None:
+    """Let `transformers` have a swapped class of one of its own under the name that `architectures` has for it."""
+    import transformers
+
+    name, native = architecture_of(made.__name__), made.posswap_native
+    installed = __name__.startswith("hf_posswap.")  # code that came with a checkpoint must not take its place
+    if getattr(transformers, native.__name__, None) is native and (installed or not hasattr(transformers, name)):
+        # transformers may import itself a second time: the class of its lazy modules is what both have in common
+        home = transformers if type(transformers) is ModuleType else type(transformers)
+        setattr(home, name, made)
+
+
+def _empty(native: Any) -> Any:
+    """Return an instance without anything of the swapped class of `native`: what copies and pickles begin with."""
+    made = swapped_class(native)
+    return made.__new__(made)

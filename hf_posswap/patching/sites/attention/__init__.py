@@ -1,0 +1,1 @@
+"""The attention site: queries, keys and scores."""

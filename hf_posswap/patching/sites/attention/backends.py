@@ -1,0 +1,327 @@
+"""Which way of computing attention is taken for a scheme: chosen in the open, and told by the plan.
+
+All give the same numbers, but for rounding. "plain" is the formula under the model's own implementation, and works
+everywhere; the others hold nothing of [Q, K], and are taken where they apply and the input is long enough to gain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posswap.compat.torch_tensors import transforms_active
+from hf_posswap.errors import NotPatchedError, OptionError, UnsupportedSwapError
+from hf_posswap.geometry import Geometry
+from hf_posswap.kernels import fused
+from hf_posswap.kernels.distance_bias import attend_by_distance
+from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, fits_flex
+from hf_posswap.kernels.made_bias import attend_made
+from hf_posswap.kernels.merge import attend_regions, mergeable
+from hf_posswap.kernels.row_bias import attend_linear
+from hf_posswap.patching.sites.attention.positions import Span
+from hf_posswap.schemes.base import Mechanism, Scheme
+from hf_posswap.schemes.common.piece import Piece
+
+BACKENDS = {
+    "row": "the bias as one number a key, in a fused kernel",
+    "row_windowed": "the same, without the keys whose weight float32 cannot hold",
+    "hankel": "the bias as one number a distance, in blocks of queries",
+    "flex": "the bias read from positions, in compiled flex_attention",
+    "chunked": "the bias made for a few queries at a time",
+    "merge": "fused calls, joined by their softmax sums",
+    "plain": "the scores as the formula has them",
+}
+MIN_QK_PAIRS = 2**18
+"""Pairs of a query and a key in a row of the batch (512 x 512) from which "auto" leaves the plain way."""
+MIN_FLEX_QK_PAIRS = 2**22
+"""Pairs (2048 x 2048) from which "auto" takes flex on a GPU: it takes long to compile."""
+LARGE_BIAS = 2**24
+"""Numbers of a dense bias, 64 MiB, from which "auto" makes it in parts where only "chunked" applies."""
+MOST_CALLS = 64
+"""Chunks of a sequence up to which "auto" merges: each needs a call."""
+ALTERING = ("softcap", "s_aux", "position_bias", "head_mask", "score_mod", "cache", "output_attentions")
+"""Arguments of an attention function that ask for what the kernels do not do."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One attention call, after rotation.
+
+    Attributes:
+        mechanism: of the layer.
+        span: where queries and keys stand.
+        query: [B, H, Q, D].
+        key: [B, G, K, D].
+        value: [B, G, K, Dv].
+        mask: bool or additive, [B or 1, 1 or H, Q, K]; None: none but causality.
+        causal: whether a left-out mask means causal.
+        implementation: that the model's config names.
+        arguments: what else the attention module passed.
+        read: gives the bias as flex_attention may read it, or None; asked at the end.
+        consecutive: tells whether positions rise by one from token to token, and whether from 0; asked at the end.
+    """
+
+    mechanism: Mechanism
+    span: Span
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    causal: bool
+    implementation: str | None
+    arguments: dict[str, Any]
+    read: Callable[[], Penalty | ByDistance | None]
+    consecutive: Callable[[], tuple[bool, bool]]
+
+    @property
+    def scaling(self) -> float:
+        """What multiplies the scores."""
+        given = self.arguments.get("scaling")
+        return self.query.shape[-1] ** -0.5 if given is None else float(given)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key in one row of the batch."""
+        return self.query.shape[2] * self.key.shape[2]
+
+    def is_plain(self) -> bool:
+        """Return whether only the plain way is open, whatever the scheme."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(self.query) is not Tensor:
+            return True
+        if transforms_active():  # torch.func differentiates the formula, not its kernels
+            return True
+        if self.implementation != "sdpa" or self.arguments.get("dropout") or self.query.shape[2] == 1:
+            return True
+        altering = (self.arguments.get(name) for name in ALTERING)
+        if any(value is not None and value is not False for value in altering):
+            return True
+        learned_mask = isinstance(self.mask, Tensor) and self.mask.requires_grad
+        one_key = self.key[..., : self.query.shape[-1]] if self.mechanism.keys_per_token > 1 else self.key
+        if learned_mask:
+            return True
+        one_way = self.mechanism.biases and self.query.device.type == "cuda"  # flex, which is tried by itself
+        return not one_way and not fused.fits(self.query, one_key, self.value)
+
+
+def backends_of(mechanism: Mechanism) -> tuple[str, ...]:
+    """Return the names of the ways that a mechanism may be computed in, the fastest first; none: as any attention.
+
+    Example:
+        >>> from hf_posswap.schemes.alibi import AlibiMechanism
+        >>> backends_of(AlibiMechanism(heads=4, interpolation=1.0))
+        ('row', 'row_windowed', 'hankel', 'flex', 'chunked', 'plain')
+    """
+    if mechanism.splits:
+        known = mechanism.regions is not None and mergeable(mechanism.regions)
+        return ("merge", "plain") if known else ("plain",)
+    if not mechanism.biases:
+        return ()
+    rows = ("row", "row_windowed") if mechanism.slopes is not None else ()
+    return (*rows, *(("hankel", "flex") if mechanism.distance_only else ()), "chunked", "plain")
+
+
+def choose(request: Request) -> str:
+    """Return the name of the way to compute `request`: "plain" where no other one applies."""
+    wanted, open_to = request.mechanism.backend, backends_of(request.mechanism)
+    if wanted == "plain" or len(open_to) < 2 or request.is_plain():
+        return "plain"
+    names = [name for name in open_to if wanted in ("auto", name)]  # layers differ in what they are open to
+    return next((name for name in names if _gains(name, request, wanted) and _applies(name, request)), "plain")
+
+
+def _gains(name: str, request: Request, wanted: str) -> bool:
+    """Return whether "auto" takes `name` at this size; a way that was asked for is taken at any."""
+    if wanted != "auto" or name == "plain":
+        return True
+    if name == "row_windowed" or request.pairs < MIN_QK_PAIRS:
+        return False
+    if name == "flex":
+        return request.query.device.type == "cuda" and request.pairs >= MIN_FLEX_QK_PAIRS
+    if name == "chunked" and request.mechanism.distance_only:  # else the bias is a network's, with more inside
+        return request.query.shape[0] * request.query.shape[1] * request.pairs >= LARGE_BIAS
+    if name == "merge":
+        assert request.mechanism.regions is not None
+        return all(region.size == 1 or request.pairs <= (MOST_CALLS * region.size) ** 2
+                   for region in request.mechanism.regions)  # fmt: skip
+    return True
+
+
+def _applies(name: str, request: Request) -> bool:
+    """Return whether `name` is exact for this mask and these positions."""
+    if request.query.device.type != "cpu" and name not in ("flex", "merge", "plain"):
+        return False  # the fused calls of a GPU take no bias
+    if name in ("chunked", "plain"):
+        return True
+    both_ways = name in ("hankel", "flex")
+    if request.mask is not None or not request.span.is_prefill or not (request.causal or both_ways):
+        return False
+    if name == "flex":
+        return fits_flex(request.query, request.value, request.read())
+    in_order, from_start = request.consecutive()
+    regions = request.mechanism.regions or ()
+    return in_order and (from_start or all(region.size == 1 for region in regions))
+
+
+def consecutive(positions: Tensor) -> tuple[bool, bool]:
+    """Return whether `positions` [B or 1, Q] rise by one from token to token, and whether they begin at 0.
+
+    Example:
+        >>> consecutive(torch.tensor([[3, 4, 5]])), consecutive(torch.tensor([[0, 1, 0]]))
+        ((True, False), (False, True))
+    """
+    return bool((positions.diff(dim=-1) == 1).all()), bool((positions[:, 0] == 0).all())
+
+
+def attend(request: Request, pieces: Callable[[], tuple[Piece, ...]]) -> Tensor | None:
+    """Return attention [B, Q, H, D] in the way that `choose` names; None: in the plain way, which is elsewhere.
+
+    Args:
+        request: the call.
+        pieces: gives those of a mechanism that splits.
+    """
+    name = choose(request)
+    if name == "plain":
+        return None
+    return _RUN[name](request, pieces).transpose(1, 2).contiguous()
+
+
+def _row(request: Request, pieces: Any, windowed: bool = False) -> Tensor:
+    slopes = request.mechanism.slopes
+    assert slopes is not None
+    return attend_linear(request.query, request.key, request.value, slopes, scaling=request.scaling, windowed=windowed)
+
+
+def _row_windowed(request: Request, pieces: Any) -> Tensor:
+    return _row(request, pieces, windowed=True)
+
+
+def _hankel(request: Request, pieces: Any) -> Tensor:
+    length, causal = request.query.shape[2], request.causal
+    distances = torch.arange(0 if causal else 1 - length, length, device=request.query.device)
+    line = request.mechanism.distance_bias(distances)  # [H, L] or [H, 2 L - 1]
+    return attend_by_distance(request.query, request.key, request.value, line, scaling=request.scaling, causal=causal)
+
+
+def _flex(request: Request, pieces: Any) -> Tensor:
+    bias = request.read()
+    assert bias is not None
+    return attend_read(
+        request.query, request.key, request.value, bias, scaling=request.scaling, causal=request.causal
+    )  # fmt: skip
+
+
+def _chunked(request: Request, pieces: Any) -> Tensor:
+    span, mechanism = request.span, request.mechanism
+    key_positions = span.key
+
+    def make(rows: slice, columns: slice) -> Tensor:
+        return mechanism.bias(span.query[:, rows], key_positions[:, columns])
+
+    return attend_made(
+        request.query, request.key, request.value, make, tuple(mechanism.parameters()), request.mask,
+        scaling=request.scaling, causal=request.causal,
+    )  # fmt: skip
+
+
+def _merge(request: Request, pieces: Callable[[], tuple[Piece, ...]]) -> Tensor:
+    length, regions = request.query.shape[2], request.mechanism.regions
+    assert regions is not None
+    pairs = [
+        (piece.rotate_query(request.query, 0, length), piece.rotate_key(request.key, 0, length)) for piece in pieces()
+    ]
+    return attend_regions(pairs, request.value, regions, scaling=request.scaling)
+
+
+def is_learned(mechanism: Mechanism) -> bool:
+    """Return whether gradients of the mechanism's own parameters are wanted now."""
+    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in mechanism.parameters())
+
+
+def flex_bias(mechanism: Mechanism, span: Span, batch: int) -> Penalty | ByDistance | None:
+    """Return what flex_attention adds to its scores, for `batch` rows; any mask, any positions.
+
+    None: the mechanism adds nothing, or needs the bias as a tensor, as it is no function of distance.
+    """
+    positions = span.query.expand(batch, -1), span.key.expand(batch, -1)
+    if mechanism.slopes is not None:
+        return Penalty(mechanism.slopes.to(span.query.device), *positions)
+    if not mechanism.distance_only or torch.compiler.is_compiling():
+        return None
+    behind, ahead = (int((a.amax() - b.amin()).clamp(min=0)) for a, b in (positions, positions[::-1]))
+    distances = torch.arange(-ahead, behind + 1, device=span.query.device)
+    return ByDistance(mechanism.distance_bias(distances), ahead, *positions)
+
+
+_RUN: dict[str, Callable[[Request, Any], Tensor]] = {
+    "row": _row,
+    "row_windowed": _row_windowed,
+    "hankel": _hankel,
+    "flex": _flex,
+    "chunked": _chunked,
+    "merge": _merge,
+}
+
+
+def set_backend(model: nn.Module, backend: str) -> None:
+    """Say how the attention of a patched model is computed; the model's results stay the same, but for rounding.
+
+    It holds for this model in this process: checkpoints do not keep it.
+
+    Args:
+        model: patched, or a PEFT model around one.
+        backend: "auto" takes the fastest that applies to each call; "plain" the formula as it stands; "row",
+            "row_windowed", "hankel", "flex", "chunked" or "merge" that one, at any length, and "plain" where it does
+            not apply: with padding, packing or a cache all but "chunked", and all with dropout or under torch.compile;
+            "flex" with gradients on a CPU.
+
+    Raises:
+        NotPatchedError: the model carries no scheme inside attention.
+        OptionError: no such backend.
+        UnsupportedSwapError: the scheme can never be computed so.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> _ = patch_model(model, "alibi")
+        >>> set_backend(model, "plain")
+    """
+    if backend != "auto" and backend not in BACKENDS:
+        raise OptionError(f"no backend {backend!r}. There are: auto, {', '.join(BACKENDS)}.")
+    mechanisms = [module for module in model.modules() if isinstance(module, Mechanism)]
+    if not mechanisms:
+        raise NotPatchedError(
+            f"{type(model).__name__} carries no scheme inside attention, so there is no backend to choose: patch it "
+            "with hf_posswap.patch_model first; a native swap runs as stock transformers does."
+        )
+    known = list(dict.fromkeys(name for mechanism in mechanisms for name in backends_of(mechanism)))
+    if backend not in ("auto", "plain", *known):
+        raise UnsupportedSwapError(
+            f"{type(model).__name__} cannot be computed by {backend!r}. Its scheme has: {', '.join(['auto', *known])}."
+        )
+    for mechanism in mechanisms:
+        mechanism.backend = backend
+
+
+def describe_backends(scheme: Scheme, geometry: Geometry) -> tuple[str, ...]:
+    """Return in words how the attention of a stack is computed under `scheme`, where it is not the model's own."""
+    mechanism = scheme.mechanism(geometry)
+    layers = [mechanism.for_layer(layer) for layer in range(geometry.num_layers)]
+    return tuple(dict.fromkeys(_way(layer) for layer in layers if backends_of(layer)))
+
+
+def _way(mechanism: Mechanism) -> str:
+    names = [name for name in backends_of(mechanism) if name != "row_windowed"]
+    if names == ["plain"]:
+        return f"plain: {BACKENDS['plain']}"
+    rest = "chunked or plain" if "chunked" in names[1:] else "plain"
+    least, of_flex = math.isqrt(MIN_QK_PAIRS), math.isqrt(MIN_FLEX_QK_PAIRS)
+    if "flex" in names:
+        rest = f"flex on a GPU, {of_flex} tokens and more; else {rest}"
+    first = f"{names[0]}: {BACKENDS[names[0]]} (sdpa on a CPU, {least} tokens and more)"
+    return f"{first}; {'' if 'flex' in names else 'else '}{rest}; see set_backend"

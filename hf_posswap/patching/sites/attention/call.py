@@ -1,0 +1,134 @@
+"""What one call of a patched attention module is told: its scheme, where it stands, and what its layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_posswap.errors import PosswapError
+from hf_posswap.patching.sites.attention import backends
+from hf_posswap.patching.sites.attention.positions import ForwardMemo, Span
+from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.common.piece import Piece
+
+CALL_ARGUMENT = "posswap"
+
+
+@dataclass
+class AttentionCall:
+    """What the pre-hook tells the attention function about this call."""
+
+    mechanism: Mechanism
+    span: Span
+    memo: ForwardMemo
+    keys_rotated: bool
+
+    def rotation(self) -> Any:
+        """Return what rotates the new tokens, made once for all layers of a forward."""
+        return self._shared("rotation", lambda: self.mechanism.prepare(self.span.query, self.span.length))
+
+    def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `query` [B, H, Q, D] and `key` [B, G, K, D] with the scheme's rotation.
+
+        Raises:
+            PosswapError: there are not as many keys as the cache announced, so their positions are unknown.
+        """
+        if key.shape[2] != self.span.key_length:
+            raise PosswapError(
+                f"attention got {key.shape[2]} keys where the cache announced {self.span.key_length}: this kind of "
+                "cache is not understood, and positions would be wrong. Use use_cache=False, or a DynamicCache."
+            )
+        if not self.mechanism.rotates and not self.mechanism.splits:
+            return query, key
+        if query.shape[-1] != self.mechanism.head_dim:
+            raise PosswapError(
+                f"attention got queries of {query.shape[-1]} dimensions a head where the config says "
+                f"{self.mechanism.head_dim}: which of them to rotate is unknown, so this scheme cannot be used here."
+            )
+        if not self.mechanism.rotates:
+            return query, key
+        if not self.keys_rotated:
+            table = self.rotation()
+            if not self.span.is_prefill:
+                table = self._shared("keys", lambda: self.mechanism.prepare(self.span.key, self.span.length))
+            key = self.mechanism.rotate_key(key, table)
+        return self.mechanism.rotate_query(query, self.rotation()), key
+
+    def scaled(self, query: Tensor) -> Tensor:
+        """Return `query` [B, H, Q, D] times the scheme's factor of each position."""
+        if not self.mechanism.scales:
+            return query
+        factor = self._shared("scale", lambda: self.mechanism.scale(self.span.query))  # [B or 1, Q]
+        return (query * factor[:, None, :, None]).to(query.dtype)
+
+    def request(
+        self,
+        module: Any,
+        name: str | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        kwargs: dict[str, Any],
+    ) -> backends.Request:
+        """Return what a backend is chosen by, under the implementation called `name`."""
+        return backends.Request(
+            mechanism=self.mechanism,
+            span=self.span,
+            query=query,
+            key=key,
+            value=value,
+            mask=mask,
+            causal=is_causal(module, kwargs),
+            implementation=name,
+            arguments=kwargs,
+            read=lambda: self.flex_bias(len(query)),
+            consecutive=lambda: self._shared("consecutive", lambda: backends.consecutive(self.span.query)),
+        )
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Return the pieces into which the scheme splits this attention."""
+        copied = self._pieces == "copied"
+        return self._shared(self._pieces, lambda: self.mechanism.pieces(self.span.query, self.span.key, copied=copied))
+
+    @property
+    def _pieces(self) -> str:
+        """What the pieces of this call are known by: layers may differ in what their caches hold."""
+        return "copied" if self.keys_rotated and self.mechanism.keys_per_token > 1 else "pieces"
+
+    def held(self) -> dict[int, Any]:
+        """Return where the layers of a forward keep which keys the pieces hold."""
+        return self._shared(f"{self._pieces} held", dict)
+
+    def bias(self) -> Tensor | None:
+        """Return the scheme's bias, [B or 1, H, Q, K] float32, or None."""
+        if not self.mechanism.biases:
+            return None
+        return self._shared("bias", lambda: self.mechanism.bias(self.span.query, self.span.key))
+
+    def flex_bias(self, batch: int) -> Any:
+        """Return the scheme's bias as flex_attention may read it from positions, or None."""
+        if backends.is_learned(self.mechanism):  # a checkpointed layer must be able to make it again
+            return backends.flex_bias(self.mechanism, self.span, batch)
+        return self._shared("flex bias", lambda: backends.flex_bias(self.mechanism, self.span, batch))
+
+    def _shared(self, what: str, make: Callable[[], Any]) -> Any:
+        if self.span.shared_cache is None:
+            return make()
+        key = (what, id(self.mechanism))
+        value = self.span.shared_cache.get(key)
+        if value is None:
+            value = make()
+            # what has a gradient is made in each layer: a checkpointed layer must be able to make it again
+            if not (isinstance(value, Tensor) and value.requires_grad):
+                self.span.shared_cache[key] = value
+        return value
+
+
+def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return whether a mask that is left out in this call means causal."""
+    causal = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True)) if causal is None else causal

@@ -1,0 +1,158 @@
+"""The edits inside attention: the scheme's module on the base model, and each attention module that it acts in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from hf_posswap.compat.peft_wrappers import original_of
+from hf_posswap.compat.torch_modules import pre_hooks
+from hf_posswap.families.base import PositionSource
+from hf_posswap.families.modules import entry_signature, owner_of
+from hf_posswap.geometry import Geometry
+from hf_posswap.patching.edits.edit import Edit, Saved
+from hf_posswap.patching.edits.offload import device_of
+from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks
+from hf_posswap.patching.sites.attention.config_view import ConfigView
+from hf_posswap.patching.sites.attention.continuous_batching import (
+    allow_continuous_batching,
+    refuse_continuous_batching,
+)
+from hf_posswap.patching.sites.attention.function import cache_argument
+from hf_posswap.patching.sites.attention.hooks import PositionHook, StartHook
+from hf_posswap.patching.sites.attention.positions import ForwardMemo
+from hf_posswap.schemes.base import Mechanism, Scheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddMechanism(Edit):
+    """Registers the scheme's module at `path`, and hooks that keep forwards apart.
+
+    Attributes:
+        entry: path of the module that takes the stack's input.
+        scheme: resolved.
+        geometry: of the stack.
+        drops_bias: whether what is left of the bias that the model itself makes is zeros.
+        position_source: what the stock class counts where it is given no position ids.
+        padding_id: the token id that is not counted, where it counts input ids.
+    """
+
+    entry: str
+    scheme: Scheme
+    geometry: Geometry
+    drops_bias: bool
+    position_source: PositionSource
+    padding_id: int | None
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        mechanism, device = self.scheme.mechanism(self.geometry), device_of(model)
+        if device.type != "meta":
+            mechanism.to(device)
+        owner, leaf = owner_of(model, self.path)
+        saved["added"] = True
+        model.set_submodule(self.path, mechanism)
+        refuse_continuous_batching(model, mechanism)
+        entry = model.get_submodule(self.entry)
+        memo = ForwardMemo(drops_bias=self.drops_bias, source=self.position_source, padding_id=self.padding_id)
+        start = StartHook(owner, leaf, memo, entry_signature(entry))
+        keep_hooks(saved, entry.register_forward_pre_hook(start, with_kwargs=True))
+        keep_hooks(saved, entry.register_forward_hook(start.stop))
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        remove_hooks(saved)
+        owner, leaf = owner_of(model, self.path)
+        if saved.pop("added", False) and hasattr(owner, leaf):
+            delattr(owner, leaf)
+        allow_continuous_batching(model)
+
+    def check(self, model: Any) -> str | None:
+        carried: Any = model.get_submodule(self.path)
+        mechanism = original_of(carried)
+        fresh = self.scheme.mechanism(self.geometry)
+        if type(mechanism) is not type(fresh):
+            return f"a {type(mechanism).__name__} stands where a {type(fresh).__name__} should"
+        found, expected = _constants(mechanism), _constants(fresh)
+        wrong = [n for n in expected if n not in found or not _equal(found[n], expected[n])]
+        if wrong:
+            return f"{', '.join(wrong)} of the mechanism changed"
+        started = start_hook(model, self.entry) is not None
+        return None if started else "the hook that keeps forwards apart is gone"
+
+    def reload(self, model: Any) -> None:
+        """Nothing: no stock class loads a scheme inside attention."""
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return (f"{self.path}.",)
+
+    def with_scheme(self, scheme: Scheme) -> Self:
+        return replace(self, scheme=scheme)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchAttention(Edit):
+    """Puts the scheme between one attention module's projections and its attention implementation.
+
+    Attributes:
+        carried: path of the mechanism, which is there already.
+        entry: path of the module that takes the stack's input.
+        first: what the model's `position_ids` call position 0.
+        layer: which of the model's attention layers it is, counted from 0.
+    """
+
+    hook: ClassVar[type[PositionHook]] = PositionHook
+    carried: str
+    entry: str
+    first: int
+    layer: int
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        module, start = model.get_submodule(self.path), start_hook(model, self.entry)
+        assert start is not None
+        module.config = ConfigView(module.config)
+        owner, leaf = owner_of(model, self.carried)
+        hook = self.hook(owner, leaf, start.memo, cache_argument(module), self.first, self.layer)
+        keep_hooks(saved, module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        """Give the attention module the model's config again, whatever that is by now."""
+        remove_hooks(saved)
+        module = model.get_submodule(self.path)
+        if isinstance(module.config, ConfigView):
+            module.config = module.config.native
+
+    def check(self, model: Any) -> str | None:
+        module = model.get_submodule(self.path)
+        hooked = any(isinstance(hook, PositionHook) for hook in pre_hooks(module))
+        good = hooked and isinstance(module.config, ConfigView)
+        return None if good else "the attention module does not carry the scheme"
+
+    def reload(self, model: Any) -> None:
+        """Nothing: no stock class loads a scheme inside attention."""
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()
+
+
+def start_hook(model: Any, entry: str) -> StartHook | None:
+    """Return the hook by which `AddMechanism` keeps the forwards of the stack that begins at `entry` apart, or None."""
+    hooks = pre_hooks(model.get_submodule(entry))
+    return next((hook for hook in hooks if isinstance(hook, StartHook)), None)
+
+
+def _constants(mechanism: Mechanism) -> dict[str, Tensor]:
+    """Return the constant tensors of a mechanism: angles, slopes."""
+    found: dict[str, Tensor] = {}
+    for path, module in mechanism.named_modules():
+        for name, value in vars(module).items():
+            parts = value if isinstance(value, tuple) else (value,)
+            tensors = {f"{path}.{name}[{i}]": part for i, part in enumerate(parts) if isinstance(part, Tensor)}
+            found |= {name.lstrip("."): part for name, part in tensors.items()}
+    return found
+
+
+def _equal(found: Tensor, expected: Tensor) -> bool:
+    return bool(found.cpu().equal(expected.cpu()))

@@ -1,0 +1,193 @@
+"""The attention site: a scheme between a model's projections and its own attention implementation.
+
+No forward is copied. A patched attention module gets a view of its config that names `posswap_attention`; a pre-hook
+finds the true positions and, where a scheme allows, lets the cache store rotated keys; the function applies the
+scheme and delegates to the implementation that the model's own config names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posswap.compat.transformers_attention import (
+    attention_function,
+    attention_implementation,
+    eager_function,
+    goes_by_interface,
+    register_attention_function,
+    upcast_attention,
+)
+from hf_posswap.errors import PosswapError, UnsupportedSwapError
+from hf_posswap.families.modules import modeling_module
+from hf_posswap.patching.sites.attention import backends, key_positions
+from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall, is_causal
+from hf_posswap.patching.sites.attention.config_view import ATTENTION_NAME, ConfigView
+from hf_posswap.patching.sites.attention.split_attention import attend_split
+
+
+def posswap_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Apply the scheme of `module` to q [B, H, Q, D] and k [B, G, K, D], then attend as the model's config says.
+
+    Raises:
+        PosswapError: called for a module that was not patched.
+        UnsupportedSwapError: the scheme adds a bias and the implementation has no place for one.
+    """
+    call = kwargs.pop(CALL_ARGUMENT, None)
+    if call is None:
+        raise PosswapError(
+            f"{type(module).__name__} reached the {ATTENTION_NAME!r} attention function without a scheme. Do not set "
+            f"attn_implementation={ATTENTION_NAME!r}: use hf_posswap.patch_model, and 'sdpa' or 'eager' here."
+        )
+    native = module.config.native if isinstance(module.config, ConfigView) else module.config
+    name = attention_implementation(native)
+    if call.memo.drops_bias:
+        kwargs.pop("position_bias", None)
+    query, key = call.rotate(query, key)
+    query = call.scaled(query)
+    if backends.backends_of(call.mechanism):
+        found = backends.attend(call.request(module, name, query, key, value, attention_mask, kwargs), call.pieces)
+        if found is not None:
+            return found, None
+    if call.mechanism.splits:
+        return _split(call, module, name, query, key, value, attention_mask, kwargs)
+    as_tensor = name != "flex_attention" or backends.is_learned(call.mechanism)
+    if not as_tensor and (read := call.flex_bias(len(query))) is not None:
+        kwargs = {**kwargs, "position_bias": read}
+    elif (bias := call.bias()) is not None:
+        attention_mask, kwargs = _with_bias(bias, attention_mask, kwargs, name, module, query, key)
+    attend, target = implementation(module, native, name)
+    return attend(target, query, key, value, attention_mask, **kwargs)
+
+
+def _split(
+    call: AttentionCall,
+    module: Any,
+    name: str | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Attend in the pieces of a scheme, as the implementation called `name` would."""
+    if name not in (None, "eager", "sdpa"):
+        raise UnsupportedSwapError(
+            f"a scheme with split scores cannot run under attn_implementation={name!r}: it takes the scores over. "
+            "Use model.set_attn_implementation('sdpa') or 'eager'."
+        )
+    altered = sorted(name for name in ("softcap", "s_aux") if kwargs.get(name) is not None)
+    if altered:
+        raise UnsupportedSwapError(
+            f"{type(module).__name__} alters its attention scores ({', '.join(altered)}), which a scheme with split "
+            "scores does not do. What works: rope, alibi, nope."
+        )
+    return attend_split(
+        query,
+        key,
+        value,
+        call.pieces(),
+        call.span.query,
+        call.span.key,
+        mask,
+        causal=is_causal(module, kwargs),
+        scaling=kwargs.get("scaling"),
+        dropout=kwargs.get("dropout", 0.0),
+        weights=name != "sdpa",
+        held=call.held(),
+    )
+
+
+def implementation(module: nn.Module, config: Any, name: str | None) -> tuple[Callable[..., Any], Any]:
+    """Return the attention function called `name` for `module`, whose model has `config`, and what to call it with."""
+    code = modeling_module(module)
+    if name == "eager" and getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's own float32 attention
+        return _upcast_eager, module
+    eager = getattr(module, "eager_attention", None) or eager_function(code)
+    attend = attention_function(name, eager)
+    if name is not None and ("flash" in name or name.startswith("paged")):
+        return attend, _WithConfig(module, config)  # these read the implementation's name from module.config
+    return attend, module
+
+
+def has_interface(module: nn.Module) -> bool:
+    """Return whether the class of `module` attends through transformers' AttentionInterface and passes kwargs on."""
+    code = modeling_module(module)
+    passes = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(module).forward).parameters.values())
+    interface = goes_by_interface(code) and eager_function(code) is not None
+    cached = hasattr(module, "layer_idx") and cache_argument(module) is not None
+    known = hasattr(module, "config") and (cached or getattr(module, "is_causal", True) is False)
+    return passes and interface and known
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """Return what the forward of `module` calls its cache: "past_key_values", or "layer_past" in older code."""
+    parameters = inspect.signature(type(module).forward).parameters
+    return next((name for name in ("past_key_values", "layer_past") if name in parameters), None)
+
+
+class _WithConfig:
+    """A module, except that its config is the model's own."""
+
+    def __init__(self, module: nn.Module, config: Any) -> None:
+        self._module, self.config = module, config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _upcast_eager(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any
+) -> tuple[Tensor, Tensor]:
+    return upcast_attention(module, query, key, value, mask)
+
+
+def _with_bias(
+    bias: Tensor, mask: Any, kwargs: dict[str, Any], name: str | None, module: nn.Module, query: Tensor, key: Tensor
+) -> tuple[Any, dict[str, Any]]:
+    """Return the mask and kwargs that carry `bias` [B or 1, H, Q, K] into the implementation called `name`."""
+    if name == "flex_attention":
+        return mask, {**kwargs, "position_bias": bias.to(query.dtype).expand(query.shape[0], -1, -1, -1)}
+    if name not in (None, "eager", "sdpa"):
+        raise UnsupportedSwapError(
+            f"a bias scheme cannot run under attn_implementation={name!r}: it has no place for a bias. "
+            "Use model.set_attn_implementation('sdpa'), 'eager' or 'flex_attention'."
+        )
+    return additive_mask(bias, mask, causal=is_causal(module, kwargs), query=query, key=key), kwargs
+
+
+def additive_mask(bias: Tensor, mask: Tensor | None, *, causal: bool, query: Tensor, key: Tensor) -> Tensor:
+    """Return `bias` with everything masked that `mask`, or causality where it is None, masks.
+
+    Args:
+        bias: [B or 1, H, Q, K], float32.
+        mask: boolean (True: attend) or additive, [B, 1, Q, K]; None as transformers leaves it out: full attention, or
+            causal from the first key where Q > 1.
+        causal: whether a left-out mask means causal.
+        query: [B, H, Q, D].
+        key: [B, G, K, D].
+    """
+    lowest = torch.finfo(query.dtype).min
+    bias = bias.to(torch.promote_types(bias.dtype, query.dtype))  # float32 does not hold float64's lowest
+    rows, columns = query.shape[2], key.shape[2]
+    if mask is None:
+        if causal and rows > 1:
+            seen = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
+            bias = bias.masked_fill(~seen, lowest)
+        return bias.to(query.dtype)
+    mask = mask[..., :columns]
+    if mask.dtype == torch.bool:
+        return bias.masked_fill(~mask, lowest).to(query.dtype)
+    return (bias + mask).clamp(min=lowest).to(query.dtype)
+
+
+def register_attention() -> None:
+    """Make `posswap_attention` known to transformers, with the mask that sdpa takes, and what its caches need."""
+    register_attention_function(ATTENTION_NAME, posswap_attention)
+    key_positions.prepare()

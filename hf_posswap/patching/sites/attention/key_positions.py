@@ -1,0 +1,199 @@
+"""Where the keys of a cache stand: kept on a layer of the cache itself, and changed with its rows.
+
+One layer of a cache keeps the positions of all tokens that the cache has seen, for all its layers, which hold the same
+tokens. It is made an instance of a subclass of its own class whose operations on rows (beams, repeated prompts) act on
+the positions too, so that copies, pickles and whoever reorders the cache take them along. Tokens that a crop removed
+are known by the length that the cache says it has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posswap.compat.torch_tensors import keep_address
+from hf_posswap.compat.transformers_cache import cache_layer_class
+from hf_posswap.errors import PosswapError
+
+UNKNOWN = (
+    "What works: fill the cache by this model from its first token on, or pass the whole text at once "
+    "(use_cache=False)."
+)
+
+
+_CLASSES: dict[type, type] = {}
+"""The classes that keep positions, by the class of transformers that each is of."""
+
+
+class PositionedLayer:
+    """Mixed into the class of a cache layer, before it: keeps the positions of the tokens that the cache has seen.
+
+    Attributes:
+        posswap_positions: of all tokens [B or 1, T], or of all places of a static layer [B or 1, K]; None: none yet.
+    """
+
+    native_class: type
+    posswap_positions: Tensor | None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put row `beam_idx[b]` in the place of each row b."""
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self.batch_positions(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self.batch_positions(lambda rows: rows.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` alone."""
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self.batch_positions(lambda rows: rows[indices])
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()  # type: ignore[misc]
+        self.posswap_positions = None
+
+    def batch_positions(self, change: Any) -> None:
+        """Apply `change` to the positions, unless all rows share one row of them."""
+        if self.posswap_positions is not None and len(self.posswap_positions) > 1:
+            self.posswap_positions = change(self.posswap_positions)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.native_class, dict(vars(self)))
+
+
+def _restored(native: type, state: dict[str, Any]) -> Any:
+    """Return a layer of class `native` that keeps positions, from what was pickled or copied."""
+    layer: Any = object.__new__(positioned_class(native))
+    vars(layer).update(state)
+    return layer
+
+
+def positioned_class(native: type) -> type:
+    """Return the subclass of the cache layer class `native` that keeps positions."""
+    found = _CLASSES.get(native)
+    if found is None:
+        own = {"native_class": native, "__module__": __name__}
+        found = cache_layer_class(f"Positioned{native.__name__}", (PositionedLayer, native), own)
+        _CLASSES[native] = found
+    return found
+
+
+def prepare() -> None:
+    """Make the classes of all cache layers that there are ahead: none can be made while torch.compile traces."""
+    from transformers.cache_utils import CacheLayerMixin
+
+    waiting: list[type] = [CacheLayerMixin]
+    while waiting:
+        native = waiting.pop()
+        below: list[type] = native.__subclasses__()
+        waiting += [one for one in below if not issubclass(one, PositionedLayer)]
+        positioned_class(native)
+
+
+def record(cache: Any, layer_idx: int, query: Tensor, key_length: int) -> Tensor:
+    """Keep the positions of new tokens with a cache that is about to take them; return those of all its keys.
+
+    To do so once more in the same forward changes nothing.
+
+    Args:
+        cache: for self-attention, as the caller passed it.
+        layer_idx: of the layer that asks.
+        query: positions of the new tokens, [B or 1, Q].
+        key_length: K, keys that the layer gives after this call.
+
+    Returns:
+        Positions of the keys, [B or 1, K], on the device of `query`; in places that hold no key, any.
+
+    Raises:
+        PosswapError: where the tokens stand that the cache already holds cannot be known.
+    """
+    if not isinstance(getattr(cache, "layers", None), list):
+        raise PosswapError(
+            f"a cache of class {type(cache).__name__} has no layers that could keep where its keys stand. Use a "
+            "DynamicCache or a StaticCache, or use_cache=False."
+        )
+    keeper = _keeper(cache, layer_idx)
+    if _is_static(keeper):
+        return _write(keeper, cache, layer_idx, query, key_length).to(query.device)
+    known = _known(keeper, cache.get_seq_length(layer_idx), query)
+    keeper.posswap_positions = query if known is None else torch.cat(_same_rows(known, query.to(known.device)), dim=1)
+    keys = keeper.posswap_positions[:, -key_length:].to(query.device)
+    return torch.nn.functional.pad(keys, (0, key_length - keys.shape[1]))
+
+
+def _keeper(cache: Any, layer_idx: int) -> Any:
+    """Return the layer of `cache` that keeps positions for layers like `layer_idx`: that one, where none does yet."""
+    while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())  # as its own update does
+    layer = cache.layers[layer_idx]
+    for other in cache.layers:
+        if isinstance(other, PositionedLayer) and _is_static(other) == _is_static(layer):
+            return other
+    keeper: Any = object.__new__(positioned_class(type(layer)))
+    vars(keeper).update(vars(layer))
+    keeper.posswap_positions = None
+    cache.layers[layer_idx] = keeper
+    return keeper
+
+
+def _is_static(layer: Any) -> bool:
+    """Return whether a cache layer has a fixed place for each token, and counts them by a tensor."""
+    return hasattr(layer, "max_cache_len") and not getattr(layer, "is_sliding", False)
+
+
+def _known(keeper: Any, past: int, query: Tensor) -> Tensor | None:
+    """Return the positions of the `past` tokens that a cache holds, [B or 1, past]; None: it holds none."""
+    if past == 0:
+        return None
+    held = keeper.posswap_positions
+    if held is None:
+        return _foreign(past, query)
+    if held.shape[1] < past:
+        raise PosswapError(
+            f"the cache holds {past} tokens, and where they stand is known of {held.shape[1]} alone: the others were "
+            f"not put there by this model as it is now. {UNKNOWN}"
+        )
+    return held[:, :past]
+
+
+def _foreign(past: int, query: Tensor) -> Tensor:
+    """Return positions of keys that another hand put into a cache: from 0 on, if the new tokens go on from there."""
+    index = torch.arange(past + query.shape[1], device=query.device)[None]
+    if torch.compiler.is_compiling() or not bool((query == index[:, past:]).all()):
+        raise PosswapError(
+            f"the cache holds {past} tokens that this model did not put there, and the new ones do not stand right "
+            f"behind them, at {past} and so on: where the first ones stand cannot be known. {UNKNOWN}"
+        )
+    return index[:, :past]
+
+
+def _write(keeper: Any, cache: Any, layer_idx: int, query: Tensor, key_length: int) -> Tensor:
+    """Write the positions of new tokens to their places in a static layer; return those of all places."""
+    past, held = cache.get_seq_length(layer_idx), keeper.posswap_positions
+    if held is None or (isinstance(past, int) and past == 0):
+        held = torch.arange(key_length, device=query.device)[None].repeat(len(query), 1)
+        if not torch.compiler.is_compiling():
+            if bool(past > 0):
+                _foreign(int(past), query)
+            keep_address(held)
+    elif len(held) < len(query):
+        held = held.repeat(len(query), 1)
+    place = torch.arange(query.shape[1], device=held.device) + past  # [Q]
+    keeper.posswap_positions = held.index_copy_(1, place, query.to(held).expand(len(held), -1))
+    return keeper.posswap_positions
+
+
+def _same_rows(known: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Return positions of two parts of a text, [B or 1, T] and [B or 1, Q], with as many rows each."""
+    rows = max(len(known), len(query))
+    if {len(known), len(query)} - {1, rows}:
+        raise PosswapError(
+            f"the cache holds {len(known)} rows, and {len(query)} come: its rows were changed by other means than its "
+            f"own methods (reorder_cache, batch_repeat_interleave, batch_select_indices). {UNKNOWN}"
+        )
+    return known.expand(rows, -1), query.expand(rows, -1)

@@ -1,0 +1,172 @@
+"""Planning the attention site: a scheme between projections and scores, in the place of what is native there."""
+
+from __future__ import annotations
+
+from hf_posswap.families.modules import join
+from hf_posswap.families.rope_config import config_at
+from hf_posswap.patching.edits.context import PlanDraft, SwapContext
+from hf_posswap.patching.edits.edit import Edit
+from hf_posswap.patching.sites.attention.compatibility import refuse_inside, refuse_without_effect
+from hf_posswap.patching.sites.attention.edits import AddMechanism, PatchAttention
+from hf_posswap.patching.sites.attention.interface import AttendThroughInterface, CopyRows, RemoveRows
+from hf_posswap.patching.sites.attention.native import interface_edits, is_native, rows_of
+from hf_posswap.patching.sites.attention.patch_coordinates import PassCoordinates, PatchImageAttention
+from hf_posswap.schemes.base import Mechanism
+
+
+def plan_attention(context: SwapContext) -> PlanDraft:
+    """Return what puts the scheme inside the attention of a stack, and takes away what is native there.
+
+    Raises:
+        UnsupportedSwapError: it cannot be put inside: why, and what would work.
+    """
+    if context.scheme.kind == "none" and zeros_suffice(context):
+        return _remove_rows(context, native=True)
+    draft, stack = PlanDraft(plugin=True), context.stack
+    if context.scheme.acts_inside or stack.inside is not None:
+        draft += PlanDraft(edits=interface_edits(context, native_positions=stack.inside is None))
+    if context.scheme.acts_inside:
+        draft += _mechanism(context)
+    keeps_rows = context.scheme.table_part is None and stack.inside is None
+    return draft if keeps_rows else draft + _remove_rows(context, native=False)
+
+
+def zeros_suffice(context: SwapContext) -> bool:
+    """Return whether a stock model with rows of zeros does what the scheme does: a bias of zero is none."""
+    biased = bool(rows_of(context)) and (context.stack.inside or {}).get("name") == "t5"
+    return biased and context.scheme.kind == "none" and not context.scheme.acts_inside and context.site == "auto"
+
+
+def plan_longer_masks(context: SwapContext, planned: list[Edit]) -> PlanDraft:
+    """Return attention classes with the interface where a model's own causal mask ends at the original length."""
+    own = context.stack.spec.traits
+    goes_on = context.length > context.geometry.original_length or not context.scheme.table_part
+    if own is None or not own.ends or not goes_on:
+        return PlanDraft()
+    if any(isinstance(edit, AttendThroughInterface) for edit in planned):
+        return PlanDraft()
+    return PlanDraft(edits=interface_edits(context, native_positions=True))
+
+
+def _mechanism(context: SwapContext) -> PlanDraft:
+    stack, scheme = context.stack, context.scheme
+    mechanism, rows, layers = scheme.mechanism(context.geometry), rows_of(context), _layers(context)
+    refuse_inside(context.model, context.sites, stack, scheme, mechanism)
+    refuse_without_effect(context.model, stack, scheme, [layer for layer, _ in layers])
+    path = join(stack.entry if stack.name else context.sites.base, "posswap")
+    add = AddMechanism(
+        site="attention",
+        path=path,
+        before="-",
+        after=scheme.name,
+        stack=stack.name,
+        entry=stack.entry,
+        scheme=scheme,
+        geometry=context.geometry,
+        drops_bias=bool(rows),
+        position_source=stack.source_for(scheme.name),
+        padding_id=stack.padding_id,
+    )
+    edits: list[Edit] = [add, *_coordinates(context), *_patched(context, path, mechanism, layers)]
+    if is_native(context) and scheme.name == "t5" and len(rows) == 1:
+        after = f"the rows of {rows[0]}"
+        edits.append(
+            CopyRows(
+                site="attention",
+                path=f"{path}.table",
+                before="zeros",
+                after=after,
+                stack=stack.name,
+                source=rows[0],
+                carried=path,
+            )
+        )
+    added = {f"{path}.{name}": parameter.numel() for name, parameter in mechanism.named_parameters()}
+    return PlanDraft(edits=edits, added=added)
+
+
+def _layers(context: SwapContext) -> list[tuple[int, str]]:
+    """Return index and path of the attention layers where the scheme acts: those whose rotation it replaces."""
+    stack = context.stack
+    layers = [(i, path) for i, path in enumerate(stack.attention) if i not in stack.nope_layers]
+    if not stack.rotary or stack.rope_layer_types == ("",):
+        return layers
+    types, replaced = config_at(context.model.config, stack.config).layer_types, context.replaced_types
+    return [(i, path) for i, path in layers if types[context.model.get_submodule(path).layer_idx] in replaced]
+
+
+def _coordinates(context: SwapContext) -> list[Edit]:
+    stack = context.stack
+    if stack.inputs == "text":
+        return []
+    return [
+        PassCoordinates(
+            site="attention",
+            path=stack.entry or "(model)",
+            before="-",
+            after="passes the coordinates of patches on to attention",
+            stack=stack.name,
+            entry=stack.entry,
+            geometry=context.geometry,
+        )
+    ]
+
+
+def _patched(context: SwapContext, path: str, mechanism: Mechanism, layers: list[tuple[int, str]]) -> list[Edit]:
+    stack, reads_text = context.stack, context.stack.inputs == "text"
+    kind = PatchAttention if reads_text else PatchImageAttention
+    return [
+        kind(
+            site="attention",
+            path=module,
+            before="raw q and k",
+            after=effect_of(mechanism.for_layer(layer), cached=reads_text),
+            stack=stack.name,
+            carried=path,
+            entry=stack.entry,
+            first=stack.first_position,
+            layer=layer,
+        )
+        for layer, module in layers
+    ]
+
+
+def _remove_rows(context: SwapContext, *, native: bool) -> PlanDraft:
+    """Take the rows away from which the mechanism native inside attention was made."""
+    draft = PlanDraft()
+    for path in rows_of(context):
+        weight = context.model.get_submodule(path).weight
+        remove = RemoveRows(
+            site="attention",
+            path=path,
+            before=f"{weight.shape[0]} rows",
+            after="nothing added",
+            stack=context.stack.name,
+            native=native,
+        )
+        draft += PlanDraft(edits=[remove], unused={f"{path}.weight": weight.numel()})
+    return draft
+
+
+def effect_of(mechanism: Mechanism, *, cached: bool) -> str:
+    """Return in words what `mechanism` does to the attention of a layer.
+
+    Args:
+        mechanism: of the layer.
+        cached: whether keys may be cached.
+    """
+    effects = []
+    if mechanism.splits:
+        effects.append("split scores, each part with rotations of its own")
+    if mechanism.rotates:
+        effects.append("keys rotated" if mechanism.splits else "q and k rotated")
+    if (mechanism.rotates or mechanism.splits) and cached:
+        rotated = mechanism.rotates and mechanism.stores_rotated_keys
+        several = f"{mechanism.keys_per_token} rotated keys a token cached"
+        single = "keys before the cache" if rotated else "raw keys cached"
+        effects.append(several if mechanism.keys_per_token > 1 else single)
+    if mechanism.scales:
+        effects.append("queries scaled by their position")
+    if mechanism.biases:
+        effects.append("bias on the scores")
+    return ", ".join(effects) or "no positions"

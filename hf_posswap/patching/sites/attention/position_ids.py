@@ -1,0 +1,211 @@
+"""Position ids on their way to a stack whose model would drop them without a word: handed on, or refused.
+
+Some classes take any argument and pass few of them on: BLOOM's, MPT's and T5's whole models, Falcon's task heads. What
+is inside attention after a swap can go by position ids, so they are brought there; a table that its model counts by
+itself cannot, nor can a checkpoint that stock transformers is to run alike: then they are refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_posswap.compat.torch_modules import pre_hooks
+from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.families.modules import entry_signature
+from hf_posswap.families.sites import Stack
+from hf_posswap.patching.edits.context import PlanDraft, SwapContext
+from hf_posswap.patching.edits.edit import Edit, Saved
+from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks
+
+ENTRY_ARGUMENT = "position_ids"
+"""What the module that takes a stack's input calls them."""
+
+
+class PendingIds:
+    """Holds the position ids [B or 1, Q] that an outer module was given, until the stack takes them."""
+
+    def __init__(self) -> None:
+        self.position_ids: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"position_ids": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PendingIds:
+        return PendingIds()
+
+
+class OuterHook:
+    """Pre-hook and hook of a module around a stack: keeps the position ids that it may drop.
+
+    Args:
+        pending: holds them.
+        argument: what the module's callers call them.
+        takes: whether they are taken from its arguments: of two stacks each has its own.
+        refusal: why they cannot be obeyed; "": they can.
+    """
+
+    def __init__(self, pending: PendingIds, argument: str, *, takes: bool, refusal: str) -> None:
+        self.pending, self.argument, self.takes, self.refusal = pending, argument, takes, refusal
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        given = kwargs.get(self.argument)
+        if given is None:
+            return None
+        if self.refusal:
+            raise UnsupportedSwapError(self.refusal)
+        self.pending.position_ids = given
+        return (args, {name: value for name, value in kwargs.items() if name != self.argument}) if self.takes else None
+
+    def forget(self, *_: Any) -> None:
+        """End a forward, whether it came to its end or not."""
+        self.pending.position_ids = None
+
+
+class ArrivalHook:
+    """Pre-hook of the module that takes a stack's input: gives it the position ids that were dropped on the way.
+
+    Args:
+        pending: holds them.
+        signature: names of the module's positional arguments.
+        refusal: why they cannot be given to it; "": they can.
+    """
+
+    def __init__(self, pending: PendingIds, signature: list[str], refusal: str) -> None:
+        self.pending, self.signature, self.refusal = pending, signature, refusal
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        waiting, self.pending.position_ids = self.pending.position_ids, None
+        given = dict(zip(self.signature, args, strict=False)) | kwargs
+        if waiting is None or given.get(ENTRY_ARGUMENT) is not None:
+            return None
+        if self.refusal:
+            raise UnsupportedSwapError(self.refusal)
+        return args, {**kwargs, ENTRY_ARGUMENT: waiting}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassPositionIds(Edit):
+    """Makes a model pass the position ids that it is given to one of its stacks, or refuse them.
+
+    Attributes:
+        entry: path of the module that takes the stack's input; None: no stack is known that they could be of.
+        outer: paths of the modules around it that take position ids and may drop them.
+        argument: what those call them.
+        takes: whether they are taken from the arguments: of two stacks each has its own.
+        refusal_text: why they cannot be obeyed; "": they can.
+    """
+
+    entry: str | None
+    outer: tuple[str, ...]
+    argument: str
+    takes: bool
+    refusal_text: str
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        pending, entry = PendingIds(), None if self.entry is None else model.get_submodule(self.entry)
+        names = [] if entry is None else entry_signature(entry)
+        # an outer module may pass them on after all, to one that knows them: that shows where they arrive
+        early = "" if ENTRY_ARGUMENT in names else self.refusal_text
+        for path in self.outer:
+            outer = OuterHook(pending, self.argument, takes=self.takes, refusal=early)
+            module = model.get_submodule(path)
+            keep_hooks(saved, module.register_forward_pre_hook(outer, with_kwargs=True))
+            keep_hooks(saved, module.register_forward_hook(outer.forget, always_call=True))
+        if entry is None:
+            return
+        hook: Any = ArrivalHook(pending, names, self.refusal_text)
+        if early:
+            hook = OuterHook(pending, ENTRY_ARGUMENT, takes=False, refusal=early)
+        keep_hooks(saved, entry.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        remove_hooks(saved)
+
+    def check(self, model: Any) -> str | None:
+        hooks = [hook for path in self.outer for hook in pre_hooks(model.get_submodule(path))]
+        outer = sum(isinstance(hook, OuterHook) and hook.argument == self.argument for hook in hooks)
+        arrival = () if self.entry is None else pre_hooks(model.get_submodule(self.entry))
+        arrives = self.entry is None or any(isinstance(hook, ArrivalHook | OuterHook) for hook in arrival)
+        return None if arrives and outer == len(self.outer) else "the hooks that pass position ids on are gone"
+
+    def reload(self, model: Any) -> None:
+        self.apply(model, {})
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()
+
+
+def plan_position_ids(context: SwapContext, *, counts: bool, native: bool) -> PlanDraft:
+    """Return the edit after which position ids for a stack are obeyed or refused; none: they are already.
+
+    Args:
+        context: of the stack.
+        counts: whether the model counts positions by itself, after the swap: for a table, or where none was made.
+        native: whether stock transformers is to run the saved checkpoint, and would drop them.
+    """
+    model, stack = context.model, context.stack
+    argument = _argument(model, stack)
+    outer, deaf = _around(model, stack, argument), _swallows(model.get_submodule(stack.entry), ENTRY_ARGUMENT)
+    if stack.inputs == "images" or not (outer or deaf):
+        return PlanDraft()  # whoever gives them is heard, or python says that nobody takes them
+    why = ""
+    if native:
+        why = "so would stock transformers, which is to run this swap alike"
+    elif counts and deaf:
+        of = f"the positions of its {stack.name}" if stack.name else "its positions"
+        why = f"it counts {of} by itself, and only a scheme inside attention (rope, alibi) would go by others"
+    takes = bool(model.config.is_encoder_decoder)
+    return _pass(context, stack.entry, outer, argument, takes=takes, why=why)
+
+
+def plan_unclaimed_ids(context: SwapContext) -> PlanDraft:
+    """Return the edit after which position ids for an encoder that no swap reaches are refused; none: none are."""
+    model, sites = context.model, context.sites
+    if not model.config.is_encoder_decoder or any(stack.name == "encoder" for stack in sites.stacks):
+        return PlanDraft()
+    why = "no swap reaches its encoder, whose positions it counts by itself"
+    outer = _around(model, sites.main, ENTRY_ARGUMENT)
+    return _pass(replace(context, stack=sites.main), None, outer, ENTRY_ARGUMENT, takes=True, why=why)
+
+
+def _pass(
+    context: SwapContext, entry: str | None, outer: tuple[str, ...], argument: str, *, takes: bool, why: str
+) -> PlanDraft:
+    refusal = f"{context.model_name} was given {argument}, which its own code drops: {why}. Leave them out."
+    edit = PassPositionIds(
+        site="attention",
+        path=entry or "(model)",
+        before="drops position ids",
+        after="refused" if why else "passed on",
+        stack=context.stack.name,
+        entry=entry,
+        outer=outer,
+        argument=argument,
+        takes=takes,
+        refusal_text=refusal if why else "",
+    )
+    return PlanDraft(edits=[edit])
+
+
+def _argument(model: Any, stack: Stack) -> str:
+    """Return what the forward of `model` calls the position ids of `stack`."""
+    of_decoder = model.config.is_encoder_decoder and stack.name == "decoder"
+    return "decoder_position_ids" if of_decoder else ENTRY_ARGUMENT
+
+
+def _around(model: Any, stack: Stack, argument: str) -> tuple[str, ...]:
+    """Return the paths of the modules around `stack` that take `argument` and may drop it."""
+    parts = stack.entry.split(".") if stack.entry else []
+    paths = (".".join(parts[:depth]) for depth in range(len(parts)))
+    return tuple(path for path in paths if _swallows(model.get_submodule(path), argument))
+
+
+def _swallows(module: nn.Module, argument: str) -> bool:
+    """Return whether `module` takes any argument, and not this one by its name."""
+    parameters = inspect.signature(type(module).forward).parameters
+    return argument not in parameters and any(one.kind is one.VAR_KEYWORD for one in parameters.values())

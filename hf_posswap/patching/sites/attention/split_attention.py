@@ -1,0 +1,209 @@
+"""Attention in pieces: one softmax over scores that come from several pairs of rotations.
+
+Queries are taken in blocks, so that nothing of [Q, K] is ever held at once, and in each block a piece's scores are
+computed only for the keys that it holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_posswap.schemes.common.piece import Piece
+
+BLOCK = 256
+"""Queries that are scored at once."""
+LOWEST = torch.finfo(torch.float32).min
+"""The score of a pair that is masked."""
+
+
+class Held(NamedTuple):
+    """The keys that a piece holds for a block of queries.
+
+    Attributes:
+        piece: that holds them.
+        low: the first key that any query holds.
+        high: the one after the last.
+        which: of the keys between, [B or 1, q, high - low]; None: all.
+    """
+
+    piece: Piece
+    low: int
+    high: int
+    which: Tensor | None
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What the scores of a block are made of.
+
+    Attributes:
+        pieces: of the attention.
+        query: [B, H, Q, D], not rotated.
+        key: [B, G, K, D], as it is cached.
+        query_positions: [B or 1, Q].
+        key_positions: [B or 1, K].
+        mask: bool (True: attend) or additive, [B or 1, 1 or H, Q, K]; None: no mask.
+        causal: where there is no mask: whether a query sees only keys up to its own index.
+        scaling: multiplies the scores.
+        held: what `holding` found for one query, for all layers that ask the same.
+    """
+
+    pieces: tuple[Piece, ...]
+    query: Tensor
+    key: Tensor
+    query_positions: Tensor
+    key_positions: Tensor
+    mask: Tensor | None
+    causal: bool
+    scaling: float
+    held: dict[int, list[Held]]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of scores: float32, or the queries' where that is wider."""
+        return torch.promote_types(self.query.dtype, torch.float32)
+
+    def block(self, start: int, stop: int) -> Tensor:
+        """Return the masked scores of queries start to stop, [B, H, q, K], of dtype `wide`."""
+        seen, keys = self._seen(start, stop), self.key_positions.shape[1]
+        if self.query.shape[2] > 1:
+            found = self._holding(start, stop, seen)
+        elif (known := self.held.get(keys)) is None:
+            found = self.held[keys] = self._holding(start, stop, seen)
+        else:
+            found = known
+        parts = [self._part(one, start, stop) for one in found]
+        if _tile(found, keys):
+            return self._masked(torch.cat(parts, dim=-1), seen, start, stop)
+        batch, heads, _, _ = self.query.shape
+        # padding may belong to no piece
+        scores = self.query.new_full((batch, heads, stop - start, keys), LOWEST, dtype=self.wide)
+        for one, part in zip(found, parts, strict=True):
+            if one.which is not None:
+                part = torch.where(one.which[:, None], part, scores[..., one.low : one.high])
+            scores = torch.cat((scores[..., : one.low], part, scores[..., one.high :]), dim=-1)
+        return self._masked(scores, seen, start, stop)
+
+    def _part(self, held: Held, start: int, stop: int) -> Tensor:
+        """Return the scores of a piece for its range of keys, [B, H, q, high - low]."""
+        query = held.piece.rotate_query(self.query[:, :, start:stop], start, stop)
+        key = held.piece.rotate_key(self.key[:, :, held.low : held.high], held.low, held.high)
+        return grouped_matmul(query, key.transpose(-1, -2)).to(self.wide) * self.scaling
+
+    def _holding(self, start: int, stop: int, seen: Tensor | None) -> list[Held]:
+        """Return which keys each piece holds for the queries start to stop, in their order; none: it is left out."""
+        rows = self.query_positions[:, start:stop, None]  # [B or 1, q, 1]
+        columns = self.key_positions[:, None, :]  # [B or 1, 1, K]
+        found = []
+        for piece in self.pieces:
+            held = piece.pairs.holds(rows, columns)  # [B or 1, q, K]
+            low, high = _range(held if seen is None else held & seen)
+            which = held[..., low:high]
+            if low < high:
+                found.append(Held(piece, low, high, None if _is_all(which) else which))
+        return sorted(found, key=lambda one: one.low)
+
+    def _seen(self, start: int, stop: int) -> Tensor | None:
+        """Return which keys the queries start to stop may see by their index, bool [q, K]; None: all of them."""
+        length, keys = self.query_positions.shape[1], self.key_positions.shape[1]
+        if self.mask is not None or not self.causal or length == 1:
+            return None
+        row = torch.arange(start, stop, device=self.key_positions.device)[:, None]
+        return torch.arange(keys, device=self.key_positions.device)[None] <= row
+
+    def _masked(self, scores: Tensor, seen: Tensor | None, start: int, stop: int) -> Tensor:
+        if seen is not None:
+            return scores.masked_fill(~seen, LOWEST)
+        if self.mask is None:
+            return scores
+        mask = self.mask[..., start:stop, : scores.shape[-1]]
+        if mask.dtype == torch.bool:
+            return scores.masked_fill(~mask, LOWEST)
+        return (scores + mask).clamp(min=LOWEST)
+
+
+def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product of `left` [B, H, q, n] and `right` [B, G, n, m], which H/G heads share: [B, H, q, m]."""
+    groups, rows = right.shape[1], left.shape[2]
+    together = left.unflatten(1, (groups, -1)).flatten(2, 3)  # [B, G, H/G q, n]: nothing of `right` is repeated
+    return torch.matmul(together, right).unflatten(2, (-1, rows)).flatten(1, 2)
+
+
+def _tile(found: list[Held], keys: int) -> bool:
+    """Return whether each of `keys` keys is held, for all queries, by one of the pieces that were found."""
+    ends = [0, *(one.high for one in found)]
+    return ends[-1] == keys and all(one.which is None and one.low == end for one, end in zip(found, ends, strict=False))
+
+
+def _is_all(held: Tensor) -> bool:
+    """Return whether all of `held` is; False where asking is dear."""
+    return not torch.compiler.is_compiling() and held.device.type == "cpu" and bool(held.all())
+
+
+def _range(held: Tensor) -> tuple[int, int]:
+    """Return the first key that any query of a block holds, and the one after the last; all where asking is dear."""
+    keys = held.shape[-1]
+    if torch.compiler.is_compiling() or held.device.type != "cpu":
+        return 0, keys
+    found = held.flatten(0, -2).any(dim=0).nonzero()
+    return (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 0)
+
+
+def attend_split(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pieces: tuple[Piece, ...],
+    query_positions: Tensor,
+    key_positions: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scaling: float | None,
+    dropout: float = 0.0,
+    weights: bool = False,
+    held: dict[int, list[Held]] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return softmax attention whose score for a query and a key is that of the piece which holds them.
+
+    Args:
+        query: [B, H, Q, D], not rotated.
+        key: [B, G, K, D], as it is cached.
+        value: [B, G, K, Dv].
+        pieces: of the attention; each pair of a query and a key that may be seen belongs to one.
+        query_positions: [B or 1, Q].
+        key_positions: [B or 1, K].
+        mask: bool (True: attend) or additive, [B or 1, 1 or H, Q, K]; None as transformers leaves it out.
+        causal: whether a left-out mask means causal.
+        scaling: multiplies the scores; None: 1/sqrt(D).
+        dropout: probability of dropping an attention weight.
+        weights: whether to return the attention weights; all queries are then one block.
+        held: kept by the caller for all calls with the same pieces and positions; None: nothing is kept.
+
+    Returns:
+        [B, Q, H, Dv], and the weights [B, H, Q, K] or None.
+    """
+    scoring = Scoring(
+        pieces=pieces,
+        query=query,
+        key=key,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        mask=mask,
+        causal=causal,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        held={} if held is None else held,
+    )
+    length = query.shape[2]
+    rows = length if weights else BLOCK
+    outs = []
+    for start in range(0, length, rows):
+        scores = scoring.block(start, min(start + rows, length))
+        chances = torch.softmax(scores, dim=-1).to(query.dtype)  # [B, H, q, K]
+        chances = torch.nn.functional.dropout(chances, p=dropout, training=dropout > 0)
+        outs.append(grouped_matmul(chances, value))  # [B, H, q, Dv]
+    return torch.cat(outs, dim=2).transpose(1, 2).contiguous(), chances if weights else None

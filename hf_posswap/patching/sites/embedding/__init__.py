@@ -1,0 +1,1 @@
+"""The embedding site: the additive position table."""

@@ -1,0 +1,61 @@
+"""What a table scheme takes from the weights of the table that it replaces, such as their scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_posswap.compat.peft_wrappers import is_adapted
+from hf_posswap.families.images import PatchTable, tensor_at
+from hf_posswap.families.modules import get
+from hf_posswap.patching.edits.context import SwapContext
+from hf_posswap.patching.edits.offload import stored
+from hf_posswap.schemes.base import Scheme
+
+
+def fitted(context: SwapContext) -> Scheme:
+    """Return the scheme of `context` with what its table takes from the old one's weights filled in.
+
+    Where these cannot be read (on meta, or in a form that the site refuses anyway) it stays as it is.
+    """
+    scheme, table = context.scheme, context.scheme.table_part
+    old = _old_rows(context)
+    if table is None or old is None or old.is_meta or not _fits(table, context):
+        return scheme
+    return scheme.with_table(table.fit(old, context.geometry))
+
+
+def unfitted(table: Any, old: Tensor, geometry: Any) -> str | None:
+    """Return why `table`, resolved, cannot yet be written in the place of `old` [P, E] on meta, or None."""
+    if not old.is_meta or table == table.fit(old.new_ones(old.shape, device="cpu"), geometry):
+        return None
+    return f"{table} takes a value from the old table's weights, and this model's are on meta."
+
+
+def _fits(table: Any, context: SwapContext) -> bool:
+    """Return whether `table` is for tokens or patches as the model's table is: else planning refuses it."""
+    return ("images" in type(table).inputs) == isinstance(context.stack.table, PatchTable)
+
+
+def _old_rows(context: SwapContext) -> Tensor | None:
+    """Return the rows of positions of the old table, [P, E]; None where they are not there, or not plain numbers."""
+    table = context.stack.table
+    if table is None:
+        return None
+    if isinstance(table, PatchTable):
+        rows = tensor_at(context.model, table.path)
+        plain = None if rows is None else rows.flatten(0, -2)
+    else:
+        plain = _plain_weight(get(context.model, table.path))
+    if plain is None or not plain.is_floating_point():
+        return None
+    return plain.detach()[context.stack.first_row :]
+
+
+def _plain_weight(module: nn.Module | None) -> Tensor | None:
+    """Return the weight of a table's `module`; None where it has none, or one that is adapted or quantised."""
+    if module is None or is_adapted(module) or not hasattr(module, "weight"):
+        return None
+    weight = stored(module, "weight")
+    return weight if type(weight) in (nn.Parameter, Tensor) else None

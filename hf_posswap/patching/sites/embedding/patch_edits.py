@@ -1,0 +1,248 @@
+"""The edits of a table of patches: replaced or taken away, and asked for whatever grid of patches an image gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posswap.compat.torch_modules import pre_hooks
+from hf_posswap.families.images import tensor_at
+from hf_posswap.families.modules import owner_of
+from hf_posswap.geometry import Geometry
+from hf_posswap.patching.edits.edit import Edit, Saved
+from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks, replace_buffer, restore_buffers
+from hf_posswap.patching.edits.stock_weights import holds, not_rows, not_zero
+from hf_posswap.patching.record.refusals import SENTINEL_SHAPE
+from hf_posswap.patching.sites.embedding.fitting import unfitted
+from hf_posswap.patching.sites.embedding.patch_rows import ROWS_METHOD, GridRows, RowsHook
+from hf_posswap.schemes.common.grid_table import GridTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PatchTableEdit(Edit):
+    """What the edits of the parameter [P, E] or [1, P, E] at `path` share.
+
+    Attributes:
+        geometry: of the stack.
+    """
+
+    geometry: Geometry
+
+    def rows(self, model: Any) -> Tensor:
+        """Return all rows as they are, [P, E]."""
+        table = tensor_at(model, self.path)
+        assert table is not None
+        return table.flatten(0, -2)
+
+    def patches(self, model: Any) -> Tensor:
+        """Return the rows of the patches as they are, [R C, E]."""
+        return self.rows(model)[self.geometry.prefix_tokens :].detach()
+
+    def replace(self, model: Any, saved: Saved, new: Tensor, *, trainable: bool) -> None:
+        """Put `new`, of the shape that it is to have, in the place of the parameter."""
+        owner, leaf = owner_of(model, self.path)
+        old, order = getattr(owner, leaf), tuple(name for name, _ in owner.named_parameters(recurse=False))
+        saved |= {"parameter": old, "order": order}
+        new = new.to(device=old.device, dtype=old.dtype)
+        _put(owner, leaf, nn.Parameter(new, requires_grad=trainable and old.requires_grad), order)
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        """Put the parameter back, moved and cast as the model was meanwhile, and in its old place."""
+        if "parameter" in saved:
+            owner, leaf = owner_of(model, self.path)
+            saved["parameter"].data = saved["parameter"].data.to(getattr(owner, leaf))
+            _put(owner, leaf, saved["parameter"], saved["order"])
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return (self.path,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplacePatchTable(_PatchTableEdit):
+    """Writes the rows of a scheme for patches into the model's own table; those of other tokens stay.
+
+    Attributes:
+        scheme: resolved, and fitted where weights are read.
+    """
+
+    scheme: GridTable
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        old, rows = tensor_at(model, self.path), self.rows(model).detach()
+        assert old is not None
+        count = self.geometry.prefix_tokens + _count(self.scheme.grid(self.geometry))
+        shape = (*old.shape[:-2], count, old.shape[-1])
+        if old.is_meta:
+            new = torch.empty(shape, device="meta")
+        else:
+            prefix = rows[: self.geometry.prefix_tokens].cpu()
+            new = torch.cat((prefix.to(torch.promote_types(prefix.dtype, torch.float32)), self._made(rows))).view(shape)
+        self.replace(model, saved, new, trainable=self.scheme.trainable)
+
+    def _made(self, rows: Tensor) -> Tensor:
+        patches = rows[self.geometry.prefix_tokens :].cpu()
+        return self.scheme.table(patches, self.geometry.grid(), self.scheme.grid(self.geometry), self.geometry)
+
+    def reload(self, model: Any) -> None:
+        """Freeze what is a formula's; the rows are there."""
+        table = tensor_at(model, self.path)
+        assert table is not None
+        table.requires_grad_(self.scheme.trainable)
+
+    def check(self, model: Any) -> str | None:
+        rows, grid = self.rows(model), self.scheme.grid(self.geometry)
+        count = self.geometry.prefix_tokens + _count(grid)
+        if len(rows) != count:
+            return f"the table has {len(rows)} rows instead of {count}"
+        if rows.requires_grad and not self.scheme.trainable:
+            return "the table is trainable where it should be frozen"
+        if self.scheme.trainable or rows.is_meta:
+            return None
+        same = holds(self.patches(model), self._formula(model))
+        return None if same else "the table does not hold what its formula gives"
+
+    def _formula(self, model: Any) -> Tensor:
+        """Return what the formula of a frozen table gives for each patch, [R C, E]."""
+        grid = self.scheme.grid(self.geometry)
+        return self.scheme.table(self.patches(model).float().cpu(), grid, grid, self.geometry)
+
+    def check_loaded(self, model: Any) -> str | None:
+        patches, count = self.patches(model), _count(self.scheme.grid(self.geometry))
+        frozen = len(patches) == count and not self.scheme.trainable and not patches.is_meta
+        return not_rows(patches, self._formula(model) if frozen else None, count)
+
+    def refusal(self, model: Any) -> str | None:
+        return unfitted(self.scheme, self.patches(model), self.geometry)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemovePatchTable(_PatchTableEdit):
+    """Takes the rows of the patches away; those of other tokens, which have no place, stay.
+
+    Attributes:
+        native: whether zero rows stand for them in the state dict, so that stock classes run it; otherwise nothing
+            does, and the native class fails to load the rest with a size mismatch.
+    """
+
+    native: bool
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        old, prefix = tensor_at(model, self.path), self.geometry.prefix_tokens
+        assert old is not None
+        if self.native:
+            new = old.detach().clone()
+            new.flatten(0, -2)[prefix:] = 0
+        elif prefix:
+            new = old.detach()[..., :prefix, :].clone()
+        else:
+            new = old.new_zeros(SENTINEL_SHAPE).detach()
+        self.replace(model, saved, new, trainable=bool(prefix))
+
+    def check(self, model: Any) -> str | None:
+        table, prefix = tensor_at(model, self.path), self.geometry.prefix_tokens
+        assert table is not None
+        if table.is_meta:
+            return None
+        left = table.flatten(0, -2)[prefix:] if table.ndim > 1 else table
+        expected = self.geometry.original_length - prefix if self.native else 0 if prefix else 1
+        return None if len(left) == expected and not left.any() else "the table of the patches is still there"
+
+    def check_loaded(self, model: Any) -> str | None:
+        return not_zero(self.patches(model))
+
+    def reload(self, model: Any) -> None:
+        """Nothing: the zero rows are there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetRowIds(Edit):
+    """Gives the buffer [1, P] of row numbers at `path` so many as the table has rows.
+
+    Attributes:
+        count: P, afterwards.
+    """
+
+    count: int
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        replace_buffer(model, self.path, lambda _, old: self._numbers(old), saved)
+
+    def _numbers(self, old: Tensor) -> Tensor:
+        return torch.arange(self.count, device=old.device, dtype=old.dtype)[None]
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        restore_buffers(model, saved)
+
+    def check(self, model: Any) -> str | None:
+        count = model.get_buffer(self.path).shape[-1]
+        return None if count == self.count else f"it numbers {count} rows instead of {self.count}"
+
+    def reload(self, model: Any) -> None:
+        """Nothing: transformers has built the model for the new image size."""
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyImageSize(Edit):
+    """Makes images of any size get the rows of their own grid; `path` is of the module that makes tokens of an image.
+
+    Attributes:
+        table: path of the parameter that holds the table, below that module.
+        scheme: of the table; None: patches have no rows.
+        geometry: of the stack.
+        native: the image size in the swapped model's config.
+        square: whether the model's head takes the patches for a square.
+    """
+
+    table: str
+    scheme: GridTable | None
+    geometry: Geometry
+    native: tuple[int, int]
+    square: bool
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        module = model.get_submodule(self.path)
+        setattr(module, ROWS_METHOD, GridRows(module, self.table, self.scheme, self.geometry))
+        hook = RowsHook(type(model).__name__, self.geometry, self.native, self.square)
+        keep_hooks(saved, module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        """Let the module's class give its rows again."""
+        vars(model.get_submodule(self.path)).pop(ROWS_METHOD, None)
+        remove_hooks(saved)
+
+    def check(self, model: Any) -> str | None:
+        module = model.get_submodule(self.path)
+        rows = vars(module).get(ROWS_METHOD)
+        asked = any(isinstance(hook, RowsHook) for hook in pre_hooks(module))
+        good = asked and isinstance(rows, GridRows) and rows.scheme == self.scheme and rows.embeddings is module
+        return None if good else "the rows of the patches are not those of the scheme"
+
+    def reload(self, model: Any) -> None:
+        self.apply(model, {})
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()
+
+
+def _put(owner: Any, leaf: str, parameter: nn.Parameter, order: tuple[str, ...]) -> None:
+    """Set a parameter in the place that it has in `order`: optimizers count."""
+    own = dict(owner.named_parameters(recurse=False)) | {leaf: parameter}
+    for name in order:
+        delattr(owner, name)
+    for name in order:
+        setattr(owner, name, own[name])
+    if isinstance(owner, nn.Embedding):
+        owner.num_embeddings = parameter.shape[0]
+
+
+def _count(grid: tuple[int, int]) -> int:
+    return grid[0] * grid[1]

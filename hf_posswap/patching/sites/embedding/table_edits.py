@@ -1,0 +1,279 @@
+"""The edits of a table of token positions: replaced, blended with another, or taken away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from hf_posswap.compat.peft_wrappers import original_of, trained_copies_of
+from hf_posswap.compat.transformers_models import mark_initialised, set_unsaved_keys, unsaved_keys
+from hf_posswap.families.modules import owner_of, table_of
+from hf_posswap.geometry import Geometry
+from hf_posswap.patching.edits.edit import Edit, Saved
+from hf_posswap.patching.edits.offload import stored
+from hf_posswap.patching.edits.placeholder import NoPositions
+from hf_posswap.patching.edits.restore import replace_child, restore_child
+from hf_posswap.patching.edits.stock_weights import holds, not_rows, not_zero
+from hf_posswap.patching.record.refusals import SENTINEL_SHAPE
+from hf_posswap.patching.sites.embedding.blended_table import BlendedTable
+from hf_posswap.patching.sites.embedding.fitting import unfitted
+from hf_posswap.schemes.base import Scheme
+from hf_posswap.schemes.blend import Blend
+from hf_posswap.schemes.common.table import TableScheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaceTable(Edit):
+    """Writes a table scheme's rows into the model's own table; rows before position 0 stay.
+
+    Attributes:
+        scheme: of the rows, fitted where the weights could be read.
+        rows: positions afterwards.
+        offset: rows before position 0.
+        geometry: of the stack.
+    """
+
+    needs_weights: ClassVar[bool] = True
+    scheme: TableScheme
+    rows: int
+    offset: int
+    geometry: Geometry
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        embedding = model.get_submodule(self.path)
+        saved["weight"] = old = embedding.weight
+        new = self._rows(old.detach())
+        embedding.weight = nn.Parameter(new.to(device=old.device, dtype=old.dtype), requires_grad=self.scheme.trainable)
+        embedding.num_embeddings = new.shape[0]
+
+    def _rows(self, old: Tensor) -> Tensor:
+        """Return all rows of the new table, [offset + rows, E]."""
+        if old.is_meta:
+            return torch.empty(self.rows + self.offset, old.shape[1], device="meta")
+        rows = self.scheme.table(old[self.offset :], self.rows, self.geometry)
+        return torch.cat((old[: self.offset].float().cpu(), rows))
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        if "weight" not in saved:
+            return
+        weight: nn.Parameter = saved["weight"]
+        module: Any = model.get_submodule(self.path)
+        embedding = original_of(module)
+        weight.data = weight.data.to(embedding.weight)  # device and dtype
+        embedding.weight = weight
+        embedding.num_embeddings = weight.shape[0]
+        for trained in trained_copies_of(module):
+            trained.weight = nn.Parameter(weight.detach().clone(), requires_grad=trained.weight.requires_grad)
+            trained.num_embeddings = weight.shape[0]
+
+    def check(self, model: Any) -> str | None:
+        embedding = model.get_submodule(self.path)
+        weight = stored(embedding, "old" if hasattr(embedding, "old") else "weight")
+        if weight.shape[0] != self.rows + self.offset:
+            return f"the table has {weight.shape[0]} rows instead of {self.rows + self.offset}"
+        if weight.requires_grad and not self.scheme.trainable:
+            return "the table is trainable where it should be frozen"
+        if self.scheme.trainable or weight.is_meta:
+            return None
+        same = holds(weight[self.offset :], self._formula(weight))
+        return None if same else "the table does not hold what its formula gives"
+
+    def _formula(self, weight: Tensor) -> Tensor:
+        """Return what the formula of a frozen table gives for each position, [rows, E]."""
+        return self.scheme.table(weight.detach()[self.offset :].float().cpu(), self.rows, self.geometry)
+
+    def check_loaded(self, model: Any) -> str | None:
+        weight = stored(model.get_submodule(self.path), "weight").detach()
+        fits = len(weight) == self.rows + self.offset
+        frozen = fits and not self.scheme.trainable and not weight.is_meta
+        return not_rows(weight[self.offset :], self._formula(weight) if frozen else None, self.rows)
+
+    def reload(self, model: Any) -> None:
+        """Freeze what is a formula's; the rows are there."""
+        model.get_submodule(self.path).weight.requires_grad_(self.scheme.trainable)
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return (f"{self.path}.",)
+
+    def refusal(self, model: Any) -> str | None:
+        old = stored(model.get_submodule(self.path), "weight")
+        return unfitted(self.scheme, old[self.offset :], self.geometry)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlendTable(Edit):
+    """Lets the table fade, and a new one of the same size come in its place where there is one.
+
+    Attributes:
+        scheme: of the new table, or None.
+        share: of the new mechanism, in [0, 1].
+        offset: rows before position 0.
+        geometry: of the stack.
+    """
+
+    needs_weights: ClassVar[bool] = True
+    scheme: TableScheme | None
+    share: float
+    offset: int
+    geometry: Geometry
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        native = model.get_submodule(self.path)
+        new = self.new_rows(native.weight)
+        saved["blended"] = True
+        model.set_submodule(self.path, BlendedTable(native, new, self.share, self.offset))
+
+    def new_rows(self, old: Tensor) -> Tensor | None:
+        """Return the new table beside the `old` one [P, E], a parameter where it is trained; None: there is none."""
+        if self.scheme is None:
+            return None
+        rows = old.shape[0] - self.offset
+        if old.is_meta:
+            return torch.empty(rows, old.shape[1], dtype=old.dtype, device="meta")
+        fitted = self.scheme.fit(old.detach()[self.offset :], self.geometry)
+        new = fitted.table(old.detach()[self.offset :], rows, self.geometry).to(old)
+        return nn.Parameter(new) if self.scheme.trainable else new
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        """Put the table that faded back, with the weights that it has now."""
+        blended: Any = model.get_submodule(self.path)
+        if isinstance(blended, BlendedTable):
+            blended.native.weight = blended.old
+            model.set_submodule(self.path, blended.native)
+
+    def check(self, model: Any) -> str | None:
+        module = model.get_submodule(self.path)
+        if not isinstance(module, BlendedTable):
+            return "the table is not in the blend"
+        return None if module.share == self.share else f"the table fades by {module.share} instead of {self.share}"
+
+    def reload(self, model: Any) -> None:
+        """Nothing: no stock class loads a blend."""
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return (f"{self.path}.",)
+
+    def with_scheme(self, scheme: Scheme) -> Self:
+        return replace(self, share=scheme.weight) if isinstance(scheme, Blend) else self
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveTable(Edit):
+    """Takes the table away.
+
+    Attributes:
+        rows: zero rows that stand for it in the state dict; None: one lone zero, so that stock classes refuse.
+        computed: whether the state dict never held it, so that nothing need stand for it there.
+    """
+
+    needs_weights: ClassVar[bool] = True
+    rows: int | None
+    computed: bool = False
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        old = table_of(model.get_submodule(self.path))
+        shape = SENTINEL_SHAPE if self.rows is None else (self.rows, old.shape[1])
+        zeros = torch.zeros(shape, dtype=old.dtype, device=old.device)  # plain, where the table is quantised
+        replace_child(model, self.path, NoPositions(zeros, saved=not self.computed), saved)
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        restore_child(model, self.path, saved)
+
+    def check(self, model: Any) -> str | None:
+        module = model.get_submodule(self.path)
+        empty = isinstance(module, NoPositions) and module.is_empty
+        return None if empty else "the position table is still there"
+
+    def check_loaded(self, model: Any) -> str | None:
+        return not_zero(table_of(model.get_submodule(self.path)), rows=self.rows)
+
+    def reload(self, model: Any) -> None:
+        """Take the zero rows away that stock transformers has loaded, and could train."""
+        self.apply(model, {})
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return (f"{self.path}.",)
+
+
+class NoTableRows(NoPositions):
+    """Stands where a plain buffer [P, E] was from which a model takes rows, and adds nothing.
+
+    Args:
+        weight: one lone zero, [1].
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight, saved=False)
+        mark_initialised(self)  # otherwise transformers fills it, as the buffer that its class has there
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self.forward()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveTableBuffer(Edit):
+    """Takes a table away that is a plain buffer which no checkpoint holds."""
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        owner, leaf = owner_of(model, self.path)
+        saved["buffer"] = buffer = getattr(owner, leaf)
+        delattr(owner, leaf)
+        owner.add_module(leaf, NoTableRows(buffer.new_zeros(SENTINEL_SHAPE)))
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        if "buffer" not in saved:
+            return
+        owner, leaf = owner_of(model, self.path)
+        zero, old = getattr(owner, leaf, None), saved["buffer"]
+        if zero is not None:
+            delattr(owner, leaf)
+        buffer = old if zero is None or zero.weight.is_meta else old.to(zero.weight)  # device and dtype
+        owner.register_buffer(leaf, buffer, persistent=False)
+
+    def check(self, model: Any) -> str | None:
+        owner, leaf = owner_of(model, self.path)
+        return None if isinstance(getattr(owner, leaf, None), NoTableRows) else "the position table is still there"
+
+    def reload(self, model: Any) -> None:
+        self.apply(model, {})
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveKeys(Edit):
+    """Makes the model save keys that its class leaves out of checkpoints.
+
+    Attributes:
+        keys: of the state dict.
+    """
+
+    keys: tuple[str, ...]
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        others = [key for key in unsaved_keys(model) if key not in self.keys]
+        saved["keys"] = set_unsaved_keys(model, others)
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        """Let the model's class say again what is left out of its checkpoints."""
+        if "keys" in saved:
+            set_unsaved_keys(model, saved["keys"])
+
+    def check(self, model: Any) -> str | None:
+        left_out = [key for key in self.keys if key in unsaved_keys(model)]
+        return f"{', '.join(left_out)} would not be saved" if left_out else None
+
+    def reload(self, model: Any) -> None:
+        self.apply(model, {})
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()

@@ -1,0 +1,1 @@
+"""The rotary site: the model's own rotary modules."""

@@ -1,0 +1,109 @@
+"""The edits of a native rotary module: built anew from other rope parameters, or made the identity rotation."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from hf_posswap.families.rope_config import config_at
+from hf_posswap.geometry import Geometry
+from hf_posswap.patching.edits.edit import Edit, Saved
+from hf_posswap.patching.edits.restore import replace_child, restore_child
+from hf_posswap.patching.sites.rotary.matching import matches, turns_nothing
+from hf_posswap.patching.sites.rotary.modules import KeepAngles, NeutralRotary, rebuilt
+from hf_posswap.patching.sites.rotary.native_config import with_real_dtype
+from hf_posswap.schemes.base import Scheme
+from hf_posswap.schemes.rope import RotaryScheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebuildRotary(Edit):
+    """Replaces a rotary module by a new one of its class, built from the config with the new rope parameters.
+
+    Attributes:
+        part: path of the part of the model's config that it is built from.
+        values: what that part says afterwards, by name.
+        scheme: resolved.
+        geometry: of the stack.
+        layer_types: whose rotation the scheme replaces; see `families.rope_config`.
+    """
+
+    part: str
+    values: dict[str, Any]
+    scheme: Scheme
+    geometry: Geometry
+    layer_types: tuple[str, ...]
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        old = model.get_submodule(self.path)
+        new: Any = rebuilt(old, self._config(model))
+        new.config = config_at(model.config, self.part)
+        new.register_forward_pre_hook(KeepAngles(new))
+        replace_child(model, self.path, new.to(next(old.buffers()).device), saved)
+
+    def _config(self, model: Any) -> Any:
+        """Return the part of the config that the new module is built from."""
+        trial = copy.deepcopy(model.config)
+        part = config_at(trial, self.part)
+        for name, value in self.values.items():
+            setattr(part, name, copy.deepcopy(value))
+        return config_at(with_real_dtype(trial, part), self.part)
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        restore_child(model, self.path, saved)
+
+    def check(self, model: Any) -> str | None:
+        module = model.get_submodule(self.path)
+        if isinstance(self.scheme, RotaryScheme):
+            good = all(matches(module, self.scheme, self.geometry, name) for name in self.layer_types)
+        else:
+            good = turns_nothing(module)
+        return None if good else "the rotary module does not have the planned frequencies"
+
+    def reload(self, model: Any) -> None:
+        """Keep the angles from being cast; transformers has built the module from the new config."""
+        rotary = model.get_submodule(self.path)
+        rotary.register_forward_pre_hook(KeepAngles(rotary))
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()
+
+    def with_scheme(self, scheme: Scheme) -> Self:
+        return replace(self, scheme=scheme)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeutraliseRotary(Edit):
+    """Makes a rotary module give the identity rotation, so that raw keys reach the attention site.
+
+    Attributes:
+        part: path of the part of the model's config that the module goes on reading, as it was.
+        layer_types: whose rotation becomes the identity; see `families.rope_config`.
+    """
+
+    part: str
+    layer_types: tuple[str, ...]
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        native = model.get_submodule(self.path)
+        saved["config"] = native.config
+        replace_child(model, self.path, NeutralRotary(native, self.layer_types), saved)
+        native.config = copy.deepcopy(config_at(model.config, self.part))  # which is still to be edited
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        restore_child(model, self.path, saved)
+        if "config" in saved:
+            model.get_submodule(self.path).config = saved["config"]
+
+    def check(self, model: Any) -> str | None:
+        neutral = isinstance(model.get_submodule(self.path), NeutralRotary)
+        return None if neutral else "the native rotation is still active"
+
+    def reload(self, model: Any) -> None:
+        """Nothing: no stock class loads a scheme inside attention."""
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()

@@ -1,0 +1,153 @@
+"""Whether stock transformers can say a scheme in a rotary model's config: found by building what that config says."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.families.rope_config import config_at
+from hf_posswap.families.sites import Stack
+from hf_posswap.patching.edits.settings import Scalar, changed_settings
+from hf_posswap.patching.record.building import build_native
+from hf_posswap.patching.sites.rotary.matching import (
+    follows_config,
+    keeps,
+    matches,
+    running,
+    same_widths,
+    turns_nothing,
+)
+from hf_posswap.patching.sites.rotary.native_config import RopeValues, base_of, read_back, says, trial_config
+from hf_posswap.schemes.base import Scheme
+from hf_posswap.schemes.rope import RotaryScheme
+
+
+@dataclass(frozen=True)
+class NativeSwap:
+    """A scheme as a stock config says it.
+
+    Attributes:
+        trial: the whole config of the swapped model.
+        settings: what a model of that config has otherwise outside its rotary modules: path, name, old, new.
+        values: what differs from the model's own, by path in the config.
+        notes: what the plan should say of it.
+    """
+
+    trial: Any
+    settings: list[tuple[str, str, Scalar, Scalar]]
+    values: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def native_swap(model: Any, stack: Stack, scheme: Scheme, length: int) -> NativeSwap | None:
+    """Return how a stock config says `scheme` in a stack of a rotary model; None where none does.
+
+    Raises:
+        UnsupportedSwapError: a rotary module of the model does not do what the model's config says.
+    """
+    for values in _candidates(model, stack, scheme):
+        reach = _native_length(stack, values, length)
+        trial = trial_config(model.config, stack.config, values, reach)
+        part = config_at(trial, stack.config)
+        read = read_back(trial)
+        if read is None or not says(config_at(read, stack.config), values):
+            continue  # it could be set, and never be loaded again
+        if not says(part, values) or not _all_follow(model, stack, scheme, part):
+            continue
+        settings = _settings(model, stack, trial)
+        if settings is None or any(_is_width(model.get_submodule(change[0]), *change[1:]) for change in settings):
+            continue
+        prefix = f"{stack.config}." if stack.config else ""
+        changed = {f"{prefix}max_position_embeddings": reach, f"{prefix}rope_parameters": part.rope_parameters}
+        return NativeSwap(trial, settings, changed, kept_layers(stack, tuple(values)))
+    return None
+
+
+def _settings(model: Any, stack: Stack, trial: Any) -> list[tuple[str, str, Scalar, Scalar]] | None:
+    """Return what a stock model of the config `trial` has otherwise; None where it cannot be built."""
+    try:
+        with torch.device("meta"):
+            fresh = build_native(model, trial)
+    except Exception:  # code of any model, written for other rope parameters
+        return None
+    return changed_settings(model, fresh, stack.rotary)
+
+
+def _is_width(module: nn.Module, name: str, old: Any, new: Any) -> bool:
+    """Return whether a setting says how many dimensions turn, and is read: attention would cut its heads otherwise."""
+    whole = isinstance(new, int) and not isinstance(new, bool) and isinstance(old, int)
+    return whole and any(part in name for part in ("rot", "dim", "head_size")) and _reads(type(module), name)
+
+
+def _reads(cls: type, name: str) -> bool:
+    """Return whether any method of `cls` but its constructor may read the attribute `name` of an instance."""
+    methods = [value for owner in cls.__mro__ if owner is not nn.Module for value in vars(owner).values()]
+    methods = [inspect.unwrap(method) for method in methods if callable(method)]
+    codes = [getattr(method, "__code__", None) for method in methods if getattr(method, "__name__", "") != "__init__"]
+    return any(code is not None and name in code.co_names for code in codes)
+
+
+def _candidates(model: Any, stack: Stack, scheme: Scheme) -> list[RopeValues]:
+    """Return rope parameters that may say the scheme, most natural first."""
+    if not scheme.acts_inside:
+        part = config_at(model.config, stack.config)
+        still: dict[str, Any] = {"rope_type": "proportional", "partial_rotary_factor": 0.0}
+        plain = {name: still | {"rope_theta": base_of(part, name)} for name in stack.rope_layer_types}
+        scaled = {name: values | {"factor": 1.0} for name, values in plain.items()}  # some read one under every type
+        return [plain, scaled]
+    if not isinstance(scheme, RotaryScheme) or scheme.layout != (stack.geometry.layout or scheme.layout):
+        return []
+    values = scheme.native_rope(stack.geometry)
+    if values is None:
+        return []
+    wide = values | {"partial_rotary_factor": scheme.filled("partial")}  # some read it, some have it by themselves
+    listed = scheme.native_list(stack.geometry) if scheme.is_fixed else None  # all that Phi-3's config takes
+    return [dict.fromkeys(stack.full_attention_types, one) for one in (values, wide, listed) if one is not None]
+
+
+def _native_length(stack: Stack, values: RopeValues, length: int) -> int:
+    """Return `max_position_embeddings` for these rope parameters: rope type "dynamic" takes L from there."""
+    follows = any(one["rope_type"] == "dynamic" for one in values.values())
+    return stack.geometry.original_length if follows else length
+
+
+def _all_follow(model: Any, stack: Stack, scheme: Scheme, part: Any) -> bool:
+    """Return whether every rotary module of the stack, built from the config `part`, does what the scheme does."""
+    own = config_at(model.config, stack.config)
+    for path in stack.rotary:
+        old: nn.Module = model.get_submodule(path)
+        if not follows_config(old, own):
+            raise UnsupportedSwapError(
+                f"{path} does not follow the model's config (a new one built from it has other frequencies), "
+                "so it cannot be rebuilt from another config."
+            )
+        new = running(old, own, part)
+        if new is None:
+            return False
+        if not scheme.acts_inside:
+            if not turns_nothing(new) or not same_widths(new, old):
+                return False
+            continue
+        assert isinstance(scheme, RotaryScheme)
+        turned = all(matches(new, scheme, stack.geometry, name) for name in stack.full_attention_types)
+        if not turned or not keeps(new, old, own, stack.full_attention_types):
+            return False
+    return True
+
+
+def kept_layers(stack: Stack, layer_types: tuple[str, ...]) -> tuple[str, ...]:
+    """Return notes on layers that have no rotation, or keep theirs where only that of `layer_types` is replaced."""
+    notes, others = [], [name for name in stack.rope_layer_types if name not in layer_types]
+    if others:
+        notes.append(
+            f"Layers of type {', '.join(others)} keep their own rotation: they see only the last tokens, and a longer "
+            f"context is a matter of {', '.join(layer_types)}."
+        )
+    if stack.nope_layers:
+        notes.append(f"Layers without rotation stay as they are: {', '.join(map(str, stack.nope_layers))}.")
+    return tuple(notes)

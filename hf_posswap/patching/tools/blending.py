@@ -1,0 +1,138 @@
+"""Moving a blend of the old mechanism and the new one along, and ending it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from hf_posswap.compat.peft_wrappers import original_of, trained_copies_of
+from hf_posswap.errors import NotPatchedError, SchemeError
+from hf_posswap.patching.apply.guard import changing
+from hf_posswap.patching.apply.patch_model import patch_model, unpatch_model
+from hf_posswap.patching.edits.edit import Edit
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.patching.sites.attention.edits import AddMechanism
+from hf_posswap.patching.sites.embedding.table_edits import BlendTable, ReplaceTable
+from hf_posswap.schemes.blend import Blend
+
+
+def set_blend(model: Any, weight: float) -> None:
+    """Set the share of the new mechanism in a model that was patched with `blend`; the config's record follows.
+
+    Args:
+        model: a model patched with `blend` (or a PEFT model around one).
+        weight: w, in [0, 1]: at 0 the model is exactly the old one, at 1 exactly the new one.
+
+    Raises:
+        NotPatchedError: the model carries no blend.
+        SchemeError: weight is no number in [0, 1].
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import Blend, Rope, patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> _ = patch_model(model, Blend(new=Rope()))
+        >>> for step in range(4):
+        ...     set_blend(model, (step + 1) / 4)  # and train a little
+        >>> finish_blend(model, max_length=64).scheme.name
+        'rope'
+    """
+    target: Any = unwrap(model)
+    plan = _plan(target)
+    blend: Any = plan.scheme
+    scheme = dataclasses.replace(blend, weight=weight)  # which checks it
+    for edit in plan.edits:
+        _move(target, edit, scheme.weight)
+    blends: dict[str, Any] = dict(plan.schemes)
+    moved = {name: dataclasses.replace(one, weight=weight) for name, one in blends.items()}
+    target._posswap.plan = plan.with_schemes(moved)
+    target.config.posswap = target._posswap.plan.record.to_dict()
+
+
+def finish_blend(model: Any, *, max_length: int | None = None) -> SwapPlan:
+    """Leave the new mechanism alone behind, with all that it has learned, and return its plan.
+
+    Args:
+        model: a model whose blend has weight 1.
+        max_length: positions it is meant for afterwards, in tokens; None: as `patch_model` has it.
+
+    Raises:
+        NotPatchedError: the model carries no blend.
+        SchemeError: the weight is not 1 yet.
+        UnsupportedSwapError, ModelInUseError: inference mode is on, or the model is in use, as `patch_model`.
+    """
+    target: Any = unwrap(model)
+    plan = _plan(target)
+    scheme: Any = plan.scheme
+    if scheme.weight != 1.0:
+        raise SchemeError(
+            f"the blend stands at weight {scheme.weight:g}: ending it now would change the model at one blow; "
+            "call set_blend(model, 1.0) first."
+        )
+    with changing(target, "finish_blend"):  # from end to end: between its two swaps there is neither mechanism
+        learned = {name: tensor.detach().clone() for name, tensor in _new_tensors(target, plan).items()}
+        unpatch_model(model)
+        try:
+            length = max_length or (plan.max_length if scheme.old == "rotary" else None)
+            new = dataclasses.replace(plan, schemes=_new_schemes(plan)).choice
+            ended = patch_model(model, new, **plan.record.arguments | {"max_length": length})
+        except BaseException:
+            patch_model(model, plan.choice, **plan.record.arguments)
+            _fill(_new_tensors(target, _plan(target)), learned)
+            raise
+        if learned:
+            _fill(_new_tensors(target, ended), learned)
+    return ended
+
+
+def _plan(target: Any) -> SwapPlan:
+    patch = getattr(target, "_posswap", None)
+    if patch is None or not all(isinstance(scheme, Blend) for scheme in patch.plan.schemes.values()):
+        carried = "no swap" if patch is None else patch.plan.named
+        raise NotPatchedError(f"{type(target).__name__} carries {carried}: patch_model(model, Blend(...)) first.")
+    return patch.plan
+
+
+def _new_schemes(plan: SwapPlan) -> dict[str, Any]:
+    blends: dict[str, Any] = dict(plan.schemes)
+    return {name: blend.new for name, blend in blends.items()}
+
+
+def _move(model: Any, edit: Edit, weight: float) -> None:
+    """Set the weight where `edit` put a part of the blend."""
+    if isinstance(edit, AddMechanism):
+        carried: Any = model.get_submodule(edit.path)
+        for mechanism in {carried, *_copies(carried)}:
+            mechanism.weight = weight
+    elif isinstance(edit, BlendTable):
+        model.get_submodule(edit.path).share = weight
+
+
+def _copies(carried: Any) -> list[Any]:
+    """Return the copies that PEFT trains in the place of a mechanism."""
+    return [original_of(carried), *trained_copies_of(carried)]
+
+
+def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, torch.Tensor]:
+    """Return what the new mechanism has learned so far: a table's rows, and parameters inside attention."""
+    found: dict[str, torch.Tensor] = {}
+    for edit in plan.edits:
+        if isinstance(edit, AddMechanism):
+            carried: Any = model.get_submodule(edit.path)
+            learning = carried.new if isinstance(plan.scheme, Blend) else carried
+            held = dict(learning.named_parameters()) if learning is not None else {}
+            found |= {f"{edit.path}.{name}": parameter for name, parameter in held.items()}
+        elif isinstance(edit, BlendTable) and model.get_submodule(edit.path).new is not None:
+            found[edit.path] = model.get_submodule(edit.path).new
+        elif isinstance(edit, ReplaceTable):
+            found[edit.path] = model.get_submodule(edit.path).weight[edit.offset :]
+    return found
+
+
+def _fill(into: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in values.items():
+            into[name].copy_(value)

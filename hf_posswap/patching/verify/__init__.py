@@ -1,0 +1,1 @@
+"""Proof that a swap is in force."""

@@ -1,0 +1,80 @@
+"""What a swapped model does on a small input, beside what the plan says it must do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posswap.errors import SwapVerificationError
+from hf_posswap.patching.apply.patch_model import unpatch_model
+from hf_posswap.patching.edits.offload import weight_maps
+from hf_posswap.patching.verify.noise import NoEffectSeen, Noise, finer, noise_of
+from hf_posswap.patching.verify.patch_probe import patch_probe
+from hf_posswap.patching.verify.probe import Expected, Probe, gap
+from hf_posswap.patching.verify.token_probe import token_probe
+
+
+def behaviour(model: Any, tokens: int, seed: int) -> dict[str, str]:
+    """Run a copy of a swapped `model` that shares its weights, and return what was found by each check.
+
+    Raises:
+        SwapVerificationError: a check failed.
+    """
+    with torch.no_grad():
+        try:
+            return _checked(copy_sharing_weights(model).eval(), tokens, seed, model.dtype)
+        except NoEffectSeen as error:
+            copied, seen = finer(model), error
+        if copied is None:
+            raise SwapVerificationError(str(seen))
+        try:
+            found = _checked(copied, tokens, seed, model.dtype)
+        except NoEffectSeen as error:
+            raise SwapVerificationError(str(error)) from None
+    return found | {"finite": f"{found['finite']}, in float64: {model.dtype} hides so weak a mechanism"}
+
+
+def make_probe(model: Any, tokens: int, seed: int) -> Probe:
+    """Return an input for a swapped `model`, of the kind that it takes."""
+    images = model._posswap.plan.sites.main.inputs == "images"
+    return patch_probe(model, seed) if images else token_probe(model, tokens, seed)
+
+
+def _checked(twin: Any, tokens: int, seed: int, precision: torch.dtype) -> dict[str, str]:
+    """Return what was found by each check on `twin`, a copy of a model of `precision` that is free to be changed."""
+    swap, probe = twin._posswap, make_probe(twin, tokens, seed)
+    out = probe.run(twin)
+    if not torch.isfinite(out).all():
+        raise SwapVerificationError(f"the swapped model gives {probe.outputs} that are not finite.")
+    largest = float(out.abs().max())
+    noise = noise_of(twin, largest, probe.again(twin), precision)
+    moved = probe.moved(twin, noise)
+    expected = probe.expected(twin) if swap.can_undo else None  # before the swap is taken back
+    here = probe.comparable(twin)
+    native = None if expected is None else probe.comparable(unpatch_model(twin))
+    unswapped = _difference(swap.plan.named, probe, expected, here, native, noise)
+    return {"finite": f"{probe.outputs} up to {largest:.3g}", "unswapped model": unswapped, **moved}
+
+
+def copy_sharing_weights(model: Any) -> Any:
+    """Return a copy of `model` that shares its parameters and buffers: only its structure is copied."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, tensors | weight_maps(model))
+
+
+def _difference(
+    named: str, probe: Probe, expected: Expected | None, here: Tensor, native: Tensor | None, noise: Noise
+) -> str:
+    if native is None:
+        return "not compared: the model was loaded swapped"
+    moved, what = gap(here, native), probe.outputs
+    if expected == "same" and moved > noise.most:
+        raise SwapVerificationError(
+            f"{named} is the mechanism that the model had, but its {what} moved by {moved:.3g}."
+        )
+    if expected == "different" and moved == 0:
+        raise NoEffectSeen(f"{named}: the {what} are those of the unswapped model: nothing took effect.")
+    return f"its {what} are {moved:.3g} away" + (", as they should be: an identity" if expected == "same" else "")

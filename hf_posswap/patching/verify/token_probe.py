@@ -1,0 +1,228 @@
+"""A probe of tokens: their positions shifted or spread, their order reversed.
+
+Where a model takes position ids, they are given. Where it counts tokens by itself (the BART kind), tokens that no other
+one may see are put in front: they shift the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posswap.errors import SwapVerificationError
+from hf_posswap.families.rope_config import config_at
+from hf_posswap.families.rotary_compatibility import MOVED_BY_SHIFT
+from hf_posswap.families.sites import Stack
+from hf_posswap.patching.edits.offload import device_of
+from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.patching.sites.attention.position_ids import PassPositionIds
+from hf_posswap.patching.verify.kept import is_kept
+from hf_posswap.patching.verify.noise import NoEffectSeen, Noise
+from hf_posswap.patching.verify.probe import Expected, Probe, gap
+from hf_posswap.schemes.base import Mechanism, Scheme
+from hf_posswap.schemes.blend import Blend
+
+_UNTRAINED = "the scheme's bias is the same for all keys until it is trained"
+
+
+@dataclass(frozen=True)
+class TokenProbe(Probe):
+    """Random tokens, and how the model takes them.
+
+    Attributes:
+        ids: random tokens [1, Q]; of both stacks, where a model has two.
+        near: positions [1, Q] that count from the start.
+        far: positions [1, Q] spread over the original length, so that slow angles show as well.
+        position_argument: what the model calls its position ids; None: it takes none.
+        passed_on: whether it takes them since it was swapped: its own code drops them.
+        features: what a model that hears takes in place of tokens, or None.
+    """
+
+    outputs: ClassVar[str] = "logits"
+    ids: Tensor
+    near: Tensor
+    far: Tensor
+    position_argument: str | None
+    passed_on: bool
+    features: Tensor | None
+
+    def run(self, model: Any) -> Tensor:
+        return self.at(model, self.far)
+
+    def again(self, model: Any) -> float:
+        return gap(self.at(model, self.near), self.at(model, self.near))
+
+    def moved(self, model: Any, noise: Noise) -> dict[str, str]:
+        plan = model._posswap.plan
+        return {
+            "shifted positions": _shift(model, plan, self, noise),
+            "spread positions": _spread(model, plan, self, noise),
+            "order of tokens": _order(model, plan, self, noise),
+        }
+
+    def expected(self, model: Any) -> Expected:
+        swap = model._posswap
+        stacks = [swap.plan.sites.stack(name) for name in swap.plan.schemes]
+        return "same" if all(is_kept(model, swap, stack) for stack in stacks) else "different"
+
+    def comparable(self, model: Any) -> Tensor:
+        return self.at(model, self.near if self.passed_on else self.far)  # the unswapped model would drop them
+
+    def at(self, model: Any, positions: Tensor, ids: Tensor | None = None, encoder_ids: Tensor | None = None) -> Tensor:
+        """Return the logits at `positions`, of `ids` where they are given; of two stacks, the last hidden states."""
+        ids = self.ids if ids is None else ids
+        given = {} if self.position_argument is None else {self.position_argument: positions}
+        return self._outputs(model, ids, encoder_ids, torch.ones_like(ids), given)
+
+    def shifted(self, model: Any, by: int) -> Tensor:
+        """Return what `at` does where every position is larger by `by`."""
+        if self.position_argument is not None:
+            return self.at(model, self.near + by)
+        ids = torch.cat((self.ids[:, :1].expand(-1, by), self.ids), dim=1)  # [1, by + Q]
+        mask = torch.ones_like(ids)
+        mask[:, :by] = 0
+        return self._outputs(model, ids, ids, mask, {})[:, by:]
+
+    def _outputs(self, model: Any, ids: Tensor, other: Tensor | None, mask: Tensor, given: dict[str, Any]) -> Tensor:
+        if not model.config.is_encoder_decoder:
+            out = model(input_ids=ids, attention_mask=mask, **given)
+            return (out.logits if "logits" in out else out[0]).float()
+        first = {"input_ids": self.ids if other is None else other, "attention_mask": mask}
+        if self.features is not None:
+            first = {"input_features": self.features}
+        given = first | {"decoder_input_ids": ids, "decoder_attention_mask": mask} | given
+        out = model.base_model(**given)  # T5 has no base model: it is its own
+        return (out.last_hidden_state if "last_hidden_state" in out else out.logits).float()
+
+    def reordered(self) -> Tensor:
+        """Return the tokens with all but the last one reversed, [1, Q]."""
+        return torch.cat((self.ids[:, :-1].flip(1), self.ids[:, -1:]), dim=1)
+
+
+def token_probe(model: Any, tokens: int, seed: int) -> TokenProbe:
+    """Return an input of `tokens` tokens, or as many as `model` was made for, of the seed `seed`."""
+    generator = torch.Generator().manual_seed(seed)
+    sites = model._posswap.plan.sites
+    words = min(vocabulary for vocabulary in _vocabularies(model.config))
+    longest = min(stack.geometry.original_length for stack in sites.stacks)
+    tokens = min(tokens, longest)
+    low = min(5, words - 2)  # leave special tokens (padding above all) out of the input
+    device = device_of(model)
+    ids = torch.randint(low, words, (1, tokens), generator=generator).to(device)
+    near = torch.arange(tokens, device=device)[None]
+    far = near * max(1, (longest - 1) // max(1, tokens - 1))
+    first, argument = sites.first_position, _position_argument(model, sites.main)
+    return TokenProbe(
+        ids=ids,
+        near=near + first,
+        far=near + first if argument is None else far + first,
+        position_argument=argument,
+        passed_on=_passing_on(model, sites.main) is not None,
+        features=_features(model, generator),
+    )
+
+
+def _vocabularies(config: Any) -> list[int]:
+    parts = (config, config.get_text_config(decoder=True))
+    sizes = [getattr(part, name, None) for part in parts for name in ("vocab_size", "decoder_vocab_size")]
+    return [size for size in sizes if size]
+
+
+def _position_argument(model: Any, main: Stack) -> str | None:
+    """Return what the forward of `model` calls the position ids that reach its main stack."""
+    taken = inspect.signature(type(model.base_model if model.config.is_encoder_decoder else model).forward).parameters
+    if model.config.is_encoder_decoder:
+        return "decoder_position_ids" if "decoder_position_ids" in taken else None
+    passing_on = _passing_on(model, main)
+    if passing_on is not None and passing_on.refusal_text:
+        return None
+    if "position_ids" in taken or passing_on is not None:
+        return "position_ids"
+    passes = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    entry = inspect.signature(type(model.get_submodule(main.entry)).forward).parameters
+    return "position_ids" if passes and "position_ids" in entry else None
+
+
+def _passing_on(model: Any, main: Stack) -> PassPositionIds | None:
+    """Return what passes the position ids that `model` is given on to its main stack; None: its own code does."""
+    edits = (edit for edit in model._posswap.plan.edits if edit.stack == main.name)
+    return next((edit for edit in edits if isinstance(edit, PassPositionIds) and edit.entry is not None), None)
+
+
+def _features(model: Any, generator: torch.Generator) -> Tensor | None:
+    """Return random features [1, M, F] as long as a model that hears wants them, or None."""
+    config = model.config
+    if not config.is_encoder_decoder or getattr(model, "main_input_name", "input_ids") != "input_features":
+        return None
+    features = torch.randn(1, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
+    return features.to(device_of(model), model.dtype)
+
+
+def _shift(model: Any, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
+    """Shift all positions together: nothing may change under relative schemes, and something must under a table."""
+    room = min(stack.geometry.original_length for stack in plan.sites.stacks) - probe.ids.shape[1]
+    if room < 1:
+        return "not run: the original length leaves no room"
+    by, schemes = min(room, 64), plan.schemes.values()
+    moved = gap(probe.shifted(model, by), probe.at(model, probe.near))
+    # what keeps its table moves with it, unless the positions are given to the other stack alone
+    whole = len(plan.schemes) == len(plan.sites.stacks) or probe.position_argument is not None
+    types = [config_at(model.config, stack.config).model_type for stack in plan.sites.stacks]
+    why = next((MOVED_BY_SHIFT[name] for name in types if name in MOVED_BY_SHIFT), None)
+    if why is not None:
+        return f"by {by}, the logits move by {moved:.3g}, as they did: {why}"
+    if whole and all(scheme.traits.relative for scheme in schemes) and moved > 10 * noise.most:
+        raise SwapVerificationError(f"{plan.named}: shifting all positions by {by} moves the logits by {moved:.3g}.")
+    if any(scheme.table_part is not None for scheme in schemes) and moved == 0:
+        raise NoEffectSeen(f"{plan.named}: the logits do not depend on the position ids.")
+    return f"by {by}, the logits move by {moved:.3g}"
+
+
+def _spread(model: Any, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
+    """Spread the positions: every mechanism must notice, but for one that knows none, or none yet."""
+    if probe.position_argument is None:
+        return "not run: the model takes no position ids"
+    if torch.equal(probe.near, probe.far):
+        return "not run: the original length leaves no room"
+    blind, moved = _blind(plan.scheme), gap(probe.at(model, probe.far), probe.at(model, probe.near))
+    if blind is not None and not blind.acts_inside and moved > noise.most:
+        raise SwapVerificationError(f"{plan.scheme}: spreading the positions moves the logits by {moved:.3g}.")
+    found = f"the logits move by {moved:.3g}"
+    if moved > noise.least or blind is not None:
+        return found
+    if _is_even(model, probe):
+        return f"{found}: {_UNTRAINED}"
+    raise NoEffectSeen(f"{plan.scheme}: the logits do not depend on the position ids ({moved:.3g}).")
+
+
+def _order(model: Any, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
+    """Reverse the past of the last token, in each stack: it must notice, unless the scheme knows no positions."""
+    here, found = probe.at(model, probe.near)[:, -1], []
+    for name, scheme in plan.schemes.items():
+        way = "encoder_ids" if name == "encoder" and model.config.is_encoder_decoder else "ids"
+        moved = gap(here, probe.at(model, probe.near, **{way: probe.reordered()})[:, -1])
+        said = f"{name}: " if name and len(plan.schemes) > 1 else ""
+        found.append(f"{said}reversing the past moves the last logits by {moved:.3g}")
+        if moved > noise.least or _blind(scheme) is not None:
+            continue
+        if not _is_even(model, probe):
+            raise NoEffectSeen(f"{scheme}: the logits do not depend on the order of the tokens ({moved:.3g}).")
+        found[-1] += f": {_UNTRAINED}"
+    return "; ".join(found)
+
+
+def _blind(scheme: Scheme) -> Scheme | None:
+    """Return the scheme in force if it knows no positions, or None."""
+    if isinstance(scheme, Blend) and scheme.weight == 1:
+        scheme = scheme.new
+    return scheme if scheme.kind == "none" else None
+
+
+def _is_even(model: Any, probe: TokenProbe) -> bool:
+    """Return whether `model` has a bias on its scores that, as it stands, tells no key from another."""
+    biases = [m.bias(probe.far, probe.far) for m in model.modules() if isinstance(m, Mechanism) and m.biases]
+    return bool(biases) and all(torch.equal(bias, bias[..., :1].expand_as(bias)) for bias in biases)

@@ -1,0 +1,61 @@
+"""Proof that a swap took effect, and that nothing else changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hf_posswap.errors import NotPatchedError, SwapVerificationError
+from hf_posswap.patching.apply.structure import check_structure, unread_record
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.verify.behaviour import behaviour
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify_swap` found.
+
+    Attributes:
+        checks: each check by name: what was found.
+    """
+
+    checks: dict[str, str]
+
+    def __str__(self) -> str:
+        return "\n".join(f"ok  {name}: {found}" for name, found in self.checks.items())
+
+
+def verify_swap(model: Any, *, tokens: int = 12, seed: int = 0) -> Verification:
+    """Prove that the swap of `model` is in force: its structure, and its behaviour on a small random input.
+
+    Checks that every edit of the plan stands, with the planned frequencies, slopes and frozen tables; that the logits
+    differ from the unswapped model's, or are the same where the swap is an identity; that shifting all positions leaves
+    a relative scheme's logits alone and moves a table's; that spreading them, or reversing the tokens, matters. Runs on
+    a copy that shares the weights, so `model` itself is not touched. A model that sees images is given one of noise,
+    whose patches are shuffled instead, and one of another size.
+
+    Args:
+        model: a patched model (or a PEFT model around one), off meta.
+        tokens: length of the input, at least 2.
+        seed: of the input.
+
+    Raises:
+        NotPatchedError: the model carries no swap.
+        SwapVerificationError: a check failed: which, and by how much.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> _ = patch_model(model, "alibi")
+        >>> list(verify_swap(model).checks)
+        ['edits', 'finite', 'unswapped model', 'shifted positions', 'spread positions', 'order of tokens']
+    """
+    target = unwrap(model)
+    if getattr(target, "_posswap", None) is None:
+        raise NotPatchedError(f"{type(target).__name__} carries no swap: nothing to verify.{unread_record(target)}")
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2:
+        raise SwapVerificationError(f"tokens must be a whole number >= 2, got {tokens!r}.")
+    check_structure(target)
+    checks = {"edits": f"{len(target._posswap.plan.edits)} stand as planned"}
+    return Verification(checks | behaviour(target, tokens, seed))

@@ -1,0 +1,283 @@
+"""Rotation of queries and keys: the arithmetic that every rotary scheme shares.
+
+Angles are exact modulo a turn. Stock transformers multiplies positions and theta_i in float32, whose rounding grows
+with the position: 2e-3 radians at 32 000 tokens, 0.06 at a million. Here theta_i is a whole number of 2^-64 turns, and
+whole numbers multiply without rounding, overflowing just where a turn is complete. So cos and sin are within 5e-7 of
+float64 at any position, and scores depend on distances alone, wherever in a text. Near the start, where stock's own
+rounding is small, the two agree within it.
+
+Stock's arithmetic is kept where equality with the stock model is promised: in models whose own rotary modules compute
+(a swap that stock transformers can express), where a model's own rotation is applied again inside attention, and in a
+blend that begins with it (`stock_cos_sin`). There angles err as stock's do.
+
+Shapes: B batch, Q length, H heads, D head dim, R rotary dim (R <= D, even).
+Source: Su et al. 2021, https://arxiv.org/abs/2104.09864, equation 15.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_posswap.compat.torch_tensors import transforms_active
+from hf_posswap.geometry import Layout
+
+
+class _Frequencies(NamedTuple):
+    inv_freq: Tensor
+    attention_factor: float = 1.0
+
+
+class Frequencies(_Frequencies):
+    """Angles per position of each rotary pair, and the factor on cos and sin.
+
+    Attributes:
+        inv_freq: radians per position, shape [R/2], float32, as stock transformers computes them.
+        attention_factor: multiplies cos and sin, so attention logits change by its square.
+
+    Example:
+        >>> Frequencies(torch.tensor([0.5])).exact
+        tensor([0.5000], dtype=torch.float64)
+    """
+
+    @classmethod
+    def of(cls, exact: Tensor, inv_freq: Tensor | None = None, attention_factor: float = 1.0) -> Frequencies:
+        """Return frequencies that are known better than float32 says them.
+
+        Args:
+            exact: radians per position, [R/2], float64 where the device has it.
+            inv_freq: the same in float32, as stock transformers computes them; None rounds `exact`.
+            attention_factor: multiplies cos and sin.
+        """
+        made = cls(exact.float() if inv_freq is None else inv_freq, attention_factor)
+        made.__dict__["exact"] = exact
+        return made
+
+    @property
+    def exact(self) -> Tensor:
+        """What turns tokens, radians per position, [R/2]: float64 where the device has it."""
+        return self.__dict__["exact"] if "exact" in self.__dict__ else self.inv_freq.to(widest(self.inv_freq.device))
+
+    @property
+    def phase_step(self) -> Tensor:
+        """The same in 2^-64 of a turn, modulo a turn, [R/2], int64."""
+        return self.__dict__["phase_step"] if "phase_step" in self.__dict__ else _phase_step(self.exact)
+
+    def to(self, device: torch.device | str) -> Frequencies:
+        """Return them on `device`, made ready, so that turning costs nothing but the turning."""
+        made = Frequencies(self.inv_freq.to(device), self.attention_factor)
+        made.__dict__["exact"] = self.exact.to(device, widest(device))
+        made.__dict__["phase_step"] = self.phase_step.to(device)
+        return made
+
+
+def widest(device: torch.device | str) -> torch.dtype:
+    """Return the widest floating dtype that `device` has: float64, on Apple's GPUs float32."""
+    return torch.float32 if torch.device(device).type == "mps" else torch.float64
+
+
+def _phase_step(exact: Tensor) -> Tensor:
+    """Return radians as 2^-64 of a turn, modulo a turn: int64, whose overflow is the end of a turn."""
+    turns = exact / (2 * math.pi)
+    return ((turns - turns.round()) * 2.0**64).long()
+
+
+_RADIANS = 2 * math.pi * 2.0**-64
+"""Of one step of a phase."""
+
+
+class _Halves(NamedTuple):
+    cos: Tensor
+    sin: Tensor
+
+
+class CosSin(_Halves):
+    """cos and sin of every position and pair, half width: [B or 1, 1, Q, R/2], float32."""
+
+    def wide(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Return what multiplies x, and x with its pairs swapped, in `rotate`: [B or 1, 1, Q, R] each, made once."""
+        made: dict[Any, tuple[Tensor, Tensor]] = self.__dict__
+        if layout not in made:
+            made[layout] = _wide(self.cos, self.cos, layout), _wide(-self.sin, self.sin, layout)
+        return made[layout]
+
+
+def _wide(first: Tensor, second: Tensor, layout: Layout) -> Tensor:
+    """Return numbers [..., R] of which the first and the second members of pairs are given, [..., R/2] each."""
+    return torch.cat((first, second), dim=-1) if layout == "half" else torch.stack((first, second), dim=-1).flatten(-2)
+
+
+def default_inv_freq(base: float, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return theta_i = base^(-2i/dim) for i in 0..dim/2-1, shape [dim/2], on the CPU; in float32 equal to stock's.
+
+    Example:
+        >>> default_inv_freq(10000.0, 4)
+        tensor([1.0000, 0.0100])
+    """
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").to(dtype) / dim  # [dim/2]
+    return 1.0 / (base**exponents)
+
+
+def cos_sin(positions: Tensor, frequencies: Frequencies) -> CosSin:
+    """Return cos and sin, times the attention factor, of `positions` [B or 1, Q]: always float32.
+
+    Whole positions, of either sign, are exact modulo a turn; positions between tokens are multiplied in the widest
+    dtype of their device.
+
+    Example:
+        >>> far = cos_sin(torch.tensor([[2**24 - 1]]), Frequencies(torch.tensor([1.0])))
+        >>> abs(far.cos.item() - math.cos(2**24 - 1)) < 5e-7
+        True
+    """
+    places = positions[:, None, :, None]  # [B, 1, Q, 1]
+    if positions.is_floating_point():
+        turns = places.to(widest(positions.device)) * (frequencies.exact / (2 * math.pi))
+        angles = (turns - turns.round()).float() * (2 * math.pi)  # [B, 1, Q, R/2], in [-pi, pi]
+    else:
+        angles = (places * frequencies.phase_step).float() * _RADIANS  # overflows as angles do
+    if frequencies.attention_factor == 1.0:
+        return CosSin(angles.cos(), angles.sin())
+    return CosSin(angles.cos() * frequencies.attention_factor, angles.sin() * frequencies.attention_factor)
+
+
+def stock_cos_sin(positions: Tensor, frequencies: Frequencies) -> CosSin:
+    """Return what `cos_sin` does by the arithmetic of stock transformers: positions times theta_i in float32.
+
+    Example:
+        >>> table = stock_cos_sin(torch.tensor([[3]]), Frequencies(torch.tensor([0.1])))
+        >>> bool(table.cos == (torch.tensor(3.0) * torch.tensor(0.1)).cos())
+        True
+    """
+    angles = positions[:, None, :, None].float() * frequencies.inv_freq  # [B, 1, Q, R/2]
+    cos, sin = angles.cos(), angles.sin()
+    factor = frequencies.attention_factor
+    return CosSin(cos, sin) if factor == 1.0 else CosSin(cos * factor, sin * factor)
+
+
+def rotate(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
+    """Rotate the first R of D dimensions of `x` [B, H, Q, D] by the angles of `table`; the rest passes.
+
+    The arithmetic is done in the wider of x's dtype and float32, the result has x's dtype. In float32 it equals
+    `q * cos + rotate_half(q) * sin` of transformers bit by bit.
+
+    Example:
+        >>> x = torch.tensor([[[[1.0, 0.0]]]])  # B = H = Q = 1, D = 2
+        >>> quarter = Frequencies(torch.tensor([torch.pi / 2]))
+        >>> rotate(x, cos_sin(torch.tensor([[1]]), quarter), "half").round().abs()
+        tensor([[[[0., 1.]]]])
+    """
+    if not _is_plain(x, table):
+        return _joined(x, *table, layout)
+    if x.numel() < LARGE:
+        return _swapped(x, table, layout)
+    same = x.dtype == table.cos.dtype == table.sin.dtype
+    return _Rotation.apply(x, *table, layout) if same or _compiled else _joined(x, *table, layout)
+
+
+def _joined(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Return `rotate` of x, from parts."""
+    width = 2 * cos.shape[-1]
+    rotated, passed = x[..., :width], x[..., width:]
+    first, second = _pair_members(rotated, layout)  # [B, H, Q, R/2] each
+    turned = _wide(first * cos - second * sin, second * cos + first * sin, layout).to(x.dtype)
+    return turned if passed.shape[-1] == 0 else torch.cat((turned, passed), dim=-1)
+
+
+def _swapped(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
+    """Return `rotate` of x in the fewest calls, which are what a few tokens cost: layers share the wide tables."""
+    cos, sin = table.wide(layout)
+    width = cos.shape[-1]
+    rotated = x if width == x.shape[-1] else x[..., :width]
+    if layout == "half":
+        swapped = rotated.roll(width // 2, -1)
+    else:
+        swapped = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    turned = (rotated * cos + swapped * sin).to(x.dtype)
+    return turned if rotated is x else torch.cat((turned, x[..., width:]), dim=-1)
+
+
+LARGE = 2**18
+"""Numbers in x from which `rotate` writes the result where it belongs, at once, instead of joining parts."""
+
+
+_compiled: Callable[[Tensor, Tensor, Tensor, Layout], Tensor] | None = None
+
+
+def compile_rotation(on: bool = True) -> None:
+    """Say whether large tensors are rotated by a compiled kernel, everywhere in this process; at first they are not.
+
+    It reads and writes each number once, but takes seconds to build, needs what torch.compile needs (a C++ compiler, or
+    Triton), and its results may differ from transformers' in the last bit. Small tensors never take it: calling it
+    costs more than it saves.
+
+    Example:
+        >>> compile_rotation(False)
+    """
+    global _compiled
+    _compiled = torch.compile(_joined, dynamic=True, fullgraph=True) if on else None
+
+
+def _is_plain(x: Tensor, table: CosSin) -> bool:
+    """Return whether x may be rotated in the ways made for speed: nothing is traced, only x is differentiated."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor:
+        return False
+    if transforms_active():  # torch.func wants the parts
+        return False
+    return not (table.cos.requires_grad or table.sin.requires_grad)
+
+
+class _Rotation(torch.autograd.Function):
+    """`rotate`, whose gradient is the rotation back: nothing but the angles is kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.layout = layout
+        return (_compiled or _turned)(x, cos, sin, layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _Rotation.apply(grad, cos, -sin, ctx.layout), None, None, None
+
+
+IN_CACHE = 3 * 2**16
+"""Numbers of x that a processor's cache holds beside what becomes of them: so many are turned before the next."""
+LEAST_TOKENS = 16
+"""Tokens that are turned at a time at least."""
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Return `rotate` of x, in the memory layout of x."""
+    width, tokens = 2 * cos.shape[-1], x.shape[-2]
+    turned = torch.empty_like(x)
+    turned[..., width:] = x[..., width:]
+    rows = max(LEAST_TOKENS, IN_CACHE * tokens // x.numel())
+    if x.device.type != "cpu" or rows >= tokens or cos.shape[-2] != tokens:
+        _turn_into(turned[..., :width], x[..., :width], cos, sin, layout)
+        return turned
+    for start in range(0, tokens, rows):
+        some = (..., slice(start, start + rows), slice(width))
+        _turn_into(turned[some], x[some], cos[some], sin[some], layout)
+    return turned
+
+
+def _turn_into(turned: Tensor, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> None:
+    """Write `rotate` of x [B, H, q, R] into `turned`."""
+    # whole rows at once are multiplied faster than halves of rows
+    both = torch.cat((cos, cos), dim=-1) if layout == "half" else cos.repeat_interleave(2, dim=-1)  # [B or 1, 1, q, R]
+    torch.mul(x, both, out=turned)
+    (first, second), (to_first, to_second) = (_pair_members(tensor, layout) for tensor in (x, turned))
+    to_first -= second * sin
+    to_second += first * sin
+
+
+def _pair_members(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Return views of the first and the second members of all pairs in `x` [..., R]."""
+    if layout == "half":
+        return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return x[..., 0::2], x[..., 1::2]

@@ -1,0 +1,1 @@
+"""What several schemes share: bases, checks, pieces of mathematics."""

@@ -1,0 +1,183 @@
+"""A tiny model of each kind of family, swapped step by step."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posswap import load, patch_model, plan_swap, save, unpatch_model, verify_swap
+from hf_posswap.selfcheck.touch import WrongAnswerError
+from hf_posswap.testing.tiny import tiny_model
+
+LENGTH = 12
+"""Tokens of the texts that the models read."""
+CLOSE = 1e-4
+"""The largest difference that rounding makes in logits of the tiny models, whose size is some 5."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of family, the class that stands for it, and its swap."""
+
+    name: str
+    model: str
+    scheme: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.name}, to {self.scheme}"
+
+
+KINDS = (
+    Kind("learned table", "GPT2LMHeadModel", "rope"),
+    Kind("learned table", "GPT2LMHeadModel", "sinusoidal"),
+    Kind("rotary", "LlamaForCausalLM", "yarn", {"factor": 2.0}),
+    Kind("rotary", "LlamaForCausalLM", "alibi"),
+    Kind("encoder", "BertForMaskedLM", "rope"),
+    Kind("encoder-decoder", "BartForConditionalGeneration", "rope"),
+    Kind("T5 bias", "T5ForConditionalGeneration", "alibi"),
+    Kind("ALiBi", "BloomForCausalLM", "rope"),
+    Kind("images", "ViTForImageClassification", "rope_2d"),
+)
+
+RESTS_ON = {
+    "plan": "the modules and config fields of the model class",
+    "patch": "the attention interface and the modules of the model class",
+    "verify_swap": "the positions that the model class hands to its attention",
+    "cached steps": "Cache.get_query_offset, Cache.get_mask_sizes, and what the model class passes to its attention",
+    "save and load": "save_pretrained, from_pretrained, and what they keep of a config",
+    "unpatch": "the modules and config fields of the model class",
+}
+"""What to suspect where a step gives wrong numbers and no error."""
+
+
+class Trial:
+    """One tiny model and its swap.
+
+    Args:
+        kind: which.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.model: Any = None
+        self.before = self.after = torch.empty(0)
+
+    def steps(self) -> dict[str, Callable[[], str]]:
+        """Return what to do, in order; each returns what it found, or raises."""
+        return {
+            "plan": self.plan,
+            "patch": self.patch,
+            "verify_swap": self.verify,
+            "cached steps": self.steps_with_cache,
+            "save and load": self.reload,
+            "unpatch": self.unpatch,
+        }
+
+    def plan(self) -> str:
+        self.model = _model(self.kind.model)
+        self.before = logits(self.model)
+        return f"{plan_swap(self.model, self.kind.scheme, **self.kind.options).route} route"
+
+    def patch(self) -> str:
+        patch_model(self.model, self.kind.scheme, **self.kind.options)
+        self.after = logits(self.model)
+        moved = gap(self.after, self.before)
+        if moved <= CLOSE:
+            raise WrongAnswerError(f"the logits are those of the unswapped model, {moved:.1g} away")
+        return f"logits moved by {moved:.2g}"
+
+    def verify(self) -> str:
+        return f"{len(verify_swap(self.model).checks)} proofs"
+
+    def steps_with_cache(self) -> str:
+        if not (self.model.can_generate() and self.model.config.use_cache):
+            return "no cache in this class"
+        return same(gap(stepwise(self.model), self.after), "steps with a cache and a full forward", CLOSE)
+
+    def reload(self) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            save(self.model, Path(folder) / "model")
+            again = logits(load(Path(folder) / "model"))
+        return same(gap(again, self.after), "the model and what was saved and loaded", 1e-6)
+
+    def unpatch(self) -> str:
+        unpatch_model(self.model)
+        return same(gap(logits(self.model), self.before), "the logits before the swap and after unpatch_model", 0.0)
+
+
+def _model(name: str) -> Any:
+    import transformers
+
+    images = name.endswith("ImageClassification")
+    size = {"image_size": 32, "patch_size": 8} if images else {}
+    return tiny_model(getattr(transformers, name), meta=False, **size)
+
+
+def inputs_of(model: Any) -> dict[str, Tensor]:
+    """Return noise that `model` reads: two images, or two texts of `LENGTH` tokens, and two for its decoder if any."""
+    config = model.config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if model.main_input_name == "pixel_values":
+            return {"pixel_values": torch.randn(2, config.num_channels, config.image_size, config.image_size)}
+        ids = torch.randint(3, config.vocab_size, (2, LENGTH))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return given | ({"decoder_input_ids": ids.flip(1)} if config.is_encoder_decoder else {})
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    """Return the logits of `model` for its inputs."""
+    return model.eval()(**inputs_of(model)).logits
+
+
+@torch.no_grad()
+def stepwise(model: Any) -> Tensor:
+    """Return the logits of the same inputs, read in three pieces through a cache: the last two tokens one by one."""
+    inputs, cache, found = inputs_of(model), None, []
+    name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    for start, stop in ((0, LENGTH - 2), (LENGTH - 2, LENGTH - 1), (LENGTH - 1, LENGTH)):
+        piece = inputs | {name: inputs[name][:, start:stop]}
+        if not model.config.is_encoder_decoder:
+            piece["attention_mask"] = inputs["attention_mask"][:, :stop]
+        out = model.eval()(**piece, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        found.append(out.logits)
+    return torch.cat(found, dim=1)
+
+
+def gap(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of two tensors of one shape; infinity where there is a NaN.
+
+    Raises:
+        WrongAnswerError: the shapes differ.
+
+    Example:
+        >>> gap(torch.zeros(2), torch.tensor([0.0, 0.5]))
+        0.5
+    """
+    if found.shape != expected.shape:
+        raise WrongAnswerError(f"logits of shape {tuple(found.shape)} where {tuple(expected.shape)} should be")
+    return float((found.double() - expected.double()).abs().nan_to_num(nan=float("inf")).max())
+
+
+def same(apart: float, what: str, allowed: float) -> str:
+    """Return in words that two results are the same.
+
+    Raises:
+        WrongAnswerError: they are more than `allowed` apart.
+
+    Example:
+        >>> same(0.0, "one and the other", allowed=0.0)
+        'equal'
+    """
+    if apart > allowed:
+        raise WrongAnswerError(f"{what} are {apart:.2g} apart, and no more than {allowed:g} would be rounding")
+    return "equal" if apart == 0 else f"equal, {apart:.1g} apart"

@@ -1,0 +1,1 @@
+"""Text to train and to evaluate on: where it comes from, and its tokens."""

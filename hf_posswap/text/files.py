@@ -1,0 +1,99 @@
+"""Documents from files and folders of text, JSON lines and parquet, one after another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import DataError, MissingDependencyError
+from hf_posswap.text.hub import ROW_FILES, TEXT_FILES
+from hf_posswap.text.stdlib import Document
+
+GIVE = "give text files, a folder of them, .jsonl or .parquet, or org/name of a data set on the Hub"
+
+
+def files_below(path: Path) -> list[Path]:
+    """Return `path` itself, or the files of documents in that folder and below, in the order of their names.
+
+    Raises:
+        DataError: it does not exist.
+    """
+    path = path.expanduser()
+    if path.is_dir():
+        kinds = (*TEXT_FILES, ".jsonl", ".parquet")
+        return sorted(found for found in path.rglob("*") if found.suffix in kinds and found.is_file())
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; {GIVE}.")
+    return [path]
+
+
+def file_documents(path: Path, column: str) -> Iterator[Document]:
+    """Give the documents of one file: a text file is one, a file of rows has one a row.
+
+    Args:
+        path: of a .txt, .md, .rst, .py, .jsonl, .json (one object a line) or .parquet file.
+        column: that holds the text of a row.
+
+    Raises:
+        DataError: it is empty, of an unknown kind or cannot be read, or a row has no text.
+        MissingDependencyError: a parquet file needs the package datasets.
+    """
+    some = False
+    for document in _of_file(path, column):
+        some = some or bool(document.text)
+        yield document
+    if not some:
+        raise DataError(f"{path} is empty: there is no document in it.")
+
+
+def row_documents(rows: Iterable[Any], name: str, column: str) -> Iterator[Document]:
+    """Give each of `rows`, strings or dicts with a column of text, as a document called `name` and its number.
+
+    Raises:
+        DataError: a row has no text.
+
+    Example:
+        >>> [document.name for document in row_documents(["a", {"text": "b"}], "row", "text")]
+        ['row 0', 'row 1']
+    """
+    for number, row in enumerate(rows):
+        text = row.get(column) if isinstance(row, dict) else row
+        if not isinstance(text, str):
+            held = f"columns {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
+            raise DataError(f"{name} {number} has no text under {column!r}, it has {held}: name the column of text.")
+        yield Document(f"{name} {number}", text)
+
+
+def _of_file(path: Path, column: str) -> Iterator[Document]:
+    if path.suffix == ".parquet":
+        return row_documents(_parquet(path), path.name, column)
+    if path.suffix in ROW_FILES:
+        return row_documents(_json_lines(path), path.name, column)
+    if path.suffix not in TEXT_FILES:
+        raise DataError(f"{path} is of an unknown kind; known: {', '.join((*TEXT_FILES, *ROW_FILES))}.")
+    try:
+        return iter([Document(str(path), path.read_text(encoding="utf-8"))])
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as UTF-8 text: {error}.") from error
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise DataError(f"{path}, line {number} is no JSON ({error}): give one object a line.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as UTF-8 text: {error}.") from error
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise MissingDependencyError("datasets", "train") from error
+    return load_dataset("parquet", data_files=str(path), split="train", streaming=True)  # not copied into a cache

@@ -1,0 +1,104 @@
+"""Documents from a data set on the Hub, row by row: no more of it is fetched than is taken."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import DataError, MissingDependencyError
+from hf_posswap.text.stdlib import Document
+
+TEXT_FILES = (".txt", ".md", ".rst", ".py")
+ROW_FILES = (".jsonl", ".json", ".parquet")
+_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(:(?P<split>[\w.-]+))?")
+
+
+@dataclass(frozen=True)
+class HubText:
+    """A data set on the Hub.
+
+    Attributes:
+        name: "organisation/data set".
+        split: of it; None: the first that it has of those that are looked for.
+    """
+
+    name: str
+    split: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.split is None else f"{self.name}:{self.split}"
+
+
+def hub_text(path: str | Path) -> HubText | None:
+    """Return the data set that "org/name" or "org/name:split" names; None: it is a path.
+
+    What exists is a path, and so is what ends like a file of text.
+
+    Example:
+        >>> hub_text("deepmind/pg19:test"), hub_text("books/emma.txt"), hub_text("./books")
+        (HubText(name='deepmind/pg19', split='test'), None, None)
+    """
+    found = _ID.fullmatch(str(path))
+    if found is None or Path(path).exists() or Path(path).suffix in (*TEXT_FILES, *ROW_FILES):
+        return None
+    return HubText(found["name"], found["split"])
+
+
+def require_datasets() -> None:
+    """Check that data sets can be read.
+
+    Raises:
+        MissingDependencyError: the package datasets is not installed.
+    """
+    if importlib.util.find_spec("datasets") is None:
+        raise MissingDependencyError("datasets", "train")
+
+
+def hub_documents(
+    source: HubText, *, column: str, splits: tuple[str, ...], streaming: bool = True
+) -> Iterator[Document]:
+    """Give the rows of a data set as documents, in its order.
+
+    Args:
+        source: which data set.
+        column: that holds the text.
+        splits: to look for, in this order, where `source` names none.
+        streaming: fetch row by row; otherwise the whole is downloaded first.
+
+    Raises:
+        DataError: it cannot be reached or read, or has no such split or column.
+        MissingDependencyError: the package datasets is not installed.
+    """
+    require_datasets()
+    try:
+        for number, row in enumerate(_rows(source, splits, streaming)):
+            text = row.get(column)
+            if not isinstance(text, str):
+                raise DataError(
+                    f"row {number} of {source} has no text under {column!r}, it has columns {sorted(row)}: name the "
+                    "column of text."
+                )
+            yield Document(f"{source} {number}", text)
+    except DataError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise DataError(
+            f"the data set {source} cannot be read: {reason}. Give org/name:split of one that can be reached, or files."
+        ) from error
+
+
+def _rows(source: HubText, splits: tuple[str, ...], streaming: bool) -> Iterator[dict[str, Any]]:
+    from datasets import load_dataset
+
+    if source.split is not None:
+        return iter(load_dataset(source.name, split=source.split, streaming=streaming))
+    found: Any = load_dataset(source.name, streaming=streaming)
+    split = next((name for name in splits if name in found), None)
+    if split is None:
+        raise DataError(f"the data set {source} has the splits {', '.join(found)}: name one, as {source}:SPLIT.")
+    return iter(found[split])

@@ -1,0 +1,10 @@
+from hf_posswap.training.data.build import TokenData as TokenData
+from hf_posswap.training.data.build import build_data as build_data
+from hf_posswap.training.data.proof import prove_packing as prove_packing
+from hf_posswap.training.data.settings import PACKINGS as PACKINGS
+from hf_posswap.training.data.settings import DataSettings as DataSettings
+from hf_posswap.training.data.settings import Packing as Packing
+from hf_posswap.training.data.settings import Source as Source
+from hf_posswap.training.data.windows import Collate as Collate
+from hf_posswap.training.data.windows import TokenWindows as TokenWindows
+from hf_posswap.training.data.windows import document_mask as document_mask

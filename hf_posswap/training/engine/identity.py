@@ -1,0 +1,32 @@
+"""What makes two trainings the same: recipe, launch, documents and base, so that none goes on as another."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hf_posswap.compat.transformers_models import without_origin
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.training.config import Recipe
+from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.engine.parallel import Launch
+from hf_posswap.utils.weights_digest import weights_digest
+
+
+def identity_of(recipe: Recipe, launch: Launch) -> dict[str, Any]:
+    """Return what of the recipe and the launch has a part in the weights that come out."""
+    held = to_dict(recipe)
+    for name in ("out", "watch", "save", "compute", "gates"):
+        del held[name]
+    del held["data"]["cache"]
+    return held | {"processes": launch.processes}
+
+
+def base_identity(model: Any) -> dict[str, Any]:
+    """Return what tells the model that a training starts from: its config, and a digest of its weights.
+
+    Args:
+        model: as it was loaded, before anything is swapped; adapters around it count.
+    """
+    config = json.loads(unwrap(model).config.to_json_string())
+    return {"config of the base": without_origin(config), "weights of the base": weights_digest(model)}

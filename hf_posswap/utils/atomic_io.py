@@ -1,0 +1,208 @@
+"""Writing files and folders so that a reader finds the old content or the new one, never half of it.
+
+A folder changes places with its successor in one system call where the system has one (Linux, macOS). Elsewhere the old
+one steps aside first, into the staging folder of its successor: whoever reads or writes the folder next puts it back if
+its successor never came.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.utils.staging import NEW, OLD, put_back, staging_folder, sweep
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux: fcntl.h, fs.h
+_RENAME_SWAP = 2  # macOS: stdio.h
+_NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # the system or the file system has it not
+_OVERTAKEN = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)  # another writer made or moved the place meanwhile
+_SAID_BY_WRITERS = ("os error", "inline_container", "PytorchStreamWriter")  # safetensors; torch.save, twice
+_TRIES = 100
+
+
+@contextmanager
+def replacing(path: Path, *, tidy: bool = True) -> Iterator[Path]:
+    """Give a temporary path, a file or a folder to make; at the end it takes the place of `path`.
+
+    It has the name of `path`, in a folder beside it that is this call's alone: of several processes or threads that
+    write the same place each writes all of its own, and the last one stays. Whatever ends the block early, Ctrl-C
+    included, removes the temporary and leaves `path` as it was. A process that is killed leaves `path` old or new,
+    whole; what else it leaves, the next one to write beside it removes.
+
+    Args:
+        path: to replace, or to make with its parents.
+        tidy: look for what killed writers left beside it. False: where many files are written into one folder, and
+            `writable_folder` has looked before.
+
+    Raises:
+        CheckpointError: the place cannot be written or the disk is full.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     target = Path(folder) / "a.txt"
+        ...     with replacing(target) as temporary:
+        ...         _ = temporary.write_text("whole")
+        ...     target.read_text(), len(list(Path(folder).iterdir()))
+        ('whole', 1)
+    """
+    try:
+        path = path.resolve() if path.is_dir() else path  # a link to a folder stays a link
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if tidy:
+            sweep(path.parent)
+        with staging_folder(path.parent) as staging:
+            (staging / NEW).mkdir()
+            yield staging / NEW / path.name
+            _take_place(staging / NEW / path.name, path, staging / OLD)
+    except PosswapError:
+        raise
+    except Exception as error:
+        if not _is_about_writing(error):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"cannot write {shown(path)}: {reason}. Free some space or choose another folder."
+        ) from error
+
+
+def settle(path: Path) -> None:
+    """Put the folder `path` back where a process was killed while replacing it, on a system that cannot do so at once.
+
+    Raises:
+        CheckpointError: it cannot be put back.
+    """
+    try:
+        if not path.exists():
+            put_back(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # so it was never made
+            return
+        raise CheckpointError(
+            f"saving {path} was interrupted, and {error.filename}, which holds it, cannot take its place back: "
+            f"{error.strerror or error}. Rename it by hand."
+        ) from error
+
+
+def _take_place(new: Path, path: Path, aside: Path) -> None:
+    """Let the file or folder `new` take the place of `path`; a folder that was there goes into `aside` or to `new`."""
+    for attempt in range(_TRIES):
+        try:
+            if not (new.is_dir() and path.is_dir()):
+                os.replace(new, path)
+            elif not _exchange(new, path):
+                _step_aside(path, aside)
+                os.rename(new, path)
+            return
+        except OSError as error:
+            if error.errno not in _OVERTAKEN or not os.path.lexists(new) or attempt == _TRIES - 1:
+                raise
+
+
+def _step_aside(path: Path, aside: Path) -> None:
+    """Move the folder `path` into the folder `aside`, in which an earlier one that was overtaken is given up."""
+    aside.mkdir(exist_ok=True)
+    shutil.rmtree(aside / path.name, ignore_errors=True)
+    os.rename(path, aside / path.name)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders change places at once, and return whether the system can do that."""
+    system: Any = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+    names = os.fsencode(one), os.fsencode(other)
+    if sys.platform == "linux" and hasattr(system, "renameat2"):
+        failed = system.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
+    elif sys.platform == "darwin" and hasattr(system, "renamex_np"):
+        failed = system.renamex_np(*names, _RENAME_SWAP)
+    else:
+        return False
+    code = ctypes.get_errno()
+    if failed and code not in _NOT_THERE:
+        raise OSError(code, os.strerror(code), str(other))
+    return not failed
+
+
+def shown(path: Path) -> str:
+    """Return `path` to be put into a message: of one that is too long to be made, its beginning.
+
+    Example:
+        >>> shown(Path("a/b")), len(shown(Path("a" * 5000)))
+        ('a/b', 203)
+    """
+    text = str(path)
+    return text if len(text) <= 1024 else f"{text[:200]}..."
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path`, whole or not at all.
+
+    Raises:
+        CheckpointError: as `replacing`.
+    """
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` to `path` as indented JSON, whole or not at all; NaN and infinity are refused.
+
+    Raises:
+        CheckpointError: as `replacing`.
+        ValueError: `value` holds NaN or infinity, which JSON does not have.
+    """
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Return the JSON value in `path`.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable or no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {shown(path)}: {error}. Delete it to have it made again.") from error
+
+
+def writable_folder(path: Path) -> Path:
+    """Make the folder `path` where it is missing, prove by a small file that it can be written, and return it.
+
+    What killed processes of this package left in it is removed; what lies deeper is left to whoever writes there.
+
+    Raises:
+        CheckpointError: it is no folder, or cannot be made or written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        sweep(path)
+        with staging_folder(path) as staging:
+            (staging / "probe").write_bytes(bytes(4096))
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write to the folder {shown(path)}: {error.strerror or error}. Choose another."
+        ) from error
+    return path
+
+
+def cache_folder(chosen: Path | None) -> Path:
+    """Return where what is made once is kept: `chosen`, $HF_POSSWAP_CACHE, or the user's cache folder."""
+    if chosen is not None:
+        return chosen
+    if named := os.environ.get("HF_POSSWAP_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_posswap"
+
+
+def _is_about_writing(error: Exception) -> bool:
+    """Return whether `error` says that a file could not be written: safetensors and torch have their own ways to."""
+    return isinstance(error, OSError) or any(said in str(error) for said in _SAID_BY_WRITERS)

@@ -1,0 +1,272 @@
+"""Bounds on what speaks to the Hub: how long a silence may last, how often a failure is tried again, how long at most.
+
+The Hub's client waits for a stalled server without end, tries an unreachable one for half a minute with two lines each
+time, and waits as long as a server tells it to. Inside `hub_session` each request of the client that the process shares
+has bounds of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import cache, wraps
+from typing import Any, TypeVar, cast
+
+Reader = TypeVar("Reader", bound=Callable[..., Any])
+_RETRIED = (429, 500, 502, 503, 504)
+_TRIES = 4
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
+_CONNECT, _SILENCE, _WORK = 5.0, 20.0, 120.0
+"""Seconds: to be connected, until the answer to a question begins, and to what makes the Hub work."""
+_LIBRARIES = ("httpx", "httpx2")
+
+
+class HubSession:
+    """The bounds of the requests in one block, and what is known of the Hub in it.
+
+    Attributes:
+        commit_sent: whether a commit was sent, so that it may be there although no answer came.
+        silent: whether a request that was sent was given up because no answer came in time.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self.commit_sent = self.silent = False
+        self._timeout = math.inf if timeout is None else timeout
+        self._end = time.monotonic() + self._timeout
+        self._unreachable: dict[str, str] = {}
+        self._tries: Counter[str] = Counter()
+
+    def extend(self, seconds: float) -> None:
+        """Let requests take `seconds` from now, whatever was left: to ask what became of the last one."""
+        self._end = max(self._end, time.monotonic() + seconds)
+        self._unreachable.clear()
+
+    def send(self, send: Callable[..., Any], request: Any, **how: Any) -> Any:
+        """Return the response to `request`, tried again where that may help; `send` is the client's own.
+
+        Raises:
+            HubUnreachable: no answer came, or not in time.
+            HfHubHTTPError: the Hub had failures of its own at each try, or asks to wait too long.
+        """
+        from huggingface_hub.utils import hf_raise_for_status
+
+        commit = request.method == "POST" and "/commit/" in request.url.path
+        rewound_by_client = not _in_memory(request)  # a file: the client itself goes back to its start and tries again
+        body = request.stream
+        for number in range(1, _TRIES + 1):
+            tries = self._tries[str(request.url)] = self._tries[str(request.url)] + 1 if rewound_by_client else number
+            last = tries >= _TRIES
+            self.commit_sent = self.commit_sent or commit
+            try:
+                response = self._send_once(send, request, body, **how)
+            except _library(request).TransportError as error:
+                wait = self._wait_after(error, request, last=last or commit, number=number)
+                if rewound_by_client:
+                    raise
+            else:
+                if response.status_code not in _RETRIED:
+                    return response
+                wait = retry_after(response.headers) or _FIRST_WAIT * 2 ** (number - 1)
+                give_up = last or (commit and response.status_code != 429)
+                if give_up or wait > min(_LONGEST_WAIT, self._end - time.monotonic()):
+                    response.read()
+                    hf_raise_for_status(response)
+                if rewound_by_client:
+                    return response
+                response.close()
+            time.sleep(wait)
+        raise AssertionError("the last try returns or raises")
+
+    def _send_once(self, send: Callable[..., Any], request: Any, body: Any, *, stream: bool = False, **how: Any) -> Any:
+        host = request.url.host
+        if host in self._unreachable:
+            raise _unreachable(self._unreachable[host])
+        left = self._left()
+        silence = _SILENCE if request.method in ("GET", "HEAD") else _WORK
+        asked = request.extensions.get("timeout", {})
+        bounds = {name: min(asked.get(name) or silence, silence, left) for name in ("read", "write", "pool")}
+        request.extensions = {**request.extensions, "timeout": {"connect": min(_CONNECT, left), **bounds}}
+        library = _library(request)
+        request.stream = _bounded_stream(library)(body, self._left)
+        response = send(request, stream=True, **how)
+        response.stream = _bounded_stream(library)(response.stream, self._left)
+        try:
+            return response if stream else _read(response)
+        except BaseException:
+            response.close()
+            raise
+
+    def _left(self) -> float:
+        """Return the seconds that are left."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            self.silent = True
+            raise _unreachable(f"it took longer than timeout={self._timeout:g} s")
+        return left
+
+    def _wait_after(self, error: Exception, request: Any, *, last: bool, number: int) -> float:
+        """Return the seconds to wait after `error` before the next try; where there is none, say what it means."""
+        library, host = _library(request), request.url.host
+        self._left()
+        if isinstance(error, library.TimeoutException):
+            connecting = isinstance(error, library.ConnectTimeout)
+            bounds = request.extensions["timeout"]
+            self.silent = self.silent or not connecting
+            self._unreachable[host] = (
+                f"{host} cannot be reached" if connecting else f"{host} said nothing for {bounds['read']:.3g} s"
+            )
+        elif isinstance(error, library.ConnectError):
+            if number == 1:
+                return _FIRST_WAIT / 2
+            self._unreachable[host] = f"{host} cannot be reached ({error})"
+        elif not last:
+            return _FIRST_WAIT * 2 ** (number - 1)
+        raise _unreachable(self._unreachable.get(host) or f"{host} ended the connection in the middle") from error
+
+
+_lock = threading.RLock()
+_open: list[HubSession] = []
+_own = threading.local()
+
+
+@contextmanager
+def hub_session(timeout: float | None = None) -> Iterator[HubSession]:
+    """Bound every request to the Hub in the block, also those of threads that the client starts for it.
+
+    The innermost block of a thread counts. Other threads that speak to the Hub meanwhile are bounded as well.
+
+    Args:
+        timeout: seconds that all of it may take; None: as long as the Hub goes on answering.
+    """
+    from huggingface_hub.utils import http_backoff
+
+    session, outer = HubSession(timeout), getattr(_own, "session", None)
+    logger = logging.getLogger(http_backoff.__module__)  # it says each try of its own: one error says all of them
+    with _lock:
+        _open.append(session)
+        level = logger.level
+        logger.setLevel(logging.CRITICAL)
+        client = _bound_client()
+    _own.session = session
+    try:
+        yield session
+    finally:
+        _own.session = outer
+        with _lock:
+            _open.remove(session)
+            logger.setLevel(level)
+            if not _open:
+                client.__dict__.pop("send", None)
+
+
+def hub_reading(function: Reader) -> Reader:
+    """Return `function` with what it reads from the Hub bounded, inside another such function by that one's bounds."""
+
+    @wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        if getattr(_own, "session", None) is not None:
+            return function(*args, **kwargs)
+        with hub_session():
+            return function(*args, **kwargs)
+
+    return cast("Reader", bounded)
+
+
+def _bound_client() -> Any:
+    """Return the client that the process shares, its `send` bounded by the session that is open."""
+    from huggingface_hub.utils import get_session
+
+    client: Any = get_session()
+    if "send" not in client.__dict__:
+        send = client.send
+
+        def bounded(request: Any, **how: Any) -> Any:
+            session = getattr(_own, "session", None) or (_open[-1] if _open else None)
+            return send(request, **how) if session is None else session.send(send, request, **how)
+
+        client.send = bounded
+    return client
+
+
+def _unreachable(said: str) -> Exception:
+    """Return the error of a Hub that does not answer: for its client as if it were offline, so that caches serve."""
+    return unreachable_error()(f"{said}.")
+
+
+@cache
+def unreachable_error() -> type[Exception]:
+    """Return the class of the error that a Hub which does not answer raises in a session."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    return type("HubUnreachable", (OfflineModeIsEnabled,), {"__module__": __name__})
+
+
+def _library(request: Any) -> Any:
+    """Return the module of the client that `request` belongs to: httpx, or its successor."""
+    return next(sys.modules[root] for kind in type(request).__mro__ if (root := _root(kind)) in _LIBRARIES)
+
+
+def _root(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _in_memory(request: Any) -> bool:
+    try:
+        return request.content is not None
+    except _library(request).RequestNotRead:
+        return False
+
+
+@cache
+def _bounded_stream(library: Any) -> Callable[..., Any]:
+    """Return a class of streams that ask before each piece how much time is left."""
+
+    def __init__(self: Any, stream: Any, left: Callable[[], float]) -> None:
+        self.stream, self.left = stream, left
+
+    def __iter__(self: Any) -> Iterator[bytes]:
+        for piece in self.stream:
+            self.left()
+            yield piece
+
+    def close(self: Any) -> None:
+        if hasattr(self.stream, "close"):
+            self.stream.close()
+
+    body = {"__init__": __init__, "__iter__": __iter__, "close": close}
+    return type("BoundedStream", (library.SyncByteStream,), body)
+
+
+def _read(response: Any) -> Any:
+    response.read()
+    return response
+
+
+def retry_after(headers: Any) -> float | None:
+    """Return the seconds that a server asks to wait, as a number, as a date, or as the rest of a rate's window.
+
+    Example:
+        >>> retry_after({"retry-after": "7"}), retry_after({"ratelimit": '"api";r=0;t=55'}), retry_after({})
+        (7.0, 55.0, None)
+    """
+    asked = headers.get("retry-after", "").strip()
+    if asked.isdigit():
+        return float(asked)
+    if asked:
+        try:
+            moment = parsedate_to_datetime(asked)
+        except ValueError:
+            return None
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+        return max(0.0, (moment - datetime.now(UTC)).total_seconds())
+    window = re.search(r"\br=0\s*;\s*t=(\d+)", headers.get("ratelimit", ""))
+    return float(window[1]) if window else None

@@ -1,0 +1,43 @@
+"""The operators that compat names, of the torch that is installed, against the public function above them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_posswap.compat import torch_kernels
+
+HERE = [
+    pytest.param("cpu", torch.float32, 1e-5, id="cpu"),
+    pytest.param("cuda", torch.bfloat16, 5e-2, id="cuda", marks=pytest.mark.gpu),
+]
+
+
+def inputs(device: str, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(1, 2, 16, 8, dtype=dtype, device=device).requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize(("device", "dtype", "near"), HERE)
+def test_fused_attention(device: str, dtype: torch.dtype, near: float) -> None:
+    query, key, value = inputs(device, dtype)
+    out, sums, *_ = torch_kernels.fused_attention(device)(query, key, value, 0.0, True)
+    scores = (query @ key.transpose(-1, -2)).float() / 8**0.5
+    hidden = torch.ones(16, 16, dtype=torch.bool, device=device).triu(1)
+    expected = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(out, scaled_dot_product_attention(query, key, value, is_causal=True), atol=near, rtol=0)
+    torch.testing.assert_close(sums[..., :16], expected, atol=near, rtol=near)
+
+
+@pytest.mark.parametrize(("device", "dtype", "near"), HERE)
+def test_fused_attention_backward(device: str, dtype: torch.dtype, near: float) -> None:
+    given = inputs(device, dtype)
+    out, sums, *rest = torch_kernels.fused_attention(device)(*given, 0.0, True)
+    grad = torch.ones_like(out)
+    more = (None, None, 16, 16) if device == "cuda" else ()
+    unread = (torch.zeros(2, dtype=torch.int64, device=device),) * 2 if device == "cuda" else ()
+    found = torch_kernels.fused_attention_backward(device)(grad, *given, out, sums, *more, 0.0, True, *unread)
+    expected = torch.autograd.grad(scaled_dot_product_attention(*given, is_causal=True).sum(), given)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=near, rtol=near)

@@ -1,0 +1,139 @@
+"""What compat asks of torch's modules, of the torch that is installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_posswap.compat import torch_modules
+
+
+class Doubled(nn.Linear):
+    """A linear layer, twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_pre_hooks() -> None:
+    module, order = nn.Linear(2, 2), []
+    hooks = [lambda *_: order.append("first"), lambda *_: order.append("second")]
+    handles = [module.register_forward_pre_hook(hook) for hook in hooks]
+    assert torch_modules.pre_hooks(module) == hooks
+    module(torch.ones(1, 2))
+    assert order == ["first", "second"]
+    handles[0].remove()
+    assert torch_modules.pre_hooks(module) == hooks[1:]
+
+
+def test_give_class() -> None:
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+    weight, plain = module.weight, module(x)
+    torch_modules.give_class(module, Doubled)
+    assert torch.equal(module(x), 2 * plain)
+    assert module.weight is weight
+    torch_modules.give_class(module, nn.Linear)
+    assert torch.equal(module(x), plain)
+
+
+def test_give_class_to_a_module_with_a_hook_of_accelerate() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+    plain = module(x)
+    hooks.add_hook_to_module(module, hooks.ModelHook())
+    torch_modules.give_class(module, Doubled)
+    assert torch.equal(module(x), 2 * plain)
+
+
+def test_give_class_leaves_a_forward_of_the_instance_that_a_hook_wraps() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Renamed(nn.Linear):
+        """A linear layer."""
+
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+    plain, forward = module(x), module.forward
+    module.forward = lambda *given: 3 * forward(*given)  # type: ignore[method-assign]
+    hooks.add_hook_to_module(module, hooks.ModelHook())
+    torch_modules.give_class(module, Renamed)
+    assert torch.equal(module(x), 3 * plain)
+
+
+def test_computes() -> None:
+    module, seen = nn.Linear(2, 2), set()
+
+    def watch(*_: Any) -> None:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_locals.get("self") is module:
+                seen.add(frame.f_code.co_name)
+            frame = frame.f_back
+
+    module.register_forward_hook(watch)  # it runs behind the forward, inside the call
+    module(torch.ones(1, 2))
+    called = {name for name in seen if torch_modules.computes(name)}
+    assert called == {"_call_impl", "_wrapped_call_impl"}
+    assert torch_modules.computes("forward")
+    assert not any(map(torch_modules.computes, ("load_state_dict", "train", "apply")))
+
+
+class Counted(torch_modules.TensorHooks):
+    """Counts its conversions, and writes twice its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.dtypes = nn.Parameter(torch.ones(2)), [torch.float32]
+
+    def convert_tensors(self, convert: Callable[[], Any]) -> None:
+        super().convert_tensors(convert)
+        self.dtypes.append(self.weight.dtype)
+
+    def write_state(self, state: Any, prefix: str) -> None:
+        state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
+
+
+def test_convert_tensors() -> None:
+    module = Counted()
+    outer = nn.Sequential(module)
+    assert outer.half() is outer
+    assert module.to(torch.float64) is module
+    outer.to_empty(device="cpu")
+    assert module.dtypes == [torch.float32, torch.float16, torch.float64, torch.float64]
+
+
+def test_write_state() -> None:
+    module = Counted()
+    assert torch.equal(nn.Sequential(module).state_dict()["0.weight"], 2 * module.weight)
+    assert torch.equal(module.weight, torch.ones(2))
+
+
+def test_write_state_of_a_module_that_changes_nothing() -> None:
+    class Plain(torch_modules.TensorHooks, nn.Linear):
+        """A linear layer."""
+
+    module = Plain(2, 2)
+    state = module.state_dict()
+    assert all(torch.equal(state[name], held) for name, held in module.named_parameters())
+    assert module.double().weight.dtype == torch.float64
+
+
+def test_state_metadata() -> None:
+    state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
+    metadata = torch_modules.state_metadata(state)
+    assert set(metadata) == {"", "0"}
+    metadata["0"] = {"version": 1}  # which has no num_batches_tracked
+    del state["0.num_batches_tracked"]
+    assert nn.Sequential(nn.BatchNorm1d(2)).load_state_dict(state).missing_keys == []
+    metadata["0"] = {"version": 2}
+    with pytest.raises(RuntimeError, match="num_batches_tracked"):
+        nn.Sequential(nn.BatchNorm1d(2)).load_state_dict(state)
+
+
+def test_state_metadata_of_a_plain_dict() -> None:
+    assert torch_modules.state_metadata({"weight": torch.ones(1)}) == {}

@@ -1,0 +1,195 @@
+"""What transformers keeps of models and configs, of the transformers that is installed."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig, OPTConfig, OPTModel
+
+from hf_posswap.compat import transformers_models
+
+TINY = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)
+WPE = "transformer.wpe.weight"
+
+
+def saved(model: Any, folder: Path) -> set[str]:
+    """Return the names of the weights that `model` writes."""
+    model.save_pretrained(folder)
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return set(file.keys())
+
+
+def test_without_initialising() -> None:
+    torch.manual_seed(0)
+    plain = GPT2Model(TINY)
+    torch.manual_seed(0)
+    with transformers_models.without_initialising():
+        unfilled = GPT2Model(TINY)
+    torch.manual_seed(0)
+    again = GPT2Model(TINY)
+    assert torch.equal(plain.wte.weight, again.wte.weight)
+    assert not torch.equal(plain.wte.weight, unfilled.wte.weight)
+
+
+def test_mark_initialised() -> None:
+    class Filled(GPT2Model):
+        """Fills whatever it is given."""
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Embedding):
+                nn.init.constant_(module.weight, 7.0)
+
+    model = Filled(TINY)
+    for marked in (False, True):
+        model.wpe = nn.Embedding(3, 8)
+        before = model.wpe.weight.detach().clone()
+        if marked:
+            transformers_models.mark_initialised(model.wpe)
+        model.initialize_weights()
+        assert torch.equal(model.wpe.weight, before) == marked
+
+
+def test_is_initialised(tmp_path: Path) -> None:
+    built = GPT2LMHeadModel(TINY)
+    assert not transformers_models.is_initialised(nn.Parameter(torch.zeros(1)))
+    weight = nn.Parameter(torch.zeros(1))
+    transformers_models.mark_initialised(weight)
+    assert transformers_models.is_initialised(weight)
+    built.save_pretrained(tmp_path)
+    seen: list[bool] = []
+
+    class Asking(GPT2LMHeadModel):
+        """Notes of each table whether the checkpoint gave it, when transformers fills the rest."""
+
+        def initialize_weights(self) -> None:
+            seen.extend(map(transformers_models.is_initialised, self.parameters()))
+
+    Asking.from_pretrained(tmp_path)
+    assert seen
+    assert all(seen)
+
+
+def test_fill_weights() -> None:
+    model, table = GPT2Model(GPT2Config(**TINY.to_diff_dict() | {"initializer_range": 50.0})), nn.Embedding(99, 8)
+    transformers_models.fill_weights(GPT2Model, model, table)
+    assert 40 < table.weight.std() < 60
+
+
+def test_let_record_outputs() -> None:
+    class Ours(GPT2Model):
+        """A model that nobody builds."""
+
+    model, words = GPT2Model(TINY), torch.ones(1, 3, dtype=torch.long)
+    model.__class__ = Ours
+    assert model(words, output_hidden_states=True).hidden_states is None
+    transformers_models.let_record_outputs(Ours)
+    assert len(model(words, output_hidden_states=True).hidden_states) == TINY.n_layer + 1
+
+
+def test_unsaved_keys() -> None:
+    from transformers import MarianMTModel
+
+    assert transformers_models.unsaved_keys(GPT2LMHeadModel) == ()
+    tables = {"model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"}
+    assert tables <= set(transformers_models.unsaved_keys(MarianMTModel))  # they are computed
+
+
+def test_set_unsaved_keys(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(TINY)
+    assert WPE in saved(model, tmp_path / "all")
+    before = transformers_models.set_unsaved_keys(model, (WPE,))
+    assert transformers_models.unsaved_keys(model) == (WPE,)
+    assert transformers_models.unsaved_keys(type(model)) == ()
+    assert WPE not in saved(model, tmp_path / "fewer")
+    assert transformers_models.set_unsaved_keys(model, before) == (WPE,)
+    assert WPE in saved(model, tmp_path / "again")
+    assert vars(model).get("_keys_to_ignore_on_save") is before
+
+
+def test_tensor_parallel_size() -> None:
+    model = GPT2LMHeadModel(TINY)
+    assert transformers_models.tensor_parallel_size(model) == 1
+    assert "_tp_size" in dir(model)  # transformers sets it when it loads a model with a tp_plan
+    model._tp_size = 2
+    assert transformers_models.tensor_parallel_size(model) == 2
+
+
+def test_give_config_class() -> None:
+    class Ours(LlamaConfig):
+        """A config of ours."""
+
+        def to_json_string(self, use_diff: bool = True) -> str:
+            return "ours"
+
+    config = LlamaConfig(hidden_size=64)
+    before = config.to_json_string()
+    transformers_models.give_config_class(config, Ours)
+    assert isinstance(config, Ours)
+    assert config.hidden_size == 64
+    assert config.to_json_string() == "ours"
+    transformers_models.give_config_class(config, LlamaConfig)
+    assert config.to_json_string() == before
+
+
+def test_config_validators() -> None:
+    config = LlamaConfig()
+    validators = {check.__name__: check for check in transformers_models.config_validators(LlamaConfig)}
+    assert "validate_rope" in validators  # the one that a swapped config leaves out, by its name
+    config.hidden_size, config.num_attention_heads = 10, 3
+    with pytest.raises(ValueError, match="hidden size"):
+        validators["validate_architecture"](config)
+
+
+def test_lasting_values(tmp_path: Path) -> None:
+    GPT2LMHeadModel(TINY).save_pretrained(tmp_path / "one")
+    GPT2LMHeadModel(TINY).save_pretrained(tmp_path / "other")
+    one, other = (GPT2LMHeadModel.from_pretrained(tmp_path / name).config for name in ("one", "other"))
+    assert one.name_or_path != other.name_or_path
+    assert transformers_models.lasting_values(one) == transformers_models.lasting_values(other)
+    assert transformers_models.lasting_values(one)["n_positions"] == 16
+    one.n_positions = 32
+    assert transformers_models.lasting_values(one) != transformers_models.lasting_values(other)
+
+
+@pytest.mark.parametrize("kind", ["big_bird", "megatron_bert", "rembert", "roformer"])
+def test_masks_the_future(kind: str) -> None:
+    """Whether a decoder of the kind sees its future in this release, found by changing the future."""
+    from hf_posswap.testing.tiny import tiny_model
+
+    code = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    name = {"big_bird": "BigBird", "megatron_bert": "MegatronBert", "rembert": "RemBert", "roformer": "RoFormer"}[kind]
+    model = tiny_model(f"{name}ForCausalLM", meta=False)
+    words = torch.arange(1, 9)[None]
+    other = words.clone()
+    other[0, -1] = 40
+    with torch.no_grad():
+        same = torch.equal(model(words).logits[:, :-1], model(other).logits[:, :-1])
+    assert transformers_models.masks_the_future(code) == same
+
+
+def test_opt_lacks_final_norm() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 8, "ffn_dim": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for lacks in (False, True):
+        config = OPTConfig(**sizes, word_embed_proj_dim=8, vocab_size=11, _remove_final_layer_norm=lacks)
+        assert transformers_models.opt_lacks_final_norm(config) == lacks
+        assert (OPTModel(config).decoder.final_layer_norm is None) == lacks
+
+
+def test_without_origin() -> None:
+    inner = {"_commit_hash": "a", "layers": 2}
+    values = {"transformers_version": "5", "_name_or_path": "here", "text_config": inner, "architectures": ["A"]}
+    assert transformers_models.without_origin(values) == {"text_config": {"layers": 2}, "architectures": ["A"]}
+
+
+def test_without_origin_knows_what_a_load_adds(tmp_path: Path) -> None:
+    built = GPT2LMHeadModel(TINY)
+    built.save_pretrained(tmp_path)
+    before, after = built.config.to_dict(), GPT2LMHeadModel.from_pretrained(tmp_path).config.to_dict()
+    assert before != after
+    assert transformers_models.without_origin(before) == transformers_models.without_origin(after)

@@ -1,0 +1,91 @@
+"""Cached keys stand where they stood: behind right padding, behind ids that skip, behind holes in a prompt's mask.
+
+What the swapped model says in one forward without a cache is the oracle, and where the swap is what the model had, the
+stock class itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.contract.models import LENGTH, PADDING
+from tests.contract.pairs import Pair, gap, words
+from tests.contract.test_masks import counted, first_position
+from tests.contract.test_pads import SEES_PLACES
+
+decoders = pytest.mark.pairs(lambda pair: pair.tiny.generates and pair.cached and pair.placed)
+PROMPT, TOTAL = 12, 24
+pytestmark = pytest.mark.few
+CACHES = ("dynamic", "static")
+
+
+def models(pair: Pair) -> Iterator[Any]:
+    """Yield the swapped model, and the stock one where the swap is what it has."""
+    yield pair.specimen()
+    if pair.identity and pair.takes("position_ids"):
+        yield pair.native()
+
+
+def fed(pair: Pair, model: Any, kind: str, ids: Tensor, mask: Tensor, at: Tensor, sizes: list[int]) -> Tensor:
+    """Return the logits of `ids` at the positions `at`, fed in pieces of `sizes` through a cache of this `kind`."""
+    cache, start, found = pair.cache(kind, model.config), 0, []
+    for size in sizes:
+        end = start + size
+        found.append(
+            pair.logits(
+                model,
+                ids[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=at[:, start:end],
+                past_key_values=cache,
+            )  # fmt: skip
+        )
+        start = end
+    return torch.cat(found, dim=1)
+
+
+@decoders
+@pytest.mark.parametrize("kind", CACHES)
+def test_steps_behind_a_right_padded_prompt_equal_the_unpadded_model(pair: Pair, kind: str) -> None:
+    ids, lengths = words(2, TOTAL), (PROMPT, 7)
+    mask = torch.ones_like(ids)
+    mask[1, lengths[1] : PROMPT] = 0
+    ids[1, lengths[1] : PROMPT] = PADDING
+    alone = torch.cat([ids[1:, : lengths[1]], ids[1:, PROMPT:]], dim=1)
+    found = fed(pair, pair.specimen(), kind, ids, mask, counted(pair, mask), [PROMPT, 1, 1, 5, 5])
+    for model in models(pair):
+        if pair.model not in SEES_PLACES:
+            assert gap(found[1, PROMPT:], pair.logits(model, alone)[0, lengths[1] :]) < pair.noise
+        assert gap(found[0], pair.logits(model, ids[:1])[0]) < pair.noise
+
+
+@decoders
+@pytest.mark.parametrize("kind", CACHES)
+def test_ids_that_skip_between_chunks_equal_one_forward_with_the_same_ids(pair: Pair, kind: str) -> None:
+    ids = words(2, 20)
+    at = torch.tensor([[*range(8), *range(10, 15), *range(16, 23)], [*range(3, 12), *range(13, 24)]])
+    at, mask = at + first_position(pair), torch.ones_like(ids)
+    found = fed(pair, pair.specimen(), kind, ids, mask, at, [8, 1, 4, 7])
+    for model in models(pair):
+        assert gap(found, pair.logits(model, ids, position_ids=at, use_cache=False)) < pair.noise
+
+
+@decoders
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_prompt_with_a_hole_generates_through_a_cache_what_it_does_without(pair: Pair, beams: int) -> None:
+    prompt = words(2, 14)
+    mask = torch.ones_like(prompt)
+    mask[0, 5:9] = 0
+    mask[1, :2] = 0
+    prompt = prompt.masked_fill(mask == 0, PADDING)
+    new = pair.consistent_length - 16 if pair.plan.cached_equals_full else LENGTH - 16
+    kwargs: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": new, "do_sample": False, "num_beams": beams}
+    model = pair.specimen()
+    found, expected = (model.generate(prompt, use_cache=cached, **kwargs) for cached in (True, False))
+    assert found.shape == (2, 14 + new)
+    assert torch.equal(found, expected)

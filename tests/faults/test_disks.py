@@ -1,0 +1,101 @@
+"""A full disk and a read-only one, on file systems of their own: one clear error, and what was there stays."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Tally = Callable[[str, int, int], None]
+CHILD = Path(__file__).with_name("faults_child.py")
+_MOUNT = "mount -t tmpfs -o size={size} tmpfs {place}"
+
+
+@functools.cache
+def can_mount() -> bool:
+    """Return whether this user may mount a file system in a namespace of its own, which ends with the process."""
+    try:
+        command = ["unshare", "-Urm", "sh", "-c", "mount -t tmpfs tmpfs /mnt"]
+        return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def within(place: Path, size: str, *steps: str) -> list[str]:
+    """Run shell `steps` where `place` is a file system of that size, and return the lines of their output."""
+    if not can_mount():
+        pytest.skip("this user may not mount file systems")
+    script = " && ".join([_MOUNT.format(size=size, place=place), *steps])
+    command = ["unshare", "-Urm", "sh", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+def act(name: str, place: Path, seed: int = 0) -> str:
+    return f"{sys.executable} {CHILD} {name} {place} {seed}"
+
+
+def answers(lines: list[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+LISTED = "find {place} -type f -not -name .lock -not -path '*/store/*' | sort | xargs -r sha256sum"
+
+
+@pytest.mark.parametrize("room", ["20K", pytest.param("200K", marks=pytest.mark.slow)])
+def test_a_full_disk_leaves_the_checkpoint_that_was_there(tmp_path: Path, tally: Tally, room: str) -> None:
+    listed = LISTED.format(place=tmp_path)
+    fill = f"head -c $(($(df -B1 --output=avail {tmp_path} | tail -1) - {room.replace('K', '000')})) /dev/zero"
+    lines = within(
+        tmp_path, "4m", act("save", tmp_path), listed, f"echo ---; {fill} > {tmp_path}/filler",
+        act("save", tmp_path, 1), f"rm {tmp_path}/filler", listed, "echo ---",
+        act("save", tmp_path, 1), f"ls -A {tmp_path}",
+    )  # fmt: skip
+    first, full, later = answers(lines)
+    assert "value" in first
+    assert full["error"] == "CheckpointError"
+    assert "No space left on device" in full["message"] or "os error 28" in full["message"]
+    assert "Free some space or choose another folder" in full["message"]
+    marks = [number for number, line in enumerate(lines) if line == "---"]
+    sums = [[line for line in part if "  /" in line] for part in (lines[: marks[0]], lines[marks[0] : marks[1]])]
+    assert sums[0] == sums[1] != []
+    assert "value" in later
+    assert lines[-1] == "model"  # nothing else is left
+    tally("full disk", 1, 1)
+
+
+def test_a_store_goes_on_after_a_full_disk(tmp_path: Path, tally: Tally) -> None:
+    lines = within(
+        tmp_path, "1m", act("store", tmp_path), f"mount -o remount,size=8m {tmp_path}", act("store", tmp_path),
+        act("store", tmp_path), f"find {tmp_path} -name '.posswap*' | wc -l",
+    )  # fmt: skip
+    full, later, again = answers(lines)
+    assert full["error"] == "CheckpointError"
+    assert (
+        "No space left on device. What was measured before is kept: free some space and start again" in full["message"]
+    )
+    assert 0 < later["value"]["computed"] < 60
+    assert again["value"]["computed"] == 0
+    assert lines[-1] == "0"
+    tally("full disk", 1, 1)
+
+
+@pytest.mark.parametrize("name", ["save", "store", "compare", "text"])
+def test_a_read_only_disk_is_one_clear_error(tmp_path: Path, tally: Tally, name: str) -> None:
+    (answer,) = answers(within(tmp_path, "8m", f"mount -o remount,ro {tmp_path}", act(name, tmp_path)))
+    assert answer["error"] == "CheckpointError"
+    assert "Read-only file system" in answer["message"]
+    tally("read-only disk", 1, 1)
+
+
+def test_a_checkpoint_on_a_read_only_disk_is_loaded(tmp_path: Path, tally: Tally) -> None:
+    load = f"{sys.executable} -c 'import hf_posswap; hf_posswap.load(\"{tmp_path}/model\")'"
+    within(tmp_path, "8m", act("save", tmp_path), f"mount -o remount,ro {tmp_path}", load)
+    tally("read-only disk", 1, 1)

@@ -1,0 +1,269 @@
+"""Positions change outside inference mode and forwards, by one thread at a time: whoever comes second is refused."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import hf_posswap
+from hf_posswap import Blend, patch_model, patched, unpatch_model
+from hf_posswap.errors import AlreadyPatchedError, ModelInUseError, NotPatchedError, PosswapError, UnsupportedSwapError
+from hf_posswap.patching.apply.guard import changing
+from hf_posswap.patching.tools.blending import finish_blend
+from tests.training.tiny_models import tiny
+
+IDS = torch.arange(12)[None]
+INFERENCE = r"under torch.inference_mode\(\) would make parameters that can never be trained.*use torch.no_grad\(\)"
+
+
+def state_of(model: Any) -> tuple[Any, ...]:
+    """Return all that a change of positions may touch: modules, hooks, tensors, config."""
+    hooks = {name: list(part._forward_pre_hooks) + list(part._forward_hooks) for name, part in model.named_modules()}
+    tensors = {name: id(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    modules = {name: id(part) for name, part in model.named_modules()}
+    return modules, hooks, tensors, model.config.to_dict(), "_posswap" in vars(model)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    """Return what `work` gives, or the error that it raises, in a thread called "other"."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name="other")
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+@pytest.mark.parametrize("scheme", ["kerple", "t5", "fire", "learned", "sinusoidal", "rope", "nope"])
+def test_under_inference_mode_a_swap_is_refused_and_the_model_untouched(scheme: str) -> None:
+    model = tiny("gpt2")
+    before = state_of(model)
+    with torch.inference_mode(), pytest.raises(UnsupportedSwapError, match=f"patch_model {INFERENCE}"):
+        patch_model(model, scheme, max_length=96)
+    assert state_of(model) == before
+    patch_model(model, scheme, max_length=96)
+    assert not any(tensor.is_inference() for tensor in [*model.parameters(), *model.buffers()])
+
+
+def test_under_inference_mode_a_swap_is_not_taken_back_or_ended() -> None:
+    model = tiny("llama")
+    patch_model(model, Blend(new=hf_posswap.Alibi(), weight=1.0))
+    before = state_of(model)
+    with torch.inference_mode():
+        with pytest.raises(UnsupportedSwapError, match=f"unpatch_model {INFERENCE}"):
+            unpatch_model(model)
+        with pytest.raises(UnsupportedSwapError, match=f"finish_blend {INFERENCE}"):
+            finish_blend(model)
+        with pytest.raises(UnsupportedSwapError, match=INFERENCE), patched(tiny("gpt2"), "rope"):
+            pytest.fail("it was swapped")
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("scheme", ["kerple", "learned", "rope"])
+def test_what_is_loaded_under_inference_mode_trains(tmp_path: Path, scheme: str) -> None:
+    model = tiny("gpt2")
+    patch_model(model, scheme, max_length=96)
+    hf_posswap.save(model, tmp_path / "model")
+    with torch.inference_mode():
+        loaded = hf_posswap.load(tmp_path / "model")
+    before = {name: weight.detach().clone() for name, weight in loaded.named_parameters()}
+    loaded(IDS, labels=IDS).loss.backward()
+    torch.optim.SGD(loaded.parameters(), lr=1.0).step()
+    assert [name for name, weight in loaded.named_parameters() if torch.equal(weight, before[name])] == []
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_an_adapter_whose_base_would_be_swapped_under_inference_mode_is_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    hf_posswap.save(tiny("gpt2"), tmp_path / "base")
+    model = hf_posswap.load(tmp_path / "base")
+    patch_model(model, "kerple", max_length=96)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    hf_posswap.save(adapted, tmp_path / "adapter")
+    with torch.inference_mode(), pytest.raises(UnsupportedSwapError, match=INFERENCE):
+        hf_posswap.load(tmp_path / "adapter")
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """Let threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("take_back", [False, True])
+def test_of_two_threads_one_changes_the_model(take_back: bool) -> None:
+    for _ in range(10):
+        model = tiny("llama")
+        if take_back:
+            patch_model(model, "alibi")
+        barrier, found = threading.Barrier(2), []
+
+        def change(scheme: str, model: Any = model, barrier: Any = barrier, found: list[Any] = found) -> None:
+            barrier.wait()
+            try:
+                found.append(unpatch_model(model) if take_back else patch_model(model, scheme))
+            except PosswapError as error:
+                found.append(error)
+
+        threads = [threading.Thread(target=change, args=(scheme,)) for scheme in ("alibi", "kerple")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (refused,) = [one for one in found if isinstance(one, PosswapError)]
+        assert isinstance(refused, (NotPatchedError if take_back else AlreadyPatchedError, ModelInUseError))
+        if not take_back:
+            assert model._posswap.plan in found
+            hf_posswap.verify_swap(model)
+            unpatch_model(model)
+        assert torch.equal(logits(model), logits(tiny("llama")))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_forward_meanwhile_gives_one_mechanism_or_is_refused() -> None:
+    model = tiny("llama")
+    native = logits(model)
+    with patched(model, "alibi"):
+        swapped = logits(model)
+    stop, seen = threading.Event(), {"native": 0, "swapped": 0, "refused": 0, "neither": 0, "other": 0}
+
+    def forwards() -> None:
+        while not stop.is_set():
+            try:
+                found = logits(model)
+            except ModelInUseError:
+                seen["refused"] += 1
+                continue
+            except Exception:
+                seen["other"] += 1
+                continue
+            kind = "native" if torch.equal(found, native) else "swapped" if torch.equal(found, swapped) else "neither"
+            seen[kind] += 1
+
+    threads = [threading.Thread(target=forwards) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    changed = refused = 0
+    while changed + refused < 400 and refused < 4000:
+        try:
+            (unpatch_model(model) if changed % 2 else patch_model(model, "alibi"))
+            changed += 1
+        except ModelInUseError:
+            refused += 1
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert (seen["neither"], seen["other"]) == (0, 0), seen
+    assert changed + refused >= 400
+
+
+def test_while_positions_change_forwards_and_changes_of_other_threads_are_refused() -> None:
+    model = tiny("llama")
+    before, native = state_of(model), logits(model)
+    with changing(model, "patch_model"):
+        assert torch.equal(logits(model), native)
+        for part in (model, model.model):
+            error = in_a_thread(lambda part=part: part(IDS))
+            assert isinstance(error, ModelInUseError)
+            assert "in thread 'MainThread' is changing the positions of this Llama" in str(error)
+        for work in (lambda: patch_model(model, "alibi"), lambda: patch_model(model.model, "alibi")):
+            error = in_a_thread(work)
+            assert isinstance(error, ModelInUseError)
+            assert "patch_model meets patch_model of the same LlamaForCausalLM in thread 'MainThread'" in str(error)
+        assert isinstance(in_a_thread(lambda: patch_model(tiny("llama"), "alibi")), hf_posswap.SwapPlan)
+        copied = copy.deepcopy(model)
+        with changing(model, "unpatch_model"):
+            pass
+    assert state_of(model) == before
+    assert torch.equal(in_a_thread(lambda: logits(copied)), native)
+
+
+def test_a_swap_inside_a_forward_of_its_own_is_refused() -> None:
+    model = tiny("llama")
+    native = logits(model)
+    errors: list[Exception] = []
+
+    def change(module: Any, arguments: Any, output: Any) -> None:
+        with pytest.raises(
+            ModelInUseError, match="patch_model inside a forward of the same .* in this thread"
+        ) as error:
+            patch_model(model, "alibi")
+        errors.append(error.value)
+
+    handle = model.model.layers[0].register_forward_hook(change)
+    assert torch.equal(logits(model), native)
+    handle.remove()
+    assert len(errors) == 1
+    patch_model(model, "alibi")
+
+
+class Changes(LogitsProcessor):
+    """Tries to change the model between two steps of `generate`."""
+
+    def __init__(self, change: Callable[[], Any]) -> None:
+        self.change, self.errors = change, list[str]()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        try:
+            self.change()
+        except ModelInUseError as error:
+            self.errors.append(str(error))
+        return scores
+
+
+@pytest.mark.parametrize("take_back", [False, True])
+def test_a_change_inside_generate_is_refused(take_back: bool) -> None:
+    model = tiny("llama")
+    if take_back:
+        patch_model(model, "alibi")
+    whole = model.generate(IDS, max_new_tokens=3, do_sample=False)
+    changes = Changes(lambda: unpatch_model(model) if take_back else patch_model(model, "alibi"))
+    held = model.generate(IDS, max_new_tokens=3, do_sample=False, logits_processor=LogitsProcessorList([changes]))
+    assert torch.equal(held, whole)
+    assert len(changes.errors) == 3
+    assert "patch_model inside generate of the same LlamaForCausalLM, which runs in this thread" in changes.errors[0]
+
+
+def test_a_change_while_another_thread_generates_is_refused() -> None:
+    model = tiny("llama")
+    inside, done = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        inside.set()
+        done.wait(60)
+
+    waits = LogitsProcessorList([Changes(wait)])
+    thread = threading.Thread(target=lambda: model.generate(IDS, max_new_tokens=1, logits_processor=waits), name="busy")
+    thread.start()
+    inside.wait(60)
+    try:
+        with pytest.raises(ModelInUseError, match="inside generate .* runs in thread 'busy': .* Wait for its end"):
+            patch_model(model, "alibi")
+        patch_model(tiny("llama"), "alibi")  # which is another model
+    finally:
+        done.set()
+        thread.join()
+    patch_model(model, "alibi")

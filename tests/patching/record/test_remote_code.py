@@ -1,0 +1,198 @@
+"""Code that goes with a checkpoint: the package's own, complete, and enough where the package is missing."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import shutil
+import sys
+import tomllib
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
+from transformers.dynamic_module_utils import get_imports, get_relative_import_files
+
+import hf_posswap
+from hf_posswap.errors import PluginWarning
+from hf_posswap.patching.record.remote_code import ENTRY, LEAST_TRANSFORMERS, code_files
+from hf_posswap.schemes import SCHEMES
+from tests.checkpoints import fresh
+from tests.contract.models import LENGTH
+from tests.contract.pairs import Pair, words
+from tests.toys.registration import TOY_MODEL, TOY_SCHEME, registered
+
+IDS = words(2, LENGTH + 8)
+PACKAGE = Path(hf_posswap.__file__).parent
+
+
+def tiny(scheme: Any = "rope", **options: Any) -> Any:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+    hf_posswap.patch_model(model, scheme, max_length=32, **options)
+    return model
+
+
+def test_bundled_code_loads_saves_and_loads_again_where_the_package_is_missing(tmp_path: Path) -> None:
+    root = tmp_path / "saved"
+    with registered():
+        for name in ("gpt2-kerple", "bert-rope", f"llama-{TOY_SCHEME}"):
+            model, _, scheme = name.partition("-")
+            fresh.store(Pair(model, scheme).swapped(), root / name, IDS)
+    found = fresh.load_all(root, "remote")
+    assert found.pop("side by side") == {"first": 0, "last": 0}
+    assert found == {name: {"auto": 0, "again": 0} for name in found}
+    assert len(found) == 3
+
+
+def test_plain_transformers_refuses_and_says_why(tmp_path: Path) -> None:
+    root = tmp_path / "saved"
+    for name in ("gpt2-rope", "llama-alibi"):
+        model, _, scheme = name.partition("-")
+        fresh.store(Pair(model, scheme).swapped(), root / name, IDS)
+    without_code = root / "without-code"
+    shutil.copytree(root / "llama-alibi", without_code)
+    config = json.loads((without_code / "config.json").read_text())
+    del config["auto_map"]
+    (without_code / "config.json").write_text(json.dumps(config))
+    found = fresh.load_all(root, "plain")
+    for name in ("gpt2-rope", "llama-alibi"):
+        assert "contains custom code" in str(found[name]["auto"])
+        assert "trust_remote_code=True" in str(found[name]["auto"])
+    assert "has model type `posswap`" in str(found["without-code"]["auto"])
+    for name in ("gpt2-rope", "llama-alibi"):
+        assert "pip install hf-posswap, then hf_posswap.load" in str(found[name]["forced"])
+
+
+def test_the_plugin_wins_over_the_bundled_code_with_and_without_the_flag(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    for flag in (None, True, False):
+        config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=flag)
+        assert type(config).__module__ == "hf_posswap.patching.record.config_class"
+        assert not hasattr(config, "auto_map")
+
+
+def test_transformers_takes_along_every_file_and_finds_all_that_they_import(tmp_path: Path) -> None:
+    tiny("yarn", factor=2.0).save_pretrained(tmp_path)
+    written = {str(path) for path in tmp_path.glob("*.py")}
+    assert {*get_relative_import_files(tmp_path / f"{ENTRY}.py"), str(tmp_path / f"{ENTRY}.py")} == written
+    for path in written:
+        for name in get_imports(path):
+            importlib.import_module(name)
+        assert not [name for name in get_imports(path) if name == "hf_posswap"]
+
+
+def test_the_code_is_the_packages_own_but_for_its_imports() -> None:
+    files = code_files(tiny("self_extend").config)
+    sources = {f"posswap_{'_'.join(p.relative_to(PACKAGE).with_suffix('').parts)}.py": p for p in PACKAGE.rglob("*.py")}
+    assert set(files) - {f"{ENTRY}.py"} <= set(sources)
+    for name in set(files) - {f"{ENTRY}.py"}:
+        assert _without_imports(files[name]) == _without_imports(sources[name].read_text())
+        comments = [line for line in sources[name].read_text().splitlines() if line.lstrip().startswith("#")]
+        assert [line for line in files[name].splitlines() if line.lstrip().startswith("#")] == comments
+
+
+def _without_imports(source: str) -> str:
+    class Blank(ast.NodeTransformer):
+        def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
+            ours = node.level or str(node.module).startswith("hf_posswap")
+            return ast.Pass() if ours else node
+
+        def generic_visit(self, node: ast.AST) -> ast.AST:
+            super().generic_visit(node)
+            if hasattr(node, "body") and isinstance(node.body, list):
+                node.body = [child for child in node.body if not isinstance(child, ast.Pass)]
+            return node
+
+    return ast.dump(Blank().visit(ast.parse(source)))
+
+
+def test_only_what_the_scheme_needs_goes_along_and_the_version_is_recorded() -> None:
+    files = code_files(tiny("alibi").config)
+    assert "posswap_schemes_alibi.py" in files
+    assert not [name for name in files if "kerple" in name or "self_extend" in name]
+    entry = ast.parse(files[f"{ENTRY}.py"])
+    values = [
+        n.value for n in entry.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]).endswith("VERSION")
+    ]
+    assert [ast.literal_eval(value) for value in values] == [hf_posswap.__version__]
+
+
+def test_an_older_transformers_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    least = ".".join(map(str, LEAST_TRANSFORMERS))
+    assert f"transformers>={least},<6" in wanted
+    monkeypatch.setattr("transformers.__version__", "5.13.2")
+    with pytest.raises(ImportError, match=rf"needs transformers {least} or newer, not 5.13.2"):
+        exec(code_files(tiny().config)[f"{ENTRY}.py"], {})
+
+
+def test_a_pushed_config_takes_its_code_along(tmp_path: Path) -> None:
+    tiny().config.save_pretrained(tmp_path)
+    assert (tmp_path / f"{ENTRY}.py").exists()
+
+
+FOREIGN = """
+from dataclasses import dataclass
+from typing import ClassVar
+{extra}
+from hf_posswap import Alibi
+from hf_posswap.schemes import SCHEMES
+
+@SCHEMES.register("theirs")
+@dataclass(frozen=True)
+class Theirs(Alibi):
+    name: ClassVar[str] = "theirs"
+"""
+
+
+@pytest.mark.parametrize(
+    ("extra", "has_file", "why"),
+    [
+        ("", True, None),
+        ("import pytest", True, "imports pytest, which cannot be saved"),
+        ("", False, "is defined in no module file"),
+    ],
+)
+def test_another_packages_scheme_goes_along_or_the_save_says_that_it_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, has_file: bool, why: str | None
+) -> None:
+    name = "someones_schemes"
+    module = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    source = FOREIGN.format(extra=extra)
+    if has_file:
+        (tmp_path / "theirs.py").write_text(source)
+        module.__file__ = str(tmp_path / "theirs.py")
+    exec(compile(source, name, "exec"), module.__dict__)
+    try:
+        model, folder, ids = tiny("theirs").eval(), tmp_path / "saved", torch.zeros(1, 32, dtype=torch.long)
+        if why is None:
+            model.save_pretrained(folder)
+        else:
+            with pytest.warns(PluginWarning, match=why):
+                model.save_pretrained(folder)
+        assert (folder / f"posswap_extra_{name}.py").exists() is (why is None)
+        assert (folder / f"{ENTRY}.py").exists() is (why is None)
+        assert ("auto_map" in json.loads((folder / "config.json").read_text())) is (why is None)
+        assert torch.equal(hf_posswap.load(folder)(ids).logits, model(ids).logits)
+    finally:
+        SCHEMES.remove("theirs")
+
+
+def test_another_packages_family_does_not_go_along_and_the_save_says_so(tmp_path: Path) -> None:
+    with registered():
+        model = Pair(TOY_MODEL, "alibi").swapped()
+        with pytest.warns(PluginWarning, match="family 'house' comes from another package"):
+            model.save_pretrained(tmp_path)
+    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_showing_a_config_warns_of_nothing() -> None:
+    with registered(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "posswap" in repr(Pair(TOY_MODEL, "alibi").swapped().config)

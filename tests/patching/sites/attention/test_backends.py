@@ -1,0 +1,286 @@
+"""Whole models under every backend: in float64 against the plain formula, and what is chosen when."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from hf_posswap import Alibi, Blend, NoPE, PerLayer, patch_model, plan_swap, set_backend
+from hf_posswap.errors import BackendWarning, NotPatchedError, OptionError, UnsupportedSwapError
+from hf_posswap.kernels import fused
+from hf_posswap.patching.sites.attention import backends
+from hf_posswap.patching.sites.attention.backends import backends_of
+from hf_posswap.schemes.base import Mechanism
+
+LENGTH = 70
+EXACT = 1e-11
+"""Between logits of float64 models whose sums run in another order."""
+WAYS = [
+    *(("alibi", {}, way) for way in ("row", "row_windowed", "hankel", "chunked")),
+    *(("t5", {"init_std": 1.0}, way) for way in ("hankel", "chunked")),
+    *(("kerple", {"variant": variant}, way) for variant in ("log", "power") for way in ("hankel", "chunked")),
+    ("fire", {}, "chunked"),
+    *((name, {}, "merge") for name in ("self_extend", "rerope", "leaky_rerope", "dual_chunk")),
+    ("rerope", {"log_scaling": True}, "merge"),
+    *((Blend(new=Alibi(), weight=0.5), {}, way) for way in ("row", "hankel", "chunked")),
+    (PerLayer(layers={0: "alibi", 1: "self_extend"}), {}, "row"),
+    (PerLayer(layers={0: "t5", 1: "dual_chunk"}), {}, "merge"),
+]  # fmt: skip
+IDS = torch.arange(2 * LENGTH).view(2, LENGTH).mul(7).remainder(61) + 3
+
+
+class Spy:
+    """Notes which backend each call took."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.taken: list[str] = []
+        real = backends.choose
+
+        def choose(request: Any) -> str:
+            self.taken.append(real(request))
+            return self.taken[-1]
+
+        monkeypatch.setattr(backends, "choose", choose)
+
+    def seen(self) -> set[str]:
+        taken, self.taken = set(self.taken), []
+        return taken
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    return Spy(monkeypatch)
+
+
+def gpt2(positions: int = 32) -> Any:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=67, n_embd=32, n_layer=2, n_head=4, n_positions=positions, initializer_range=0.3, bos_token_id=0,
+        eos_token_id=1, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).double().eval()
+
+
+def swapped(scheme: Any, options: dict[str, Any]) -> Any:
+    model = gpt2(128 if isinstance(scheme, Blend) else 32)  # a table that fades cannot be longer than it is
+    patch_model(model, scheme, max_length=128, **options)
+    for name, parameter in model.named_parameters():
+        if "posswap" in name:  # float32, as it was made; seen in float64 the comparison is of the mathematics
+            parameter.data = parameter.data.double()
+    return model
+
+
+def run(model: Any, backend: str, **arguments: Any) -> Tensor:
+    set_backend(model, backend)
+    with torch.no_grad():
+        return model(IDS, **arguments).logits
+
+
+@pytest.mark.parametrize(("scheme", "options", "way"), WAYS, ids=str)
+def test_it_equals_the_formula(scheme: Any, options: dict[str, Any], way: str, spy: Spy) -> None:
+    model = swapped(scheme, options)
+    expected = run(model, "plain")
+    assert spy.seen() == {"plain"}
+    found = run(model, way)
+    assert way in spy.seen()
+    assert (found - expected).abs().max() < EXACT
+    model.set_attn_implementation("eager")
+    assert (run(model, way) - expected).abs().max() < EXACT
+    assert spy.seen() == {"plain"}, "eager is the formula, whatever the backend"
+
+
+@pytest.mark.parametrize(("scheme", "options", "way"), WAYS, ids=str)
+def test_gradients_equal_the_formula_s(scheme: Any, options: dict[str, Any], way: str, spy: Spy) -> None:
+    model = swapped(scheme, options).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    grads = []
+    for backend in ("plain", way):
+        set_backend(model, backend)
+        model.zero_grad()
+        model(IDS, labels=IDS).loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    assert way in spy.seen()
+    assert len(grads[0]) > 10
+    for name, expected in grads[0].items():
+        assert (grads[1][name] is None) == (expected is None), name
+        if expected is not None:
+            scale = max(1.0, float(expected.abs().max()))
+            assert (grads[1][name] - expected).abs().max() < 1e-6 * scale, name  # c, M and the slopes are float32
+
+
+@pytest.mark.parametrize(("scheme", "options", "way"), WAYS, ids=str)
+def test_padding_packing_and_a_cache_are_exact_too(scheme: Any, options: dict[str, Any], way: str, spy: Spy) -> None:
+    model = swapped(scheme, options)
+    mask = torch.ones_like(IDS)
+    mask[0, :9] = 0
+    taken = "chunked" if way == "chunked" else "plain"
+    packed = torch.cat([torch.arange(30), torch.arange(LENGTH - 30)])[None]
+    holes = torch.arange(LENGTH)[None] + 20 * (torch.arange(LENGTH) >= 40)
+    for arguments in (
+        {"attention_mask": mask},
+        {"position_ids": packed, "use_cache": False},
+        {"position_ids": holes, "attention_mask": torch.ones_like(IDS)},
+    ):
+        expected = run(model, "plain", **arguments)
+        spy.seen()
+        found = run(model, way, **arguments)
+        assert taken in spy.seen()
+        seen = arguments.get("attention_mask", mask).bool()
+        assert (found - expected)[seen].abs().max() < EXACT
+    whole = run(model, way)
+    with torch.no_grad():
+        first = model(IDS[:, :40], use_cache=True)
+        second = model(IDS[:, 40:69], past_key_values=first.past_key_values)
+        last = model(IDS[:, 69:], past_key_values=second.past_key_values)
+    steps = torch.cat([first.logits, second.logits, last.logits], dim=1)
+    assert (steps - whole).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "kerple", "fire"])
+def test_an_encoder_sees_both_sides(scheme: str, spy: Spy) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=128, initializer_range=0.3,
+    )  # fmt: skip
+    model = BertModel(config).double().eval()
+    patch_model(model, scheme)
+    with torch.no_grad():
+        set_backend(model, "plain")
+        expected = model(IDS).last_hidden_state
+        for way in ("hankel", "chunked") if scheme != "fire" else ("chunked",):
+            set_backend(model, way)
+            spy.seen()
+            assert (model(IDS).last_hidden_state - expected).abs().max() < EXACT
+            assert spy.seen() == {way}
+
+
+def test_grouped_heads_equal_the_plain_formula(spy: Spy) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.3,
+    )  # fmt: skip
+    for scheme, way in (("alibi", "row"), ("alibi", "hankel"), ("fire", "chunked"), ("dual_chunk", "merge")):
+        model = LlamaForCausalLM(config).eval()
+        patch_model(model, scheme, max_length=128)
+        expected = run(model, "plain")
+        spy.seen()
+        assert (run(model, way) - expected).abs().max() < 5e-5  # its norms are float32
+        assert spy.seen() == {way}
+
+
+def test_auto_takes_the_fastest_from_a_length_on(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {"alibi": "row", "t5": "hankel", "kerple": "hankel", "fire": "chunked", "rerope": "merge"}
+    for scheme, way in wanted.items():
+        model = swapped(scheme, {})
+        expected = run(model, "auto")
+        assert spy.seen() == {"plain"}
+        monkeypatch.setattr(backends, "MIN_QK_PAIRS", LENGTH**2)
+        assert (run(model, "auto") - expected).abs().max() < EXACT
+        assert spy.seen() == {way}
+        run(model, "auto", attention_mask=torch.ones_like(IDS).index_fill(1, torch.tensor([0]), 0))
+        assert spy.seen() == ({"chunked"} if scheme == "fire" else {"plain"})
+        monkeypatch.undo()
+        spy.__init__(monkeypatch)  # type: ignore[misc]
+
+
+def test_dropout_is_honoured_by_the_plain_way(spy: Spy) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=67, n_embd=32, n_layer=1, n_head=4, n_positions=32, attn_pdrop=0.9))
+    patch_model(model, "alibi", max_length=128)
+    model.train()
+    set_backend(model, "row")
+    assert (model(IDS).logits - model(IDS).logits).abs().max() > 1e-3
+    assert spy.seen() == {"plain"}
+
+
+def test_a_compiled_model_is_one_graph_still() -> None:
+    model = swapped("alibi", {})
+    set_backend(model, "row")
+    torch._dynamo.reset()
+    forward = torch.compile(lambda ids: model(ids, use_cache=False).logits, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert (forward(IDS) - model(IDS).logits).abs().max() < EXACT
+
+
+def test_an_unknown_torch_takes_the_plain_way_with_one_warning(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = swapped("alibi", {})
+    expected = run(model, "plain")
+    monkeypatch.setattr(fused, "forward", lambda *args, **kwargs: 1 / 0)
+    fused.available.cache_clear()
+    spy.seen()
+    try:
+        with pytest.warns(BackendWarning, match=r"fused attention does not work on torch .*ZeroDivisionError") as told:
+            found = [run(model, "row") for _ in range(2)]
+    finally:
+        fused.available.cache_clear()
+    assert len(told) == 1
+    assert spy.seen() == {"plain"}
+    assert all(torch.equal(one, expected) for one in found)
+
+
+def test_a_kernel_that_errs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fused.backward
+    monkeypatch.setattr(fused, "backward", lambda *args, **kwargs: tuple(1.01 * x for x in real(*args, **kwargs)))
+    fused.available.cache_clear()
+    try:
+        with pytest.warns(BackendWarning, match="its results differ from the formula by .*The plain paths are used"):
+            assert not fused.available()
+    finally:
+        monkeypatch.undo()
+        fused.available.cache_clear()
+    assert fused.available()
+
+
+def test_the_choice_goes_with_copies() -> None:
+    model = swapped("alibi", {})
+    set_backend(model, "row")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert {m.backend for m in twin.modules() if isinstance(m, Mechanism)} == {"row"}
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(NotPatchedError, match=r"GPT2LMHeadModel carries no scheme inside attention.*patch_model first"):
+        set_backend(gpt2(), "plain")
+    model = swapped("t5", {})
+    with pytest.raises(OptionError, match=r"no backend .quick.. There are: auto, row, row_windowed, hankel, flex"):
+        set_backend(model, "quick")
+    with pytest.raises(UnsupportedSwapError, match=r"cannot be computed by 'row'.*auto, hankel, flex, chunked, plain"):
+        set_backend(model, "row")
+    assert {m.backend for m in model.modules() if isinstance(m, Mechanism)} == {"auto"}
+
+
+def test_what_each_scheme_has() -> None:
+    ways = {}
+    for scheme in ("rope", "fire", "dual_chunk", "t5"):
+        model = gpt2()
+        patch_model(model, scheme, max_length=64)
+        (mechanism,) = (m for m in model.modules() if isinstance(m, Mechanism))
+        ways[scheme] = backends_of(mechanism)
+    t5 = ("hankel", "flex", "chunked", "plain")
+    assert ways == {
+        "rope": (), "fire": ("chunked", "plain"), "dual_chunk": ("merge", "plain"), "t5": t5,
+    }  # fmt: skip
+    assert backends_of(NoPE(logit_scale=0.1, original_length=8).mechanism(None)) == ()  # type: ignore[arg-type]
+
+
+def test_a_plan_says_how_attention_will_be_computed() -> None:
+    def said(scheme: Any) -> str:
+        lines = str(plan_swap(gpt2(), scheme, max_length=64)).splitlines()
+        return "\n".join(line.split(None, 1)[1] for line in lines if line.startswith("backend "))
+
+    assert said("rope") == said("nope") == said("learned") == "", "the model's own attention"
+    assert said("alibi").startswith("row: the bias as one number a key, in a fused kernel (sdpa on a CPU, 512 tokens")
+    assert said("fire").endswith("; else plain; see set_backend")
+    assert said("t5").startswith("hankel: ")
+    assert "; flex on a GPU, 2048 tokens and more; else chunked or plain" in said("t5")
+    mixed = said(PerLayer(layers={0: "alibi", 1: "rerope"}))
+    assert [line.split(":")[0] for line in mixed.splitlines()] == ["row", "merge"]

@@ -1,0 +1,135 @@
+"""Keys that the cache holds rotated once for each piece: nothing is rotated again, and every cache gives the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, StaticCache
+
+from hf_posswap import patch_model, plan_swap
+from hf_posswap.schemes.common import piece
+
+LENGTH, WIDTH = 70, 8
+EXACT = 1e-11
+IDS = torch.arange(2 * LENGTH).view(2, LENGTH).mul(7).remainder(61) + 3
+SCHEMES: list[tuple[str, dict[str, Any]]] = [
+    ("self_extend", {}),
+    ("rerope", {"log_scaling": True}),
+    ("leaky_rerope", {}),
+    ("longrope", {"follow": "query", "long_factor": [1.0, 1.5, 2.0, 4.0], "site": "attention"}),
+    ("longrope", {"follow": "query", "long_factor": [2.0, 2.0, 3.0, 4.0], "original_positions": 5}),
+]
+
+
+def gpt2() -> Any:
+    config = GPT2Config(
+        vocab_size=67, n_embd=32, n_layer=2, n_head=4, n_positions=32, initializer_range=0.3, bos_token_id=0,
+        eos_token_id=1, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> Any:
+    config = LlamaConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.3, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def swapped(scheme: str, options: dict[str, Any], build: Any = gpt2) -> Any:
+    torch.manual_seed(0)
+    model = build().double().eval()
+    patch_model(model, scheme, max_length=128, **options)
+    return model
+
+
+@torch.no_grad()
+def steps(model: Any, cache: Any, cuts: tuple[int, ...], mask: Tensor | None = None) -> Tensor:
+    mask, outs = torch.ones_like(IDS) if mask is None else mask, []
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    for start, stop in zip((0, *cuts), (*cuts, LENGTH), strict=True):
+        seen = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+        outs.append(model(IDS[:, start:stop], past_key_values=cache, use_cache=True, **seen).logits)
+    return torch.cat(outs, dim=1)
+
+
+@pytest.mark.parametrize(("scheme", "options"), SCHEMES, ids=str)
+@pytest.mark.parametrize("build", [gpt2, llama])
+@torch.no_grad()
+def test_every_cache_gives_what_a_whole_forward_gives(scheme: str, options: dict[str, Any], build: Any) -> None:
+    model = swapped(scheme, options, build)
+    whole = model(IDS, use_cache=False).logits
+    near = EXACT if build is gpt2 else 5e-5  # the norms of a Llama are float32
+    cuts = (20, 31, 32, 33, 60, *range(61, LENGTH))
+    cache = DynamicCache()
+    assert (steps(model, cache, cuts) - whole).abs().max() < near
+    assert [layer.keys.shape[-1] for layer in cache.layers] == [2 * WIDTH] * 2
+    assert [layer.values.shape[-1] for layer in cache.layers] == [WIDTH] * 2
+    static = StaticCache(config=model.config, max_cache_len=LENGTH + 3)
+    assert (steps(model, static, cuts) - whole).abs().max() < near
+    assert static.layers[0].keys.shape[-1] == 2 * WIDTH
+    cache.crop(40 - LENGTH)
+    again = model(IDS[:, 40:], past_key_values=cache, use_cache=True).logits
+    assert (again - whole[:, 40:]).abs().max() < near
+
+
+@pytest.mark.parametrize(("scheme", "options"), SCHEMES, ids=str)
+@torch.no_grad()
+def test_a_cache_of_a_shape_given_before_holds_raw_keys(scheme: str, options: dict[str, Any]) -> None:
+    model = swapped(scheme, options)
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH)
+    cache.early_initialization(batch_size=2, num_heads=4, head_dim=WIDTH, dtype=torch.float64, device="cpu")
+    found = steps(model, cache, (20, 33, 69))
+    assert (found - model(IDS, use_cache=False).logits).abs().max() < EXACT
+    assert cache.layers[0].keys.shape[-1] == WIDTH
+
+
+@pytest.mark.parametrize(("scheme", "options"), SCHEMES, ids=str)
+@torch.no_grad()
+def test_left_padding_changes_no_logits(scheme: str, options: dict[str, Any]) -> None:
+    model, mask = swapped(scheme, options), torch.ones_like(IDS)
+    mask[0, :9] = 0
+    found = steps(model, DynamicCache(), (40, 55, 69), mask)
+    alone = model(IDS[:1, 9:], use_cache=False).logits
+    assert (found[:1, 9:] - alone).abs().max() < EXACT
+
+
+@pytest.mark.parametrize(("scheme", "options"), SCHEMES[::3], ids=str)
+@torch.no_grad()
+def test_beams_take_their_copies_along(scheme: str, options: dict[str, Any]) -> None:
+    model = swapped(scheme, options)
+    settings = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompts = IDS[:, :28]
+    found = [
+        model.generate(prompts, attention_mask=torch.ones_like(prompts), use_cache=kept, **settings)
+        for kept in (True, False)
+    ]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("scheme", "options"), SCHEMES, ids=str)
+@torch.no_grad()
+def test_a_step_rotates_no_older_key(scheme: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = swapped(scheme, options), DynamicCache()
+    model(IDS[:, :60], past_key_values=cache, use_cache=True)
+    tokens: list[int] = []
+    real = piece.rotate
+    monkeypatch.setattr(piece, "rotate", lambda x, *rest: tokens.append(x.shape[2]) or real(x, *rest))
+    model(IDS[:, 60:61], past_key_values=cache, use_cache=True)
+    assert tokens
+    assert set(tokens) == {1}
+
+
+def test_a_plan_says_what_is_cached() -> None:
+    def said(scheme: str, **options: Any) -> str:
+        return str(plan_swap(gpt2(), scheme, max_length=128, **options))
+
+    assert "2 rotated keys a token cached" in said("self_extend")
+    text = said("longrope", follow="query", long_factor=[2.0] * 4)
+    assert "keys are cached rotated for each of 2 lengths" in text
+    assert "raw keys cached" in said("dynamic", follow="query", factor=4.0)
+    assert "keys before the cache" in said("dual_chunk")

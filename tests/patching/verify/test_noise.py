@@ -1,0 +1,105 @@
+"""`verify_swap` sees mechanisms of models that are hardly trained, and the lack of one, whatever the weights' size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from hf_posswap import patch_model, verify_swap
+from hf_posswap.errors import SwapVerificationError
+from hf_posswap.patching.verify import noise, token_probe
+from hf_posswap.patching.verify.noise import NoEffectSeen, finer, noise_of
+from hf_posswap.patching.verify.token_probe import token_probe as make_probe
+
+SIZES = st.floats(-2.6, -0.5).map(lambda power: 10**power)  # of weights: 0.0025 to 0.3
+SEEDS = st.integers(0, 2**16)
+
+
+def encoder(size: float, seed: int, **options: Any) -> Any:
+    """Return a random BERT whose weights have the standard deviation `size`."""
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = BertConfig(**shape, vocab_size=97, max_position_embeddings=64, initializer_range=size, **options)
+    return BertForMaskedLM(config).eval()
+
+
+def decoder(size: float, seed: int) -> Any:
+    """Return a random GPT-2 whose weights have the standard deviation `size`."""
+    torch.manual_seed(seed)
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions": 64}
+    return GPT2LMHeadModel(GPT2Config(**shape, initializer_range=size)).eval()
+
+
+def unchanged(x: Any, prepared: Any) -> Any:
+    return x
+
+
+def deafen(model: Any) -> None:
+    """Let the swapped model turn nothing: its structure is as planned, and it has no positions."""
+    mechanism = model.base_model.posswap
+    mechanism.rotate_query = mechanism.rotate_key = unchanged
+
+
+@pytest.mark.parametrize("build", [encoder, decoder])
+@pytest.mark.parametrize("scheme", ["rope", "alibi"])
+@settings(max_examples=12, deadline=None)
+@given(size=SIZES, seed=SEEDS)
+def test_a_weak_mechanism_is_one(build: Callable[..., Any], scheme: str, size: float, seed: int) -> None:
+    model = build(size, seed)
+    patch_model(model, scheme)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    verify_swap(model, seed=seed)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("build", [encoder, decoder])
+@settings(max_examples=12, deadline=None)
+@given(size=SIZES, seed=SEEDS)
+def test_a_mechanism_without_effect_is_refused_at_any_size(build: Callable[..., Any], size: float, seed: int) -> None:
+    model = build(size, seed)
+    patch_model(model, "rope")
+    deafen(model)
+    with pytest.raises(SwapVerificationError, match="do not depend on the position ids") as caught:
+        verify_swap(model, seed=seed)
+    assert type(caught.value) is not NoEffectSeen
+
+
+@settings(max_examples=12, deadline=None)
+@given(size=SIZES, seed=SEEDS)
+def test_the_order_of_tokens_alone_shows_it_too(size: float, seed: int) -> None:
+    """An encoder that is not told of positions: sums in another order are all that its tokens' order changes."""
+    model = encoder(size, seed, attn_implementation="eager")
+    patch_model(model, "rope")
+    deafen(model)
+    for one in (model, finer(model)):
+        probe = make_probe(one, 12, seed)
+        with torch.no_grad():
+            logits = probe.at(one, probe.near)
+            bound = noise_of(one, float(logits.abs().max()), 0.0, torch.float32)
+            with pytest.raises(NoEffectSeen, match="do not depend on the order of the tokens"):
+                token_probe._order(one, one._posswap.plan, probe, bound)
+
+
+def test_what_half_precision_hides_is_found_in_a_finer_copy() -> None:
+    model = encoder(0.01, 0).to(torch.bfloat16)
+    patch_model(model, "rope")
+    assert "in float64: torch.bfloat16 hides so weak a mechanism" in verify_swap(model).checks["finite"]
+    strong = encoder(0.2, 0)
+    patch_model(strong, "rope")
+    assert "float64" not in verify_swap(strong).checks["finite"]
+
+
+def test_no_copy_is_made_of_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "LARGEST_COPY", 100)
+    model = encoder(0.003, 0)
+    patch_model(model, "rope")
+    assert finer(model) is None
+    with pytest.raises(SwapVerificationError, match="the logits do not depend on"):
+        verify_swap(model)

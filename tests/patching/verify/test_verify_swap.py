@@ -1,0 +1,189 @@
+"""verify_swap passes what is right (the contract suite runs it on every pair) and fails on every sabotage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posswap import patch_model, verify_swap
+from hf_posswap.errors import NotPatchedError, SwapVerificationError
+from hf_posswap.patching.sites.attention.hooks import PositionHook, StartHook
+from hf_posswap.patching.sites.embedding.length import LengthHook
+from tests.contract.models import LENGTH, build
+from tests.contract.pairs import gap, logits, words
+from tests.contract.test_training import with_lora
+from tests.patching.plan.test_swap_plan import snapshot
+
+
+def drop_hook(path: str, kind: type) -> Callable[[Any], None]:
+    def sabotage(model: Any) -> None:
+        hooks = model.get_submodule(path)._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
+            del hooks[key]
+
+    return sabotage
+
+
+def overwrite(path: str) -> Callable[[Any], None]:
+    def sabotage(model: Any) -> None:
+        owner, _, leaf = path.rpartition(".")
+        with torch.no_grad():
+            getattr(model.get_submodule(owner), leaf).mul_(1.5)
+
+    return sabotage
+
+
+def native_config(model: Any) -> None:
+    attention = model.transformer.h[1].attn
+    attention.config = attention.config.native
+
+
+def native_table(model: Any) -> None:
+    model.transformer.wpe = build("gpt2").transformer.wpe
+
+
+def native_rotary(model: Any) -> None:
+    model.model.rotary_emb = build("llama").model.rotary_emb
+
+
+def thawed_table(model: Any) -> None:
+    model.transformer.wpe.weight.requires_grad_(True)
+
+
+def short_table(model: Any) -> None:
+    model.transformer.wpe = build("gpt2").transformer.wpe
+
+
+def other_angles(model: Any) -> None:
+    mechanism = model.transformer.posswap
+    mechanism._fixed = mechanism._fixed._replace(inv_freq=mechanism._fixed.inv_freq * 1.01)
+
+
+def other_slopes(model: Any) -> None:
+    model.transformer.posswap.slopes = model.transformer.posswap.slopes * 2
+
+
+def other_scheme(model: Any) -> None:
+    donor = build("gpt2")
+    patch_model(donor, "alibi")
+    model.transformer.posswap = donor.transformer.posswap
+
+
+def forgotten_record(model: Any) -> None:
+    del model.config.posswap
+
+
+def other_length(model: Any) -> None:
+    model.config.max_position_embeddings = 7
+
+
+def infinite_weight(model: Any) -> None:
+    with torch.no_grad():
+        model.transformer.ln_f.weight[0] = torch.inf
+
+
+def deaf_to_positions(model: Any) -> None:
+    """Structure untouched, yet every query stands at 0: only behaviour tells."""
+    mechanism = model.transformer.posswap
+    mechanism.rotate_query = mechanism.rotate_key = _unrotated
+
+
+def _unrotated(x: Any, prepared: Any) -> Any:
+    return x
+
+
+def absolute_positions(model: Any) -> None:
+    """Rotates queries alone: no longer relative."""
+    model.transformer.posswap.rotate_key = _unrotated
+
+
+SABOTAGE: dict[str, tuple[tuple[str, str, Any], Callable[[Any], None], str]] = {
+    "position hook": (("gpt2", "rope", 64), drop_hook("transformer.h.1.attn", PositionHook), "does not carry"),
+    "config view": (("gpt2", "rope", 64), native_config, "does not carry the scheme"),
+    "start hook": (("gpt2", "rope", 64), drop_hook("transformer", StartHook), "keeps forwards apart is gone"),
+    "length hook": (("gpt2", "sinusoidal", 64), drop_hook("transformer", LengthHook), "watches the length is gone"),
+    "table is back": (("gpt2", "rope", 64), native_table, "the position table is still there"),
+    "table overwritten": (("gpt2", "sinusoidal", 64), overwrite("transformer.wpe.weight"), "what its formula gives"),
+    "table thawed": (("gpt2", "sinusoidal", 64), thawed_table, "trainable where it should be frozen"),
+    "table shorter": (("gpt2", "learned", 64), short_table, "32 rows instead of 64"),
+    "angles of the mechanism": (("gpt2", "rope", 64), other_angles, "of the mechanism changed"),
+    "slopes of the mechanism": (("gpt2", "alibi", 64), other_slopes, "of the mechanism changed"),
+    "another scheme": (("gpt2", "rope", 64), other_scheme, "AlibiMechanism stands where a RotaryMechanism should"),
+    "native angles": (("llama", "yarn", 64), overwrite("model.rotary_emb.inv_freq"), "planned frequencies"),
+    "native rotary is back": (("llama", "yarn", 64), native_rotary, "planned frequencies"),
+    "rotation beside a bias": (("llama", "alibi", 64), native_rotary, "native rotation is still active"),
+    "still angles turn": (("llama", "nope", 64), native_rotary, "planned frequencies"),
+    "record": (("gpt2", "rope", 64), forgotten_record, "config.posswap is gone"),
+    "length in the config": (("gpt2", "rope", 64), other_length, "the config says 7 instead of 64"),
+    "infinite logits": (("gpt2", "rope", 64), infinite_weight, "not finite"),
+    "rotation that does nothing": (("gpt2", "rope", 64), deaf_to_positions, "do not depend on the position ids"),
+    "rotation of queries alone": (("gpt2", "rope", 64), absolute_positions, "shifting all positions"),
+}
+
+
+@pytest.mark.parametrize("what", list(SABOTAGE))
+def test_verify_swap_finds_sabotage(what: str) -> None:
+    (name, scheme, length), sabotage, message = SABOTAGE[what]
+    model = build(name)
+    patch_model(model, scheme, max_length=length)
+    verify_swap(model)
+    sabotage(model)
+    with pytest.raises(SwapVerificationError, match=message):
+        verify_swap(model)
+
+
+def test_a_model_without_a_swap_is_refused() -> None:
+    with pytest.raises(NotPatchedError, match="carries no swap: nothing to verify"):
+        verify_swap(build("gpt2"))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, True, 2.5, "12"])
+def test_an_impossible_number_of_tokens_is_refused(tokens: Any) -> None:
+    model = build("gpt2")
+    patch_model(model, "rope")
+    with pytest.raises(SwapVerificationError, match="tokens must be a whole number >= 2"):
+        verify_swap(model, tokens=tokens)
+
+
+def test_verifying_changes_nothing() -> None:
+    model = build("gpt2")
+    patch_model(model, "rope", max_length=64)
+    model.train()
+    model.transformer.h[0].eval()
+    ids = words(1, LENGTH)
+    before, modes = snapshot(model), [module.training for module in model.modules()]
+    expected = logits(model, ids)
+    verify_swap(model)
+    assert snapshot(model) == before
+    assert [module.training for module in model.modules()] == modes
+    assert gap(logits(model, ids), expected) == 0
+
+
+def test_the_report_names_each_check_and_what_was_found() -> None:
+    model = build("llama")
+    patch_model(model, "rope", site="attention")
+    report = verify_swap(model)
+    assert "0 away, as they should be: an identity" in report.checks["unswapped model"]
+    assert all(line.startswith("ok  ") for line in str(report).splitlines())
+
+
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "sinusoidal"])
+def test_a_trained_cast_or_adapted_model_still_verifies(scheme: str) -> None:
+    model = build("gpt2")
+    patch_model(model, scheme, max_length=64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    verify_swap(model)
+    verify_swap(model.to(torch.bfloat16))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_a_model_inside_peft_verifies() -> None:
+    model = with_lora(build("gpt2"), "gpt2")
+    patch_model(model, "rope", max_length=64)
+    verify_swap(model)

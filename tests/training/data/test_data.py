@@ -1,0 +1,353 @@
+"""Data: every source, kept tokens, what is held out, the mixture, the order, the draws; by index alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_posswap.errors import DataError, MissingDependencyError, OptionError
+from hf_posswap.text.hub import HubText
+from hf_posswap.text.stdlib import python_corpus
+from hf_posswap.training import byte_tokenizer
+from hf_posswap.training.data import DataSettings, Source, build_data
+from hf_posswap.training.data import sources as reading
+from hf_posswap.training.data import store as storing
+from hf_posswap.training.data.cutting import LEAST, cut_pieces, pack_pieces
+from hf_posswap.training.data.masking import make_masking
+from hf_posswap.training.data.order import Order
+from hf_posswap.training.data.positions import pose_draw, random_positions
+from hf_posswap.training.data.telling import Telling
+from tests.training.data.test_packing import built, masked_tokenizer
+
+TEXTS = [f"document {number} says {'more ' * number}and ends" for number in range(40)]
+TOKENIZER = byte_tokenizer()
+
+
+def rows(texts: list[str], column: str = "text") -> list[dict[str, str]]:
+    return [{column: text} for text in texts]
+
+
+def data(tmp_path: Path, *sources: Source, **more: Any) -> Any:
+    settings = DataSettings(sources, cache=tmp_path / "cache", **{"length": 32, "held_out": 0.2} | more)
+    return build_data(settings, TOKENIZER, causal=True, scheme_length=1024)
+
+
+def texts_of(documents: Any) -> set[str]:
+    return {TOKENIZER.decode(document[1:]) for document in documents}
+
+
+def test_every_kind_of_source_gives_the_same_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "folder" / f"{number:02}.txt").write_text(text)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(TEXTS, "body")))
+    Dataset.from_list(rows(TEXTS)).to_parquet(tmp_path / "a.parquet")
+    hub = tmp_path / "org" / "books"
+    hub.mkdir(parents=True)
+    Dataset.from_list(rows(TEXTS)).to_parquet(hub / "train.parquet")
+    monkeypatch.chdir(tmp_path)
+    # beside a folder of that name, where datasets finds it offline
+    monkeypatch.setattr(reading, "hub_text", lambda path: HubText(path) if path == "org/books" else None)
+    sources = [Source("folder"), Source("a.jsonl", column="body"), Source("a.parquet"), Source("org/books")]
+    sources.append(Source("org/books", streaming=False))
+    for source in sources:
+        found = data(tmp_path, source)
+        train, held_out = texts_of(found.train.stores[0]), texts_of(found.held_out)
+        assert train | held_out == set(TEXTS)
+        assert not train & held_out
+        assert 2 <= len(held_out) <= 16
+        assert texts_of(data(tmp_path, dataclasses.replace(source, documents=5)).train.stores[0]) <= set(TEXTS[:5])
+
+
+def test_the_python_corpus_holds_out_what_models_are_measured_on(tmp_path: Path) -> None:
+    found = data(tmp_path, Source(documents=30))
+    corpus = python_corpus()
+    assert texts_of(found.held_out) <= {document.text for document in corpus.held_out}
+    assert texts_of(found.train.stores[0]) <= {document.text for document in corpus.train}
+
+
+def test_tokens_are_made_once_and_anew_when_anything_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows(TEXTS)))
+    written = []
+    write = storing._write
+    monkeypatch.setattr(storing, "_write", lambda *given: (written.append(1), write(*given)))
+    first = data(tmp_path, Source(str(path)))
+    again = data(tmp_path, Source(str(path)), packing="documents", seed=5)
+    assert len(written) == 1
+    assert np.array_equal(first.train.stores[0].tokens, again.train.stores[0].tokens)
+    data(tmp_path, Source(str(path)), held_out=0.3)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows([*TEXTS, "one more"])))
+    assert len(texts_of(data(tmp_path, Source(str(path))).train.stores[0])) > 20
+    settings = DataSettings((Source(str(path)),), cache=tmp_path / "cache", length=16, held_out=0.2)
+    build_data(settings, masked_tokenizer(), causal=False, scheme_length=16)
+    assert len(written) == 4
+
+
+def test_groups_of_any_size_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows([*TEXTS[:20], "", *TEXTS[20:]])))
+    found = []
+    for number, (count, characters) in enumerate([(256, 4_000_000), (3, 4_000_000), (256, 100)]):
+        monkeypatch.setattr(storing, "_AT_ONCE", count)
+        monkeypatch.setattr(storing, "_CHARACTERS", characters)
+        found.append(data(tmp_path / str(number), Source(str(tmp_path / "a.jsonl"))).train.stores[0])
+    for other in found[1:]:
+        assert np.array_equal(other.tokens, found[0].tokens)
+        assert np.array_equal(other.offsets, found[0].offsets)
+
+
+def _in_a_process(folder: str, queue: Any) -> None:
+    found = data(Path(folder), Source(documents=60))
+    queue.put((len(found.train.stores[0].tokens), int(found.train[3]["input_ids"].sum())))
+
+
+def test_processes_that_ask_at_once_get_the_same(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    processes = [context.Process(target=_in_a_process, args=(str(tmp_path), queue)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    found = [queue.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert found[0] == found[1]
+    assert len([path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()]) == 1
+
+
+def test_damaged_tokens_are_said(tmp_path: Path) -> None:
+    folder = data(tmp_path, Source(documents=20)) and next((tmp_path / "cache" / "tokens").glob("tokens-*[0-9a-f]"))
+    kept = (folder / "train.bin").read_bytes()
+    (folder / "train.bin").write_bytes(kept[:400])
+    with pytest.raises(DataError, match=r"holds 100 tokens where \d+ were written: it is damaged. Delete that folder"):
+        data(tmp_path, Source(documents=20))
+    (folder / "train.bin").unlink()
+    with pytest.raises(DataError, match=r"the kept tokens in .* cannot be read: .*Delete that folder"):
+        data(tmp_path, Source(documents=20))
+
+
+@pytest.mark.parametrize("packing", ["none", "documents", "pose", "random-positions"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_an_item_depends_on_settings_and_index_alone(tmp_path: Path, packing: Any, causal: bool) -> None:
+    one = built(tmp_path, packing, causal=causal).train.sized(200)
+    other = built(tmp_path, packing, causal=causal).train.sized(150)
+    forward = [one[k] for k in range(100)]
+    for k in reversed(range(100)):
+        again = other[k]
+        assert all(torch.equal(again[name], value) for name, value in forward[k].items())
+    reseeded = dataclasses.replace(one, seed=9, order=Order([len(one.cuts[0])], [1.0], 9))
+    assert any(not torch.equal(reseeded[k]["input_ids"], forward[k]["input_ids"]) for k in range(9))
+    with pytest.raises(IndexError, match="window 150 of 150"):
+        other[150]
+    with pytest.raises(DataError, match="at least 1 window, got 0"):
+        other.sized(0)
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), size=st.integers(4, 20), around=st.integers(0, 2))
+def test_packing_covers_every_token_once_and_splits_no_document_that_fits(
+    lengths: list[int], size: int, around: int
+) -> None:
+    offsets = np.cumsum([0, *lengths])
+    cut = cut_pieces(offsets, size - around)
+    packed = pack_pieces(cut, size, around=around)
+    seen: Counter[int] = Counter()
+    for window in range(len(packed)):
+        pieces = packed.pieces(window)
+        assert sum(length + around for _, length, _ in pieces) <= size
+        for start, length, end in pieces:
+            assert length >= LEAST
+            assert start + length <= end
+            document = int(np.searchsorted(offsets, start, side="right")) - 1
+            assert end == offsets[document + 1]
+            if lengths[document] <= size - around:
+                assert length == lengths[document]
+            seen.update(range(start, start + length))
+    assert set(seen.values()) <= {1}
+    assert len(seen) + packed.left == sum(lengths)
+    assert packed.left <= len(lengths)  # at most a lone last token of each
+    assert len(packed) <= len(cut)
+
+
+def test_pieces_shorter_than_a_window_are_left_out(tmp_path: Path) -> None:
+    cut = cut_pieces(np.array([0, 7, 10, 20]), 4, whole=True)
+    assert cut.starts.tolist() == [0, 10, 14]
+    assert cut.left == 3 + 3 + 2
+    with pytest.raises(DataError, match=r"no window for packing 'pose': its longest document has 9 tokens, and 64"):
+        built(tmp_path, "pose", lengths=[8])
+
+
+@given(counts=st.lists(st.integers(1, 50), min_size=1, max_size=4), seed=st.integers(0, 9), data=st.data())
+def test_sources_come_by_their_weights_and_windows_once_a_pass(counts: list[int], seed: int, data: Any) -> None:
+    weights = data.draw(st.lists(st.floats(0.05, 1), min_size=len(counts), max_size=len(counts)))
+    order = Order(counts, weights, seed)
+    drawn = [order.at(k) for k in range(2000)]
+    for source, count in enumerate(counts):
+        windows = [window for found, window in drawn if found == source]
+        assert abs(len(windows) / 2000 - weights[source] / sum(weights)) <= 1e-3
+        for turn in range(len(windows) // count):
+            assert sorted(windows[turn * count : (turn + 1) * count]) == list(range(count))
+    assert [Order(counts, weights, seed).at(k) for k in (1999, 0, 700)] == [drawn[k] for k in (1999, 0, 700)]
+
+
+@given(size=st.integers(4, 40), more=st.integers(0, 60), target=st.integers(1, 200), seed=st.integers(0, 99))
+def test_pose_draws_what_the_paper_says(size: int, more: int, target: int, seed: int) -> None:
+    first, second, positions = pose_draw(size, size + more, size + target, np.random.default_rng(seed))
+    assert 1 <= first <= (size + 1) // 2
+    assert first <= second <= size + more - (size - first)
+    jump = positions[first] - first
+    assert 0 <= jump <= target
+    assert positions.tolist() == [*range(first), *(k + jump for k in range(first, size))]
+
+
+def test_pose_reaches_every_part_of_its_ranges() -> None:
+    drawn = [pose_draw(8, 16, 20, np.random.default_rng(seed)) for seed in range(800)]
+    assert {first for first, _, _ in drawn} == {1, 2, 3, 4}
+    assert {int(positions[-1]) for _, _, positions in drawn} == set(range(7, 20))
+    assert {second - first for first, second, _ in drawn} == set(range(9))
+
+
+def test_pose_reads_the_text_that_stands_there(tmp_path: Path) -> None:
+    found = built(tmp_path, "pose").train
+    stream = bytes(found.stores[0].tokens.astype(np.uint8))
+    for k in range(30):
+        item = found[k]
+        jump = int((item["position_ids"].diff() != 1).nonzero()[0]) + 1 if item["position_ids"][-1] > 63 else None
+        assert int(item["position_ids"].max()) < found.target
+        assert item["attention_mask"].all()
+        if jump is not None:
+            ids = bytes(item["input_ids"].numpy().astype(np.uint8))
+            assert ids[:jump] in stream
+            assert ids[jump:] in stream
+            assert item["labels"][jump] == -100 or ids in stream
+            assert (item["labels"][1:] == -100).sum() <= 1
+
+
+@given(size=st.integers(1, 30), more=st.integers(0, 99), seed=st.integers(0, 99))
+def test_random_positions_rise_below_the_target(size: int, more: int, seed: int) -> None:
+    found = random_positions(size, size + more, np.random.default_rng(seed))
+    assert len(found) == size
+    assert found.min() >= 0
+    assert found.max() < size + more
+    assert (np.diff(found) > 0).all()
+
+
+def test_random_positions_are_even() -> None:
+    drawn = np.concatenate([random_positions(4, 16, np.random.default_rng(seed)) for seed in range(2000)])
+    counts = np.bincount(drawn, minlength=16)
+    assert (abs(counts - 500) < 5 * np.sqrt(500)).all()
+
+
+def test_masking_hides_as_bert_did() -> None:
+    tokenizer = masked_tokenizer()
+    masking = make_masking(tokenizer, 0.15)
+    assert (masking.before, masking.after, masking.mask) == ((1,), (2,), 3)
+    assert set(masking.words.tolist()) == set(range(5, 31))
+    ids = np.random.default_rng(0).integers(5, 31, 200_000)
+    shown, labels = masking.hide(ids, np.random.default_rng(1))
+    chosen = labels != -100
+    assert chosen.mean() == pytest.approx(0.15, abs=0.005)
+    assert (labels[chosen] == ids[chosen]).all()
+    assert (shown[~chosen] == ids[~chosen]).all()
+    hidden, kept = shown[chosen] == 3, shown[chosen] == ids[chosen]
+    assert hidden.mean() == pytest.approx(0.8, abs=0.01)
+    assert kept.mean() == pytest.approx(0.1 + 0.1 / 26, abs=0.01)
+    assert not np.isin(shown[chosen][~hidden], tokenizer.all_special_ids).any()
+    for seed in range(50):
+        assert (masking.hide(ids[:2], np.random.default_rng(seed))[1] != -100).any()
+
+
+def test_what_an_encoder_reads_is_wrapped(tmp_path: Path) -> None:
+    for packing, begins in (("none", 1), ("pose", 1), ("documents", 2)):
+        item = built(tmp_path, packing, causal=False).train[0]  # type: ignore[arg-type]
+        assert item["input_ids"][0] == 1
+        assert (item["input_ids"] == 1).sum() == (item["input_ids"] == 2).sum() >= 1
+        assert begins == 1 or (item["position_ids"][item["input_ids"] == 1] == 0).all()
+        assert (item["labels"][item["input_ids"] <= 2] == -100).all()
+        assert (item["labels"] != -100).any()
+    shifted = dataclasses.replace(built(tmp_path, "pose", causal=False).train, first_position=2)
+    ordinary = built(tmp_path, "pose", causal=False).train
+    assert torch.equal(shifted[4]["position_ids"], ordinary[4]["position_ids"] + 2)
+    assert int(ordinary[4]["position_ids"][0]) == 0
+
+
+def test_a_summary_counts_all(tmp_path: Path) -> None:
+    found = data(tmp_path, Source(documents=30), packing="documents")
+    row = found.summary["sources"][0]
+    assert row["documents"] + row["held_out_documents"] == 30
+    assert row["tokens_in_windows"] + row["tokens_left_out"] == row["tokens"] == len(found.train.stores[0].tokens)
+    assert row["windows"] == len(found.train)
+    json.dumps(found.summary)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (lambda: Source("", -1.0, documents=1), r"source: path is .*; weight is .* got -1.0; .*; documents"),
+        (
+            lambda: DataSettings((), length=1, packing="docs", seed=-1, held_out=1.0, mask_share=0.0),  # type: ignore[arg-type]
+            r"data: sources names .*; length .* got 1; packing is one of none, .*'docs'; seed .*; held_out .*; mask_s",
+        ),
+    ],
+)
+def test_every_problem_of_settings_is_said_at_once(settings: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        settings()
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="windows of 2048 tokens do not fit into the 1024 positions"):
+        data(tmp_path, Source(), length=2048)
+    with pytest.raises(DataError, match=r"packing 'pose' trains positions beyond the window, and .* both 1024"):
+        data(tmp_path, Source(), length=1024, packing="pose")
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        data(tmp_path, Source(str(tmp_path / "nowhere")))
+    (tmp_path / "lone.txt").write_text("a text of its own")
+    with pytest.raises(DataError, match=r"has 1 documents, and none of them is left to (measure|learn)"):
+        data(tmp_path, Source(str(tmp_path / "lone.txt")))
+    settings = DataSettings((Source(documents=20),), length=32, cache=tmp_path)
+    with pytest.raises(DataError, match="has no mask token"):
+        build_data(settings, TOKENIZER, causal=False, scheme_length=64)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="datasets"):
+        data(tmp_path, Source("org/books"))
+
+
+def test_tokens_that_take_long_are_told_of_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "folder" / f"{number:02}.txt").write_text(text)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(TEXTS)))
+    said: list[str] = []
+
+    def build(path: Path, cache: str) -> Any:
+        settings = DataSettings((Source(str(path)),), cache=tmp_path / cache, length=32, held_out=0.2)
+        return build_data(settings, TOKENIZER, causal=True, scheme_length=64, say=said.append)
+
+    quick = build(tmp_path / "folder", "quick")
+    assert said == []
+    monkeypatch.setattr(storing, "_AT_ONCE", 15)
+    seconds = itertools.count(0.0, 12.0)
+    monkeypatch.setattr(storing, "Telling", lambda source, say: Telling(source, say, lambda: next(seconds)))
+    slow = build(tmp_path / "folder", "slow")
+    shown = [line.partition(": ")[2].partition(" a second")[0] for line in said]
+    assert shown == [f"{n} of 40 documents are tokens, {rate}" for n, rate in ((15, 1.25), (30, 1.25), (40, 1.11))]
+    counted = sum(len(document) for store in (slow.train.stores[0], slow.held_out) for document in store)
+    assert said[-1].endswith(f"{counted:,} tokens, about 0 s left")
+    assert np.array_equal(slow.train.stores[0].tokens, quick.train.stores[0].tokens)
+    said.clear()
+    build(tmp_path / "folder", "slow")  # kept
+    assert said == []
+    build(tmp_path / "rows.jsonl", "slow")  # how many rows there are is not known
+    assert re.search(r": 15 documents are tokens, 1.25 a second, [\d,]+ tokens$", said[0])

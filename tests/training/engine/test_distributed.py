@@ -1,0 +1,204 @@
+"""Two processes on the CPU, DDP and FSDP2 for real: the losses of one process, saved, resumed, and loaded again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import hf_posswap
+from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.engine import Finished, run_recipe
+from hf_posswap.training.engine.parallel import Launch, launch_of_environment
+from tests import forked
+from tests.training.engine_runs import assert_same_weights, recipe, weights_of
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = ROOT / "recipes" / "train.py"
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+HALVES = ("optimizer.batch=2", "compute.device=cpu")
+STAGES = [
+    {"steps": 6, "length": 32, "recovered": 50.0, "least_steps": 4, "check_every": 2},
+    {"steps": 5, "length": 64, "scheme": {"base": 5e5}},
+]
+
+
+def written(place: Path, name: str, *settings: str, **values: Any) -> Path:
+    """Write a recipe for each of two processes, which goes to the folder `name`, and return its file."""
+    wanted = recipe(place, *HALVES, *settings, f"out={place / name}", kind="llama", **values)
+    path = place / f"{name}.json"  # which is YAML too
+    path.write_text(json.dumps(to_dict(wanted)))
+    return path
+
+
+def torchrun(config: Path) -> subprocess.Popen[str]:
+    """Start a recipe by torchrun in two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    return subprocess.Popen(
+        [*command, str(SCRIPT), "--config", str(config)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def launch(config: Path, environment: dict[str, str] | None = None) -> Finished:
+    """Run a recipe in two processes that find what torchrun would tell them, and return what it left behind."""
+    forked.run_ranks(lambda: forked.run_script(SCRIPT, "--config", str(config)), environment=environment)
+    return finished(config)
+
+
+def finished(config: Path) -> Finished:
+    """Return what the run of a recipe left behind."""
+    folder = config.with_suffix("")
+    report = json.loads((folder / "report.json").read_text())
+    return Finished(folder, folder / report["saved"], report)
+
+
+def one_process(place: Path, *settings: str, **values: Any) -> Finished:
+    """Run the same recipe in this process, with batches twice as large."""
+    return run_recipe(recipe(place, "compute.device=cpu", *settings, f"out={place / 'one'}", kind="llama", **values))
+
+
+def losses(done: Finished) -> list[float]:
+    lines = [line for path in sorted(done.folder.rglob("log.jsonl")) for line in path.read_text().splitlines()]
+    return [entry["loss"] for line in lines if "loss" in (entry := json.loads(line))]
+
+
+def assert_alike(two: Finished, one: Finished) -> None:
+    """Check that two processes have trained as one: the same losses but for rounding, and nearly the same weights."""
+    assert losses(two) == pytest.approx(losses(one), abs=2e-5)
+    assert losses(one)[-1] < losses(one)[0]
+    held = weights_of(one)
+    for name, weight in weights_of(two).items():
+        torch.testing.assert_close(weight, held[name], rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "settings"),
+    [
+        ({}, ("swap.gradual_steps=4",)),
+        ({}, ("optimizer.accumulate=2", "train.what=lora", "train.rank=2")),
+        (FSDP, ()),
+        (FSDP, ("train.what=lora", "train.rank=2", "train.norms=true")),
+    ],
+    ids=["ddp-gradual", "ddp-lora-accumulated", "fsdp2", "fsdp2-lora"],
+)
+def test_two_processes_are_one(tmp_path: Path, environment: dict[str, str], settings: tuple[str, ...]) -> None:
+    one = one_process(tmp_path, *settings)
+    two = launch(written(tmp_path, "two", *settings), environment)
+    assert_alike(two, one)
+    model = hf_posswap.load(two.model)
+    assert model.config.posswap["scheme"]["name"] == "rope"
+    assert type(unwrap(model)).__name__.endswith("LlamaForCausalLM")
+
+    cut = tmp_path / "cut"
+    shutil.copytree(two.folder, cut)
+    for left in ("report.json", "done.json"):
+        (cut / left).unlink()
+    shutil.rmtree(cut / "model")
+    shutil.rmtree(cut / "checkpoints" / "checkpoint-6")
+    again = launch(written(tmp_path, "cut", *settings), environment)
+    assert losses(again) == losses(two)
+    assert_same_weights(again, two)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # each torchrun loads everything in three processes
+def test_killed_as_a_whole_and_then_in_one_process_it_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """Two stages, the first of which ends early: SIGKILL in each, and the same command again."""
+    config = written(tmp_path, "whole", "save.every=2", stages=STAGES)
+    run = torchrun(config)
+    _, said = run.communicate(timeout=400)
+    assert run.returncode == 0, said[-4000:]
+    whole = finished(config)
+    assert [phase["steps"] for phase in whole.report["phases"]] == [4, 5]
+    cut = written(tmp_path, "cut", "save.every=2", stages=STAGES)
+    for stage, at_once in (("stage-1", True), ("stage-2", False)):
+        _kill(torchrun(cut), after=tmp_path / "cut" / stage / "log.jsonl", whole=at_once)
+    again = launch(cut)
+    assert losses(again) == losses(whole)
+    assert_same_weights(again, whole)
+    assert_alike(again, one_process(tmp_path, "save.every=2", stages=STAGES))
+
+
+def _kill(run: subprocess.Popen[str], *, after: Path, whole: bool) -> None:
+    """Kill a launch, or one of its two processes, once three steps of a stage are in its log."""
+    while run.poll() is None and not (after.exists() and after.read_bytes().count(b'"loss"') >= 3):
+        time.sleep(0.02)
+    launcher = psutil.Process(run.pid)
+    workers = launcher.children(recursive=True)
+    assert len([worker for worker in workers if "--config" in worker.cmdline()]) == 2
+    doomed = [launcher, *workers] if whole else [worker for worker in workers if worker.environ().get("RANK") == "1"]
+    for process in doomed:
+        process.kill()
+    run.communicate(timeout=100)
+    assert run.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Launch()),
+        ({"WORLD_SIZE": "4"}, Launch(4)),
+        (FSDP | {"WORLD_SIZE": "2"}, Launch(2, fsdp=2)),
+        ({"ACCELERATE_USE_FSDP": "true"}, Launch(fsdp=1)),
+        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, Launch(deepspeed=3)),
+        (
+            {
+                "WORLD_SIZE": "8",
+                "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+                "PARALLELISM_CONFIG_CP_SIZE": "4",
+                "PARALLELISM_CONFIG_SP_SIZE": "1",
+            },
+            Launch(8, context=4),
+        ),
+    ],
+)
+def test_the_launch_is_read_from_the_environment(
+    environment: dict[str, str], expected: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", *FSDP):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launch_of_environment() == expected
+
+
+def test_what_a_launch_cannot_train_is_refused_before_anything_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2", "WORLD_SIZE": "2"}
+    for name, value in (FSDP | split).items():
+        monkeypatch.setenv(name, value)
+    wanted = recipe(tmp_path, "model.name=not-there", "objective.chunk=0", swap={"scheme": {"name": "alibi"}})
+    with pytest.raises(UnsupportedSwapError, match=r"alibi cannot be trained under context parallelism"):
+        run_recipe(wanted)
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_that_share_a_sequence_read_the_same_windows() -> None:
+    assert Launch(8, context=4).replicas == 2
+    assert Launch(8, ulysses=8).replicas == 1
+    assert Launch(8).replicas == 8
+    assert (Launch(8).shards, Launch(8, fsdp=2).shards, Launch(8, deepspeed=2).shards) == (False, True, False)

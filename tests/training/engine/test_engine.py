@@ -1,0 +1,303 @@
+"""The engine: what it trains, against a loop written differently; what it leaves behind; stages and gradual swaps."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import AutoTokenizer, set_seed
+
+import hf_posswap
+from hf_posswap.errors import CheckpointError, ConfigError, UnsupportedSwapError
+from hf_posswap.training.config import Recipe
+from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
+from hf_posswap.training.engine.preparing import prepare
+from hf_posswap.training.engine.schedule import rate_share
+from hf_posswap.training.engine.services import Services
+from hf_posswap.utils.progress import Reporter
+from tests.training.engine_runs import assert_same_weights, recipe, trained, weights_of, write_model
+
+
+def plain_loop(wanted: Recipe) -> dict[str, torch.Tensor]:
+    """Return the weights after a training loop in a few lines, with the model's own loss."""
+    set_seed(wanted.optimizer.seed)
+    settings = wanted.optimizer
+    prepared = prepare(wanted, Launch(), Services())
+    model, data = prepared.model.train(), prepared.data
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2))
+    windows = data.train.sized(settings.steps * settings.batch)
+    for step in range(settings.steps):
+        batch = data.collate([windows[step * settings.batch + row] for row in range(settings.batch)])
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * rate_share(step, settings)
+        model(**batch).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def still(folder: Path, kind: str) -> Path:
+    """Write a model of `kind` without dropout."""
+    without = {
+        "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        "llama": (),
+    }
+    return write_model(folder, kind, **dict.fromkeys(without[kind], 0.0))
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_it_trains_as_a_plain_loop_does(tmp_path: Path, kind: str) -> None:
+    more = {"objective": {"kind": "masked"}, "swap": {"max_length": 64}} if kind == "bert" else {}
+    settings = ("optimizer.weight_decay=0.1", "objective.chunk=16")
+    still(tmp_path / kind, kind)
+    expected = plain_loop(recipe(tmp_path, *settings, kind=kind, **more))
+    found = weights_of(trained(tmp_path, *settings, kind=kind, **more))
+    moved = 0
+    start = hf_posswap.load(tmp_path / kind).state_dict()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight.view_as(expected[name]), expected[name], rtol=0, atol=2e-4)
+        moved += int(name in start and not torch.equal(weight, start[name]))
+    assert moved > 5
+
+
+def test_accumulated_batches_are_the_big_batch(tmp_path: Path) -> None:
+    big = trained(tmp_path, "out=" + str(tmp_path / "big"), kind="llama")
+    small = trained(tmp_path, "optimizer.batch=1", "optimizer.accumulate=4", "out=" + str(tmp_path / "s"), kind="llama")
+    for name, weight in weights_of(big).items():
+        torch.testing.assert_close(weight, weights_of(small)[name], rtol=0, atol=2e-4)
+
+
+def test_the_log_the_report_and_the_model_are_left_behind(tmp_path: Path) -> None:
+    def evaluate(model: Any, documents: Any, lengths: Any, limit: int) -> dict[int, float]:
+        model(torch.zeros((1, max(lengths)), dtype=torch.long))
+        return {length: float(length) for length in lengths}
+
+    settings = ("watch.evaluate_lengths=[32,128]", "watch.evaluate_every=3", "watch.picture=true")
+    done = trained(tmp_path, *settings, "watch.report_to=[tensorboard]", services=Services(evaluate))
+    entries = [json.loads(line) for line in (done.folder / "log.jsonl").read_text().splitlines()]
+    losses = [entry for entry in entries if "loss" in entry]
+    assert [entry["step"] for entry in losses] == [1, 2, 3, 4, 5, 6]
+    assert [entry["tokens"] for entry in losses] == [128 * step for step in range(1, 7)]
+    assert [entry["step"] for entry in entries if "nll" in entry] == [3, 6]
+    rates = [rate_share(step, recipe(tmp_path).optimizer) * 1e-2 for step in range(6)]
+    assert [entry["learning_rate"] for entry in losses] == pytest.approx(rates)
+    assert losses[-1]["loss"] < losses[0]["loss"] - 0.3
+    assert done.report["nll"] == {"32": 32.0, "128": 128.0}
+    assert done.report["verified"]["edits"]
+    assert "| training | 6 | 768 |" in (done.folder / "report.md").read_text()
+    for left in ("loss.png", "loss.svg", "recipe.json", "report.json"):
+        assert (done.folder / left).stat().st_size > 0
+    assert list((done.folder / "tensorboard").glob("events.*"))
+    assert {path.name for path in (done.folder / "checkpoints").iterdir()} == {"checkpoint-3", "checkpoint-6"}
+    model = hf_posswap.load(done.model)
+    assert model.config.posswap["scheme"]["name"] == "rope"
+    assert model.config.use_cache is True
+    assert model(torch.zeros((1, 200), dtype=torch.long)).logits.shape == (1, 200, 300)
+
+
+def test_a_terminal_shows_speed_loss_rate_time_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Console(file=io.StringIO(), force_terminal=True, width=200, legacy_windows=False)
+    trained(tmp_path, services=Services(reporter=Reporter(screen)))
+    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"training .* 6/6 .* tokens/s  loss \d\.\d{3}  lr 0\.\d+  [\d.]+ [MG]iB .*\d:\d\d:\d\d", shown)
+    assert "swap verified: edits" in shown
+    assert "# Swapped to rope, for 256 tokens" in shown
+
+
+def test_the_tokenizer_reads_as_far_as_the_swapped_model(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "gpt2")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.model_max_length = 64
+    tokenizer.save_pretrained(folder)
+    done = trained(tmp_path, "optimizer.steps=2", "swap.gradual_steps=1")
+    assert AutoTokenizer.from_pretrained(done.model).model_max_length == 256
+
+
+def test_what_is_done_is_not_done_again_and_another_training_is_refused(tmp_path: Path) -> None:
+    first = trained(tmp_path)
+    before = (first.folder / "done.json").stat().st_mtime_ns
+    assert trained(tmp_path).report == json.loads(json.dumps(first.report))
+    assert (first.folder / "done.json").stat().st_mtime_ns == before
+    with pytest.raises(CheckpointError, match=r"finished \(optimizer.steps: 6, now 7\). Choose another folder"):
+        trained(tmp_path, "optimizer.steps=7")
+
+
+def test_a_control_is_trained_without_a_swap(tmp_path: Path) -> None:
+    done = trained(tmp_path, "swap.scheme=null", "swap.max_length=null")
+    assert done.report["phases"][0]["plan"] is None
+    assert not hasattr(hf_posswap.load(done.model).config, "posswap")
+
+
+def test_an_adapter_carries_the_swap(tmp_path: Path) -> None:
+    done = trained(tmp_path, "train.what=lora", "train.rank=2", kind="llama", swap={"scheme": {"name": "kerple"}})
+    names = sorted(weights_of(done))
+    assert any("lora_A" in name for name in names)
+    assert any("posswap" in name for name in names)
+    assert all("lora" in name or "posswap" in name for name in names)
+    loaded = hf_posswap.load(done.model)
+    assert loaded.get_base_model().config.posswap["scheme"]["name"] == "kerple"
+
+
+def test_a_gradual_swap_begins_at_the_old_model_and_ends_at_the_new_one(tmp_path: Path) -> None:
+    done = trained(tmp_path, "swap.gradual_steps=4")
+    gate = done.report["phases"][0]["gates"][1]
+    found = re.match(r"first loss ([\d.]+), ([\d.]+) before the swap", gate)
+    assert found is not None
+    assert float(found[1]) == pytest.approx(float(found[2]), abs=2e-3)
+    model = hf_posswap.load(done.model)
+    assert model.config.posswap["scheme"]["name"] == "rope"
+    assert model.config.posswap["max_length"] == 256
+
+
+STAGES: list[dict[str, Any]] = [
+    {"steps": 4, "length": 32, "scheme": {"base": 1e4}},
+    {"steps": 3, "length": 64, "scheme": {"base": 5e5}, "learning_rate": 1e-3},
+]
+
+
+def test_stages_grow_length_and_base_and_go_on_with_the_weights(tmp_path: Path) -> None:
+    done = trained(tmp_path, kind="llama", stages=STAGES)
+    assert [phase["steps"] for phase in done.report["phases"]] == [4, 3]
+    assert [phase["tokens"] for phase in done.report["phases"]] == [4 * 4 * 32, 3 * 4 * 64]
+    assert done.model == done.folder / "stage-2" / "model"
+    last = hf_posswap.load(done.model)
+    assert last.config.posswap["scheme"]["base"] == 5e5
+    between = hf_posswap.load(done.folder / "stage-1" / "model")
+    assert between.config.posswap["scheme"]["base"] == 1e4
+    log = (done.folder / "stage-2" / "log.jsonl").read_text().splitlines()
+    # the second stage begins where the first one ended, not at the start
+    assert json.loads(log[0])["loss"] < done.report["phases"][0]["first_loss"] - 0.3
+
+
+def test_a_stage_ends_once_short_text_has_recovered(tmp_path: Path) -> None:
+    ready = [{"steps": 40, "recovered": 50.0, "least_steps": 3, "check_every": 2}, {"steps": 2}]
+    never = [{"steps": 5, "recovered": 0.0, "check_every": 2}, {"steps": 2}]
+    soon = trained(tmp_path, kind="llama", stages=ready)
+    assert [phase["steps"] for phase in soon.report["phases"]] == [4, 2]
+    settings = ("optimizer.learning_rate=1e-9", "out=" + str(tmp_path / "never"))
+    late = trained(tmp_path, *settings, kind="llama", stages=never, swap={"scheme": {"name": "rope", "base": 100.0}})
+    assert [phase["steps"] for phase in late.report["phases"]] == [5, 2]
+    looks = [json.loads(line) for line in (late.folder / "stage-1" / "log.jsonl").read_text().splitlines()]
+    assert [look["step"] for look in looks if "short_loss" in look] == [2, 4]
+
+
+def test_the_unswapped_model_teaches(tmp_path: Path) -> None:
+    done = trained(tmp_path, "objective.kind=distill", "objective.distill.weight=1.0", "optimizer.steps=30")
+    phase = done.report["phases"][0]
+    assert phase["last_loss"] < 0.7 * phase["first_loss"]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "says"),
+    [
+        ({"objective": {"kind": "masked"}}, "gpt2", r"masked, and this model is causal: .* Use next-token or distill"),
+        ({}, "bert", r"next-token, and this model is an encoder: .* Use masked, embedding or contrastive"),
+        ({"watch": {"evaluate_lengths": [8]}}, "gpt2", r"watch.evaluate_lengths needs Services.evaluate"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, values: dict[str, Any], kind: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        trained(tmp_path, kind=kind, **{"swap": {"max_length": 64}} | values)
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_two_trainings_in_one_folder_are_refused(tmp_path: Path) -> None:
+    from filelock import FileLock
+
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / ".lock"), pytest.raises(CheckpointError, match=r"another training writes to"):
+        trained(tmp_path)
+
+
+CONTEXT, ULYSSES = Launch(8, fsdp=2, context=4), Launch(8, deepspeed=3, ulysses=8)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "settings", "launch", "says"),
+    [
+        (hf_posswap.Alibi(), (), CONTEXT, r"alibi cannot be trained under context parallelism: .* drops the mask"),
+        (hf_posswap.SelfExtend(), (), CONTEXT, r"self_extend cannot .* pieces need the whole sequence"),
+        (hf_posswap.Kerple(), (), ULYSSES, r"kerple cannot be trained under Ulysses"),
+        (hf_posswap.Dynamic(), (), CONTEXT, r"dynamic cannot .* angles follow the length that each process sees"),
+        (hf_posswap.LongRope(long_factor=(1.0,)), (), ULYSSES, r"longrope cannot .* angles follow the length"),
+        (hf_posswap.Rope(), ("objective.chunk=8",), CONTEXT, r"objective.chunk must be 0 under context"),
+        (hf_posswap.Rope(), ("data.packing=documents",), CONTEXT, r"data.packing documents cannot be trained under"),
+        (hf_posswap.Rope(), ("data.length=36",), CONTEXT, r"data.length 36 must be a multiple of 8 under"),
+        (hf_posswap.Rope(), ("objective.kind=distill",), CONTEXT, r"objective.kind distill cannot be trained under"),
+        (hf_posswap.Rope(), (), Launch(8, fsdp=1), r"FSDP version 1 is not supported"),
+        (
+            hf_posswap.Rope(),
+            ("swap.gradual_steps=2",),
+            Launch(8, fsdp=2),
+            r"gradual swap cannot be ended where weights",
+        ),
+        (hf_posswap.Rope(), ("train.what=new_rows",), Launch(8, deepspeed=3), r"new_rows masks rows of a gradient"),
+        (
+            hf_posswap.Rope(),
+            ("watch.evaluate_every=2", "watch.evaluate_lengths=[8]"),
+            Launch(8, fsdp=2),
+            r"watch.evaluate_every needs whole weights",
+        ),
+        (hf_posswap.Rope(), ("objective.kind=distill",), Launch(8, fsdp=2), r"distill needs the unswapped model whole"),
+    ],
+)
+def test_what_would_go_wrong_silently_is_refused_by_name(
+    tmp_path: Path, scheme: Any, settings: tuple[str, ...], launch: Launch, says: str
+) -> None:
+    wanted = recipe(tmp_path, "objective.chunk=0", *settings)
+    with pytest.raises(UnsupportedSwapError, match=says):
+        refuse_silent_errors(wanted, scheme, launch)
+    refuse_silent_errors(
+        recipe(tmp_path, "objective.chunk=0"), hf_posswap.Rope(), launch if launch.fsdp != 1 else Launch()
+    )
+
+
+def test_the_same_recipe_twice_gives_the_same_weights(tmp_path: Path) -> None:
+    one = trained(tmp_path)
+    other = trained(tmp_path, "out=" + str(tmp_path / "again"))
+    assert_same_weights(one, other)
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_alike(tmp_path: Path) -> None:
+    kind = "gpt2"
+    settings = ("optimizer.learning_rate=1e-3", "optimizer.steps=3", "save.every=9")
+    plain = trained(tmp_path, *settings, kind=kind, model={"name": str(still(tmp_path / "still", kind))})
+    compiled = ("compute.compile=true", f"out={tmp_path / 'compiled'}", f"model.name={tmp_path / 'still'}")
+    done = trained(tmp_path, *settings, *compiled, kind=kind)
+    assert "2 layers are compiled, each by itself" in done.report["phases"][0]["gates"]
+    assert done.report["phases"][0]["last_loss"] == pytest.approx(plain.report["phases"][0]["last_loss"], abs=1e-4)
+    assert hf_posswap.load(done.model).config.posswap["scheme"]["name"] == "rope"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [("compute.checkpointing=true",), ("compute.checkpointing=true", "compute.offload=true"), ("compute.workers=1",)],
+)
+def test_how_it_is_computed_has_no_part_in_the_weights(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    folder = still(tmp_path / "still", "llama")
+    one = trained(tmp_path, f"model.name={folder}", "optimizer.steps=2", kind="llama")
+    other = trained(
+        tmp_path, f"model.name={folder}", "optimizer.steps=2", *settings, f"out={tmp_path / 'other'}", kind="llama"
+    )
+    assert_same_weights(one, other)
+
+
+def test_bfloat16_computes_and_keeps_float32_weights(tmp_path: Path) -> None:
+    done = trained(tmp_path, "optimizer.precision=bfloat16", "optimizer.steps=20", "save.every=20", kind="llama")
+    assert {weight.dtype for weight in weights_of(done).values()} == {torch.float32}
+    phase = done.report["phases"][0]
+    assert phase["last_loss"] < phase["first_loss"] - 0.3

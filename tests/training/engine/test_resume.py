@@ -1,0 +1,328 @@
+"""Killed anywhere, the same call ends with the same weights; torn checkpoints are skipped, others' are refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from hf_posswap.errors import CheckpointError, TrainingWarning
+from hf_posswap.training.config import Recipe
+from hf_posswap.training.engine import Finished, Services, run_recipe
+from hf_posswap.training.engine.checkpoints import (
+    SEAL,
+    checkpoints_in,
+    differences,
+    newest,
+    problem_of,
+    rotate,
+    seal,
+    step_of,
+    take_place,
+)
+from hf_posswap.utils.progress import Reporter
+from tests import forked
+from tests.training.engine_runs import assert_same_weights, recipe, trained
+
+STAGES = [{"steps": 6, "recovered": 50.0, "least_steps": 4, "check_every": 2}, {"steps": 5, "length": 64}]
+TRAININGS: dict[str, dict[str, Any]] = {
+    "full": {"optimizer": {"steps": 12}},
+    "adapter": {"train": {"what": "lora", "rank": 2, "dropout": 0.2}, "swap": {"scheme": {"name": "kerple"}}},
+    "gradual": {"swap": {"gradual_steps": 5}, "optimizer": {"steps": 8, "accumulate": 2, "batch": 2}},
+    "stages": {"stages": STAGES},
+    "bloom": {},
+    "gptj": {"swap": {"scheme": {"name": "alibi"}}},
+}
+SLOW = ("adapter", "gradual", "stages")
+KINDS = {"stages": "llama", "adapter": "llama", "bloom": "bloom", "gptj": "gptj"}
+
+
+def _run_silently(wanted: Recipe) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    run_recipe(wanted)
+
+
+def start(wanted: Recipe) -> Any:
+    """Start a training in a process of its own."""
+    return forked.start(lambda: _run_silently(wanted))
+
+
+def kill_when(process: Any, due: Callable[[], bool]) -> bool:
+    """Kill `process` by SIGKILL once `due`, and return whether it was still running."""
+    while process.is_alive() and not due():
+        time.sleep(0.002)
+    running = process.is_alive()
+    if running:
+        os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    return running
+
+
+def logged(folder: Path) -> int:
+    """Return the lines in the logs of a run."""
+    paths = [
+        Path(root) / "log.jsonl" for root, _, files in os.walk(folder) if "log.jsonl" in files
+    ]  # folders come and go
+    return sum(len(path.read_bytes().splitlines()) for path in paths)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["full", "bloom", "gptj", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adapter", "gradual", "stages"))],
+)
+def test_killed_and_called_again_it_ends_with_the_same_weights(tmp_path: Path, kind: str) -> None:
+    values = {"save": {"every": 2}} | TRAININGS[kind]
+    model = KINDS.get(kind, "gpt2")
+    whole = trained(tmp_path, "out=" + str(tmp_path / "whole"), kind=model, **values)
+    wanted = recipe(tmp_path, kind=model, **values)
+    folder = Path(wanted.out)
+    for lines in (3, 6):
+        assert kill_when(start(wanted), lambda: logged(folder) >= lines)  # noqa: B023
+    done = run_recipe(wanted)
+    assert_same_weights(whole, done)
+    for left, right in zip(sorted(whole.folder.rglob("log.jsonl")), sorted(folder.rglob("log.jsonl")), strict=True):
+        # every step stands in the log once, with the same loss
+        assert _losses(left) == _losses(right)
+
+
+def _losses(path: Path) -> list[tuple[int, float]]:
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
+
+
+@pytest.mark.slow
+def test_twenty_random_kills_change_no_bit_of_the_result(tmp_path: Path) -> None:
+    values = {"optimizer": {"steps": 60}, "save": {"every": 3}}
+    whole = trained(tmp_path, "out=" + str(tmp_path / "whole"), **values)
+    wanted = recipe(tmp_path, **values)
+    chance, kills = random.Random(0), 0
+    for _ in range(200):
+        process = start(wanted)
+        ends = time.monotonic() + chance.uniform(0.2, 2.5)
+        kills += kill_when(process, lambda: time.monotonic() > ends)  # noqa: B023
+        if kills == 20 or (Path(wanted.out) / "report.json").exists():
+            break
+    assert kills >= 20 or (Path(wanted.out) / "report.json").exists()
+    assert_same_weights(whole, run_recipe(wanted))
+
+
+def test_a_stage_that_was_found_done_does_no_step_more(tmp_path: Path) -> None:
+    """Killed between the checkpoint of a stage's last step and its end, the stage ends at that step all the same."""
+    values = {"save": {"every": 2}, "stages": STAGES}
+    whole = trained(tmp_path, "out=" + str(tmp_path / "whole"), kind="llama", **values)
+    cut = tmp_path / "run"
+    shutil.copytree(whole.folder, cut)
+    for path in (cut / "report.json", cut / "stage-1" / "done.json"):
+        path.unlink()
+    for path in (cut / "stage-1" / "model", cut / "stage-2"):
+        shutil.rmtree(path)
+    done = trained(tmp_path, kind="llama", **values)
+    assert [phase["steps"] for phase in done.report["phases"]] == [4, 5]
+    assert_same_weights(whole, done)
+
+
+def test_a_torn_newest_checkpoint_is_skipped_with_a_warning(tmp_path: Path) -> None:
+    whole = trained(tmp_path)
+    for left in ("report.json", "done.json"):
+        (whole.folder / left).unlink()
+    torn = whole.folder / "checkpoints" / "checkpoint-6" / "optimizer.pt"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    with pytest.warns(TrainingWarning, match=r"checkpoint-6 is not whole \(optimizer.pt is damaged\): it is skipped"):
+        done = trained(tmp_path)
+    assert done.report["phases"][0]["steps"] == 6
+    assert problem_of(whole.folder / "checkpoints" / "checkpoint-6") is None
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
+    first = trained(tmp_path)
+    (first.folder / "done.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"belongs to another training \(optimizer.learning_rate: 0.01, now 0.02\)"
+    ):
+        trained(tmp_path, "optimizer.learning_rate=0.02")
+    again = trained(tmp_path, "save.every=1", "watch.log_every=2")  # which have no part in the weights
+    assert_same_weights(first, again)
+
+
+def stopped(done: Finished) -> None:
+    """Leave of a finished training what one has that was stopped before its end: checkpoints alone."""
+    for path in (done.folder / "report.json", done.folder / "done.json"):
+        path.unlink()
+    shutil.rmtree(done.model)
+
+
+def change_texts(place: Path) -> None:
+    """Turn the words of one text around: as long as before, in files of the same size."""
+    path = place / "texts" / "3.txt"
+    path.write_text(" ".join(reversed(path.read_text().split())))
+
+
+def change_weight(folder: Path) -> None:
+    """Change one number of one matrix of the base, and nothing else."""
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    name = next(name for name, tensor in state.items() if tensor.ndim == 2)
+    state[name][-1, -1] += 1.0
+    save_file(state, file, metadata={"format": "pt"})
+
+
+def test_other_documents_are_another_training(tmp_path: Path) -> None:
+    stopped(trained(tmp_path))
+    change_texts(tmp_path)
+    texts = re.escape(str(tmp_path / "texts"))
+    with pytest.raises(
+        CheckpointError, match=rf"another training \(documents of {texts}: '\w+', now '\w+'\). Take that"
+    ):
+        trained(tmp_path)
+
+
+def test_what_is_written_down_of_a_training_is_read_as_the_same(tmp_path: Path) -> None:
+    """JSON knows neither tuples nor numbers as keys; an encoder's special tokens and its config have them."""
+    values: dict[str, Any] = {"kind": "bert", "objective": {"kind": "masked"}}
+    whole = trained(tmp_path, **values)
+    stopped(whole)
+    (phase,) = trained(tmp_path, **values).report["phases"]
+    assert phase["last_loss"] == whole.report["phases"][0]["last_loss"]
+
+
+@pytest.mark.parametrize("what", ["full", "lora"])
+def test_another_base_is_another_training(tmp_path: Path, what: str) -> None:
+    stopped(trained(tmp_path, f"train.what={what}"))
+    change_weight(tmp_path / "gpt2")
+    with pytest.raises(
+        CheckpointError, match=r"another training \(weights of the base: '\w+', now '\w+'\). Take that back"
+    ):
+        trained(tmp_path, f"train.what={what}")
+
+
+def test_another_config_of_the_base_is_named_by_its_key(tmp_path: Path) -> None:
+    stopped(trained(tmp_path))
+    path = tmp_path / "gpt2" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layer_norm_epsilon": 0.1}))
+    with pytest.raises(
+        CheckpointError, match=r"another training \(config of the base.layer_norm_epsilon: 1e-05, now 0.1\)"
+    ):
+        trained(tmp_path)
+
+
+def test_the_same_files_written_again_are_the_same_training(tmp_path: Path) -> None:
+    whole = trained(tmp_path, "out=" + str(tmp_path / "whole"))
+    stopped(trained(tmp_path))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "checkpoint-6")
+    for folder in ("texts", "gpt2"):
+        for path in (tmp_path / folder).iterdir():
+            held = path.read_bytes()
+            path.unlink()
+            path.write_bytes(held)
+    shutil.rmtree(tmp_path / "cache")
+    assert_same_weights(whole, trained(tmp_path))
+
+
+def test_a_stage_goes_on_from_one_with_the_same_documents_alone(tmp_path: Path) -> None:
+    """The first stage is finished, the second not begun: there is no checkpoint that would say what it read."""
+    values: dict[str, Any] = {"stages": [{"steps": 2}, {"steps": 2}]}
+    done = trained(tmp_path, **values)
+    (done.folder / "report.json").unlink()
+    shutil.rmtree(done.folder / "stage-2")
+    change_texts(tmp_path)
+    with pytest.raises(CheckpointError, match=r"stage-1 .* \(documents of .*texts"):
+        trained(tmp_path, **values)
+
+
+def test_a_finished_training_is_said_to_be_so(tmp_path: Path) -> None:
+    trained(tmp_path)
+    shown = io.StringIO()
+    trained(tmp_path, services=Services(reporter=Reporter(Console(file=shown, width=60))))
+    assert "was finished before: it is not trained again, and its data and base are not looked at" in shown.getvalue()
+
+
+@pytest.mark.parametrize("largest", [1_000, 30_000, 110_000, 150_000, 250_000])
+def test_a_full_disk_is_said_and_the_same_call_goes_on_when_there_is_space(tmp_path: Path, largest: int) -> None:
+    """Files that may not grow beyond a size stand for a disk that is full in the middle of one."""
+    whole = trained(tmp_path, "out=" + str(tmp_path / "whole"))
+    wanted = recipe(tmp_path)
+
+    def with_little_space() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+        try:
+            _run_silently(wanted)
+        except Exception as error:
+            (tmp_path / "said").write_text(f"{type(error).__name__}: {error}")
+
+    process = forked.start(with_little_space)
+    process.join()
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("CheckpointError: cannot write "), said
+    assert "File too large" in said or "iostream" in said or "PytorchStreamWriter" in said or "unexpected pos" in said
+    assert not list(Path(wanted.out).rglob(".unfinished"))
+    assert_same_weights(whole, run_recipe(wanted))
+
+
+IDENTITY = {"a": 1}
+
+
+def written(folder: Path, step: int) -> Path:
+    """Write a sealed checkpoint with two files."""
+    unfinished = folder / ".unfinished" / f"checkpoint-{step}"
+    (unfinished / "below").mkdir(parents=True)
+    (unfinished / "weights").write_bytes(bytes(range(99)))
+    (unfinished / "below" / "state").write_text("state")
+    seal(unfinished, step, IDENTITY)
+    take_place(unfinished, folder / f"checkpoint-{step}")
+    return folder / f"checkpoint-{step}"
+
+
+def test_the_newest_few_are_kept_by_number(tmp_path: Path) -> None:
+    for step in (8, 9, 10, 100):
+        written(tmp_path, step)
+    rotate(tmp_path, 2)
+    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [100, 10]
+    found = newest(tmp_path, IDENTITY)
+    assert found is not None
+    assert step_of(found) == 100
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-100", "checkpoint-10"}
+    with pytest.raises(CheckpointError, match="no checkpoint of a training: expected a name like checkpoint-100"):
+        step_of(tmp_path)
+
+
+@settings(max_examples=20)
+@given(place=st.integers(0, 98), mask=st.integers(1, 255))
+def test_any_changed_byte_is_found(tmp_path_factory: pytest.TempPathFactory, place: int, mask: int) -> None:
+    path = written(tmp_path_factory.mktemp("torn"), 1)
+    assert problem_of(path) is None
+    data = bytearray((path / "weights").read_bytes())
+    data[place] ^= mask
+    (path / "weights").write_bytes(data)
+    assert problem_of(path) == "weights is damaged"
+
+
+def test_a_missing_file_or_seal_is_found(tmp_path: Path) -> None:
+    path = written(tmp_path, 1)
+    (path / "below" / "state").unlink()
+    assert problem_of(path) == "below/state is missing"
+    (path / SEAL).write_text("{")
+    assert problem_of(path) == f"no readable {SEAL}"
+    with pytest.warns(TrainingWarning, match="is not whole"):
+        assert newest(tmp_path, IDENTITY) is None
+
+
+def test_what_differs_is_named() -> None:
+    old, new = {"a": {"b": 1, "c": [1]}, "d": 2}, {"a": {"b": 2, "c": [1]}, "e": 3}
+    assert differences(old, new) == [("a.b", 1, 2), ("d", 2, None), ("e", None, 3)]
