@@ -3,7 +3,8 @@
 >>> from transformers import GPT2Config, GPT2LMHeadModel
 >>> import hf_posswap
 >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
->>> hf_posswap.patch_model(model, "rope", max_length=64).route
+>>> model = hf_posswap.patch_model(model, "rope", max_length=64)
+>>> hf_posswap.swap_plan(model).route
 'plugin'
 """
 

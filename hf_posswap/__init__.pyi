@@ -22,6 +22,7 @@ from hf_posswap.families import Family as Family
 from hf_posswap.families import TableSpec as TableSpec
 from hf_posswap.patching.apply.patch_model import patch_model as patch_model
 from hf_posswap.patching.apply.patch_model import patched as patched
+from hf_posswap.patching.apply.patch_model import swap_plan as swap_plan
 from hf_posswap.patching.apply.patch_model import unpatch_model as unpatch_model
 from hf_posswap.patching.inspect.describe import describe_positions as describe_positions
 from hf_posswap.patching.inspect.describe import explain as explain

@@ -50,7 +50,7 @@ def add_adapter(model: Any, config: Any, adapter_name: str = "default") -> Any:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap import patch_model
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-        >>> _ = patch_model(model, "kerple")
+        >>> model = patch_model(model, "kerple")
         >>> config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
         >>> sorted(add_adapter(model, config).peft_config["default"].modules_to_save)
         ['posswap']

@@ -58,7 +58,7 @@ def position_modules(model: Any) -> list[str]:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap import patch_model
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-        >>> _ = patch_model(model, "kerple")
+        >>> model = patch_model(model, "kerple")
         >>> position_modules(model)
         ['posswap']
     """

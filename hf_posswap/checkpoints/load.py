@@ -53,7 +53,7 @@ def load(
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap import patch_model
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-        >>> _ = patch_model(model, "rope", max_length=64)
+        >>> model = patch_model(model, "rope", max_length=64)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     model.save_pretrained(folder)
         ...     load(folder).config.posswap["scheme"]["name"]

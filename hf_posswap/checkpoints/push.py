@@ -118,7 +118,7 @@ def push(
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap import patch_model
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-        >>> _ = patch_model(model, "rope", max_length=64)
+        >>> model = patch_model(model, "rope", max_length=64)
         >>> sorted(push(model, "me/gpt2-rope", dry_run=True).files)[:3]
         ['README.md', 'config.json', 'generation_config.json']
     """

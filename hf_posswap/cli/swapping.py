@@ -133,7 +133,7 @@ def patch(
         original = hf_posswap.describe_positions(loaded).limit
         if centre:
             _centre(loaded)
-        plan = hf_posswap.patch_model(loaded, chosen, **how)
+        plan = hf_posswap.swap_plan(hf_posswap.patch_model(loaded, chosen, **how))
         proved = hf_posswap.verify_swap(loaded).checks
         words: Any = getattr(processor, "tokenizer", processor)
         if getattr(words, "model_max_length", None) == original:

@@ -198,7 +198,7 @@ def fingerprint(model: Any) -> str:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
         >>> before = fingerprint(model)
-        >>> _ = patch_model(model, "rope")
+        >>> model = patch_model(model, "rope")
         >>> fingerprint(model) == before
         False
     """

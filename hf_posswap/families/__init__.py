@@ -27,8 +27,8 @@ Example:
     >>> model = CottageModel(config)
     >>> locate(model).attention
     ('encoder.layer.0.attention.self', 'encoder.layer.1.attention.self')
-    >>> from hf_posswap import patch_model
-    >>> patch_model(model, "rope").route
+    >>> from hf_posswap import patch_model, swap_plan
+    >>> swap_plan(patch_model(model, "rope")).route
     'plugin'
     >>> FAMILIES.remove("cottage")  # an example leaves no trace
 """

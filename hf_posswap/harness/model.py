@@ -98,7 +98,7 @@ def length_of(model: PreTrainedModel) -> int | None:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
         >>> before = length_of(model)
-        >>> _ = patch_model(model, "rope", max_length=64)
+        >>> model = patch_model(model, "rope", max_length=64)
         >>> before, length_of(model)
         (None, 64)
     """

@@ -109,7 +109,8 @@ def adapted_model(
     model = copy.deepcopy(base.model)
     note = {"scheme": None, "route": "native"}
     if variant.scheme is not None:
-        plan = hf_posswap.patch_model(model, variant.scheme, max_length=max_length(base, settings), **variant.options)
+        hf_posswap.patch_model(model, variant.scheme, max_length=max_length(base, settings), **variant.options)
+        plan = hf_posswap.swap_plan(model)
         note = {"scheme": plan.scheme.to_dict(), "route": plan.route, "plan": plan.to_dict()}
         note["checks"] = dict(hf_posswap.verify_swap(model).checks)
     state = out / "parts" / f"{variant.name}.state.pt"

@@ -32,9 +32,9 @@ Example:
     ...     def distance_bias(self, distances: torch.Tensor) -> torch.Tensor:
     ...         return -self.cost * distances.abs().float().expand(self.heads, -1)  # [H, N]
     >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> from hf_posswap import patch_model
+    >>> from hf_posswap import patch_model, swap_plan
     >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-    >>> str(patch_model(model, "near", cost=2.0).scheme)
+    >>> str(swap_plan(patch_model(model, "near", cost=2.0)).scheme)
     'near(cost=2.0)'
     >>> SCHEMES.remove("near")  # an example leaves no trace
 """

@@ -79,7 +79,7 @@ def fit_logit_scale(
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap import NoPE, patch_model
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-        >>> _ = patch_model(model, NoPE(logit_scale=0.0))
+        >>> model = patch_model(model, NoPE(logit_scale=0.0))
         >>> fit = fit_logit_scale(model, torch.arange(64).view(2, 32) % 11, 32)
         >>> fit.losses[fit.logit_scale] <= fit.losses[0.0]
         True

@@ -55,7 +55,7 @@ def make_teacher(model: Any) -> Any:
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)).eval()
         >>> ids = torch.arange(10)[None]
         >>> before = model(ids).logits
-        >>> _ = patch_model(model, "rope", max_length=32)
+        >>> model = patch_model(model, "rope", max_length=32)
         >>> torch.equal(make_teacher(model)(ids).logits, before)
         True
     """

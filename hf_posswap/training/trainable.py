@@ -97,7 +97,7 @@ def prepare_trainable(model: Any, settings: TrainableSettings) -> Any:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap import patch_model
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-        >>> _ = patch_model(model, "kerple")
+        >>> model = patch_model(model, "kerple")
         >>> model = prepare_trainable(model, TrainableSettings("positions"))
         >>> [name for name, p in model.named_parameters() if p.requires_grad]
         ['transformer.posswap.raw_r1', 'transformer.posswap.raw_r2']

@@ -20,7 +20,7 @@ from transformers import AutoConfig, GPT2LMHeadModel, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_posswap
-from hf_posswap import patch_model, unpatch_model
+from hf_posswap import patch_model, swap_plan, unpatch_model
 from hf_posswap.errors import RecordError
 from hf_posswap.patching.record.model_class import native_class, swapped_class
 from tests.checkpoints.fresh import PROJECT
@@ -240,7 +240,7 @@ class PatchesItself(GPT2LMHeadModel):
         type(self).built += 1
         super().__init__(config)
         self.extra = nn.Linear(2, 2)
-        self.plan = patch_model(self, "rope", max_length=2 * LENGTH)
+        self.plan = swap_plan(patch_model(self, "rope", max_length=2 * LENGTH))
 
 
 ITSELF = Pair("gpt2", "rope")

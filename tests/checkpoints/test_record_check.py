@@ -99,7 +99,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {}
     for name, (kind, scheme, options) in SWAPS.items():
         model = ALL[kind].build()
-        assert hf_posswap.patch_model(model, scheme, **options).route == "native"
+        assert hf_posswap.swap_plan(hf_posswap.patch_model(model, scheme, **options)).route == "native"
         folders[name] = tmp_path_factory.mktemp(name.replace(" ", "-"))
         model.save_pretrained(folders[name])
     return folders

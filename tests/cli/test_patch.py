@@ -36,7 +36,7 @@ def test_the_saved_model_is_the_swapped_one(posswap: Posswap, gpt2: Path, tmp_pa
     assert run.returncode == 0, run.stderr
     said = json.loads(run.stdout)
     expected = hf_posswap.load(gpt2)
-    plan = hf_posswap.patch_model(expected, "rope", max_length=64)
+    plan = hf_posswap.swap_plan(hf_posswap.patch_model(expected, "rope", max_length=64))
     assert said["plan"] == json.loads(json.dumps(plan.to_dict()))
     assert said["saved"] == {"folder": str((tmp_path / "new" / "out").resolve()), "tokenizer": False}
     assert set(said["verification"]) >= {"edits"}
@@ -218,7 +218,7 @@ def test_relative_positions_stay_or_go(deberta: Path, tmp_path: Path, relative: 
     result = patch(deberta, "rope", "--relative", relative, "-o", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.stderr
     expected, ids = hf_posswap.load(deberta), torch.arange(5, 25)[None]
-    plan = hf_posswap.patch_model(expected, "rope", relative=relative)
+    plan = hf_posswap.swap_plan(hf_posswap.patch_model(expected, "rope", relative=relative))
     assert json.loads(result.stdout)["plan"] == json.loads(json.dumps(plan.to_dict()))
     saved = hf_posswap.load(tmp_path / "out")
     assert saved.config.posswap["relative"] == relative

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import hf_posswap
-from hf_posswap import patch_model, unpatch_model, verify_swap
+from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import SchemeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.sites import Sites
@@ -169,7 +169,7 @@ def prove(subject: Subject, scheme: str, folder: Path) -> Cell:
     if hasattr(SCHEMES.get(scheme), "init_std"):  # at zero it would be no mechanism yet
         options["init_std"] = 1.0
     try:
-        plan = patch_model(subject.model, scheme, **options)
+        plan = swap_plan(patch_model(subject.model, scheme, **options))
     except (UnsupportedSwapError, SchemeError) as error:
         return Cell("no", str(error))
     verify_swap(subject.model, tokens=LENGTH)

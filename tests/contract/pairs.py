@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posswap import SwapPlan, patch_model, plan_swap
+from hf_posswap import SwapPlan, patch_model, plan_swap, swap_plan
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.sites import Stack
@@ -56,7 +56,7 @@ class Pair:
 
     def patch(self, model: Any, **changes: Any) -> SwapPlan:
         """Patch `model`, one of `native()`."""
-        return patch_model(model, self.scheme, site=self.site, **options_for(self) | changes)
+        return swap_plan(patch_model(model, self.scheme, site=self.site, **options_for(self) | changes))
 
     def native_with(self, implementation: str) -> PreTrainedModel:
         """Return the tiny model with this attention, or with its only one."""

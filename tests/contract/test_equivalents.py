@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import hf_posswap
-from hf_posswap import patch_model, unpatch_model
+from hf_posswap import patch_model, swap_plan, unpatch_model
 from tests.contract import twins
 from tests.contract.models import LENGTH, PADDING, build
 from tests.contract.pairs import CHANGE, Pair, gap, logits, words
@@ -158,7 +158,7 @@ def test_a_t5_decoder_without_positions_is_a_stock_t5_with_a_table_of_zeros(name
     pair = Pair(name, "nope", stack="decoder")
     model, native = pair.native(), pair.native()
     before = pair.logits(model, IDS)
-    plan = patch_model(model, {"decoder": "nope"})
+    plan = swap_plan(patch_model(model, {"decoder": "nope"}))
     assert plan.route == "native"
     with torch.no_grad():
         for path in plan.unused:
@@ -178,7 +178,7 @@ def test_nope_asked_for_inside_a_t5_decoder_is_the_same_by_the_plugin() -> None:
     pair = Pair("t5", "nope", stack="decoder")
     outside, inside = pair.native(), pair.native()
     patch_model(outside, {"decoder": "nope"})
-    assert patch_model(inside, {"decoder": "nope"}, site="attention").route == "plugin"
+    assert swap_plan(patch_model(inside, {"decoder": "nope"}, site="attention")).route == "plugin"
     assert gap(pair.logits(inside, IDS), pair.logits(outside, IDS)) < CLOSE
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_posswap import patch_model
+from hf_posswap import patch_model, swap_plan
 from hf_posswap.errors import PositionRangeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import modeling_module
@@ -32,7 +32,7 @@ def test_rope_applied_again_inside_attention_equals_native_exactly(name: str, im
     model = build(name, attn_implementation=implementation)
     assert locate(model).rotary
     before = logits(model, IDS)
-    plan = patch_model(model, "rope", site="attention")
+    plan = swap_plan(patch_model(model, "rope", site="attention"))
     assert plan.route == "plugin"
     assert gap(logits(model, IDS), before) == 0
 
@@ -41,7 +41,7 @@ def test_rope_applied_again_inside_attention_equals_native_exactly(name: str, im
 def test_rope_applied_again_natively_equals_native_exactly(name: str) -> None:
     model = build(name)
     before = logits(model, IDS)
-    assert patch_model(model, "rope").route == "native"
+    assert swap_plan(patch_model(model, "rope")).route == "native"
     assert gap(logits(model, IDS), before) == 0
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 import hf_posswap
-from hf_posswap import patch_model, unpatch_model, verify_swap
+from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from tests.contract.pairs import CHANGE, gap
@@ -46,7 +46,7 @@ def test_a_trained_model_swaps_runs_longer_and_comes_back(
         with pytest.raises(UnsupportedSwapError, match="has none. What works"):
             patch_model(model, scheme)
         return
-    plan = patch_model(model, scheme, max_length=2 * window)
+    plan = swap_plan(patch_model(model, scheme, max_length=2 * window))
     verify_swap(model)
     after = logits(model, ids)
     assert (gap(after, before) > CHANGE) != (scheme == "rope" and bool(sites.rotary))

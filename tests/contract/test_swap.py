@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_posswap import patch_model, patched, unpatch_model, verify_swap
+from hf_posswap import patch_model, patched, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families import FAMILIES, family_of
 from hf_posswap.schemes import SCHEMES, schemes_for
@@ -73,8 +73,8 @@ def test_the_swap_changes_the_logits_where_it_must(pair: Pair) -> None:
 def test_a_swap_of_one_stack_is_neither_none_nor_that_of_both(pair: Pair) -> None:
     model = pair.native()
     before, whole = pair.logits(model, IDS), pair.logits(pair.specimen(), IDS)
-    plan = patch_model(
-        model, {pair.stack: pair.plan.schemes[pair.stack]}, max_length=pair.plan.max_length, site=pair.site
+    plan = swap_plan(
+        patch_model(model, {pair.stack: pair.plan.schemes[pair.stack]}, max_length=pair.plan.max_length, site=pair.site)
     )
     assert list(plan.schemes) == [pair.stack]
     found = pair.logits(model, IDS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posswap import patch_model, plan_swap, unpatch_model
+from hf_posswap import patch_model, plan_swap, swap_plan, unpatch_model
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families import locate
 from hf_posswap.families.rope_config import config_at, parameters_of
@@ -65,7 +65,7 @@ def gap(kind: str) -> tuple[float, float] | str:
     allowed = APART.get(kind, 0.0)
     if parameters_of(config_at(model.config, stack.config), stack.full_attention_types[0])["rope_type"] != "default":
         allowed = NOT_ITS_OWN
-        assert patch_model(model, "rope").route == "native"
+        assert swap_plan(patch_model(model, "rope")).route == "native"
     native = run(model, ids, use_cache=False).logits
     try:
         native_steps = in_steps(model, ids)
@@ -125,11 +125,11 @@ def test_what_is_not_proved_is_refused_with_its_reason(model_type: str) -> None:
 def test_a_bias_comes_in_the_place_of_every_rotation() -> None:
     """A rotation is for the layers that see all tokens; a bias replaces the others' rotation too."""
     model = tiny_model("gemma3_text", meta=False)
-    rotary = patch_model(model, "rope", site="attention")
+    rotary = swap_plan(patch_model(model, "rope", site="attention"))
     carried = [edit.path for edit in rotary.edits if edit.path.endswith("self_attn")]
     assert carried == ["model.layers.1.self_attn", "model.layers.3.self_attn"]
     unpatch_model(model)
-    biased = patch_model(model, "alibi")
+    biased = swap_plan(patch_model(model, "alibi"))
     assert [edit.path for edit in biased.edits if edit.path.endswith("self_attn")] == [
         f"model.layers.{layer}.self_attn" for layer in range(4)
     ]

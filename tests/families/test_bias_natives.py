@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 import hf_posswap
-from hf_posswap import patch_model, plan_swap
+from hf_posswap import patch_model, plan_swap, swap_plan
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
@@ -90,7 +90,7 @@ def test_put_back_it_is_the_native_mechanism(name: str) -> None:
     outputs = run or (lambda **given: logits(model, **given))
     with torch.no_grad():
         whole, padded = outputs(), outputs(attention_mask=MASK)
-        plan = patch_model(model, scheme, **options)
+        plan = swap_plan(patch_model(model, scheme, **options))
         assert plan.adaptation.startswith("none")
         same(outputs(), whole)
         same(outputs(attention_mask=MASK)[MASK.bool()], padded[MASK.bool()])
@@ -310,7 +310,7 @@ def test_an_angle_that_differs_only_past_the_original_length_is_the_native_one_w
 
 def test_a_table_and_rope_in_an_mpnet_leave_no_bias() -> None:
     model = build("MPNetForMaskedLM")
-    plan = patch_model(model, Learned() + Rope())
+    plan = swap_plan(patch_model(model, Learned() + Rope()))
     hf_posswap.verify_swap(model)
     assert "mpnet.encoder.relative_attention_bias.weight" in plan.unused
     before = logits(model)

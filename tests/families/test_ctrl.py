@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import hf_posswap
-from hf_posswap import patch_model, plan_swap, unpatch_model, verify_swap
+from hf_posswap import patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import SwapVerificationError, UnsupportedSwapError
 from hf_posswap.families import locate
 from hf_posswap.testing.tiny import TINY_LENGTH, tiny_model
@@ -65,7 +65,7 @@ def test_alibi_is_an_additive_mask() -> None:
 def test_it_runs_beyond_its_table_and_comes_back(scheme: str, tmp_path: Path) -> None:
     model, long = build(), words(1, 2 * TINY_LENGTH)
     before, state = logits(model), model.state_dict()
-    plan = patch_model(model, scheme, max_length=2 * TINY_LENGTH)
+    plan = swap_plan(patch_model(model, scheme, max_length=2 * TINY_LENGTH))
     assert plan.route == "plugin"
     verify_swap(model)
     hf_posswap.save(model, tmp_path)

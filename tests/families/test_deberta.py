@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 import hf_posswap
-from hf_posswap import patch_model, plan_swap, unpatch_model, verify_swap
+from hf_posswap import patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families import locate
 from hf_posswap.testing.tiny import tiny_model
@@ -85,7 +85,7 @@ def test_a_scheme_beside_the_relative_part_or_in_its_place(kind: str, scheme: st
     expected = logits(oracle(kind, extra, keep=relative == "keep"))
     model = build(kind)
     assert (logits(model) - expected).abs().max() > 0.1
-    plan = patch_model(model, scheme, relative=relative)
+    plan = swap_plan(patch_model(model, scheme, relative=relative))
     same(logits(model), expected)
     verify_swap(model)
     assert plan.record.relative == relative
@@ -96,7 +96,7 @@ def test_a_scheme_beside_the_relative_part_or_in_its_place(kind: str, scheme: st
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_word_the_relative_part_stays(kind: str) -> None:
     silent, said = build(kind), build(kind)
-    assert patch_model(silent, "rope").record == patch_model(said, "rope", relative="keep").record
+    assert swap_plan(patch_model(silent, "rope")).record == swap_plan(patch_model(said, "rope", relative="keep")).record
     assert torch.equal(logits(silent), logits(said))
 
 
@@ -104,7 +104,7 @@ def test_without_a_word_the_relative_part_stays(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_a_table_alone_is_a_stock_model(kind: str, scheme: str, tmp_path: Path) -> None:
     model = build(kind)
-    plan = patch_model(model, scheme, relative="drop")
+    plan = swap_plan(patch_model(model, scheme, relative="drop"))
     assert plan.route == "native"
     verify_swap(model)
     hf_posswap.save(model, tmp_path)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import BeitConfig, Dinov2Backbone, Dinov2Config, Dinov2WithRegistersConfig
 
-from hf_posswap import patch_model, plan_swap, supports, unpatch_model
+from hf_posswap import patch_model, plan_swap, supports, swap_plan, unpatch_model
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.locating import family_of
 from tests.families.vision_models import PATCH, SIZE, TOLD, build, images, states
@@ -28,7 +28,7 @@ def table_by_hand(model: Any, high: int, wide: int) -> torch.Tensor:
 
 def test_its_own_table_at_any_image_size_is_what_stock_adds() -> None:
     model, native = build(NAME), build(NAME)
-    assert patch_model(model, "learned_2d").route == "native"
+    assert swap_plan(patch_model(model, "learned_2d")).route == "native"
     for size in ((SIZE, SIZE), OTHER, (48, 48)):
         assert torch.equal(states(model, images(*size)), states(native, images(*size)))
     assert torch.equal(table_by_hand(model, 3, 5), table_by_hand(native, 3, 5))

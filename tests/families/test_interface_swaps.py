@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 import hf_posswap
-from hf_posswap import SwapPlan, patch_model, plan_swap, unpatch_model, verify_swap
+from hf_posswap import SwapPlan, patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.testing.tiny import tiny_model
 from tests.copies import copied
@@ -77,7 +77,7 @@ def options(scheme: str, model: Any) -> dict[str, Any]:
 
 
 def swap(model: Any, scheme: str) -> SwapPlan:
-    return patch_model(model, scheme, **options(scheme, model))
+    return swap_plan(patch_model(model, scheme, **options(scheme, model)))
 
 
 def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:

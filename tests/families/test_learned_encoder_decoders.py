@@ -23,6 +23,7 @@ from hf_posswap import (
     patch_model,
     patched,
     plan_swap,
+    swap_plan,
     unpatch_model,
     verify_swap,
 )
@@ -372,7 +373,7 @@ def test_a_blend_moves_and_ends_in_both_stacks() -> None:
 @pytest.mark.parametrize("scheme", ["kerple", "t5", "fire"])
 def test_what_each_stack_learns_comes_back(scheme: str, tmp_path: Path) -> None:
     model = build("BartForConditionalGeneration")
-    plan = patch_model(model, scheme)
+    plan = swap_plan(patch_model(model, scheme))
     learned = [name for name in plan.added if ".posswap." in name]
     assert {name.split(".")[1] for name in learned} == {"encoder", "decoder"}
     with torch.no_grad():

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import hf_posswap
-from hf_posswap import Alibi, Rope, patch_model, patched, verify_swap
+from hf_posswap import Alibi, Rope, patch_model, patched, swap_plan, verify_swap
 from hf_posswap.errors import PositionRangeError, UnsupportedSwapError
 from hf_posswap.families import locate
 from tests.contract.pairs import CHANGE, NOISE, gap
@@ -221,7 +221,7 @@ def test_a_length_that_changes_other_weights_is_no_native_swap(tmp_path: Path) -
     """DeBERTa takes the size of its relative part from the length."""
     relative = {"relative_attention": True, "max_relative_positions": -1, "pos_att_type": "c2p|p2c"}
     model, ids = build("DebertaForMaskedLM", **relative), words(2, LENGTH + 8)
-    plan = patch_model(model, "learned", max_length=2 * LENGTH)
+    plan = swap_plan(patch_model(model, "learned", max_length=2 * LENGTH))
     assert plan.route == "plugin"
     assert "Stock transformers would change other weights with the length." in plan.notes
     hf_posswap.save(model, tmp_path / "model")
@@ -249,4 +249,4 @@ def test_attention_to_blocks_is_refused_with_what_works() -> None:
     model = build("BigBirdForMaskedLM", attention_type="block_sparse")
     with pytest.raises(UnsupportedSwapError, match=r"'block_sparse': its code .* attention_type='original_full'"):
         patch_model(model, "rope")
-    assert patch_model(model, "sinusoidal").route == "native"
+    assert swap_plan(patch_model(model, "sinusoidal")).route == "native"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_posswap import load, patch_model, plan_swap, unpatch_model
+from hf_posswap import load, patch_model, plan_swap, swap_plan, unpatch_model
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families import locate
 from hf_posswap.families.refused import REFUSED
@@ -91,7 +91,7 @@ def problems_of(name: str) -> list[str]:
     found = []
     for scheme, options in SWAPS.items():
         try:
-            plan = patch_model(model, scheme, **options)
+            plan = swap_plan(patch_model(model, scheme, **options))
         except UnsupportedSwapError as error:
             if scheme not in NEVER_NATIVE.get(name, ()) and "sees both sides" not in str(error):
                 found.append(f"{scheme}: {error}")
@@ -169,7 +169,7 @@ def test_a_position_part_that_the_family_does_not_mention_is_refused_by_name(nam
 def test_only_layers_that_see_all_tokens_are_stretched() -> None:
     model = tiny_model("gemma3_text", meta=False)
     local, wide = model.model.rotary_emb.sliding_attention_inv_freq, model.model.rotary_emb.full_attention_inv_freq
-    plan = patch_model(model, "linear", factor=4.0)
+    plan = swap_plan(patch_model(model, "linear", factor=4.0))
     assert torch.equal(model.model.rotary_emb.sliding_attention_inv_freq, local)
     assert torch.equal(model.model.rotary_emb.full_attention_inv_freq, wide / 4)
     assert plan.notes[0].startswith("Layers of type sliding_attention keep their own rotation")
@@ -221,7 +221,7 @@ def test_a_saved_swap_is_loaded_again_and_by_stock_classes_where_it_is_native(
 ) -> None:
     model = tiny_model(kind, meta=False)
     stock = type(model)
-    plan = patch_model(model, scheme, **SWAPS.get(scheme, {}))
+    plan = swap_plan(patch_model(model, scheme, **SWAPS.get(scheme, {})))
     expected = logits(model)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(load(tmp_path)), expected)
@@ -236,7 +236,7 @@ def test_latent_attention_takes_its_scale_along() -> None:
     """DeepSeek-V3 reads mscale_all_dim a second time, where its attention is built: a swap changes that too."""
     model = tiny_model("deepseek_v3", meta=False)
     scale = model.model.layers[0].self_attn.scaling
-    plan = patch_model(model, "yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0)
+    plan = swap_plan(patch_model(model, "yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0))
     assert plan.route == "native"
     assert model.model.layers[0].self_attn.scaling != scale
     assert torch.equal(logits(model), logits(stock(model)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_posswap import Alibi, NoPE, Rope, explain, patch_model, plan_swap, unpatch_model, verify_swap
+from hf_posswap import Alibi, NoPE, Rope, explain, patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families import locate
 from hf_posswap.families.rotary_compatibility import ROTATES, TURNING_REFUSED
@@ -80,7 +80,7 @@ def test_a_bias_comes_in_the_place_of_each_rotation_and_nowhere_else(kind: str) 
         with pytest.raises(UnsupportedSwapError, match="does not attend through .* What works: what its config expr"):
             patch_model(model, "alibi")
         return
-    plan = patch_model(model, "alibi")
+    plan = swap_plan(patch_model(model, "alibi"))
     assert [edit.path for edit in plan.edits if edit.path.endswith("self_attn")] == [
         f"model.layers.{layer}.self_attn" for layer in range(3)
     ]
@@ -125,7 +125,7 @@ def biased(names: list[str], _: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 @pytest.mark.parametrize("kind", ["cohere2", "smollm3", "llama4_text"])
 def test_nope_and_a_fading_rotation_leave_the_others_alone(kind: str) -> None:
     model, by_hand = tiny(kind), tiny(kind)
-    plan = patch_model(model, "nope")
+    plan = swap_plan(patch_model(model, "nope"))
     assert plan.route == "native"
     assert "Layers without rotation stay as they are: 3." in plan.notes
     add_alibi(by_hand, range(0))

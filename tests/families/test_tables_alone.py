@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posswap import load, patch_model, plan_swap, unpatch_model, verify_swap
+from hf_posswap import load, patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import PositionRangeError, UnsupportedSwapError
 from hf_posswap.families import locate
 from hf_posswap.testing.tiny import TINY_LENGTH, tiny_model
@@ -66,7 +66,7 @@ def by_hand(model: Any, rows_of: Any, length: int = TINY_LENGTH) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_table_re_applied_is_the_model_itself(kind: str) -> None:
     model, before = tiny(kind), logits(tiny(kind))
-    plan = patch_model(model, "learned")
+    plan = swap_plan(patch_model(model, "learned"))
     assert plan.route == "native"
     assert torch.equal(logits(model), before)
     unpatch_model(model)
@@ -76,7 +76,7 @@ def test_a_table_re_applied_is_the_model_itself(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_sinusoids_are_those_of_a_stock_model_that_holds_them(kind: str, tmp_path: Path) -> None:
     model = tiny(kind)
-    plan = patch_model(model, "sinusoidal")
+    plan = swap_plan(patch_model(model, "sinusoidal"))
     assert plan.adaptation.endswith("every position vector changes")
     verify_swap(model)
     held = kept_rows(model)[-1]
@@ -125,7 +125,7 @@ def test_nothing_is_put_inside_attention(kind: str, scheme: str) -> None:
 
 def test_a_causal_xlm_goes_without_positions() -> None:
     model, before = tiny("XLMWithLMHeadModel", causal=True), logits(tiny("XLMWithLMHeadModel", causal=True))
-    assert patch_model(model, "nope").route == "native"
+    assert swap_plan(patch_model(model, "nope")).route == "native"
     verify_swap(model)
     stock = by_hand(tiny("XLMWithLMHeadModel", causal=True), torch.zeros_like)
     torch.testing.assert_close(logits(model), logits(stock), atol=1e-5, rtol=0)
@@ -143,7 +143,7 @@ def test_layoutlm_keeps_its_places_on_the_page() -> None:
     model = tiny_model("LayoutLMForMaskedLM", meta=False)
     boxes = torch.randint(0, 400, (2, 20, 2), generator=torch.Generator().manual_seed(2))
     boxes = torch.cat((boxes, boxes + 100), -1)  # left, upper, right, lower
-    plan = patch_model(model, "rope")
+    plan = swap_plan(patch_model(model, "rope"))
     assert "Places on the page (bbox) keep their tables." in plan.notes
     with torch.no_grad():
         here, elsewhere = (model(input_ids=IDS, bbox=box).logits for box in (boxes, boxes.flip(1)))

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import hf_posswap
-from hf_posswap import patch_model, unpatch_model, verify_swap
+from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.pairs import NOISE, gap
 from tests.families.single import LENGTH, PADDING, words
@@ -143,7 +143,7 @@ def test_a_saved_sentence_transformer_holds_the_swap(minilm: Path, scheme: str, 
     sentences = SentenceTransformer(str(minilm), device="cpu")
     inner: Any = next(module for module in sentences.modules() if isinstance(module, transformers.BertModel))
     window = inner.config.max_position_embeddings
-    assert patch_model(inner, scheme, max_length=4 * window).route == route
+    assert swap_plan(patch_model(inner, scheme, max_length=4 * window)).route == route
     sentences.max_seq_length = 4 * window
     lines = ["A ship at sea.", "the river runs down to the sea " * (window // 2)]
     expected = torch.tensor(sentences.encode(lines))

@@ -70,7 +70,7 @@ def test_every_class_takes_every_scheme_and_gives_it_back(name: str, scheme: str
     before = {key: value.clone() for key, value in model.state_dict().items()}
     order, config = [key for key, _ in model.named_parameters()], model.config.to_dict()
     native = states(model, images())
-    plan = hf_posswap.patch_model(model, scheme)
+    plan = hf_posswap.swap_plan(hf_posswap.patch_model(model, scheme))
     assert plan.route == ("native" if scheme in NATIVE else "plugin")
     assert list(model.state_dict()) == list(before)
     hf_posswap.verify_swap(model)
@@ -315,7 +315,7 @@ def test_of_two_towers_the_one_that_reads_is_left_alone(name: str, scheme: str) 
     given = {"input_ids": ids, "pixel_values": images()}
     with torch.no_grad():
         before = model(**given)
-        plan = hf_posswap.patch_model(model, scheme)
+        plan = hf_posswap.swap_plan(hf_posswap.patch_model(model, scheme))
         after = model(**given)
         model(input_ids=ids, pixel_values=images(*OTHER))
     assert f"{name} reads text too: text_model keeps its positions." in str(plan)

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import hf_posswap
-from hf_posswap import patch_model, plan_swap, unpatch_model, verify_swap
+from hf_posswap import patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import PositionRangeError, SchemeError
 from hf_posswap.families import locate
 from tests.contract.pairs import CHANGE, NOISE, gap
@@ -51,7 +51,7 @@ def test_the_decoder_is_swapped_and_comes_back(scheme: str, tmp_path: Path) -> N
     encoder = {name: id(p) for name, p in model.model.encoder.named_parameters()}
     short = TARGET[:, :LENGTH]
     before, config = logits(model, short), model.config.to_dict()
-    plan = patch_model(model, scheme, max_length=2 * LENGTH)
+    plan = swap_plan(patch_model(model, scheme, max_length=2 * LENGTH))
     assert list(plan.schemes) == ["decoder"]
     assert model.config.max_target_positions == model.model.decoder.max_target_positions == 2 * LENGTH
     verify_swap(model)

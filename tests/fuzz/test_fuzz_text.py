@@ -11,7 +11,7 @@ import yaml
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_posswap import patch_model
+from hf_posswap import patch_model, swap_plan
 from hf_posswap.cli.arguments import make_scheme
 from hf_posswap.evaluation.longppl import KeySpans
 from hf_posswap.patching.record.record import SwapRecord
@@ -43,7 +43,7 @@ SPANS = {
 
 def record(scheme: str, **options: Any) -> dict[str, Any]:
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-    return patch_model(model, scheme, max_length=64, **options).record.to_dict()
+    return swap_plan(patch_model(model, scheme, max_length=64, **options)).record.to_dict()
 
 
 @pytest.fixture

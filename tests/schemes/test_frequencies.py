@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
-from hf_posswap import patch_model, plan_swap
+from hf_posswap import patch_model, plan_swap, swap_plan
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import Rope
@@ -46,7 +46,7 @@ def test_they_are_taken_as_given(geometry: Geometries, numbers: list[float]) -> 
 @pytest.mark.parametrize("site", ["auto", "attention"])
 def test_another_base_written_out_is_a_llama_of_that_base(site: Any) -> None:
     model, other = llama(), llama(500.0)
-    plan = patch_model(model, "rope", frequencies=[500.0 ** (-pair / 8) for pair in range(8)], site=site)
+    plan = swap_plan(patch_model(model, "rope", frequencies=[500.0 ** (-pair / 8) for pair in range(8)], site=site))
     assert plan.route == ("native" if site == "auto" else "plugin")
     torch.testing.assert_close(logits(model), logits(other), rtol=0, atol=5e-5)
     assert (logits(model) - logits(llama())).abs().max() > 0.1
@@ -54,7 +54,7 @@ def test_another_base_written_out_is_a_llama_of_that_base(site: Any) -> None:
 
 def test_pairs_that_do_not_turn_need_the_plugin() -> None:
     model = llama()
-    assert patch_model(model, "rope", frequencies=[1.0, 0.5] + [0.0] * 6).route == "plugin"
+    assert swap_plan(patch_model(model, "rope", frequencies=[1.0, 0.5] + [0.0] * 6)).route == "plugin"
     still = llama()
     patch_model(still, "rope", frequencies=[0.0] * 8)
     nope = llama()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hf_posswap import patch_model, plan_swap, unpatch_model, verify_swap
+from hf_posswap import patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import SchemeError, UnsupportedSwapError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import Learned
@@ -182,14 +182,14 @@ def gpt2() -> Any:
 def test_a_model_with_drawn_rows() -> None:
     model, ids = gpt2(), torch.arange(16)[None] % 11
     before, old = model(ids).logits, model.transformer.wpe.weight.detach().clone()
-    plan = patch_model(model, "learned", extend="random", max_length=40, seed=3)
+    plan = swap_plan(patch_model(model, "learned", extend="random", max_length=40, seed=3))
     assert (plan.route, plan.adaptation.split(":")[0]) == ("native", "for use beyond the original window")
     assert plan.scheme.std == pytest.approx(old.std(correction=0).item())  # the record says what was drawn from
     assert torch.equal(model(ids).logits, before)
     assert model.transformer.wpe.weight.requires_grad
     verify_swap(model)
     unpatch_model(model)
-    plan = patch_model(model, "learned", extend="reinit")
+    plan = swap_plan(patch_model(model, "learned", extend="reinit"))
     assert plan.adaptation == "required: fine-tuning, as every position vector changes"
     assert (model(ids).logits - before).abs().max() > 1e-3
     verify_swap(model)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_posswap import patch_model, verify_swap
+from hf_posswap import patch_model, swap_plan, verify_swap
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import LongRope, make_scheme
@@ -74,7 +74,7 @@ def test_the_first_positions_have_plain_rope_s_logits() -> None:
     ids = torch.arange(1, 33)[None]  # twice the original length
     native, swapped = llama(), llama()
     options = {"long_factor": DIVISORS, "factor": 2.0, "attention_factor": 1.0}
-    assert patch_model(swapped, "longrope", original_positions=8, **options).route == "plugin"
+    assert swap_plan(patch_model(swapped, "longrope", original_positions=8, **options)).route == "plugin"
     ours, plain = logits(swapped, ids), logits(native, ids)
     torch.testing.assert_close(ours[:, :8], plain[:, :8], rtol=0, atol=1e-5)
     assert (ours[:, 8] - plain[:, 8]).abs().max() > 1e-2  # the ninth token looks back with a divided angle
@@ -83,10 +83,10 @@ def test_the_first_positions_have_plain_rope_s_logits() -> None:
 def test_none_of_them_is_native_and_relative_and_one_is_neither() -> None:
     native, ids = llama(), torch.arange(1, 33)[None]
     options: dict[str, Any] = {"long_factor": DIVISORS, "factor": 2.0}
-    assert patch_model(native, "longrope", original_positions=0, **options).route == "native"
+    assert swap_plan(patch_model(native, "longrope", original_positions=0, **options)).route == "native"
     assert make_scheme("longrope", **options).traits.relative
     one = llama()
-    plan = patch_model(one, "longrope", original_positions=8, **options)
+    plan = swap_plan(patch_model(one, "longrope", original_positions=8, **options))
     assert not plan.scheme.traits.relative
     positions = torch.arange(32)[None]
     here, there = (logits(one, ids, position_ids=positions + by) for by in (0, 4))

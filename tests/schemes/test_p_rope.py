@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_posswap import patch_model, verify_swap
+from hf_posswap import patch_model, swap_plan, verify_swap
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import default_inv_freq
@@ -88,7 +88,7 @@ def test_it_keeps_the_width_that_partial_narrows(geometry: Geometries) -> None:
 def test_only_the_paper_s_selection_is_native() -> None:
     for select, route in (("first", "native"), ("last", "plugin"), ("uniform", "plugin")):
         model = LlamaForCausalLM(llama())
-        assert patch_model(model, "p_rope", p=0.5, select=select).route == route
+        assert swap_plan(patch_model(model, "p_rope", p=0.5, select=select)).route == route
 
 
 def test_a_swapped_llama_is_a_llama_with_that_config() -> None:
@@ -141,7 +141,7 @@ def test_the_same_list_for_each_head_is_one_list_in_a_running_model() -> None:
     models[1].load_state_dict(models[0].state_dict())
     lists: list[Any] = [[0, 2, 5], [[0, 2, 5], [5, 0, 2]]]
     for model, select in zip(models, lists, strict=True):
-        assert patch_model(model, "p_rope", select=select).route == "plugin"
+        assert swap_plan(patch_model(model, "p_rope", select=select)).route == "plugin"
         verify_swap(model)
     with torch.no_grad():
         one, other = (model(input_ids=ids).logits for model in models)
@@ -156,7 +156,7 @@ def test_a_list_of_the_first_pairs_is_native_and_equals_the_share() -> None:
     ids = torch.arange(40)[None]
     for model, options in zip(models, ({"p": 0.5}, {"select": [0, 1, 2, 3]}, {"select": range(8)}), strict=True):
         model.load_state_dict(models[0].state_dict())
-        assert patch_model(model, "p_rope", **options).route == "native"
+        assert swap_plan(patch_model(model, "p_rope", **options)).route == "native"
     with torch.no_grad():
         share, named, all_of_them = (model(input_ids=ids).logits for model in models)
     assert torch.equal(share, named)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertLMHeadModel, LlamaForCausalLM
 
-from hf_posswap import patch_model, verify_swap
+from hf_posswap import patch_model, swap_plan, verify_swap
 from hf_posswap.errors import (
     AlreadyPatchedError,
     DataError,
@@ -119,7 +119,7 @@ def test_pairs_that_are_silent_are_not_kept(tokens: Any) -> None:
 def test_the_selection_goes_into_the_model_layer_by_layer() -> None:
     model, ids = llama(), torch.tensor([TOKENS[1]])
     chosen = select_pairs(model, 0.5, TOKENS)
-    plan = patch_model(model, chosen)  # type: ignore[arg-type]
+    plan = swap_plan(patch_model(model, chosen))  # type: ignore[arg-type]
     assert (plan.route, plan.scheme.name) == ("plugin", "per_layer")
     verify_swap(model)
     whole, plain = llama(), llama()

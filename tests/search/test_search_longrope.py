@@ -26,7 +26,7 @@ from transformers import (
     LlamaModel,
 )
 
-from hf_posswap import patch_model
+from hf_posswap import patch_model, swap_plan
 from hf_posswap.errors import (
     AlreadyPatchedError,
     CheckpointError,
@@ -108,7 +108,7 @@ def test_the_scheme_is_ready_and_says_what_was_searched(build: Build, documents:
     assert max(-np.diff(scheme.long_factor)) < 1e-6
     assert (found.length, found.documents, found.original_positions) == (64, 3, (0,))
     model = build("llama")
-    assert patch_model(model, scheme).route == "native"
+    assert swap_plan(patch_model(model, scheme)).route == "native"
     assert json.loads(json.dumps(found.to_dict()))["scheme"] == json.loads(json.dumps(scheme.to_dict()))
     assert str(found).startswith(f"perplexity {found.perplexity:.6g} after 20 evaluations (linear ")
     some = search_longrope(build("llama"), documents, 4.0, **SMALL)

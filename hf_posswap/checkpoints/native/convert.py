@@ -80,7 +80,7 @@ def to_native(model: Any, target: str | None = None) -> Any:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap import patch_model
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-        >>> _ = patch_model(model, "rope", max_length=64)
+        >>> model = patch_model(model, "rope", max_length=64)
         >>> type(to_native(model)).__name__
         'GPTNeoXForCausalLM'
     """

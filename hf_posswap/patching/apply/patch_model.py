@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -27,22 +27,21 @@ from hf_posswap.patching.record.config_class import as_plugin_config
 from hf_posswap.patching.record.model_class import leave_swapped_class, take_swapped_class
 from hf_posswap.patching.sites.attention.function import register_attention
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 M = TypeVar("M", bound=nn.Module)
 
 
 def patch_model(
-    model: PreTrainedModel,
+    model: M,
     scheme: SchemeChoice,
     *,
     max_length: int | None = None,
     site: SiteChoice = "auto",
     relative: RelativeChoice | None = None,
     **options: Any,
-) -> SwapPlan:
-    """Swap the position mechanism of `model`, in place, and return the plan that was carried out.
+) -> M:
+    """Swap the position mechanism of `model`, in place, and return it.
+
+    `plan_swap` says beforehand what a swap would do, `swap_plan` afterwards what was done.
 
     Everything is checked before anything is touched; afterwards the change is proved (`verify_swap` proves more). Only
     this instance changes: no class and no module of transformers does.
@@ -68,13 +67,14 @@ def patch_model(
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-        >>> patch_model(model, "alibi", max_length=64).route
+        >>> model = patch_model(model, "alibi", max_length=64)
+        >>> swap_plan(model).route
         'plugin'
         >>> import torch
         >>> model(torch.zeros(1, 64, dtype=torch.long)).logits.shape
         torch.Size([1, 64, 11])
     """
-    target = unwrap(model)
+    target: Any = unwrap(model)
     stop_if_building(target)
     with changing(target, "patch_model"):
         plan = plan_swap(target, scheme, max_length=max_length, site=site, relative=relative, **options)
@@ -82,7 +82,27 @@ def patch_model(
         if refusal is not None:
             raise SchemeError(refusal)
         apply_plan(target, plan, owner=model)
-    return plan
+    return model
+
+
+def swap_plan(model: nn.Module) -> SwapPlan:
+    """Return the plan of the swap that `model` carries, as it stands: printable, picklable, and JSON in its record.
+
+    Raises:
+        NotPatchedError: the model carries no swap.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> plan = plan_swap(model, "rope")  # what would be done
+        >>> swap_plan(patch_model(model, "rope")) == plan  # what was done
+        True
+    """
+    target: Any = unwrap(model)
+    patch = getattr(target, "_posswap", None)
+    if patch is None:
+        raise NotPatchedError(f"{type(target).__name__} carries no swap: it has no plan.{unread_record(target)}")
+    return patch.plan
 
 
 def apply_plan(model: Any, plan: SwapPlan, owner: nn.Module | None = None) -> None:
@@ -154,7 +174,7 @@ def patched(model: M, scheme: SchemeChoice, **options: Any) -> Iterator[M]:
         >>> type(model.transformer.wpe).__name__
         'Embedding'
     """
-    patch_model(model, scheme, **options)  # type: ignore[arg-type]
+    patch_model(model, scheme, **options)
     try:
         yield model
     finally:

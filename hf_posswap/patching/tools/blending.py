@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from hf_posswap.compat.peft_wrappers import original_of, trained_copies_of
 from hf_posswap.errors import NotPatchedError, SchemeError
 from hf_posswap.patching.apply.guard import changing
-from hf_posswap.patching.apply.patch_model import patch_model, unpatch_model
+from hf_posswap.patching.apply.patch_model import patch_model, swap_plan, unpatch_model
 from hf_posswap.patching.edits.edit import Edit
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.patching.sites.embedding.table_edits import BlendTable, ReplaceTable
 from hf_posswap.schemes.blend import Blend
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def set_blend(model: Any, weight: float) -> None:
@@ -32,12 +35,12 @@ def set_blend(model: Any, weight: float) -> None:
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> from hf_posswap import Blend, Rope, patch_model
+        >>> from hf_posswap import Blend, Rope, patch_model, swap_plan
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-        >>> _ = patch_model(model, Blend(new=Rope()))
+        >>> model = patch_model(model, Blend(new=Rope()))
         >>> for step in range(4):
         ...     set_blend(model, (step + 1) / 4)  # and train a little
-        >>> finish_blend(model, max_length=64).scheme.name
+        >>> swap_plan(finish_blend(model, max_length=64)).scheme.name
         'rope'
     """
     target: Any = unwrap(model)
@@ -52,8 +55,8 @@ def set_blend(model: Any, weight: float) -> None:
     target.config.posswap = target._posswap.plan.record.to_dict()
 
 
-def finish_blend(model: Any, *, max_length: int | None = None) -> SwapPlan:
-    """Leave the new mechanism alone behind, with all that it has learned, and return its plan.
+def finish_blend(model: M, *, max_length: int | None = None) -> M:
+    """Leave the new mechanism alone behind, with all that it has learned, and return the model.
 
     Args:
         model: a model whose blend has weight 1.
@@ -78,14 +81,14 @@ def finish_blend(model: Any, *, max_length: int | None = None) -> SwapPlan:
         try:
             length = max_length or (plan.max_length if scheme.old == "rotary" else None)
             new = dataclasses.replace(plan, schemes=_new_schemes(plan)).choice
-            ended = patch_model(model, new, **plan.record.arguments | {"max_length": length})
+            patch_model(model, new, **plan.record.arguments | {"max_length": length})
         except BaseException:
             patch_model(model, plan.choice, **plan.record.arguments)
             _fill(_new_tensors(target, _plan(target)), learned)
             raise
         if learned:
-            _fill(_new_tensors(target, ended), learned)
-    return ended
+            _fill(_new_tensors(target, swap_plan(target)), learned)
+    return model
 
 
 def _plan(target: Any) -> SwapPlan:

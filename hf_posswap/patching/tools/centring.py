@@ -39,11 +39,11 @@ def centre_table(model: Any) -> Tensor:
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> from hf_posswap import patch_model
+        >>> from hf_posswap import patch_model, swap_plan
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
         >>> centre_table(model).shape, bool(model.transformer.wpe.weight.mean(dim=0).abs().max() < 1e-6)
         (torch.Size([8]), True)
-        >>> patch_model(model, "rope", max_length=64).route
+        >>> swap_plan(patch_model(model, "rope", max_length=64)).route
         'plugin'
     """
     model = unwrap(model)

@@ -38,7 +38,7 @@ def set_logit_scale(model: Any, logit_scale: float) -> None:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap import NoPE, patch_model
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-        >>> _ = patch_model(model, NoPE(logit_scale=0.0))
+        >>> model = patch_model(model, NoPE(logit_scale=0.0))
         >>> set_logit_scale(model, 0.2)
         >>> logit_scale_of(model), model.config.posswap["scheme"]["logit_scale"]
         (0.2, 0.2)

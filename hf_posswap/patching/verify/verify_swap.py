@@ -47,7 +47,7 @@ def verify_swap(model: Any, *, tokens: int = 12, seed: int = 0) -> Verification:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap import patch_model
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-        >>> _ = patch_model(model, "alibi")
+        >>> model = patch_model(model, "alibi")
         >>> list(verify_swap(model).checks)
         ['edits', 'finite', 'unswapped model', 'shifted positions', 'spread positions', 'order of tokens']
     """

@@ -14,6 +14,7 @@ from transformers import set_seed
 
 from hf_posswap.checkpoints.save import save
 from hf_posswap.errors import CheckpointError
+from hf_posswap.patching.apply.patch_model import swap_plan
 from hf_posswap.patching.tools.blending import finish_blend
 from hf_posswap.training.config import SENTENCES, Phase, Recipe
 from hf_posswap.training.engine.arguments import training_arguments
@@ -121,7 +122,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         watch.close()
     prepared.model.config.use_cache = True  # the Trainer had it off
     if recipe.swap.gradual_steps:
-        prepared.plan = finish_blend(prepared.model, max_length=recipe.swap.max_length)
+        prepared.plan = swap_plan(finish_blend(prepared.model, max_length=recipe.swap.max_length))
     if prepared.plan is not None and prepared.tokenizer.model_max_length == prepared.window:
         prepared.tokenizer.model_max_length = prepared.plan.max_length  # or it would cut every text at the old length
     _write_model(trainer, prepared, place, run)

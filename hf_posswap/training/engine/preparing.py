@@ -13,7 +13,7 @@ import torch
 from hf_posswap.checkpoints.load import load
 from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.families.locating import locate
-from hf_posswap.patching.apply.patch_model import patch_model
+from hf_posswap.patching.apply.patch_model import patch_model, swap_plan
 from hf_posswap.patching.plan.plan_swap import plan_swap, unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.backends import MIN_QK_PAIRS
@@ -118,7 +118,7 @@ def prepare(
     short = short_windows(data.held_out, window)
     short_before = probe(model, {"input_ids": short, "labels": short}, causal=True) if causal else 0.0
     if scheme is not None:
-        plan = patch_model(model, scheme, **how)
+        plan = swap_plan(patch_model(model, scheme, **how))
     said = [] if plan is None else [f"swap verified: {', '.join(verify_swap(model).checks)}"]
     if mean is not None:
         said.append(f"the table's mean, of norm {float(mean.norm()):.2g}, went into the token embeddings")

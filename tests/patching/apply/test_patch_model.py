@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 
-from hf_posswap import patch_model, patched, plan_swap, unpatch_model
-from hf_posswap.errors import SwapVerificationError
+import hf_posswap
+from hf_posswap import patch_model, patched, plan_swap, swap_plan, unpatch_model
+from hf_posswap.errors import NotPatchedError, SwapVerificationError
 from tests.contract.models import LENGTH, build
 from tests.contract.pairs import gap, logits, words
 from tests.patching.plan.test_swap_plan import snapshot
@@ -122,3 +125,25 @@ def test_a_model_cast_while_swapped_comes_back_cast(name: str, scheme: str, site
             owner, _, leaf = path.rpartition(".")
             setattr(other.get_submodule(owner), leaf, rotary[path])
     assert gap(logits(model, IDS), logits(other, IDS)) == 0
+
+
+@pytest.mark.parametrize(("name", "scheme", "site"), SWAPS)
+def test_the_model_is_returned_and_its_plan_asked_for(name: str, scheme: str, site: Any, tmp_path: Path) -> None:
+    model = build(name)
+    with pytest.raises(NotPatchedError, match="carries no swap: it has no plan"):
+        swap_plan(model)
+    planned = plan_swap(model, scheme, max_length=2 * LENGTH, site=site)
+    assert patch_model(model, scheme, max_length=2 * LENGTH, site=site) is model
+    assert swap_plan(model) == planned
+    hf_posswap.save(model, tmp_path / "saved")
+    assert swap_plan(hf_posswap.load(tmp_path / "saved")) == planned
+    assert unpatch_model(model) is model
+    with pytest.raises(NotPatchedError):
+        swap_plan(model)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_a_peft_model_is_returned_as_it_was_given() -> None:
+    wrapped = peft.get_peft_model(build("gpt2"), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    assert patch_model(wrapped, "rope") is wrapped
+    assert swap_plan(wrapped) == swap_plan(wrapped.get_base_model())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_posswap import patch_model, unpatch_model
+from hf_posswap import patch_model, swap_plan, unpatch_model
 from hf_posswap.errors import PosswapError
 from hf_posswap.families import FAMILIES
 from hf_posswap.families.locating import family_of, locate
@@ -35,7 +35,7 @@ def check(model: Any, scheme: str, site: Any) -> bool:
     """Swap `model`, on meta, compare its keys with the plan's, and take it back; return whether it could be swapped."""
     before = sizes(model)
     try:
-        plan = patch_model(model, scheme, site=site, **stand_ins(scheme, locate(model).geometry))
+        plan = swap_plan(patch_model(model, scheme, site=site, **stand_ins(scheme, locate(model).geometry)))
     except PosswapError:
         return False
     after = sizes(model)
@@ -56,7 +56,7 @@ def check(model: Any, scheme: str, site: Any) -> bool:
 def test_no_key_stands_for_a_table_that_no_checkpoint_holds(name: str) -> None:
     model = tiny_model(name)
     before = set(sizes(model))
-    plan = patch_model(model, "rope")
+    plan = swap_plan(patch_model(model, "rope"))
     assert set(sizes(model)) - before == set(plan.added) == set()
     unpatch_model(model)
     patch_model(model, "fire")

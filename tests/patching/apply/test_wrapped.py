@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast, TextGenerationPipeline
 
-from hf_posswap import patch_model, plan_swap, unpatch_model, verify_swap
+from hf_posswap import patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from tests.contract.models import build
 from tests.contract.pairs import CHANGE, gap, logits, words
@@ -148,8 +148,8 @@ def adapted(**options: Any) -> Any:
 def test_an_adapter_changes_no_route(scheme: str) -> None:
     """A stock model of the new length is compared with one of the old length, not with the adapted weights."""
     with_adapter, without = adapted(target_modules=["c_attn"]), build("gpt2")
-    route = patch_model(with_adapter, scheme, max_length=64).route
-    assert route == patch_model(without, scheme, max_length=64).route
+    route = swap_plan(patch_model(with_adapter, scheme, max_length=64)).route
+    assert route == swap_plan(patch_model(without, scheme, max_length=64)).route
     assert route == ("plugin" if scheme == "rope" else "native")
 
 

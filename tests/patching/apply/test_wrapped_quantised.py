@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import hf_posswap
-from hf_posswap import patch_model, unpatch_model, verify_swap
+from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from tests.contract.models import build
 from tests.contract.pairs import CHANGE, NOISE, gap, logits, words
@@ -99,7 +99,7 @@ def dequantised(name: str, model: Any) -> Any:
 
 def swap(model: Any, scheme: str) -> Any:
     torch.manual_seed(3)  # a scheme may begin with random numbers
-    return patch_model(model, scheme, max_length=64, **({"init_std": 1.0} if scheme == "t5" else {}))
+    return swap_plan(patch_model(model, scheme, max_length=64, **({"init_std": 1.0} if scheme == "t5" else {})))
 
 
 def held(model: Any) -> dict[str, tuple[int, int]]:

@@ -14,7 +14,7 @@ import torch
 from transformers import CLIPVisionModel, ViTModel
 
 import hf_posswap.patching.sites
-from hf_posswap import Blend, Rope, SwapPlan, patch_model, plan_swap, set_blend, unpatch_model
+from hf_posswap import Blend, Rope, SwapPlan, patch_model, plan_swap, set_blend, swap_plan, unpatch_model
 from hf_posswap.patching.edits.edit import EDITS, Edit
 from hf_posswap.testing.tiny import tiny_model
 
@@ -99,7 +99,7 @@ def test_what_is_planned_is_what_is_done_and_undone(swap: str) -> None:
     model, plan = planned(swap, meta=False)
     name, scheme, options = SWAPS[swap]
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    assert patch_model(model, scheme, **options) == plan
+    assert swap_plan(patch_model(model, scheme, **options)) == plan
     assert [edit.path for edit in plan.edits if edit.check(model)] == []
     unpatch_model(model)
     after = model.state_dict()
@@ -109,7 +109,7 @@ def test_what_is_planned_is_what_is_done_and_undone(swap: str) -> None:
 
 def test_a_blend_that_moves_on_leaves_the_plan_of_its_beginning_alone() -> None:
     model = tiny_model("gpt2", meta=False)
-    plan = patch_model(model, Blend(new=Rope(), weight=0.25))
+    plan = swap_plan(patch_model(model, Blend(new=Rope(), weight=0.25)))
     text, same = str(plan), pickle.dumps(plan)
     set_blend(model, 0.75)
     assert (str(plan), pickle.dumps(plan)) == (text, same)

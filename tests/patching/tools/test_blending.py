@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import hf_posswap
-from hf_posswap import Blend, finish_blend, patch_model, set_blend, unpatch_model, verify_swap
+from hf_posswap import Blend, finish_blend, patch_model, set_blend, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import NotPatchedError, PositionRangeError, SchemeError, UnsupportedSwapError
 from hf_posswap.schemes import Alibi, Kerple, Learned, Linear, NoPE, Rope, Scheme, Sinusoidal, T5Bias
 from tests.contract.models import LENGTH, TINY, build
@@ -41,7 +41,7 @@ def test_it_begins_as_the_old_model_and_ends_as_the_new_one(name: str, new: Sche
     old = logits(model, IDS)
     patch_model(other, new)
     expected = logits(other, IDS)
-    plan = patch_model(model, Blend(new=new))
+    plan = swap_plan(patch_model(model, Blend(new=new)))
     assert plan.route == "plugin"
     assert gap(logits(model, IDS), old) == 0
     verify_swap(model)
@@ -53,8 +53,8 @@ def test_it_begins_as_the_old_model_and_ends_as_the_new_one(name: str, new: Sche
     set_blend(model, 1.0)
     assert gap(logits(model, IDS), expected) == 0
     verify_swap(model)
-    ended = finish_blend(model)
-    assert ended.scheme == other._posswap.plan.scheme  # type: ignore[attr-defined]
+    assert finish_blend(model) is model
+    assert swap_plan(model).scheme == other._posswap.plan.scheme  # type: ignore[attr-defined]
     assert model.config.to_dict() == other.config.to_dict()
     assert gap(logits(model, IDS), expected) == 0
     unpatch_model(model)

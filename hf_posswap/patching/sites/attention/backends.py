@@ -288,7 +288,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap import patch_model
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-        >>> _ = patch_model(model, "alibi")
+        >>> model = patch_model(model, "alibi")
         >>> set_backend(model, "plain")
     """
     if backend != "auto" and backend not in BACKENDS:

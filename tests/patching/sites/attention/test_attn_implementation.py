@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_posswap import patch_model, unpatch_model
+from hf_posswap import patch_model, swap_plan, unpatch_model
 from hf_posswap.patching.sites.attention.attn_implementation import AllowAttnImplementation
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.pairs import CHANGE, NOISE, gap
@@ -108,8 +108,8 @@ def test_taken_back_it_is_as_stock_has_it(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "ways"), [("bloom", "eager or sdpa"), ("mpt", "eager alone")])
 def test_the_plan_says_so(kind: str, ways: str) -> None:
-    plan = patch_model(tiny_model(kind), "rope")
+    plan = swap_plan(patch_model(tiny_model(kind), "rope"))
     assert any(note.startswith(f"set_attn_implementation: {ways}.") for note in plan.notes)
     assert any(isinstance(edit, AllowAttnImplementation) for edit in plan.edits)
-    others = patch_model(tiny_model("llama"), "alibi").edits
+    others = swap_plan(patch_model(tiny_model("llama"), "alibi")).edits
     assert not any(isinstance(edit, AllowAttnImplementation) for edit in others)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 import hf_posswap
-from hf_posswap import patch_model, unpatch_model, verify_swap
+from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import PositionShapeError, PosswapError, UnsupportedSwapError
 from hf_posswap.families.locating import family_of, locate
 from hf_posswap.patching.sites.attention.position_ids import PassPositionIds
@@ -310,12 +310,15 @@ def _told(name: str, scheme: str, site: Any) -> dict[str, bool]:
 
 
 def test_the_plan_says_what_becomes_of_them() -> None:
-    plans = {name: patch_model(tiny_model(name), scheme) for name, scheme in (("bloom", "rope"), ("bart", "learned"))}
+    plans = {
+        name: swap_plan(patch_model(tiny_model(name), scheme))
+        for name, scheme in (("bloom", "rope"), ("bart", "learned"))
+    }
     for name, plan in plans.items():
         edits = [edit for edit in plan.edits if isinstance(edit, PassPositionIds)]
         assert {edit.before for edit in edits} == {"drops position ids"}
         assert {edit.after for edit in edits} == {"passed on" if name == "bloom" else "refused"}
-    plan = patch_model(tiny_model("llama"), "alibi")
+    plan = swap_plan(patch_model(tiny_model("llama"), "alibi"))
     assert not any(isinstance(edit, PassPositionIds) for edit in plan.edits)
 
 
