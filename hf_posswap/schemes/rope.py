@@ -137,11 +137,11 @@ class RotaryScheme(Scheme):
         Rope type "longrope" divides each theta_i by a number of its own; the same numbers within the original length
         and beyond it are no choice, so any fixed angles above 0 can be said in a stock config.
         """
-        inv_freq, factor = self.angles(geometry)  # [R/2]
-        if not bool((inv_freq > 0).all()):
+        angles = self.angles(geometry)
+        if not bool((angles.inv_freq > 0).all()):
             return None
         base = self.base or geometry.base or DEFAULT_BASE
-        divisors = (default_inv_freq(base, self.rotary_dim(geometry)).double() / inv_freq.double()).tolist()
+        divisors = (default_inv_freq(base, self.rotary_dim(geometry), torch.float64) / angles.exact).tolist()
         return {
             "rope_type": "longrope",
             "rope_theta": base,
@@ -149,7 +149,7 @@ class RotaryScheme(Scheme):
             "original_max_position_embeddings": geometry.original_length,
             "short_factor": divisors,
             "long_factor": divisors,
-            "attention_factor": factor,
+            "attention_factor": angles.attention_factor,
         }
 
     def mechanism(self, geometry: Geometry) -> RotaryMechanism:

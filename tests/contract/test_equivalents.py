@@ -18,8 +18,9 @@ from tests.contract import twins
 from tests.contract.models import LENGTH, PADDING, build
 from tests.contract.pairs import CHANGE, Pair, gap, logits, words
 from tests.contract.test_running import piecewise
+from tests.exact_angles import with_exact_angles
 
-CLOSE = 5e-5  # exact angles in the swap, angles rounded to float32 in stock classes
+CLOSE = 1e-5
 LONG = 3 * LENGTH
 IDS = words(2, LONG)
 
@@ -41,7 +42,7 @@ def decoder(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """Return a swapped decoder and its native equivalent."""
     name, scheme, twin_of, options = DECODERS[request.param]
     model = build(name)
-    twin = twin_of(model)
+    twin = with_exact_angles(twin_of(model))
     patch_model(model, scheme, **options)
     return model, twin
 
@@ -51,7 +52,7 @@ def encoder(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """Return a swapped encoder and its native equivalent."""
     name, twin_of, options = ENCODERS[request.param]
     model = build(name)
-    twin = twin_of(model)
+    twin = with_exact_angles(twin_of(model))
     patch_model(model, "rope", max_length=LONG, **options)
     return model, twin
 
@@ -122,7 +123,9 @@ def test_encoders_plain_and_padded(encoder: tuple[Any, Any]) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 def test_lora_on_gpt2_with_rope_equals_the_same_lora_on_gpt_neox(first: str) -> None:
     base = build("gpt2")
-    twin = peft.get_peft_model(twins.neox_of_gpt2(base), _lora("query_key_value", fan_in_fan_out=False)).eval()
+    twin = peft.get_peft_model(
+        with_exact_angles(twins.neox_of_gpt2(base)), _lora("query_key_value", fan_in_fan_out=False)
+    ).eval()
     if first == "the swap":
         patch_model(base, "rope", max_length=LONG)
     model = peft.get_peft_model(base, _lora("c_attn", fan_in_fan_out=True)).eval()

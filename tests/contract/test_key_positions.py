@@ -57,9 +57,13 @@ def test_steps_behind_a_right_padded_prompt_equal_the_unpadded_model(pair: Pair,
     mask[1, lengths[1] : PROMPT] = 0
     ids[1, lengths[1] : PROMPT] = PADDING
     alone = torch.cat([ids[1:, : lengths[1]], ids[1:, PROMPT:]], dim=1)
-    found = fed(pair, pair.specimen(), kind, ids, mask, counted(pair, mask), [PROMPT, 1, 1, 5, 5])
+    at = counted(pair, mask)
+    found = fed(pair, pair.specimen(), kind, ids, mask, at, [PROMPT, 1, 1, 5, 5])
     for model in models(pair):
-        if pair.model not in SEES_PLACES:
+        if pair.model in SEES_PLACES:  # there the padding stands between: the oracle reads it at once
+            whole = pair.logits(model, ids, attention_mask=mask, position_ids=at, use_cache=False)
+            assert gap(found[1, PROMPT:], whole[1, PROMPT:]) < pair.noise
+        else:
             assert gap(found[1, PROMPT:], pair.logits(model, alone)[0, lengths[1] :]) < pair.noise
         assert gap(found[0], pair.logits(model, ids[:1])[0]) < pair.noise
 

@@ -56,7 +56,7 @@ def test_bfloat16_keeps_angles_in_float32(pair: Pair, when: str) -> None:
     for name, tensor in constants(model):
         if ".native." in name:  # the native angles: out of use, or of layers that keep their own rotation
             continue
-        assert tensor.dtype in (torch.float32, torch.float64), name
+        assert tensor.dtype == exact[name].dtype in (torch.float32, torch.float64), name
         assert torch.equal(tensor, exact[name]), name
 
 

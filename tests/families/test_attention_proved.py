@@ -14,6 +14,7 @@ from hf_posswap.families import locate
 from hf_posswap.families.rope_config import config_at, parameters_of
 from hf_posswap.families.rotary_compatibility import ATTENTION_PROVED, ATTENTION_REFUSED, ROTATES, TURNING_REFUSED
 from hf_posswap.testing.tiny import language_models, tiny_model
+from tests.exact_angles import with_exact_angles
 from tests.families.test_rotary import KINDS, NEEDS_AUDIO, is_rotary
 
 SHARDS = 12
@@ -26,8 +27,8 @@ APART = {
     "Llama4ForCausalLM": 1e-4,  # it multiplies complex numbers, and its norm comes after
 }
 """How far apart RoPE inside and outside may be, where not 0."""
-NOT_ITS_OWN = 1e-4
-"""How far apart they may be where a plain RoPE is another than the model's own: exact inside, rounded outside."""
+NOT_ITS_OWN = 2e-6
+"""How far apart they may be where a plain RoPE is another than the model's own: exact inside, as outside in float64."""
 
 
 def run(model: Any, ids: Tensor, **given: Any) -> Any:
@@ -65,7 +66,7 @@ def gap(kind: str) -> tuple[float, float] | str:
     allowed = APART.get(kind, 0.0)
     if parameters_of(config_at(model.config, stack.config), stack.full_attention_types[0])["rope_type"] != "default":
         allowed = NOT_ITS_OWN
-        assert swap_plan(patch_model(model, "rope")).route == "native"
+        assert swap_plan(with_exact_angles(patch_model(model, "rope"))).route == "native"
     native = run(model, ids, use_cache=False).logits
     try:
         native_steps = in_steps(model, ids)
