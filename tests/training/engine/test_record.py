@@ -203,3 +203,9 @@ def test_what_is_given_wins_over_what_is_found(runs: dict[str, Finished]) -> Non
     assert "| score | 0.5 |" in report.card
     assert "my-recipe" not in report.card.partition("## Recipe")[2].partition("## Limits")[0]
     assert not [note for note in report.notes if "on the card" in note]
+
+
+def test_texts_that_are_not_there_are_said_before_a_model_is_loaded(tmp_path: Path) -> None:
+    wanted = recipe(tmp_path, f"model.name={tmp_path / 'no-model'}", "data.sources=[{path: no-books/}]")
+    with pytest.raises(hf_posswap.errors.DataError, match=r"no-books does not exist; give text files"):
+        run_recipe(wanted)
