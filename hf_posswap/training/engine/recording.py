@@ -9,13 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_posswap.checkpoints.adapters import SIDECAR
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.training import NAME, TrainingRecord, swap_digest
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.phase import DONE, PhaseResult
 from hf_posswap.utils.atomic_io import read_json, write_json
 
-_CONFIG = "config.json"
+_HOLDERS = {"config.json": (NAME, "posswap"), SIDECAR: ("training", "record")}
+"""The files that hold a record: under which key, and under which the swap."""
+_NONE = (None, "", "")
 _BASE = "weights of the base"
 _DATA = "documents of "
 _UNPLAIN = re.compile(r"[^\w.,:+=/ @()-]")
@@ -26,7 +29,8 @@ def leave_record(
 ) -> TrainingRecord:
     """Write the record of a training into the config.json of its finished model, and return it.
 
-    An adapter has no config.json: its record is in the report alone.
+    That of an adapter goes into what lies beside it and tells the swap of its base; without a swap there is none, and
+    the record is in the report alone.
 
     Args:
         recipe: as a whole.
@@ -36,9 +40,11 @@ def leave_record(
         base: public name of the model that it began with.
     """
     identity = read_json(saved.parent / DONE)["identity"]
-    path = saved / _CONFIG
-    values = read_json(path) if path.is_file() else {}
-    carried = values.get("posswap")
+    path, name, swap = next(
+        ((saved / file, *keys) for file, keys in _HOLDERS.items() if (saved / file).is_file()), _NONE
+    )
+    values = {} if path is None else read_json(path)
+    carried = values.get(swap)
     record = TrainingRecord(
         base=_plain(base),
         base_weights=identity[_BASE],
@@ -51,8 +57,8 @@ def leave_record(
         held_out={length: float(loss) for length, loss in nll.items() if loss is not None},
         swap=None if carried is None else swap_digest(SwapRecord.from_dict(carried)),
     )
-    if values:
-        write_json(path, {**values, NAME: record.to_dict()})
+    if path is not None:
+        write_json(path, {**values, name: record.to_dict()})
     return record
 
 

@@ -209,3 +209,16 @@ def test_texts_that_are_not_there_are_said_before_a_model_is_loaded(tmp_path: Pa
     wanted = recipe(tmp_path, f"model.name={tmp_path / 'no-model'}", "data.sources=[{path: no-books/}]")
     with pytest.raises(hf_posswap.errors.DataError, match=r"no-books does not exist; give text files"):
         run_recipe(wanted)
+
+
+def test_an_adapter_leaves_its_record_beside_it(place: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run = run_recipe(recipe(place, "name=lora", "train.what=lora", "optimizer.steps=2", f"out={tmp_path / 'lora'}"))
+    told = str(TrainingRecord(**run.report["training"]))
+    assert told.startswith("256 tokens with recipe lora, held-out loss ")
+    loaded = hf_posswap.load(run.model)
+    assert hf_posswap.swap_plan(loaded).adaptation == f"adapted: {told}"
+    again = hf_posswap.save(loaded, tmp_path / "again")
+    assert hf_posswap.swap_plan(hf_posswap.load(again)).adaptation == f"adapted: {told}"
+    merged = hf_posswap.save(hf_posswap.load(again).merge_and_unload(), tmp_path / "merged")
+    assert hf_posswap.explain(merged).report.trained == told
