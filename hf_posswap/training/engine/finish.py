@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,8 @@ def _write(run: Run, report: dict[str, Any]) -> None:
 def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
     """Return the loss at each length of the recipe; None where the model ends before it.
 
-    Where the recipe names no length, that is the length of its windows, on whole held-out documents; nothing where it
-    cannot be had at little cost: of encoders, and of models that one device may not hold.
+    Where the recipe names no length, that is one (`own_length`); nothing where it cannot be had at little cost: of
+    encoders, and of models that one device may not hold.
     """
     watch = recipe.watch
     by_itself = not watch.evaluate_lengths
@@ -105,12 +106,34 @@ def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
     data = build_data(plain, words, causal=True, scheme_length=plain.length)
     if not on_cpu(recipe):
         model.to("cuda" if torch.cuda.is_available() else "mps")
-    longest = max(map(len, data.held_out), default=0)
-    lengths = (min(plain.length, longest),) if by_itself else watch.evaluate_lengths
-    if by_itself and longest < _LEAST_TOKENS:
+    lengths = (
+        (own_length(data.held_out, plain.length, watch.evaluate_documents),) if by_itself else watch.evaluate_lengths
+    )
+    if lengths[0] < _LEAST_TOKENS:
         return {}
     found = run.services.evaluate(model, data.held_out, lengths, watch.evaluate_documents)
     return {str(length): found.get(length) for length in lengths}
+
+
+def own_length(documents: Sequence[Any], wanted: int, most: int) -> int:
+    """Return the tokens of held-out documents to read where a recipe does not say it.
+
+    As many as are wanted, or as half of the documents that would be read have: the loss of one long document would say
+    little.
+
+    Args:
+        documents: token ids of each.
+        wanted: tokens of a window in training.
+        most: documents to read.
+
+    Example:
+        >>> documents = [range(900), range(300), range(200), range(5)]
+        >>> own_length(documents, 128, 16), own_length(documents, 512, 16), own_length([], 512, 16)
+        (128, 300, 0)
+    """
+    lengths = sorted(map(len, documents), reverse=True)
+    half = max(1, min(most, len(lengths)) // 2)
+    return min(wanted, lengths[half - 1]) if lengths else 0
 
 
 def _push(recipe: Recipe, saved: Path) -> str | None:
