@@ -22,6 +22,7 @@ from hf_posswap.checkpoints.adapters_positions import (
     swapped_base,
 )
 from hf_posswap.errors import MissingDependencyError
+from hf_posswap.patching.record.training import NAME as TRAINING
 from hf_posswap.utils.atomic_io import write_json
 
 SIDECAR = "posswap.json"
@@ -117,6 +118,8 @@ def write_sidecars(model: Any, folder: Path) -> None:
         config = json.loads(path.read_text(encoding="utf-8"))
         name = base.name_or_path or None
         held = {"version": SIDECAR_VERSION, "base": name, "base_is_swapped": on_disk, "record": base.config.posswap}
+        if (trained := getattr(base.config, TRAINING, None)) is not None:
+            held["training"] = trained
         if not on_disk:
             shown = _HINT.format(base=name or type(base).__name__, scheme=base.config.posswap["scheme"]["name"])
             config["base_model_name_or_path"] = shown

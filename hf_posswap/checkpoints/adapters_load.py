@@ -18,6 +18,7 @@ from hf_posswap.checkpoints.adapters import (
 from hf_posswap.compat.transformers_files import file_of
 from hf_posswap.errors import CheckpointError, PosswapError, RecordError, RemoteCodeError
 from hf_posswap.patching.apply.patch_model import patch_model
+from hf_posswap.patching.plan.adaptation import as_trained
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.utils.hub_session import hub_reading
@@ -34,12 +35,14 @@ class AdapterSource:
         revision: of the base.
         base_is_swapped: whether the base's checkpoint carries the swap itself.
         record: of the base's swap; None where there is no sidecar.
+        training: what the sidecar tells of the training, as JSON; None: nothing.
     """
 
     base: str | None
     revision: str | None
     base_is_swapped: bool
     record: SwapRecord | None
+    training: dict[str, Any] | None = None
 
 
 @hub_reading
@@ -62,14 +65,20 @@ def adapter_source(source: str | Path, **hub: Any) -> AdapterSource | None:
     if held is None:
         return AdapterSource(named, config.get("revision"), False, None)
     fields = {"version": int, "base": str | None, "base_is_swapped": bool, "record": dict}
-    good = set(held) == set(fields) and all(isinstance(held[name], kind) for name, kind in fields.items())
+    training = held.pop("training", None)
+    good = (
+        set(held) == set(fields)
+        and isinstance(training, dict | None)
+        and all(isinstance(held[name], kind) for name, kind in fields.items())
+    )
     if not good or held["version"] != SIDECAR_VERSION:
         raise RecordError(
             f"{SIDECAR} of {str(source)!r} must hold {', '.join(fields)}, of version {SIDECAR_VERSION}: update "
             "hf_posswap, or check the file."
         )
     base = named if held["base_is_swapped"] else held["base"]
-    return AdapterSource(base, config.get("revision"), held["base_is_swapped"], SwapRecord.from_dict(held["record"]))
+    record = SwapRecord.from_dict(held["record"])
+    return AdapterSource(base, config.get("revision"), held["base_is_swapped"], record, training)
 
 
 def load_adapter(
@@ -130,6 +139,7 @@ def load_with_base(source: str | Path, found: AdapterSource, load: Any, **kwargs
         record = found.record
         patch_model(model, record.choice(), **record.arguments)
     _refuse_other(unwrap(model), found, str(source), trust_unrecorded=False)
+    _tell_training(unwrap(model), found)
     adapted = _with_adapter(model, source, False, hub)
     for config in adapted.peft_config.values():
         config.base_model_name_or_path = found.base  # on disk it may be a hint in its place
@@ -147,6 +157,14 @@ def _with_adapter(model: Any, source: str | Path, trainable: bool, hub: dict[str
         said = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the adapter {str(source)!r} cannot be loaded: {said}") from error
     return carry_swap(adapted)
+
+
+def _tell_training(model: Any, found: AdapterSource) -> None:
+    """Give the base of an adapter the record of the adapter's training, which its plan then tells."""
+    if found.training is None or found.record is None:
+        return
+    model.config.posswap_training = found.training
+    model._posswap.plan = as_trained(model._posswap.plan, found.record, model.config)
 
 
 def _refuse_other(model: Any, found: AdapterSource, source: str, trust_unrecorded: bool) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posswap.checkpoints.card_results import Results, evaluation, table
 from hf_posswap.checkpoints.hub import checked_repo_id
 from hf_posswap.errors import CheckpointError, PluginWarning
-from hf_posswap.patching.inspect.describe import on_meta
+from hf_posswap.patching.inspect.describe import describe_positions, on_meta
 from hf_posswap.patching.record.remote_code import package_version
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def write_card(
     data = _card_data(facts, task, plan, origin, metrics)
     sections = [
         f"# {facts.repo_id.rpartition('/')[2]}",
-        _opening(plan, base),
+        _opening(plan, base) + _trained(skeleton),
         *([] if plan is None else [f"## What was swapped\n\n{_swap(plan)}"]),
         f"## How to load\n\n{_loading(plan, facts.repo_id, architecture)}",
         *([f"## Evaluation\n\n{numbers}"] if numbers else []),
@@ -172,6 +172,12 @@ def _opening(plan: SwapPlan | None, base: str | None) -> str:
     )
 
 
+def _trained(skeleton: Any) -> str:
+    """Return a sentence on the training that the config records; "": it records none."""
+    told = describe_positions(skeleton).trained
+    return "" if told is None else f" Trained: {told}."
+
+
 def _swap(plan: SwapPlan) -> str:
     from hf_posswap.patching.plan.text import EDIT_HEADER
 
@@ -207,7 +213,9 @@ def _json(value: dict[str, Any]) -> str:
 def _limits(plan: SwapPlan | None, license: str | None) -> str:
     lines = [] if license else ["The licence of the base model applies; it is not stated here because it is not known."]
     if plan is not None:
-        lines.append(f"Made for {plan.max_length} tokens. Adaptation: {plan.adaptation}.")
+        trained = plan.adaptation.startswith("adapted")
+        needs = f"{'Its weights were' if trained else 'Adaptation:'} {plan.adaptation}"
+        lines.append(f"Made for {plan.max_length} tokens. {needs}.")
         if not plan.cached_equals_full:
             lines.append("Decoding with a cache may differ from one full forward at long lengths.")
         if not plan.unbounded:

@@ -71,14 +71,23 @@ def _by_scheme(found: dict[str, Any]) -> dict[str, Any]:
     models: dict[str, Any] = {}
     for label, model in found["models"].items():
         plan = model.get("plan")
-        name = plan["scheme"]["name"] if plan else _OTHERS[0] if label == found["base"] else label
+        other = _OTHERS[0] if label == found["base"] and label not in _OTHERS else label
+        name = plan["scheme"]["name"] if plan else other
         cannot = [{"length": int(length), "cannot_run": why} for length, why in model["cannot_run"].items()]
         rows = sorted([*model.get("ppl_prefix", []), *cannot], key=lambda row: row["length"])
         if rows:
-            models.setdefault(name, {"lengths": rows})
+            models.setdefault(name, {"lengths": rows, "verdict": _verdict(model.get("short_reg"), found["base"])})
     if not models:
         raise CheckpointError("the results hold no perplexities (metric ppl_prefix), which a model card shows.")
     return {"models": models, "lengths": found["lengths"], "data": {"text": public_name(found["data"]["source"])}}
+
+
+def _verdict(short: Any, base: str) -> str | None:
+    """Return the short-context verdict against the base in words; None: there is none."""
+    loss = short.get("loss") if isinstance(short, dict) else None
+    if not isinstance(loss, dict) or not _is_number(loss.get("difference")) or "verdict" not in loss:
+        return None
+    return f"In the window, against {base}: {loss['difference']:+.3f} nats a token, {loss['verdict']}."
 
 
 def _read(path: Path) -> Any:
@@ -138,6 +147,8 @@ def _evaluation(results: Results, scheme: str | None, task: str) -> tuple[str, l
     text = table(head, [[other, *map(_score, models[other]["lengths"])] for other in shown])
     data = results.values.get("data", {}).get("text", "text")
     note = f"Text: {markdown_text(data)}. In brackets: 95 % interval over documents."
+    if verdict := models[name].get("verdict"):
+        note = f"{markdown_text(verdict)} {note}"
     scores = [row for row in models[name]["lengths"] if "cannot_run" not in row]
     found = [_entry(f"perplexity at {row['length']} tokens", row["perplexity"], data, task) for row in scores]
     return f"{text}\n\n{note}", found

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_posswap.checkpoints.beside import Beside, found_beside
 from hf_posswap.checkpoints.card import CardFacts, write_card
 from hf_posswap.checkpoints.card_results import read_results
 from hf_posswap.checkpoints.commit import Commit
 from hf_posswap.checkpoints.hub import checked_repo_id, files_to_push, hub_errors, stale_files
+from hf_posswap.checkpoints.native.suggesting import stock_instead
 from hf_posswap.checkpoints.save import save
 from hf_posswap.errors import CheckpointError, OptionError
+from hf_posswap.patching.inspect.describe import on_meta
 from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.format import human_bytes
 from hf_posswap.utils.hub_session import HubSession, hub_session
@@ -38,6 +41,8 @@ class PushReport:
         deleted: files of an earlier push that the commit takes away; unknown, so empty, in a dry run.
         commit: id of the commit; None in a dry run.
         url: of the commit; None in a dry run.
+        card: the model card that was written for it; None: there was one, or none was wanted.
+        notes: what the card took from beside the model, and whether a stock checkpoint would do instead.
     """
 
     repo_id: str
@@ -46,6 +51,8 @@ class PushReport:
     deleted: tuple[str, ...] = ()
     commit: str | None = None
     url: str | None = None
+    card: str | None = None
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         width = max(map(len, self.files), default=0)
@@ -55,11 +62,12 @@ class PushReport:
         done = (
             f"pushed to {self.url}" if self.url else f"would go to {self.repo_id} at {self.revision}; nothing was sent"
         )
-        return "\n".join([*lines, f"{total}: {done}"])
+        preview = [] if self.url or self.card is None else ["", f"{CARD} would be:", "", self.card.rstrip()]
+        return "\n".join([*lines, f"{total}: {done}", *self.notes, *preview])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON."""
-        return {**self.__dict__, "deleted": list(self.deleted)}
+        return {**self.__dict__, "deleted": list(self.deleted), "notes": list(self.notes)}
 
 
 def push(
@@ -101,11 +109,13 @@ def push(
             within two minutes.
         dry_run: send nothing, only return what would go.
         card: write the model card, README.md. False, or a README.md in the folder: it is left as it is.
-        base_model: Hub id of the model before the swap; None: the one that a model was loaded from.
+        base_model: Hub id of the model before the swap; None: the one that the training began with whose report lies
+            beside a folder, or that a model was loaded from.
         license: of the card; None: taken over from the base model's card.
-        recipe: how the model was trained, for the card.
-        results: of an evaluation, for the card: {metric: number}, or what a quickstart writes: its folder, with the
-            pictures, or the dict.
+        recipe: how the model was trained, for the card; None: as the report beside a folder has it.
+        results: of an evaluation, for the card: {metric: number}, or what eval, compare or a quickstart writes: its
+            folder, with the pictures, or the dict; None: those in `results` beside a folder or its run, where they are
+            of this model, or what the training measured.
         trust_remote_code: run code that a folder brings, where its config needs that, to write the card.
 
     Raises:
@@ -134,15 +144,23 @@ def push(
             _check_reach(repo_id, token)
         folder = _folder_of(source, tokenizer, Path(scratch) / "model")
         files = files_to_push(folder)
+        written, notes = None, _stock_instead(source, folder, trust_remote_code)
         if card and CARD not in files:
-            named = base_model or getattr(getattr(source, "config", None), "name_or_path", None) or None
-            facts = CardFacts(repo_id, named, license, recipe, found, PICTURES)
+            beside = _beside(source, trust_remote_code, looks=recipe is None or results is None)
+            named = base_model or beside.base or getattr(getattr(source, "config", None), "name_or_path", None) or None
+            found = beside.results if results is None else found
+            facts = CardFacts(repo_id, named, license, recipe or beside.recipe, found, PICTURES)
+            notes += tuple(
+                said for part, said in beside.said.items() if {"recipe": recipe, "results": results}[part] is None
+            )
             told: dict[str, Any] = {"token": token, "online": not dry_run, "trust_remote_code": trust_remote_code}
             path = Path(scratch) / CARD
-            path.write_text(write_card(folder, facts, **told), encoding="utf-8")
+            written = write_card(folder, facts, **told)
+            path.write_text(written, encoding="utf-8")
             pictures = {f"{PICTURES}/{picture.name}": picture for picture in found.pictures}
             files = {CARD: path, **files, **pictures}
-        report = PushReport(repo_id, revision or "main", {name: path.stat().st_size for name, path in files.items()})
+        sizes = {name: path.stat().st_size for name, path in files.items()}
+        report = PushReport(repo_id, revision or "main", sizes, card=written, notes=notes)
         if dry_run:
             return report
         with hub_errors(repo_id):
@@ -152,6 +170,18 @@ def push(
 def _folder_of(source: Any, tokenizer: Any, scratch: Path) -> Path:
     """Return the folder to push: `source`, or one in `scratch` that the model `source` is saved to."""
     return Path(source) if isinstance(source, str | Path) else save(source, scratch, tokenizer=tokenizer)
+
+
+def _stock_instead(source: Any, folder: Path, trust_remote_code: bool) -> tuple[str, ...]:
+    return stock_instead(folder, in_memory=not isinstance(source, str | Path), trust_remote_code=trust_remote_code)
+
+
+def _beside(source: Any, trust_remote_code: bool, *, looks: bool) -> Beside:
+    """Return what lies beside a folder that is pushed, and is not given."""
+    if not looks or not isinstance(source, str | Path) or not (Path(source) / "config.json").is_file():
+        return Beside()
+    patch = getattr(on_meta(str(source), trust_remote_code=trust_remote_code), "_posswap", None)
+    return found_beside(Path(source), None if patch is None else patch.plan)
 
 
 def _check_folder(folder: Path, tokenizer: Any) -> None:
@@ -182,7 +212,7 @@ def _commit(
     _ready(api, report, private)
     stale = stale_files(api.list_repo_files(report.repo_id, revision=report.revision), files)
     oid, url = Commit(api, report.repo_id, report.revision, files, stale).send(session, message)
-    return PushReport(report.repo_id, report.revision, report.files, tuple(stale), oid, url)
+    return replace(report, deleted=tuple(stale), commit=oid, url=url)
 
 
 def _check_reach(repo_id: str, token: str | None) -> None:

@@ -17,6 +17,7 @@ from hf_posswap.cli import (
     listing,
     lm_eval,
     push,
+    recipes,
     reporting,
     searching,
     selfcheck,
@@ -76,6 +77,7 @@ app.command()(selfcheck.selfcheck)
 app.command()(export.export)
 app.command()(push.push)
 app.command()(searching.search)
+app.command()(recipes.recipes)
 app.command()(training.train)
 app.command("eval")(evaluating.evaluate)
 app.command()(comparing.compare)

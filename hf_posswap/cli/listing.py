@@ -123,7 +123,7 @@ def families(
         {
             "name": name,
             "summary": family.summary,
-            "mechanism": "rotary" if family.rotary else "table" if any(map(_has_table, family.parts)) else "none",
+            "mechanism": _mechanism(family),
             "model_types": list(family.model_types),
             "by_rule": family.matches is not None,
         }
@@ -144,8 +144,16 @@ def families(
     return show_text("", "by rule: every model whose config the family's rule accepts, whatever its type.")
 
 
-def _has_table(part: Any) -> bool:
-    return part.table is not None or part.image is not None
+def _mechanism(family: Any) -> str:
+    """Return the position mechanism that models of a family are built with, in two or three words."""
+    traits = [part.traits for part in family.parts if part.traits is not None]
+    tables = [f"{part.table.kind} table" for part in family.parts if part.table is not None]
+    tables += ["learned table" for part in family.parts if part.image is not None]
+    inside = [f"{own.scheme} inside attention" for own in traits if own.scheme is not None]
+    beside = ["relative part" for own in traits if own.relative is not None]
+    if family.rotary:
+        return " or ".join(dict.fromkeys(["rotary", *inside]))  # by config
+    return ", ".join(dict.fromkeys([*tables, *inside, *beside]))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +37,9 @@ def push(
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Folder of a quickstart, or a JSON of metrics: goes on the card."),
+        typer.Option(
+            metavar="PATH", help="Folder of eval, compare or a quickstart, or a JSON of metrics: goes on the card."
+        ),
     ] = None,
     card: Annotated[bool, typer.Option(help="Write a model card, unless DIR holds a README.md.")] = True,
     trust_remote_code: TrustRemoteCode = False,
@@ -45,7 +48,9 @@ def push(
     """Push a saved model to the Hub, in one commit, with a model card.
 
     Weights, config, tokenizer, and the code that trust_remote_code=True needs, if the model has any. A trainer's state
-    stays behind. A push that fails says what is there, and can be repeated. Log in first with: hf auth login
+    stays behind. The card has the recipe and the losses of posswap train's folder around DIR, and the results of this
+    model in the folder results beside DIR or that folder; --dry-run shows it. A push that fails says what is there, and
+    can be repeated. Log in first with: hf auth login
 
     Example: posswap push gpt2-rope me/gpt2-rope --base-model openai-community/gpt2 --dry-run
     """
@@ -69,4 +74,7 @@ def push(
     if json:
         show_json(report.to_dict())
     else:
-        show_text(*str(report).splitlines())
+        show_text(*str(replace(report, card=None)).splitlines())
+        if dry_run and report.card is not None:
+            show_text("", "README.md would be:", "")
+            typer.echo(report.card.rstrip())

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posswap.cli.arguments import Json, Model, TrustRemoteCode, source_of
+from hf_posswap.cli.evaluating import Column
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
 from hf_posswap.cli.target import load_tokenizer
-from hf_posswap.errors import CheckpointError, DataError
+from hf_posswap.errors import CheckpointError, DataError, OptionError
 from hf_posswap.utils.atomic_io import writable_folder, write_json
 
 if TYPE_CHECKING:
@@ -20,13 +21,24 @@ if TYPE_CHECKING:
 def search(
     model: Model,
     texts: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
-            metavar="TEXT...",
-            help="Text files, each of at least --factor times the model's length.",
+            metavar="[TEXT...]",
+            help="The same as --text, without the option; each text is at least --factor times the model's length.",
             show_default=False,
         ),
-    ],
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--text",
+            metavar="PATH",
+            help="Text files, folders of them, .jsonl or .parquet, as often as needed.",
+            show_default=False,
+        ),
+    ] = None,
+    column: Column = "text",
+    *,
     factor: Annotated[
         float, typer.Option("--factor", metavar="S", help="Target length over original length.", show_default=False)
     ],
@@ -58,11 +70,11 @@ def search(
     The best scheme is written to FILE.json, which posswap patch and posswap explain take in place of a scheme's name.
     It is never worse on these texts than linear, ntk and yarn are. The defaults read every text 1344 times.
 
-    Example: posswap search my-llama book1.txt book2.txt --factor 4 --state search.json -o longrope.json
+    Example: posswap search my-llama --text books/ --factor 4 --state search.json -o longrope.json
     """
     source = source_of(model)
     target = _checked_file(out, overwrite)
-    contents = [_text(path) for path in texts]
+    contents = _contents([*(texts or ()), *(text or ())], column)
     with quiet_library():
         import hf_posswap
         from hf_posswap.quickstart.settings import resolve_device
@@ -116,8 +128,23 @@ def _checked_file(out: Path, overwrite: bool) -> Path:
     return path
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is no readable text in UTF-8: {error}") from error
+def _contents(paths: list[Path], column: str) -> list[str]:
+    """Return the texts in files and folders, as `posswap eval` reads them.
+
+    Raises:
+        OptionError: there is no path.
+        DataError: one cannot be read, or is a data set on the Hub, whose length nobody has said.
+    """
+    from hf_posswap.text.files import file_documents, files_below
+    from hf_posswap.text.hub import hub_text
+
+    if not paths:
+        raise OptionError("give texts to search on: --text books/, or text files after MODEL.")
+    streamed = [str(path) for path in paths if hub_text(path) is not None]
+    if streamed:
+        raise DataError(f"{', '.join(streamed)}: give files or folders; a data set on the Hub has no end to search on.")
+    files = [file for path in paths for file in files_below(path)]
+    found = [document.text for file in files for document in file_documents(file, column)]
+    if not found:
+        raise DataError(f"{', '.join(map(str, paths))}: there is no text to search on.")
+    return found

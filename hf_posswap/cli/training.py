@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -14,19 +15,23 @@ from hf_posswap.cli.fields import attribute_docs, format_value
 from hf_posswap.cli.output import console, quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import ConfigError
 
+_SETTING = re.compile(r"[\w.\[\]]*=")
+"""How KEY=VALUE begins; a file may have = in its path, after a slash."""
+
 
 def train(
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE...]",
-            help="What differs from the recipe: model.name=my-llama optimizer.steps=500. --keys lists the keys.",
+            metavar="[RECIPE] [KEY=VALUE...]",
+            help="A recipe of the package by name (posswap recipes lists them) or a file, and what differs from it: "
+            "model.name=my-llama optimizer.steps=500. --keys lists the keys.",
             show_default=False,
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", metavar="RECIPE.yaml", help="The recipe.", show_default=False),
+        typer.Option("--config", "-c", metavar="RECIPE", help="The recipe, as RECIPE above.", show_default=False),
     ] = None,
     keys: Annotated[
         bool, typer.Option("--keys", help="List every key with its meaning and default, and stop.")
@@ -37,16 +42,15 @@ def train(
     """Adapt a model to a new position mechanism, as a recipe says; stopped anywhere, the same command goes on.
 
     The swap is planned, proved and measured before the first step. The folder `out` keeps checkpoints, log.jsonl,
-    pictures, the report, and the finished model. On several GPUs: accelerate launch --config_file
-    recipes/accelerate/ddp.yaml recipes/train.py --config RECIPE.yaml. It needs the extra "train".
+    pictures, the report, and the finished model. On several GPUs: posswap recipes accelerate/ddp --copy, then
+    accelerate launch --config_file ddp.yaml -m hf_posswap.cli train RECIPE ... It needs the extra "train".
 
-    Example: posswap train --config recipes/yarn.yaml model.name=my-llama data.length=8192 out=my-run
+    Example: posswap train yarn model.name=my-llama data.length=8192 out=my-run
     """
     if keys:
         show_pairs(key_rows())
         return
-    if config is None:
-        raise ConfigError("give a recipe: --config recipes/yarn.yaml; or --keys for what a recipe can say.")
+    chosen, changes = _recipe_and_changes(config, settings or [])
     progress = console()  # on stdout, which the block below takes away
     with quiet_library():
         from hf_posswap.adapting import run_recipe
@@ -55,13 +59,30 @@ def train(
         from hf_posswap.utils.progress import Reporter
 
         trusted = ["model.trust_remote_code=true"] if trust_remote_code else []
-        recipe = load_recipe(config, [*(settings or ()), *trusted])
+        recipe = load_recipe(chosen, [*changes, *trusted])
         if not show:
             finished = run_recipe(recipe, reporter=Reporter(progress))
     if show:
         show_json(to_dict(recipe))
     elif int(os.environ.get("RANK", "0")) == 0:
         show_text("", f"Saved to {finished.model}; the report is {finished.folder / 'report.md'}.")
+
+
+def _recipe_and_changes(config: Path | None, arguments: list[str]) -> tuple[str | Path, list[str]]:
+    """Return the recipe, by name or path, and the settings: the first argument is the recipe unless it is a setting.
+
+    Raises:
+        ConfigError: no recipe, or two.
+    """
+    named = arguments[0] if arguments and not _SETTING.match(arguments[0]) else None
+    if config is not None and named is not None:
+        raise ConfigError(f"two recipes: --config {config}, and {named!r}, which is no KEY=VALUE. Give one of them.")
+    if config is None and named is None:
+        raise ConfigError(
+            "give a recipe first: posswap train yarn, or a file; posswap recipes lists the names, --keys what a recipe "
+            "can say."
+        )
+    return (config, arguments) if config is not None else (str(named), arguments[1:])
 
 
 def key_rows() -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ import torch
 from hf_posswap.comparison.tables import curves_csv, markdown, needle_csv
 from hf_posswap.comparison.work import Work
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
+from hf_posswap.patching.record.training import training_of
 from hf_posswap.report import PAGE, write_html
 from hf_posswap.utils.atomic_io import write_json, write_text
 
@@ -70,6 +71,7 @@ def _model(work: Work, lengths: Sequence[int]) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in subject.model.parameters()),
         "identity": subject.identity,
         "plan": None if subject.plan is None else subject.plan.to_dict(),
+        "trained": None if (training := training_of(subject.model.config)) is None else str(training),
         "one_pass": reach.prefix_consistent,
         "one_pass_because": reach.why,
         "cannot_run": {str(n): f"ends at {reach.limit} tokens" for n in lengths if n not in work.lengths},

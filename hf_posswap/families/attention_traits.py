@@ -39,6 +39,7 @@ class AttentionTraits:
         interface: of a self-attention module, the class with transformers' AttentionInterface that equals its own (or
             that class itself, if it has the interface), or why there is none; None: it has the interface.
         positions: of a config, the position mechanism that is native inside attention; None: none is.
+        scheme: the name of that mechanism, for lists that have no config; None: there is none.
         switch: path, from the base model, and name of the attribute that is true where that mechanism is made.
         made_from: pattern of the embeddings, from the base model, that it is made from; "": none.
         causal: of a config, whether a query sees only its past; None: the attention modules say it.
@@ -54,6 +55,7 @@ class AttentionTraits:
 
     interface: Callable[[nn.Module], type | str] | None = None
     positions: Callable[[Any], NativeScheme | None] | None = None
+    scheme: str | None = None
     switch: tuple[str, str] | None = None
     made_from: str = ""
     causal: Callable[[Any], bool] | None = None

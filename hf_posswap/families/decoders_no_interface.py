@@ -152,7 +152,7 @@ register(
         name="gptj",
         summary="GPT-J: interleaved rotary positions inside attention, causal",
         model_types=("gptj",),
-        stacks=(StackSpec("", "h.*.attn", traits=AttentionTraits(_gptj, positions=_interleaved)),),
+        stacks=(StackSpec("", "h.*.attn", traits=AttentionTraits(_gptj, positions=_interleaved, scheme="rope")),),
     )
 )
 register(
@@ -160,7 +160,7 @@ register(
         name="codegen",
         summary="CodeGen: interleaved rotary positions inside attention, causal",
         model_types=("codegen",),
-        stacks=(StackSpec("", "h.*.attn", traits=AttentionTraits(_codegen, positions=_interleaved)),),
+        stacks=(StackSpec("", "h.*.attn", traits=AttentionTraits(_codegen, positions=_interleaved, scheme="rope")),),
     )
 )
 register(
@@ -172,7 +172,7 @@ register(
             StackSpec(
                 "",
                 "h.*.self_attention",
-                traits=AttentionTraits(_bloom, positions=_alibi, length_name=None),
+                traits=AttentionTraits(_bloom, positions=_alibi, scheme="alibi", length_name=None),
                 position_source="mask",
             ),
         ),
@@ -187,7 +187,9 @@ register(
             StackSpec(
                 "",
                 "blocks.*.attn",
-                traits=AttentionTraits(_mpt, positions=_alibi, length_name="max_seq_len", eager_masks=True),
+                traits=AttentionTraits(
+                    _mpt, positions=_alibi, scheme="alibi", length_name="max_seq_len", eager_masks=True
+                ),
                 position_source="relative",
             ),
         ),
@@ -204,7 +206,7 @@ register(
             StackSpec(
                 "",
                 "h.*.self_attention",
-                traits=AttentionTraits(_falcon, positions=_scaled_alibi, switch=("", "use_alibi")),
+                traits=AttentionTraits(_falcon, positions=_scaled_alibi, scheme="alibi", switch=("", "use_alibi")),
                 position_source=_counted_by_falcon,
             ),
         ),

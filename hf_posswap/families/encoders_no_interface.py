@@ -60,6 +60,7 @@ register(
                 traits=AttentionTraits(
                     _mpnet,
                     positions=_thirty_two_buckets,
+                    scheme="t5",
                     made_from="encoder.relative_attention_bias",
                     position_source="relative",
                 ),
@@ -81,6 +82,7 @@ register(
                 traits=AttentionTraits(
                     _roformer,
                     positions=_interleaved,
+                    scheme="rope",
                     made_from="encoder.embed_positions",
                     causal=_is_decoder,
                 ),

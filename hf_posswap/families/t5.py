@@ -35,7 +35,12 @@ def _t5(module: nn.Module) -> type | str:
 def _stack(name: str) -> StackSpec:
     attention = f"{name}.block.*.layer.0.SelfAttention"
     own = AttentionTraits(
-        _t5, positions=_buckets, made_from=f"{attention}.relative_attention_bias", length_name=None, length=512
+        _t5,
+        positions=_buckets,
+        scheme="t5",
+        made_from=f"{attention}.relative_attention_bias",
+        length_name=None,
+        length=512,
     )
     return StackSpec(name, attention, entry=name, causal=name == "decoder", traits=own, position_source="relative")
 

@@ -147,6 +147,8 @@ def method(results: Results) -> Markup:
     ]
     rows = [tag("div", tag("dt", key), tag("dd", value)) for key, value in said.items()]
     rows += [tag("div", tag("dt", name), tag("dd", text)) for name, text, _ in swaps]
+    controls = [(name, model.get("trained")) for name, model in results["models"].items() if not model["plan"]]
+    rows += [tag("div", tag("dt", name), tag("dd", f"no swap; {told}")) for name, told in controls if told]
     keep = tag("p", tag("a", "Save results.json", href="#", download="results.json", id="save"), class_="note")
     lead = "Everything that these numbers depend on; the file holds all of it."
     return section("method", "How it was measured", lead, tag("dl", *rows), keep)

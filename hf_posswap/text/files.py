@@ -11,11 +11,15 @@ from hf_posswap.errors import DataError, MissingDependencyError
 from hf_posswap.text.hub import ROW_FILES, TEXT_FILES
 from hf_posswap.text.stdlib import Document
 
+_ABOUT = "readme"
+"""A folder's README tells of its documents, and is none."""
 GIVE = "give text files, a folder of them, .jsonl or .parquet, or org/name of a data set on the Hub"
 
 
 def files_below(path: Path) -> list[Path]:
     """Return `path` itself, or the files of documents in that folder and below, in the order of their names.
+
+    A README in a folder (README.md, readme.txt, ...) is no document of it; given by itself it is one.
 
     Raises:
         DataError: it does not exist.
@@ -23,7 +27,8 @@ def files_below(path: Path) -> list[Path]:
     path = path.expanduser()
     if path.is_dir():
         kinds = (*TEXT_FILES, ".jsonl", ".parquet")
-        return sorted(found for found in path.rglob("*") if found.suffix in kinds and found.is_file())
+        files = (found for found in path.rglob("*") if found.suffix in kinds and found.is_file())
+        return sorted(found for found in files if found.stem.lower() != _ABOUT)
     if not path.is_file():
         raise DataError(f"{path} does not exist; {GIVE}.")
     return [path]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -105,10 +106,50 @@ def test_every_family_is_listed(posswap: Posswap) -> None:
     listed = {family["name"]: family for family in json.loads(posswap("families", "--json").stdout)}
     assert set(listed) == set(FAMILIES)
     assert "gpt2" in listed["gpt2"]["model_types"]
-    assert (listed["opt"]["mechanism"], listed["rotary"]["mechanism"]) == ("table", "rotary")
+    assert (listed["opt"]["mechanism"], listed["rotary"]["mechanism"]) == ("learned table", "rotary")
     assert listed["rotary"]["by_rule"] is True
     text = CliRunner().invoke(app, ["families"], env=WIDE).stdout
     assert [name for name in FAMILIES if name not in text] == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_mechanism_of_a_family_is_that_of_its_models(name: str) -> None:
+    """As `explain` tells it of a model that transformers itself builds from the default config of each type."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    from hf_posswap.families.locating import family_of
+
+    listed = {family["name"]: family for family in json.loads(CliRunner().invoke(app, ["families", "--json"]).stdout)}
+    words = set(re.split(r", | or | inside ", listed[name]["mechanism"])) - {"attention"}
+    assert words
+    assert words <= {"learned table", "sinusoidal table", "rotary", "rope", "alibi", "t5", "relative part"}
+    for model_type in FAMILIES.get(name).model_types:
+        if model_type not in CONFIG_MAPPING:
+            continue
+        config = AutoConfig.for_model(model_type)
+        assert family_of(config).name == name
+        for part in FAMILIES.get(name).parts:
+            held = None if part.traits is None else part.traits.inside(config)
+            assert held is None or held["name"] in words
+            assert part.traits is None or (part.traits.scheme is None) == (part.traits.positions is None)
+
+
+@pytest.mark.parametrize(
+    ("name", "mechanism"),
+    [
+        ("bloom", "alibi inside attention"),
+        ("gptj", "rope inside attention"),
+        ("t5", "t5 inside attention"),
+        ("falcon", "rotary or alibi inside attention"),
+        ("mpnet", "learned table, t5 inside attention"),
+        ("ctrl", "sinusoidal table"),
+        ("deberta", "learned table, relative part"),
+        ("vit", "learned table"),
+    ],
+)
+def test_a_family_is_listed_with_what_its_models_have(name: str, mechanism: str) -> None:
+    listed = {family["name"]: family for family in json.loads(CliRunner().invoke(app, ["families", "--json"]).stdout)}
+    assert listed[name]["mechanism"] == mechanism
 
 
 @pytest.mark.parametrize("available", [20, 40, 60, 80, 200])

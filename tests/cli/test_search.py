@@ -117,10 +117,51 @@ def test_what_is_wrong_is_one_line_and_nothing_is_written(
 def test_a_model_without_words_and_a_text_that_is_none(llama: Path, reader: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\xfa")
     result = run("search", reader, tmp_path / "a.txt", "--factor", "2", "-o", tmp_path / "s.json")
-    assert (result.exit_code, "is no readable text in UTF-8" in result.stderr) == (4, True)
+    assert (result.exit_code, "cannot be read as UTF-8 text" in result.stderr) == (4, True)
     (tmp_path / "a.txt").write_text("text")
     result = run("search", llama, tmp_path / "a.txt", "--factor", "2", "-o", tmp_path / "s.json")
     assert (result.exit_code, "holds no tokenizer to read texts with" in result.stderr) == (4, True)
+
+
+def test_texts_are_given_as_posswap_eval_takes_them(reader: Path, texts: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("what these are: no document, and too short to be searched on")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"words": path.read_text()}) + "\n" for path in texts))
+    ways: list[tuple[str | Path, ...]] = [
+        tuple(texts),
+        ("--text", texts[0], "--text", texts[1]),
+        (texts[0], "--text", texts[1]),
+        ("--text", rows, "--column", "words"),
+    ]
+    found = []
+    for number, way in enumerate(ways):
+        out = tmp_path / f"{number}.json"
+        result = run("search", reader, *way, "--factor", "2", "-o", out, *SMALL)
+        assert result.exit_code == 0, result.output
+        found.append(out.read_text())
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for path in [*texts, tmp_path / "README.md"]:
+        path.rename(folder / path.name)
+    result = run("search", reader, "--text", folder, "--factor", "2", "-o", tmp_path / "last.json", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert {*found, (tmp_path / "last.json").read_text()} == {found[0]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ((), 2, "give texts to search on: --text books/, or text files after MODEL."),
+        (("--text", "org/books"), 4, "org/books: give files or folders; a data set on the Hub has no end"),
+        (("--text", "none/"), 4, "none does not exist; give text files"),
+    ],
+)
+def test_texts_that_are_none_are_said_before_a_model_is_loaded(
+    arguments: tuple[str, ...], code: int, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "no-model").mkdir()
+    result = run("search", tmp_path / "no-model", *arguments, "--factor", "2", "-o", tmp_path / "s.json")
+    assert (result.exit_code, says in result.stderr) == (code, True), result.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,16 @@ from typer.testing import CliRunner
 import hf_posswap
 from hf_posswap.adapting import nll_at_lengths
 from hf_posswap.cli import app
-from hf_posswap.cli.training import train
-from hf_posswap.errors import ConfigError, DataError
-from hf_posswap.training.config import Recipe
+from hf_posswap.errors import DataError
+from hf_posswap.training.config import Recipe, load_recipe
 from hf_posswap.training.config.keys import keys_of
 from hf_posswap.training.config.load import to_dict
 from tests.checkpoints.loopback import TOKEN, running
 from tests.cli.conftest import Posswap, says
 from tests.training.engine_runs import recipe
 from tests.training.tiny_models import tiny
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 def test_every_key_is_listed_with_its_meaning() -> None:
@@ -84,14 +85,37 @@ def test_the_finished_model_is_pushed_without_a_path_of_this_machine(tmp_path: P
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [((), r"give a recipe: --config recipes/yarn.yaml"), (("-c", "none.yaml"), r"none.yaml cannot be read|none.yaml,")],
+    [
+        ((), r"give a recipe first: posswap train yarn, or a file; posswap recipes lists the names"),
+        (("optimizer.steps=3",), r"give a recipe first"),
+        (("-c", "none.yaml"), r"none.yaml cannot be read: No such file"),
+        (("none.yaml",), r"none.yaml cannot be read: No such file"),
+        (("yran",), r"unknown recipe 'yran'\. Did you mean 'yarn'\?"),
+        (("-c", "yarn", "abf"), r"two recipes: --config yarn, and 'abf', which is no KEY=VALUE"),
+        (("yarn", "abf"), r"'abf': expected KEY=VALUE, for example optimizer.steps=100"),
+        (("yarn", "optimizer.stepz=3"), r"yarn has 1 problem: \(1\) optimizer.stepz: no such key. Did you mean"),
+    ],
 )
 def test_a_wrong_command_line_is_refused(arguments: tuple[str, ...], says: str) -> None:
     done = CliRunner().invoke(app, ["train", *arguments])
     assert done.exit_code == 2
+    assert re.search(says, done.stderr)
 
-    with pytest.raises(ConfigError, match=says):
-        train(config=Path(arguments[1]) if arguments else None)
+
+@pytest.mark.parametrize("given", [("yarn",), ("-c", "yarn"), (str(RECIPES / "yarn.yaml"),)])
+def test_a_recipe_is_given_by_name_or_path_as_an_argument_or_an_option(given: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, ["train", *given, "model.name=any", "--show", "optimizer.steps=70"])
+    assert done.exit_code == 0, done.output
+    expected = load_recipe(RECIPES / "yarn.yaml", ["model.name=any", "optimizer.steps=70"])
+    assert json.loads(done.stdout) == to_dict(expected)
+
+
+def test_a_path_with_an_equals_sign_is_no_setting(tmp_path: Path) -> None:
+    (tmp_path / "lr=3").mkdir()
+    path = tmp_path / "lr=3" / "mine.yaml"
+    path.write_text("include: yarn\nmodel: {name: any}")
+    done = CliRunner().invoke(app, ["train", str(path), "--show"])
+    assert json.loads(done.stdout)["name"] == "mine", done.output
 
 
 def test_the_loss_at_lengths_is_the_models_own(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 
 import hf_posswap
 from hf_posswap.training.config import Recipe, load_recipe
+from hf_posswap.training.config.shipped import find_recipe
 from hf_posswap.training.engine.parallel import Launch, launch_of_environment
 from tests import forked
 from tests.training.engine_runs import write_model, write_texts
@@ -130,7 +132,9 @@ def test_its_header_says_what_it_is(path: Path) -> None:
     lines = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert [line[2:].split()[0] for line in lines if line[2:3].strip()] == list(HEADER)
     assert any("https://" in line or "measured here" in line for line in lines)
-    assert f"recipes/{path.name}" in "".join(lines)
+    launched = re.findall(r"(?:posswap|hf_posswap\.cli) train (?:-c )?(\S+)", "\n".join(lines))
+    assert launched
+    assert {find_recipe(given) if Path(given).suffix == "" else ROOT / given for given in launched} == {path}
     assert "base.yaml" in path.read_text() or any(f"include: {other.name}" in path.read_text() for other in RECIPES)
 
 

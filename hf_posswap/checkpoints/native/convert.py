@@ -20,6 +20,7 @@ from hf_posswap.compat.transformers_auto import build_model
 from hf_posswap.errors import NotPatchedError, UnknownNameError, UnsupportedSwapError
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.patching.record.training import training_of
 
 _DECODERS, _ENCODERS = ("gpt2", "opt"), ("bert", "roberta")
 CONVERSIONS: dict[str, tuple[tuple[str, ...] | None, Callable[[Any, SwapPlan], Blueprint]]] = {
@@ -130,6 +131,9 @@ def _built(model: Any, blueprint: Blueprint) -> Any:
     source = model.config
     config = blueprint.config
     config.name_or_path = source.name_or_path
+    training = training_of(source)
+    if training is not None and training.is_of(model._posswap.plan.record):  # so they were trained for what it computes
+        config.posswap_training = {**training.to_dict(), "swap": None}
     native = build_model(blueprint.model_class, config, dtype=model.dtype, **_pooling(blueprint))
     with torch.no_grad():
         native.load_state_dict(blueprint.weights, strict=True)

@@ -12,6 +12,7 @@ from hf_posswap.compat.transformers_models import fill_weights, is_initialised, 
 from hf_posswap.errors import RecordError
 from hf_posswap.patching.apply.patch_model import apply_plan
 from hf_posswap.patching.edits.placeholder import NoPositions
+from hf_posswap.patching.plan.adaptation import as_trained
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import Runtime, native_class, run_by
@@ -34,7 +35,7 @@ def restore_swap(model: Any, record: SwapRecord) -> None:
             f"config.posswap records a {record.route} swap to {plan.named}, but here it would be {plan.route}: "
             f"use the version of transformers that the checkpoint was made with."
         )
-    apply_plan(model, plan)
+    apply_plan(model, as_trained(plan, record, model.config))
     if not all(isinstance(scheme, Blend) for scheme in plan.schemes.values()):  # a blend holds the old mechanism too
         model._posswap.saved = None
 

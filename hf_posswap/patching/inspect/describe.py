@@ -28,7 +28,9 @@ from hf_posswap.patching.inspect.recorded import config_problems, recorded_plan,
 from hf_posswap.patching.plan.plan_swap import plan_swap, unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import native_class
+from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.refusals import stock_name
+from hf_posswap.patching.record.training import training_of
 from hf_posswap.patching.sites.attention.native import native_scheme
 from hf_posswap.schemes.base import SCHEMES, Scheme, scheme_class, schemes_for
 from hf_posswap.utils.auto_classes import auto_config
@@ -50,6 +52,7 @@ class PositionReport:
         geometry: its shape.
         sites: paths of its position sites.
         limit: positions after which it stops or was not made for, in tokens.
+        trained: what the checkpoint records of its training; None: it records none.
     """
 
     model: str
@@ -59,6 +62,7 @@ class PositionReport:
     geometry: Geometry
     sites: dict[str, str]
     limit: int
+    trained: str | None = None
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<11} {value}" for name, value in self.rows())
@@ -75,6 +79,7 @@ class PositionReport:
             ("native", self.native),
             ("swapped to", self.swapped or "-"),
             ("length", f"{self.limit} positions"),
+            *([("trained", self.trained)] if self.trained else []),
             *self.sites.items(),
         ]
 
@@ -124,7 +129,19 @@ def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> Positi
         "rotary": ", ".join(sites.rotary) or "-",
         "attention": ", ".join(f"{stack.attention[0]} ... {stack.attention[-1]}" for stack in sites.stacks),
     }
-    return PositionReport(type(model).__name__, sites.family.name, native, swapped, g, places, limit)
+    return PositionReport(type(model).__name__, sites.family.name, native, swapped, g, places, limit, _trained(model))
+
+
+def _trained(model: Any) -> str | None:
+    """Return what the config tells of its training; None: nothing."""
+    training = training_of(model.config)
+    if training is None:
+        return None
+    carried, held = getattr(getattr(model, "_posswap", None), "plan", None), getattr(model.config, "posswap", None)
+    record = carried.record if carried is not None else None if held is None else SwapRecord.from_dict(held)
+    if training.is_of(record):
+        return str(training)
+    return f"{training}; {'before this swap' if record else 'under a swap that it no longer has'}"
 
 
 def _patches(geometry: Geometry) -> str:

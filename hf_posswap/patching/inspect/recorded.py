@@ -14,6 +14,7 @@ import torch
 from hf_posswap.errors import PosswapError, RecordError
 from hf_posswap.families.rope_config import config_at, parameters_of
 from hf_posswap.patching.edits.settings import EditConfig, changed_settings
+from hf_posswap.patching.plan.adaptation import as_trained
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.record import SwapRecord, native_config, native_config_class
@@ -60,7 +61,7 @@ def recorded_plan(config: Any, model_class: Any) -> tuple[Any, SwapPlan]:
             f"config.posswap records a swap of a model of type {record.base_type!r}, and config.json is of one of type "
             f"{config.model_type!r}: take config.json from the original checkpoint."
         )
-    return skeleton, plan
+    return skeleton, as_trained(plan, record, config)
 
 
 def refuse_lie(plan: SwapPlan, problems: list[str]) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.context import SwapContext
+from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.patching.record.training import training_of
 from hf_posswap.patching.sites.attention.native import is_native, native_scheme, rows_of
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.learned import Learned
@@ -33,6 +39,20 @@ def adaptation_of(context: SwapContext) -> str:
     if type(scheme) is Rope and scheme.base == geometry.base and length <= geometry.original_length:
         return "none within the original window: the same mechanism"
     return "optional: usable untrained, better after a few hundred steps at the new length"
+
+
+def as_trained(plan: SwapPlan, record: SwapRecord, config: Any) -> SwapPlan:
+    """Return `plan`, which tells of the training that `config` records where that was of the recorded swap.
+
+    Args:
+        plan: of the swap that `record` says.
+        record: of the swap.
+        config: of the swapped model.
+    """
+    training = training_of(config)
+    if training is None or not training.is_of(record):
+        return plan
+    return replace(plan, adaptation=f"adapted: {training}")
 
 
 def _turns_native_pairs(scheme: RotaryScheme, geometry: Geometry) -> bool:

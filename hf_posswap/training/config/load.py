@@ -14,17 +14,20 @@ from hf_posswap.training.config.checking import check
 from hf_posswap.training.config.problems import Problems
 from hf_posswap.training.config.reading import override, read_yaml
 from hf_posswap.training.config.settings import Recipe
+from hf_posswap.training.config.shipped import find_recipe
 from hf_posswap.utils.atomic_io import read_json
 
 
 def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe in the YAML file `source`, or that such a mapping says, with `overrides` put in.
+    """Return a recipe of the package, the one in a YAML file, or that such a mapping says, with `overrides` put in.
 
     Args:
-        source: a file, or what a file would say. `include:` in a file names others below it.
+        source: the name of a recipe that comes with the package ("yarn": `posswap recipes` lists them), a file
+            ("mine.yaml"), or what a file would say. `include:` in a file names others below it.
         overrides: such as "optimizer.steps=100"; the values are read as YAML.
 
     Raises:
+        UnknownNameError: no recipe of the package has that name.
         ConfigError: every problem in one message: unknown keys, wrong types, impossible combinations.
 
     Example:
@@ -36,10 +39,14 @@ def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str]
         SwapSettings(scheme='rope', max_length=4096, site='auto', relative=None, centre=False, gradual_steps=0)
         >>> load_recipe({"model": {"name": "gpt2"}}, ["optimizer.steps=50"]).optimizer.steps
         50
+        >>> load_recipe("yarn", ["model.name=my-llama", "swap.scheme.factor=16"]).swap.scheme
+        {'name': 'yarn', 'factor': 16}
     """
     if isinstance(source, Mapping):
         return make_recipe(override(source, overrides))
-    return make_recipe(override(read_yaml(Path(source).expanduser()), overrides), where=str(source))
+    path = find_recipe(source)
+    values = override(read_yaml(path), overrides)
+    return make_recipe({**values, "name": values.get("name") or path.stem}, where=str(source))
 
 
 def make_recipe(values: Mapping[str, Any], where: str = "the recipe") -> Recipe:

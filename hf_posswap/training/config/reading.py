@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.errors import ConfigError
+from hf_posswap.errors import ConfigError, UnknownNameError
+from hf_posswap.training.config.shipped import find_recipe
 
 INCLUDE = "include"
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -16,8 +17,9 @@ _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the mapping in the YAML file `path`, on top of the files that it includes.
 
-    `include:` names a file, or several, relative to the one that says it. Later ones win, the file itself over all;
-    mappings are merged key by key, everything else is replaced. A scheme with another name replaces the one below.
+    `include:` names a file, or several, relative to the one that says it, or a recipe of the package ("yarn").
+    Later ones win, the file itself over all; mappings are merged key by key, everything else is replaced. A scheme with
+    another name replaces the one below.
 
     Raises:
         ConfigError: a file is missing, no YAML or no mapping, or includes itself.
@@ -34,17 +36,39 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return _read(Path(path), ())
 
 
-def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+def included_files(path: Path) -> list[Path]:
+    """Return the files that the YAML file `path` includes, and those that they include, each once.
+
+    Raises:
+        ConfigError: as `read_yaml`.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     base, mine = Path(folder) / "base.yaml", Path(folder) / "mine.yaml"
+        ...     _ = base.write_text("optimizer: {steps: 10}")
+        ...     _ = mine.write_text("include: base.yaml")
+        ...     [found.name for found in included_files(mine)]
+        ['base.yaml']
+    """
+    found: list[Path] = []
+    _read(path, (), found)
+    return list(dict.fromkeys(found[1:]))
+
+
+def _read(path: Path, above: tuple[Path, ...], seen: list[Path] | None = None) -> dict[str, Any]:
     import yaml
 
+    if seen is not None:
+        seen.append(path)
     chain = (*above, path.resolve())
     if path.resolve() in above:
         raise ConfigError(f"{above[0]} includes itself: {' -> '.join(p.name for p in chain)}.")
     try:
         held = yaml.load(path.read_text(encoding="utf-8"), _loader()) or {}
     except OSError as error:
-        told = f", which {above[-1]} includes" if above else ""
-        raise ConfigError(f"{path}{told}, cannot be read: {error.strerror or error}. Give a recipe's file.") from error
+        told = f", which {above[-1]} includes," if above else ""
+        raise ConfigError(f"{path}{told} cannot be read: {error.strerror or error}. Give a recipe's file.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(held, dict):
@@ -55,8 +79,19 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path}: include must be a file name or a list of them, got {included!r}.")
     merged: dict[str, Any] = {}
     for name in names:
-        merged = merge(merged, _read(path.parent / name, chain))
+        merged = merge(merged, _read(_included(path, name), chain, seen))
     return merge(merged, held)
+
+
+def _included(path: Path, name: str) -> Path:
+    """Return the file that `path` includes as `name`: one beside it, or a recipe of the package by its name."""
+    beside = path.parent / name
+    if beside.exists() or beside.suffix:
+        return beside
+    try:
+        return find_recipe(name)
+    except UnknownNameError as error:
+        raise ConfigError(f"{path}: include: {error}") from error
 
 
 def _loader() -> Any:

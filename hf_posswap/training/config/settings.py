@@ -234,6 +234,7 @@ class Recipe:
         watch: what is seen of it.
         stages: lengths and schemes one after the other; empty: one stage, the recipe itself.
         out: the folder for checkpoints, logs, report and the finished model.
+        name: of the recipe, which the finished model's record tells; none: that of its file.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -248,3 +249,4 @@ class Recipe:
     watch: WatchSettings = field(default_factory=WatchSettings)
     stages: tuple[StageSettings, ...] = ()
     out: str = "posswap-run"
+    name: str | None = None

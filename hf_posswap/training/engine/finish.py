@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from hf_posswap.checkpoints.load import load
 from hf_posswap.checkpoints.push import push
 from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.record.training import TrainingRecord
 from hf_posswap.patching.verify.verify_swap import verify_swap
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.training.config import Recipe
@@ -21,9 +23,12 @@ from hf_posswap.training.engine.arguments import on_cpu
 from hf_posswap.training.engine.log import RunLog
 from hf_posswap.training.engine.phase import LOG, PhaseResult, Run
 from hf_posswap.training.engine.picture import draw_losses
+from hf_posswap.training.engine.recording import leave_record
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 
 REPORT = "report.json"
+_OF_TOKENS = ("next-token", "distill")
+_LEAST_TOKENS = 2
 _UNITS = {
     "next-token": "nats a token",
     "masked": "nats a masked token",
@@ -47,7 +52,7 @@ def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) ->
     path = run.folder / REPORT
     report: dict[str, Any] = read_json(path) if path.is_file() else _report(recipe, run, results, saved)
     if recipe.save.push is not None and "pushed" not in report:
-        report["pushed"] = _push(recipe, saved, report)
+        report["pushed"] = _push(recipe, saved)
         _write(run, report)
     for line in as_markdown(report).splitlines():
         run.say(line)
@@ -58,6 +63,7 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
     """Prove and measure the saved model, and write what came of the run: it is there before anything is pushed."""
     model = load(saved, dtype="auto", trust_remote_code=recipe.model.trust_remote_code)
     swapped = getattr(unwrap(model), "_posswap", None) is not None
+    nll = _nll(recipe, run, model)
     report = {
         "model": str(recipe.model.name),
         "saved": str(saved.relative_to(run.folder)),
@@ -65,7 +71,9 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
         "processes": run.launch.processes,
         "phases": [asdict(result) for result in results],
         "verified": verify_swap(model).checks if swapped else {},
-        "nll": _nll(recipe, run, model),
+        "nll": nll,
+        "training": leave_record(recipe, results, nll, saved, base=str(_without_folder(recipe.model.name))).to_dict(),
+        "card": _for_card(recipe),
     }
     curves = [(r.name or "training", RunLog(run.folder / r.name / LOG).entries()) for r in results]
     if recipe.watch.picture and any("loss" in entry for _, entries in curves for entry in entries):
@@ -81,9 +89,14 @@ def _write(run: Run, report: dict[str, Any]) -> None:
 
 
 def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
-    """Return the loss at each length of the recipe; None where the model ends before it."""
+    """Return the loss at each length of the recipe; None where the model ends before it.
+
+    Where the recipe names no length, that is one (`own_length`); nothing where it cannot be had at little cost: of
+    encoders, and of models that one device may not hold.
+    """
     watch = recipe.watch
-    if not watch.evaluate_lengths:
+    by_itself = not watch.evaluate_lengths
+    if by_itself and (recipe.objective.kind not in _OF_TOKENS or run.services.evaluate is None or run.launch.shards):
         return {}
     assert run.services.evaluate is not None
     named = recipe.model.tokenizer or recipe.model.name
@@ -93,30 +106,55 @@ def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
     data = build_data(plain, words, causal=True, scheme_length=plain.length)
     if not on_cpu(recipe):
         model.to("cuda" if torch.cuda.is_available() else "mps")
-    found = run.services.evaluate(model, data.held_out, watch.evaluate_lengths, watch.evaluate_documents)
-    return {str(length): found.get(length) for length in watch.evaluate_lengths}
-
-
-def _push(recipe: Recipe, saved: Path, report: dict[str, Any]) -> str | None:
-    assert recipe.save.push is not None
-    measured = {f"nll_{length}": nll for length, nll in report["nll"].items() if nll is not None}
-    base = None if Path(recipe.model.name).expanduser().exists() else recipe.model.name
-    done = push(
-        saved,
-        recipe.save.push,
-        private=recipe.save.private,
-        base_model=base,
-        recipe=public_recipe(recipe),
-        results=measured or None,
-        trust_remote_code=recipe.model.trust_remote_code,
+    lengths = (
+        (own_length(data.held_out, plain.length, watch.evaluate_documents),) if by_itself else watch.evaluate_lengths
     )
-    return done.url
+    if lengths[0] < _LEAST_TOKENS:
+        return {}
+    found = run.services.evaluate(model, data.held_out, lengths, watch.evaluate_documents)
+    return {str(length): found.get(length) for length in lengths}
+
+
+def own_length(documents: Sequence[Any], wanted: int, most: int) -> int:
+    """Return the tokens of held-out documents to read where a recipe does not say it.
+
+    As many as are wanted, or as half of the documents that would be read have: the loss of one long document would say
+    little.
+
+    Args:
+        documents: token ids of each.
+        wanted: tokens of a window in training.
+        most: documents to read.
+
+    Example:
+        >>> documents = [range(900), range(300), range(200), range(5)]
+        >>> own_length(documents, 128, 16), own_length(documents, 512, 16), own_length([], 512, 16)
+        (128, 300, 0)
+    """
+    lengths = sorted(map(len, documents), reverse=True)
+    half = max(1, min(most, len(lengths)) // 2)
+    return min(wanted, lengths[half - 1]) if lengths else 0
+
+
+def _push(recipe: Recipe, saved: Path) -> str | None:
+    """Push the saved model; what the card says beside it, `push` finds in the report."""
+    assert recipe.save.push is not None
+    trusted = recipe.model.trust_remote_code
+    return push(saved, recipe.save.push, private=recipe.save.private, trust_remote_code=trusted).url
+
+
+def _for_card(recipe: Recipe) -> dict[str, Any]:
+    """Return what a model card says of the training, which others may know."""
+    local = Path(recipe.model.name).expanduser().exists()
+    return {"base": None if local else recipe.model.name, "recipe": public_recipe(recipe)}
 
 
 def public_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return what others may know of `recipe`: no path of this machine, and nothing of how it was watched and kept."""
     held = to_dict(recipe)
-    public = {name: held[name] for name in ("model", "swap", "data", "train", "objective", "optimizer", "stages")}
+    public = {
+        name: held[name] for name in ("name", "model", "swap", "data", "train", "objective", "optimizer", "stages")
+    }
     del public["data"]["cache"]
     for owner, name in [(public["model"], "name"), (public["model"], "tokenizer")]:
         owner[name] = _without_folder(owner[name])
@@ -139,7 +177,7 @@ def as_markdown(report: dict[str, Any]) -> str:
     lines = [
         f"# {_swap_in_words(report)}",
         "",
-        f"Started from {report['model']}; saved in `{report['saved']}`.",
+        f"Started from {report['model']}; saved in `{report['saved']}`{_recorded(report)}.",
         "",
         *rows,
     ]
@@ -156,6 +194,11 @@ def as_markdown(report: dict[str, Any]) -> str:
     if report.get("pushed"):
         lines += ["", f"Pushed: {report['pushed']}"]
     return "\n".join(lines) + "\n"
+
+
+def _recorded(report: dict[str, Any]) -> str:
+    held = report.get("training")  # not in the reports of older runs
+    return "" if held is None else f", which records {TrainingRecord(**held)}"
 
 
 def _swap_in_words(report: dict[str, Any]) -> str:

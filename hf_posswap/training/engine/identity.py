@@ -16,7 +16,7 @@ from hf_posswap.utils.weights_digest import weights_digest
 def identity_of(recipe: Recipe, launch: Launch) -> dict[str, Any]:
     """Return what of the recipe and the launch has a part in the weights that come out."""
     held = to_dict(recipe)
-    for name in ("out", "watch", "save", "compute", "gates"):
+    for name in ("name", "out", "watch", "save", "compute", "gates"):
         del held[name]
     del held["data"]["cache"]
     return held | {"processes": launch.processes}

@@ -25,6 +25,7 @@ from hf_posswap.text.tokens import check_token_ids, load_tokenizer
 from hf_posswap.training.chunk_proof import chunking_problem
 from hf_posswap.training.config import SENTENCES, Recipe
 from hf_posswap.training.data import TokenData, build_data, prove_packing
+from hf_posswap.training.data.sources import check_source
 from hf_posswap.training.distill import make_teacher
 from hf_posswap.training.engine.arguments import on_cpu
 from hf_posswap.training.engine.gates import check_held_out, check_positions, probe, short_windows
@@ -91,6 +92,8 @@ def prepare(
     Raises:
         PosswapError: of many kinds, each before anything is trained.
     """
+    for source in recipe.data.sources:  # what needs no model is said before one is loaded
+        check_source(source)
     model, tokenizer = load_model(recipe)
     base = base_identity(model)
     sites = locate(model)

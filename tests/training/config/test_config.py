@@ -145,6 +145,14 @@ def test_every_problem_is_in_one_message() -> None:
         assert part in message
 
 
+def test_an_unknown_scheme_is_told_together_with_wrong_keys() -> None:
+    settings = ["swap.scheme=rop", "optimizer.stepz=3", "swap.max_lenght=64", "watch.evaluate_every=1"]
+    with pytest.raises(ConfigError, match=r"the recipe has 4 problems: ") as caught:
+        load_recipe(SWAP, settings)
+    for part in ("swap.scheme: unknown scheme 'rop'. Did you mean 'rope'", "'steps'?", "'max_length'?", "at which len"):
+        assert part in str(caught.value)
+
+
 IMPOSSIBLE = [
     ({"model": {}}, r"model.name: give a folder or a Hub id"),
     ({"out": ""}, r"out: give a folder"),

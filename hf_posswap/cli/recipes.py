@@ -1,0 +1,77 @@
+"""`posswap recipes`: the trainings that come with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_posswap.cli.arguments import Json
+from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
+from hf_posswap.errors import OptionError
+
+
+def recipes(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="Print this recipe's file.", show_default=False),
+    ] = None,
+    target: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FILE_OR_DIR", help="With --copy: where to; without it the working folder.", show_default=False
+        ),
+    ] = None,
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Write the recipe, and what it includes, to be changed; nothing is replaced.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """List the recipes that come with the package, print one, or copy one.
+
+    posswap train NAME runs a recipe as it is, with what differs behind it as KEY=VALUE. To change more, copy it, or
+    write a file that begins with include: NAME. Files named accelerate/... are for accelerate launch --config_file.
+
+    Example: posswap recipes yarn --copy mine.yaml
+    """
+    if copy and name is None:
+        raise OptionError("--copy: name the recipe to copy; posswap recipes lists them.")
+    if target is not None and not copy:
+        raise OptionError(f"{target} says where to copy to: give --copy too.")
+    with quiet_library():
+        from hf_posswap.training.config.copying import copy_recipe
+        from hf_posswap.training.config.shipped import shipped_recipe, shipped_recipes
+
+        written = copy_recipe(name, (target or Path()).expanduser()) if copy and name else []
+        listed = shipped_recipes() if name is None else {name: shipped_recipe(name)}
+    if json:
+        told = [_as_json(recipe) for recipe in listed.values()]
+        show_json({"written": [str(path) for path in written]} if copy else told if name is None else told[0])
+    elif copy:
+        _show_copied(written, trains=listed[name].trains if name else False)
+    elif name is not None:
+        typer.echo(listed[name].text.rstrip())
+    else:
+        _show_list(listed)
+
+
+def _as_json(recipe: Any) -> dict[str, Any]:
+    header = {part.lower(): text for part, text in recipe.header.items()}
+    return {"name": recipe.name, "trains": recipe.trains, **header, "file": str(recipe.path), "text": recipe.text}
+
+
+def _show_copied(written: list[Path], *, trains: bool) -> None:
+    first, *beside = map(str, written)
+    show_text(f"{first} is yours to change" + (f"; it includes {', '.join(beside)}." if beside else "."))
+    if trains:
+        show_text(f"Run it with: posswap train {first}")
+
+
+def _show_list(listed: dict[str, Any]) -> None:
+    rows = [[name, r.header["Purpose"], r.header.get("Cost", "")] for name, r in listed.items() if r.trains]
+    show_table(["recipe", "purpose", "cost"], rows)
+    show_text("")
+    show_pairs((name, r.header["Purpose"]) for name, r in listed.items() if not r.trains)
+    show_text("", "posswap recipes NAME prints one, with its source and how it is run; --copy writes it to be changed.")
+    show_text("posswap train NAME model.name=MODEL runs it; posswap train --keys lists what can be set.")

@@ -1,0 +1,146 @@
+"""What trained the weights of a checkpoint, as JSON in `config.posswap_training`: told, and never acted on.
+
+It lies beside `config.posswap`, so it survives loading, saving and pushing by any road that keeps the config, and a
+training without a swap, a control, leaves one too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import reprlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from hf_posswap.errors import RecordError
+from hf_posswap.patching.record.record import SwapRecord
+
+NAME = "posswap_training"
+"""The attribute of a config that holds the record."""
+_TEXT = re.compile(r"[\w.,:+=/ @()-]{1,128}")
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+_LENGTH = re.compile(r"[1-9][0-9]{0,8}")
+_MOST_LENGTHS = 32
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """One training, by a recipe.
+
+    Attributes:
+        base: Hub id, or name of the folder, of the model that it began with.
+        base_weights: digest of that model's weights.
+        recipe: name of the recipe; None: it has none.
+        objective: what was minimised.
+        what: which weights were trained.
+        steps: optimizer steps, in all stages.
+        tokens: read in them, over all processes.
+        data: digest of the documents, training's and held-out ones.
+        held_out: nats a token of held-out documents, by the tokens that are read of each, as text; empty: not measured.
+        swap: digest of the swap that the weights were trained under; None: there was none.
+        version: of this format.
+    """
+
+    base: str
+    base_weights: str
+    recipe: str | None
+    objective: str
+    what: str
+    steps: int
+    tokens: int
+    data: str
+    held_out: dict[str, float]
+    swap: str | None
+    version: int = _VERSION
+
+    def __post_init__(self) -> None:
+        for name, (good, expected) in _FIELDS.items():
+            value = getattr(self, name)
+            if not good(value):
+                raise RecordError(
+                    f"config.{NAME}: {name} must be {expected}, got {reprlib.repr(value)}. Take {NAME} from the "
+                    "original config.json, or out of it: it tells of the training and does nothing."
+                )
+
+    def __str__(self) -> str:
+        named = f" with recipe {self.recipe}" if self.recipe else ""
+        losses = [f"{loss:.3f} at {int(length):,} tokens" for length, loss in self.held_out.items()]
+        return f"{self.tokens:,} tokens{named}" + (f", held-out loss {', '.join(losses)}" if losses else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as JSON."""
+        return asdict(self)
+
+    def is_of(self, record: SwapRecord | None) -> bool:
+        """Return whether the weights were trained under the swap of `record`; None: without a swap."""
+        return self.swap == (None if record is None else swap_digest(record))
+
+
+def swap_digest(record: SwapRecord) -> str:
+    """Return a digest of what a swap computes: its schemes, and the length that it is meant for."""
+    told = {key: value for key, value in record.to_dict().items() if key not in ("original", "version")}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def training_of(config: Any) -> TrainingRecord | None:
+    """Return the training that `config` records; None: it records none.
+
+    Raises:
+        RecordError: what stands there is none.
+
+    Example:
+        >>> from transformers import GPT2Config
+        >>> values = dict(base="gpt2", base_weights="0" * 16, recipe="learned-to-rope", objective="next-token",
+        ...               what="full", steps=102, tokens=417_792, data="1" * 16, held_out={"256": 3.83}, swap=None)
+        >>> print(training_of(GPT2Config(posswap_training={**values, "version": 1})))
+        417,792 tokens with recipe learned-to-rope, held-out loss 3.830 at 256 tokens
+    """
+    held = getattr(config, NAME, None)
+    if held is None:
+        return None
+    names = {field.name for field in fields(TrainingRecord)}
+    if not isinstance(held, dict) or set(held) != names:
+        said = "an object" if not isinstance(held, dict) else f"exactly {', '.join(sorted(names))}"
+        raise RecordError(
+            f"config.{NAME} must hold {said}, got {reprlib.repr(held)}: update hf_posswap, or take {NAME} out of "
+            "config.json: it tells of the training and does nothing."
+        )
+    return TrainingRecord(**held)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(_TEXT.fullmatch(value))
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and bool(_DIGEST.fullmatch(value))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_losses(value: Any) -> bool:
+    if not isinstance(value, dict) or len(value) > _MOST_LENGTHS:
+        return False
+    keys = all(isinstance(key, str) and _LENGTH.fullmatch(key) for key in value)
+    return keys and all(type(loss) is float and math.isfinite(loss) for loss in value.values())
+
+
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "version": (lambda value: value == _VERSION and type(value) is int, f"{_VERSION}"),
+    "base": (_is_text, "a name of at most 128 letters"),
+    "base_weights": (_is_digest, "16 hexadecimal digits"),
+    "recipe": (lambda value: value is None or _is_text(value), "a name of at most 128 letters, or null"),
+    "objective": (_is_text, "a name"),
+    "what": (_is_text, "a name"),
+    "steps": (_is_count, "a whole number"),
+    "tokens": (_is_count, "a whole number"),
+    "data": (_is_digest, "16 hexadecimal digits"),
+    "held_out": (_is_losses, "an object of lengths in tokens to finite numbers"),
+    "swap": (lambda value: value is None or _is_digest(value), "16 hexadecimal digits, or null"),
+}

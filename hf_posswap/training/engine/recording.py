@@ -1,0 +1,72 @@
+"""The record of a training, left in the config of its finished model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.checkpoints.adapters import SIDECAR
+from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.patching.record.training import NAME, TrainingRecord, swap_digest
+from hf_posswap.training.config import Recipe
+from hf_posswap.training.engine.phase import DONE, PhaseResult
+from hf_posswap.utils.atomic_io import read_json, write_json
+
+_HOLDERS = {"config.json": (NAME, "posswap"), SIDECAR: ("training", "record")}
+"""The files that hold a record: under which key, and under which the swap."""
+_NONE = (None, "", "")
+_BASE = "weights of the base"
+_DATA = "documents of "
+_UNPLAIN = re.compile(r"[^\w.,:+=/ @()-]")
+
+
+def leave_record(
+    recipe: Recipe, results: Sequence[PhaseResult], nll: Mapping[str, float | None], saved: Path, *, base: str
+) -> TrainingRecord:
+    """Write the record of a training into the config.json of its finished model, and return it.
+
+    That of an adapter goes into what lies beside it and tells the swap of its base; without a swap there is none, and
+    the record is in the report alone.
+
+    Args:
+        recipe: as a whole.
+        results: of its phases.
+        nll: nats a token of held-out documents, by length.
+        saved: folder of the finished model.
+        base: public name of the model that it began with.
+    """
+    identity = read_json(saved.parent / DONE)["identity"]
+    path, name, swap = next(
+        ((saved / file, *keys) for file, keys in _HOLDERS.items() if (saved / file).is_file()), _NONE
+    )
+    values = {} if path is None else read_json(path)
+    carried = values.get(swap)
+    record = TrainingRecord(
+        base=_plain(base),
+        base_weights=identity[_BASE],
+        recipe=None if recipe.name is None else _plain(recipe.name),
+        objective=recipe.objective.kind,
+        what=recipe.train.what,
+        steps=sum(result.steps for result in results),
+        tokens=sum(result.tokens for result in results),
+        data=_digest({key: value for key, value in identity.items() if key.startswith(_DATA)}),
+        held_out={length: float(loss) for length, loss in nll.items() if loss is not None},
+        swap=None if carried is None else swap_digest(SwapRecord.from_dict(carried)),
+    )
+    if path is not None:
+        write_json(path, {**values, name: record.to_dict()})
+    return record
+
+
+def _plain(name: str) -> str:
+    """Return `name` as the record holds it."""
+    return _UNPLAIN.sub("_", name)[:128] or "unnamed"
+
+
+def _digest(documents: dict[str, Any]) -> str:
+    """Return one digest of all documents, whatever the files are called that they came from."""
+    return hashlib.sha256(json.dumps(list(documents.values())).encode()).hexdigest()[:16]

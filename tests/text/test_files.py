@@ -1,0 +1,23 @@
+"""The files that are documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_posswap.comparison.documents import read_documents
+from hf_posswap.text.files import files_below
+from hf_posswap.training import byte_tokenizer
+
+
+def test_a_folders_readme_is_no_document_at_any_depth(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    for name in ("README.md", "a.txt", "more/readme.txt", "more/Readme.rst", "more/readme-first.txt", "more/b.md"):
+        (tmp_path / name).write_text(f"the text of {name}, long enough to be read")
+    assert [path.relative_to(tmp_path).as_posix() for path in files_below(tmp_path)] == [
+        "a.txt",
+        "more/b.md",
+        "more/readme-first.txt",
+    ]
+    assert files_below(tmp_path / "README.md") == [tmp_path / "README.md"]
+    read = read_documents(tmp_path, byte_tokenizer(), length=8, limit=9)
+    assert [Path(name).name for name in read.names] == ["a.txt", "b.md", "readme-first.txt"]

@@ -1,0 +1,132 @@
+"""The recipes that come with the package: found by name, included by name, and copied."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hf_posswap.errors import ConfigError, UnknownNameError
+from hf_posswap.training.config import load_recipe
+from hf_posswap.training.config import shipped as module
+from hf_posswap.training.config.copying import copy_recipe
+from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.config.shipped import find_recipe, recipes_folder, shipped_recipes
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_every_file_of_the_folder_is_known_by_its_name() -> None:
+    files = {path.relative_to(ROOT / "recipes").as_posix() for path in (ROOT / "recipes").rglob("*.yaml")}
+    assert {f"{name}.yaml" for name in shipped_recipes()} == files
+    assert recipes_folder() == ROOT / "recipes"
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in shipped_recipes().items() if recipe.trains])
+def test_a_name_is_the_recipe_in_its_file_and_says_what_it_is_for_and_costs(name: str) -> None:
+    divisors = ["swap.scheme={name: longrope, factor: 4}"] if name == "longrope" else []
+    by_name, by_path = (load_recipe(given, divisors) for given in (name, ROOT / "recipes" / f"{name}.yaml"))
+    assert by_name == by_path
+    assert by_name.name == name
+    header = shipped_recipes()[name].header
+    assert list(header) == ["Purpose", "Source", "Launch", "Cost", "Expected"]
+    comment = "".join(line.lstrip("# ") for line in shipped_recipes()[name].text.splitlines() if line.startswith("#"))
+    told = "".join(f"{part}:{text}" for part, text in header.items())
+    assert "".join(told.split()) == "".join(comment.split())
+
+
+def test_what_is_not_a_training_is_told_from_what_is() -> None:
+    others = [name for name, recipe in shipped_recipes().items() if not recipe.trains]
+    assert others[0] == "base"
+    assert all(name.startswith("accelerate/") for name in others[1:])
+    assert len(others) > 5
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ("yran", UnknownNameError, r"unknown recipe 'yran'\. Did you mean 'yarn'\? Known: abf, "),
+        ("nothing-like-it", UnknownNameError, r"unknown recipe 'nothing-like-it'\. Known: abf, .*, yarn\.$"),
+        ("recipes/yarn.yaml", ConfigError, r"recipes/yarn\.yaml does not exist\. .*: give 'yarn'\."),
+        ("mine.yaml", ConfigError, r"mine\.yaml cannot be read: No such file"),
+        ("runs/mine", ConfigError, r"runs/mine cannot be read: No such file"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_right_one(
+    given: str, error: type[Exception], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=says):
+        load_recipe(given)
+
+
+def test_a_run_folder_of_a_recipes_name_does_not_hide_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "yarn").mkdir()
+    assert find_recipe("yarn") == ROOT / "recipes" / "yarn.yaml"
+    (tmp_path / "mine").write_text("model: {name: any}\nswap: {scheme: rope}")
+    assert load_recipe("mine").model.name == "any"
+
+
+def test_a_file_includes_a_recipe_of_the_package_by_name(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("include: yarn\nmodel: {name: any}\noptimizer: {steps: 77}")
+    expected = load_recipe("yarn", ["model.name=any", "optimizer.steps=77", "name=mine"])
+    assert load_recipe(mine) == expected
+    mine.write_text("include: yran")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: include: unknown recipe 'yran'\. Did you mean 'yarn'\?"):
+        load_recipe(mine)
+
+
+def test_a_file_beside_is_included_before_a_recipe_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "yarn").write_text("optimizer: {steps: 77}")
+    (tmp_path / "mine.yaml").write_text("include: yarn\nmodel: {name: any}")
+    assert load_recipe(tmp_path / "mine.yaml").optimizer.steps == 77
+
+
+@pytest.mark.parametrize("name", ["yarn", "control", "embedding", "base", "accelerate/ddp"])
+def test_a_copy_runs_from_where_it_is(name: str, tmp_path: Path) -> None:
+    written = copy_recipe(name, tmp_path / "new" / "place")
+    assert [path.read_text() for path in written[:1]] == [shipped_recipes()[name].text]
+    assert sorted(written) == sorted((tmp_path / "new" / "place").iterdir())
+    if shipped_recipes()[name].trains:
+        assert to_dict(load_recipe(written[0])) == to_dict(load_recipe(name))
+
+
+def test_a_copy_may_have_a_name_of_its_own(tmp_path: Path) -> None:
+    written = copy_recipe("control", tmp_path / "mine.yaml")
+    assert [path.name for path in written] == ["mine.yaml", "learned-to-rope.yaml", "base.yaml"]
+    assert load_recipe(written[0], ["name=control"]) == load_recipe("control")
+    with pytest.raises(ConfigError, match=r"base\.yaml: yarn includes a file of that name; give another name"):
+        copy_recipe("yarn", tmp_path / "other" / "base.yaml")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_copy_replaces_nothing_and_writes_all_or_nothing(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("# mine\n")
+    with pytest.raises(ConfigError, match=r"base\.yaml exists and is not overwritten: give another file or folder"):
+        copy_recipe("yarn", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["base.yaml"]
+    assert (tmp_path / "base.yaml").read_text() == "# mine\n"
+    (tmp_path / "base.yaml").unlink()
+    first, again = copy_recipe("yarn", tmp_path), copy_recipe("abf", tmp_path)
+    assert first[1] == again[1]  # the same base, copied once
+    first[0].write_text("# changed\n")
+    with pytest.raises(ConfigError, match=r"yarn\.yaml exists and is not overwritten"):
+        copy_recipe("yarn", tmp_path)
+    assert first[0].read_text() == "# changed\n"
+
+
+def test_an_installed_package_has_them_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(ROOT / "recipes", tmp_path / "_recipes", ignore=shutil.ignore_patterns("*.py", "studies", "bench"))
+    monkeypatch.setattr(module, "INSTALLED", tmp_path / "_recipes")
+    assert recipes_folder() == tmp_path / "_recipes"
+    assert load_recipe("yarn").swap.scheme == {"name": "yarn", "factor": 4}
+    (tmp_path / "site" / "recipes").mkdir(parents=True)  # another package's, beside an installation without its data
+    monkeypatch.setattr(module, "INSTALLED", tmp_path / "gone")
+    monkeypatch.setattr(module, "CHECKOUT", tmp_path / "site" / "recipes")
+    with pytest.raises(ConfigError, match=r"this installation of hf_posswap has no recipes in .*gone: install"):
+        shipped_recipes()
