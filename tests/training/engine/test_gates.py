@@ -119,9 +119,9 @@ def test_a_swap_that_is_not_in_force_is_refused(tmp_path: Path, monkeypatch: pyt
     from hf_posswap.training.engine import preparing
 
     def spoilt(model: Any, scheme: Any, **options: Any) -> Any:
-        made = hf_posswap.swap_plan(hf_posswap.patch_model(model, scheme, **options))
+        hf_posswap.patch_model(model, scheme, **options)
         model.transformer.posswap._fixed.inv_freq.mul_(2)  # as a library that meddles with the model would
-        return made
+        return model
 
     monkeypatch.setattr(preparing, "patch_model", spoilt)
     with pytest.raises(SwapVerificationError):
