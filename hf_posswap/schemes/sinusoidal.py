@@ -210,9 +210,15 @@ class Sinusoidal(TableScheme):
         return self.ridge is None
 
     def expected(self, held: Tensor, geometry: Geometry) -> Tensor:
+        """Return the rows that the table must have: of a fit, whose W is kept nowhere, the nearest that any W gives.
+
+        Every table is such, but for its scale, that has fewer positions than the waves have directions over them.
+        """
         if self.ridge is None:
             return super().expected(held, geometry)
         rows = held.double()
-        size = rows.square().mean().sqrt()  # a table of zeros is not what a fit made: NaN
+        if not (rows.isfinite().all() and rows.any()):
+            return torch.full_like(held, math.nan)  # no fit made these
+        size = rows.square().mean().sqrt()
         near = in_span(rows, self.waves(len(rows), geometry.row_width))
         return (near * (self._scale() / size)).float()
