@@ -62,7 +62,7 @@ class Sinusoidal(TableScheme):
     L rows was: m is the mean of its rows, and W = argmin ||S W - (T - m)||^2 + ridge ||W||^2 over its positions (Hoerl
     and Kennard 1970, https://doi.org/10.1080/00401706.1970.10488634). It is a table as any other, and holds for each
     position beyond. With a small `ridge` W grows, and with it the rows beyond: they may be 3 times as long as those
-    inside, less the mean.
+    inside, less the mean. 100 does well for a table of 256 rows, 1 and 300 little worse: recipes/studies/starts.py.
 
     Attributes:
         base: of the wavelengths.

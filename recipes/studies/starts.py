@@ -29,7 +29,7 @@ from recipes.studies.measuring import LAST, LAST_ALONE, MULTIPLES, WINDOW, Means
 from recipes.studies.running import versions
 
 NAME = "starts"
-PENALTIES = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0)
+PENALTIES = (0.1, 1.0, 10.0, 100.0, 300.0, 1000.0)
 
 
 @dataclass(frozen=True)
