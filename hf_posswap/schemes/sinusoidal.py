@@ -78,9 +78,9 @@ class Sinusoidal(TableScheme):
         'halves'
         >>> from hf_posswap.geometry import Geometry
         >>> shape = Geometry(
-        ...     hidden_size=8, num_heads=2, num_kv_heads=2, head_dim=4, num_layers=1, original_length=64, causal=True
+        ...     hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16, num_layers=1, original_length=64, causal=True
         ... )
-        >>> learned = torch.linspace(0.0, 1.0, 64)[:, None].expand(64, 8)
+        >>> learned = torch.linspace(0.0, 1.0, 64)[:, None].expand(64, 32)
         >>> Sinusoidal(ridge=1.0).fit(learned, 128, shape).residual < 0.1
         True
     """
