@@ -82,7 +82,7 @@ class Learned(TableScheme):
             )
         return self
 
-    def fit(self, old: Tensor, geometry: Geometry) -> Self:
+    def fit(self, old: Tensor, rows: int, geometry: Geometry) -> Self:
         if self.extend not in _DRAWN or self.std is not None:
             return self
         std = old.detach().cpu().double().std(correction=0).item()

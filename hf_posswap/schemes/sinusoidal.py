@@ -14,7 +14,11 @@ from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.base import SCHEMES
 from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.common.ridge import in_span, ridge_map
 from hf_posswap.schemes.common.table import TableScheme
+
+_MOST_GROWTH = 3.0
+"""How much longer than all inside a ridge-fitted row beyond the old table may be."""
 
 S = TypeVar("S", bound=Any)
 
@@ -54,29 +58,68 @@ def matching_scale(scheme: S, old: Tensor) -> S:
 class Sinusoidal(TableScheme):
     """PE(p, 2i) = scale sin(p base^(-2i/E)), PE(p, 2i+1) = scale cos(same).
 
+    With `ridge`, the rows are a linear map of these sines and cosines, S(p) W + m, that starts where the old table T of
+    L rows was: m is the mean of its rows, and W = argmin ||S W - (T - m)||^2 + ridge ||W||^2 over its positions (Hoerl
+    and Kennard 1970, https://doi.org/10.1080/00401706.1970.10488634). It is a table as any other, and holds for each
+    position beyond. With a small `ridge` W grows, and with it the rows beyond: they may be 3 times as long as those
+    inside, less the mean. 100 does well for a table of 256 rows, 1 and 300 little worse: recipes/studies/starts.py.
+
     Attributes:
         base: of the wavelengths.
         layout: "interleaved" sines and cosines (the paper), or "halves": [sin | cos] (fairseq, Marian).
-        scale: factor on the table; "match" gives it the root mean square of the table it replaces.
+        scale: factor on the table; "match" gives it the root mean square of the table it replaces. With `ridge` it is
+            the root mean square of the rows, which the fit finds and loading checks: leave it out.
+        ridge: penalty of the fit, above 0, where S has entries up to 1; None: sines and cosines as they are.
+        residual: found by the fit: ||S W - (T - m)|| / ||T - m||; leave it out.
+        growth: found by the fit: the longest row beyond L by the longest inside, less m; leave it out.
 
     Example:
         >>> Sinusoidal(layout="halves", scale=1.0).layout
         'halves'
+        >>> from hf_posswap.geometry import Geometry
+        >>> shape = Geometry(
+        ...     hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16, num_layers=1, original_length=64, causal=True
+        ... )
+        >>> learned = torch.linspace(0.0, 1.0, 64)[:, None].expand(64, 32)
+        >>> Sinusoidal(ridge=1.0).fit(learned, 128, shape).residual < 0.1
+        True
     """
 
     name: ClassVar[str] = "sinusoidal"
-    summary: ClassVar[str] = "fixed sines and cosines, scaled to the table they replace"
+    summary: ClassVar[str] = "fixed sines and cosines, scaled or ridge-fitted to the table they replace"
     source: ClassVar[str] = "https://arxiv.org/abs/1706.03762"
     trainable: ClassVar[bool] = False
 
     base: float = 10000.0
     layout: Literal["interleaved", "halves"] = "interleaved"
     scale: float | Literal["match"] = "match"
+    ridge: float | None = None
+    residual: float | None = None
+    growth: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "base", checks.number(self.name, "base", self.base, above=1.0))
         checks.choice(self.name, "layout", self.layout, ("interleaved", "halves"))
         object.__setattr__(self, "scale", checked_scale(self.name, self.scale))
+        if self.ridge is not None:
+            object.__setattr__(self, "ridge", checks.number(self.name, "ridge", self.ridge, above=0.0))
+        for field in ("residual", "growth"):
+            if (value := getattr(self, field)) is not None:
+                object.__setattr__(self, field, checks.number(self.name, field, value, minimum=0.0))
+        self._check_fit()
+
+    def _check_fit(self) -> None:
+        """Refuse what a fit finds where there was none."""
+        found = self.residual is not None
+        if self.ridge is not None and found == (self.scale != "match"):
+            return
+        if self.ridge is not None:
+            raise SchemeError(
+                f"{self.name}: with ridge the fit to the old table finds scale and residual, got scale={self.scale!r} "
+                f"and residual={self.residual!r}; leave both out."
+            )
+        if found or self.growth is not None:
+            raise SchemeError(f"{self.name}: residual and growth are found by a fit, and ridge is not given.")
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
         super().resolve(geometry, max_length)
@@ -87,19 +130,95 @@ class Sinusoidal(TableScheme):
             )
         return self
 
-    def fit(self, old: Tensor, geometry: Geometry) -> Self:
-        return matching_scale(self, old)
+    def notes(self) -> tuple[str, ...]:
+        if self.ridge is None:
+            return ()
+        if self.residual is None:
+            return ("the sinusoids will be ridge-fitted to the old table, once its weights are there",)
+        said = f"the sinusoids are ridge-fitted to the old table, with a residual of {self.residual:.0%} of its spread"
+        if self.growth is not None:
+            said += f"; the longest row beyond it has {self.growth:.2f} of the length of the longest inside"
+        return (said,)
+
+    def fit(self, old: Tensor, rows: int, geometry: Geometry) -> Self:
+        if self.ridge is None or self.scale != "match":
+            return matching_scale(self, old)
+        target = old.detach().cpu().double()  # [L, E]
+        if not (target.isfinite().all() and target.any()):
+            wrong = "is zero everywhere" if target.isfinite().all() else "has NaN or infinite values"
+            raise SchemeError(f"{self.name}: the table to fit {wrong}; repair it, or leave ridge out and give scale.")
+        count, mean = len(target), target.mean(dim=0)
+        made = self._fitted(target, max(rows, count))
+        spread, left = (target - mean).norm().item(), (made[:count] - target).norm().item()
+        lengths = (made - mean).norm(dim=-1)  # [max(P, L)]
+        inside = lengths[:count].max().item()
+        growth = None
+        if rows > count:
+            growth = lengths[count:].max().item() / inside if inside else 0.0
+            self._check_growth(growth)
+        scale = made[:rows].square().mean().sqrt().item()
+        return dataclasses.replace(self, scale=scale, residual=left / spread if spread else 0.0, growth=growth)
+
+    def _check_growth(self, growth: float) -> None:
+        if growth > _MOST_GROWTH:
+            raise SchemeError(
+                f"{self.name}: with ridge={self.ridge:g} rows beyond the old table are up to {growth:.3g} times as "
+                f"long as those inside, and at most {_MOST_GROWTH:g} is sound: the fit is too close to the old rows. "
+                "Give a larger ridge."
+            )
 
     def table(self, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
+        scale = self._scale()
+        if self.ridge is not None:
+            return self._sized(old.detach().cpu().double(), rows, scale).float()
+        return (self.waves(rows, geometry.row_width) * scale).float()  # [P, E]
+
+    def _scale(self) -> float:
         if self.scale == "match":
-            raise SchemeError(f"{self.name}: scale is still 'match': call fit(old, geometry) first, or give a number.")
-        width = geometry.row_width
+            raise SchemeError(f"{self.name}: scale is still 'match': call fit first, or give a number.")
+        return self.scale
+
+    def waves(self, rows: int, width: int) -> Tensor:
+        """Return S: the sines and cosines of each position, without scale, [rows, width], float64."""
         exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width  # [E/2]
         positions = torch.arange(rows, dtype=torch.float64, device="cpu")[:, None]  # [P, 1]
         angles = positions * self.base**-exponents  # [P, E/2]
         waves = (angles.sin(), angles.cos())
         if self.layout == "halves":
-            table = torch.cat(waves, dim=-1)
-        else:
-            table = torch.stack(waves, dim=-1).flatten(-2)
-        return (table * self.scale).float()  # [P, E]
+            return torch.cat(waves, dim=-1)
+        return torch.stack(waves, dim=-1).flatten(-2)
+
+    def _sized(self, old: Tensor, rows: int, scale: float) -> Tensor:
+        """Return rows fitted to `old` [L, E], with the root mean square `scale` that the fit found; [rows, E], float64.
+
+        A model that is made from its config alone has some other table, or raw memory, until its rows are loaded.
+        """
+        there = bool(old.isfinite().all() and old.any())
+        made = self._fitted(old, rows) if there else self.waves(rows, old.shape[1])
+        size = made.square().mean().sqrt().item()
+        return made if size == scale else made * (scale / size)
+
+    def _fitted(self, old: Tensor, rows: int) -> Tensor:
+        """Return S(p) W + m of the table `old` [L, E], [rows, E], float64."""
+        assert self.ridge is not None
+        count, width = old.shape
+        waves, mean = self.waves(max(rows, count), width), old.mean(dim=0)
+        return waves[:rows] @ ridge_map(waves[:count], old - mean, self.ridge) + mean
+
+    @property
+    def exact(self) -> bool:
+        return self.ridge is None
+
+    def expected(self, held: Tensor, geometry: Geometry) -> Tensor:
+        """Return the rows that the table must have: of a fit, whose W is kept nowhere, the nearest that any W gives.
+
+        Every table is such, but for its scale, that has fewer positions than the waves have directions over them.
+        """
+        if self.ridge is None:
+            return super().expected(held, geometry)
+        rows = held.double()
+        if not (rows.isfinite().all() and rows.any()):
+            return torch.full_like(held, math.nan)  # no fit made these
+        size = rows.square().mean().sqrt()
+        near = in_span(rows, self.waves(len(rows), geometry.row_width))
+        return (near * (self._scale() / size)).float()

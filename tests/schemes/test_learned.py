@@ -30,7 +30,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 
 def extended(rule: str, old: torch.Tensor, rows: int, geometry: Geometries, alpha: float = 0.4) -> torch.Tensor:
     shape = geometry(hidden_size=WIDTH, original_length=old.shape[0])
-    scheme = Learned(extend=rule, alpha=alpha).resolve(shape, rows).fit(old, shape)
+    scheme = Learned(extend=rule, alpha=alpha).resolve(shape, rows).fit(old, len(old), shape)
     assert scheme.rows(shape, rows) == rows
     new = scheme.table(old, rows, shape)
     assert new.shape == (rows, WIDTH)
@@ -127,12 +127,12 @@ def test_hierarchical_ends_at_the_square(geometry: Geometries) -> None:
 def test_drawn_rows_are_normal_with_the_spread_of_the_old_table(geometry: Geometries, rule: str) -> None:
     old = 0.7 * torch.randn(8, 64)
     shape = geometry(hidden_size=64, original_length=8)
-    fitted = Learned(extend=rule).resolve(shape, 4000).fit(old, shape)
+    fitted = Learned(extend=rule).resolve(shape, 4000).fit(old, len(old), shape)
     assert fitted.std == pytest.approx(np.std(old.numpy(), dtype=np.float64), rel=1e-6)
     new = fitted.table(old, 4000, shape).numpy()
     drawn = new[8:] if rule == "random" else new
     assert stats.kstest(drawn.ravel() / fitted.std, "norm").pvalue > 0.01
-    given = Learned(extend=rule, std=3.0).fit(old, shape)
+    given = Learned(extend=rule, std=3.0).fit(old, len(old), shape)
     assert given.std == 3.0
     assert given.table(old, 4000, shape)[8:].std().item() == pytest.approx(3.0, rel=0.01)
 
@@ -140,7 +140,7 @@ def test_drawn_rows_are_normal_with_the_spread_of_the_old_table(geometry: Geomet
 def test_reinit_keeps_nothing_and_the_seed_decides(geometry: Geometries) -> None:
     old, shape = torch.randn(9, WIDTH), geometry(hidden_size=WIDTH, original_length=9)
     state = torch.get_rng_state()
-    tables = [Learned(extend="reinit", seed=seed).fit(old, shape).table(old, 9, shape) for seed in (0, 0, 1)]
+    tables = [Learned(extend="reinit", seed=seed).fit(old, len(old), shape).table(old, 9, shape) for seed in (0, 0, 1)]
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(tables[0], tables[1])
     assert not (tables[0] == tables[2]).any()
@@ -149,14 +149,14 @@ def test_reinit_keeps_nothing_and_the_seed_decides(geometry: Geometries) -> None
 
 def test_an_empty_table_is_drawn_with_the_usual_spread(geometry: Geometries) -> None:
     shape = geometry(hidden_size=WIDTH, original_length=9)
-    assert Learned(extend="reinit").fit(torch.zeros(9, WIDTH), shape).std == 0.02
+    assert Learned(extend="reinit").fit(torch.zeros(9, WIDTH), 9, shape).std == 0.02
 
 
 def test_a_broken_table_gives_no_spread(geometry: Geometries) -> None:
     old, shape = torch.full((9, WIDTH), torch.nan), geometry(hidden_size=WIDTH, original_length=9)
     with pytest.raises(SchemeError, match="whose spread drawn rows would take, has NaN or infinite values; repair it"):
-        Learned(extend="random").fit(old, shape)
-    assert Learned(extend="random", std=1.0).fit(old, shape).std == 1.0
+        Learned(extend="random").fit(old, len(old), shape)
+    assert Learned(extend="random", std=1.0).fit(old, len(old), shape).std == 1.0
 
 
 @pytest.mark.parametrize(

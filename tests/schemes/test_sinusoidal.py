@@ -72,16 +72,16 @@ def test_match_gives_the_root_mean_square_of_the_old_table(
 ) -> None:
     shape = geometry(hidden_size=48)
     old = (torch.randn(rows, 48) * size).to(dtype)
-    scheme = Sinusoidal(layout=layout).fit(old, shape)
+    scheme = Sinusoidal(layout=layout).fit(old, len(old), shape)
     assert isinstance(scheme.scale, float)
-    assert scheme.fit(old * 2, shape) == scheme  # once fitted it stays
+    assert scheme.fit(old * 2, len(old), shape) == scheme  # once fitted it stays
     table = scheme.table(old, new, shape)
     wanted = math.sqrt(sum(x * x for x in old.flatten().tolist()) / old.numel())
     assert table.double().square().mean().sqrt().item() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_zero_table_has_no_size_to_match(geometry: Geometries) -> None:
-    assert Sinusoidal().fit(torch.zeros(4, 64), geometry()).scale == 1.0
+    assert Sinusoidal().fit(torch.zeros(4, 64), 4, geometry()).scale == 1.0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -89,12 +89,12 @@ def test_a_broken_table_is_not_matched(geometry: Geometries, bad: float) -> None
     old = torch.randn(4, 64)
     old[2, 3] = bad
     with pytest.raises(SchemeError, match="the table to match has NaN or infinite values; repair it, or give scale"):
-        Sinusoidal().fit(old, geometry())
-    assert Sinusoidal(scale=1.0).fit(old, geometry()).scale == 1.0
+        Sinusoidal().fit(old, 4, geometry())
+    assert Sinusoidal(scale=1.0).fit(old, 4, geometry()).scale == 1.0
 
 
 def test_match_must_be_fitted_before_the_table(geometry: Geometries) -> None:
-    with pytest.raises(SchemeError, match=r"scale is still 'match': call fit\(old, geometry\) first"):
+    with pytest.raises(SchemeError, match=r"scale is still 'match': call fit first"):
         Sinusoidal().table(torch.zeros(4, 64), 4, geometry())
 
 

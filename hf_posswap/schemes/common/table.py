@@ -34,8 +34,14 @@ class TableScheme(Scheme):
         """Return how many positions the new table has."""
         return geometry.original_length if max_length is None else max_length
 
-    def fit(self, old: Tensor, geometry: Geometry) -> Self:
-        """Return a copy with every parameter that depends on the weights of the `old` table [P, E] filled in."""
+    def fit(self, old: Tensor, rows: int, geometry: Geometry) -> Self:
+        """Return a copy with every parameter that depends on the weights of the old table filled in.
+
+        Args:
+            old: the table it replaces, [P, E], without the family's offset rows.
+            rows: positions of the new table.
+            geometry: of the model.
+        """
         return self
 
     def table(self, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
@@ -47,3 +53,12 @@ class TableScheme(Scheme):
             geometry: of the model.
         """
         raise NotImplementedError
+
+    @property
+    def exact(self) -> bool:
+        """Whether the parameters alone give the rows again, to the bit; otherwise `expected` knows them to rounding."""
+        return True
+
+    def expected(self, held: Tensor, geometry: Geometry) -> Tensor:
+        """Return the rows that a frozen table must have, [P, E], where it has those that are `held`, float32."""
+        return self.table(held, len(held), geometry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,12 +24,21 @@ def fitted(context: SwapContext) -> Scheme:
     old = _old_rows(context)
     if table is None or old is None or old.is_meta or not _fits(table, context):
         return scheme
-    return scheme.with_table(table.fit(old, context.geometry))
+    if isinstance(context.stack.table, PatchTable):
+        return scheme.with_table(table.fit(old, context.geometry))
+    rows = table.rows(context.geometry, context.length)
+    return scheme.with_table(table.fit(old, rows, context.geometry))
 
 
-def unfitted(table: Any, old: Tensor, geometry: Any) -> str | None:
-    """Return why `table`, resolved, cannot yet be written in the place of `old` [P, E] on meta, or None."""
-    if not old.is_meta or table == table.fit(old.new_ones(old.shape, device="cpu"), geometry):
+def unfitted(table: Any, old: Tensor, fit: Callable[[Tensor], Any]) -> str | None:
+    """Return why `table`, resolved, cannot yet be written in the place of `old` [P, E] on meta, or None.
+
+    Args:
+        table: a scheme.
+        old: the table that it replaces.
+        fit: gives `table` fitted to a table of that shape.
+    """
+    if not old.is_meta or table == fit(old.new_ones(old.shape, device="cpu")):
         return None
     return f"{table} takes a value from the old table's weights, and this model's are on meta."
 

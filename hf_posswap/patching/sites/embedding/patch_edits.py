@@ -116,7 +116,7 @@ class ReplacePatchTable(_PatchTableEdit):
         return not_rows(patches, self._formula(model) if frozen else None, count)
 
     def refusal(self, model: Any) -> str | None:
-        return unfitted(self.scheme, self.patches(model), self.geometry)
+        return unfitted(self.scheme, self.patches(model), lambda old: self.scheme.fit(old, self.geometry))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,12 +78,13 @@ class ReplaceTable(Edit):
             return "the table is trainable where it should be frozen"
         if self.scheme.trainable or weight.is_meta:
             return None
-        same = holds(weight[self.offset :], self._formula(weight))
+        found, expected = weight[self.offset :], self._formula(weight)
+        same = holds(found, expected) if self.scheme.exact else not_rows(found, expected, self.rows) is None
         return None if same else "the table does not hold what its formula gives"
 
     def _formula(self, weight: Tensor) -> Tensor:
         """Return what the formula of a frozen table gives for each position, [rows, E]."""
-        return self.scheme.table(weight.detach()[self.offset :].float().cpu(), self.rows, self.geometry)
+        return self.scheme.expected(weight.detach()[self.offset :].float().cpu(), self.geometry)
 
     def check_loaded(self, model: Any) -> str | None:
         weight = stored(model.get_submodule(self.path), "weight").detach()
@@ -101,7 +102,7 @@ class ReplaceTable(Edit):
 
     def refusal(self, model: Any) -> str | None:
         old = stored(model.get_submodule(self.path), "weight")
-        return unfitted(self.scheme, old[self.offset :], self.geometry)
+        return unfitted(self.scheme, old[self.offset :], lambda one: self.scheme.fit(one, self.rows, self.geometry))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ class BlendTable(Edit):
         rows = old.shape[0] - self.offset
         if old.is_meta:
             return torch.empty(rows, old.shape[1], dtype=old.dtype, device="meta")
-        fitted = self.scheme.fit(old.detach()[self.offset :], self.geometry)
+        fitted = self.scheme.fit(old.detach()[self.offset :], rows, self.geometry)
         new = fitted.table(old.detach()[self.offset :], rows, self.geometry).to(old)
         return nn.Parameter(new) if self.scheme.trainable else new
 

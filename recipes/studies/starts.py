@@ -1,0 +1,188 @@
+"""Where a sinusoidal swap starts, before any training: how far from the base in the window, and how far beyond.
+
+    python recipes/pretrain.py gpt2 my-gpt2 --text books/
+    python -m recipes.studies.starts --base my-gpt2 --valid other-books/ --out results
+
+The base is a folder with a model of learned positions, or that of a run of recipes/pretrain.py. It gets a tiled table,
+the sinusoids at the scale of its table, and sinusoids that are ridge-fitted to it with penalties from small to large.
+All read the same tokens: windows of the original length by themselves, and 1, 2, 4 and 8 windows at a time. Nothing is
+trained. A run that was stopped goes on by the same command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import hf_posswap
+from hf_posswap.cli.outcome import script
+from hf_posswap.comparison import read_documents
+from hf_posswap.errors import SchemeError
+from hf_posswap.evaluation import RunStore, reach_of
+from hf_posswap.text.tokens import load_tokenizer
+from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
+from recipes.studies.measuring import LAST, LAST_ALONE, MULTIPLES, WINDOW, Means, Texts, difference, document_means
+from recipes.studies.running import versions
+
+NAME = "starts"
+PENALTIES = (0.1, 1.0, 10.0, 100.0, 300.0, 1000.0)
+
+
+@dataclass(frozen=True)
+class Start:
+    """One way to put a longer table into the base.
+
+    Attributes:
+        name: of its row.
+        scheme: of the table.
+        options: fields of the scheme.
+        centre: whether what all rows share moves into the token embeddings first.
+    """
+
+    name: str
+    scheme: str
+    options: dict[str, Any] = field(default_factory=dict)
+    centre: bool = False
+
+
+STARTS = (
+    Start("learned, tiled", "learned", {"extend": "tile"}),
+    Start("sinusoidal, scaled", "sinusoidal"),
+    Start("sinusoidal, scaled, table centred", "sinusoidal", centre=True),
+    *(Start(f"sinusoidal, ridge {penalty:g}", "sinusoidal", {"ridge": penalty}) for penalty in PENALTIES),
+)
+PLAIN = "sinusoidal, scaled, table centred"
+"""What the fits are compared with beyond the window."""
+
+
+def main(
+    base: Annotated[Path, typer.Option(help="A folder with a model of learned positions, or of recipes/pretrain.py.")],
+    out: Annotated[Path, typer.Option(help="The folder for JSON and table.")],
+    valid: Annotated[list[Path] | None, typer.Option(help="Texts; Python's own otherwise.")] = None,
+    pieces: Annotated[int, typer.Option(help="Of 8 windows each, from the start of every document on.")] = 1,
+    documents: Annotated[int, typer.Option(help="Most documents to measure on.")] = 16,
+    work: Annotated[Path | None, typer.Option(help="For what was measured; the user's cache otherwise.")] = None,
+) -> None:
+    """Measure the base and every start, and write the table."""
+    place = writable_folder((work or cache_folder(None) / "studies").expanduser().resolve())
+    folder = base if (base / "config.json").is_file() else base / "model"
+    tokenizer = load_tokenizer(folder, instead="save it beside the model")
+    model = hf_posswap.load(folder).eval()
+    window = reach_of(model).window
+    found = read_documents(valid, tokenizer, length=pieces * MULTIPLES[-1] * window, limit=documents)
+    texts = Texts(found, window, tokenizer)
+    with RunStore(place / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
+        plain = document_means(model, texts, store)
+        measured = [(start, *_measure(start, folder, texts, store)) for start in STARTS]
+    result = {
+        "study": NAME,
+        "versions": versions(),
+        "base": {"parameters": model.num_parameters(), "window": window, "nll": float(plain[WINDOW].mean())},
+        "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or found.source},
+        "command": "python -m recipes.studies.starts --base $BASE "
+        + (f"--valid $TEXT --pieces {pieces} " if valid else f"--pieces {pieces} ")
+        + f"--documents {documents} --out results",
+        "rows": rows_of(plain, measured),
+    }
+    write_json(out / f"{NAME}.json", result)
+    write_text(out / f"{NAME}.md", markdown(result))
+    typer.echo(markdown(result))
+
+
+def _measure(start: Start, folder: Path, texts: Texts, store: RunStore) -> tuple[dict[str, Any], Means | str]:
+    """Return the scheme as the swap left it, and what it loses on each document; or why it was refused."""
+    model = hf_posswap.load(folder).eval()
+    if start.centre:
+        hf_posswap.centre_table(model)
+    try:
+        hf_posswap.patch_model(model, start.scheme, max_length=texts.longest, **start.options)
+    except SchemeError as error:
+        return {}, str(error)
+    return hf_posswap.swap_plan(model).scheme.to_dict(), document_means(model, texts, store)
+
+
+def rows_of(base: Means, measured: Sequence[tuple[Start, dict[str, Any], Means | str]]) -> list[dict[str, Any]]:
+    """Return a row for each start: its losses, less the base's in the window, and less plain sinusoids' beyond.
+
+    Args:
+        base: means of documents of the unswapped model.
+        measured: of each start, its scheme and its means of documents, or why it was refused.
+    """
+    plain = next(means for start, _, means in measured if start.name == PLAIN)
+    rows: list[dict[str, Any]] = []
+    for start, scheme, means in measured:
+        row: dict[str, Any] = {"start": start.name, "scheme": scheme}
+        if isinstance(means, str):
+            rows.append(row | {"refused": means})
+            continue
+        assert not isinstance(plain, str)
+        row["in_window"] = {"nll": float(means[WINDOW].mean()), **difference(base[WINDOW], means[WINDOW])}
+        row["lengths"] = [
+            {"windows": m, "nll": float(means[str(m)].mean()), "less_plain": difference(plain[str(m)], means[str(m)])}
+            for m in MULTIPLES
+        ]
+        rows.append(row | {"last_window": difference(means[LAST_ALONE], means[LAST])})
+    return rows
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the result for people."""
+    base, texts, held = result["base"], result["texts"], result["versions"]
+    head = ["start", "residual", "growth", "in the window", "less the base"]
+    head += [f"{m}x" for m in MULTIPLES] + [f"{MULTIPLES[-1]}x less plain", "8th window"]
+    return "\n".join(
+        [
+            "# Where a sinusoidal swap starts",
+            "",
+            f"A GPT-2 of {base['parameters'] / 1e6:.1f} M parameters and {base['window']} positions, not trained after "
+            f"the swap; its own loss in the window is {base['nll']:.4f} nats a token. Read: {texts['documents']} "
+            f"documents ({texts['source']}), {texts['pieces of a document']} x {texts['tokens of a piece']} tokens of "
+            f"each; torch {held['torch']}, transformers {held['transformers']}. Brackets: 95 % intervals, paired over "
+            "documents.",
+            "",
+            "- Residual: of the fit, by the spread of the table. Growth: the longest row beyond by the longest inside.",
+            f"- 1x to 8x: so many windows read at once. Plain: {PLAIN}.",
+            "- 8th window: its tokens after the seven windows before them, less the same alone; above 0 length harms.",
+            "",
+            _line(head),
+            _line(["---"] * len(head)),
+            *(_line(_cells(row)) for row in result["rows"]),
+            "",
+            f"    {result['command']}",
+            "",
+        ]
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "refused" in row:
+        return [row["start"], f"refused: {row['refused']}", *[""] * (len(MULTIPLES) + 5)]
+    fit = [row["scheme"].get(name) for name in ("residual", "growth")]
+    inside, lengths = row["in_window"], row["lengths"]
+    return [
+        row["start"],
+        *("–" if value is None else f"{value:.2f}" for value in fit),
+        f"{inside['nll']:.4f}",
+        _interval(inside),
+        *(f"{found['nll']:.4f}" for found in lengths),
+        _interval(lengths[-1]["less_plain"]),
+        _interval(row["last_window"]),
+    ]
+
+
+def _interval(found: dict[str, Any]) -> str:
+    return f"{found['difference']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+app = script(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,74 @@
+"""The study of starts, from end to end on a tiny model: its rows are what the public functions give, and it resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import hf_posswap
+from hf_posswap.utils.atomic_io import read_json
+from recipes.studies import starts
+from recipes.studies.measuring import MULTIPLES, WINDOW
+from tests.training.engine_runs import write_model, write_texts
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tiny GPT-2 of learned positions, and texts to measure on."""
+    folder = tmp_path_factory.mktemp("starts")
+    write_model(folder / "gpt2")
+    write_texts(folder / "valid", count=9)
+    return folder
+
+
+def study(place: Path, out: str) -> Any:
+    """Run the study as its user does, and return its results."""
+    arguments = ["--base", str(place / "gpt2"), "--valid", str(place / "valid"), "--out", str(place / out)]
+    found = CliRunner().invoke(starts.app, [*arguments, "--work", str(place / "work")])
+    assert found.exit_code == 0, found.output
+    return read_json(place / out / "starts.json")
+
+
+def test_the_study_measures_every_start_and_finds_what_it_measured_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = study(place, "first")
+    assert [row["start"] for row in result["rows"]] == [start.name for start in starts.STARTS]
+    tiled = result["rows"][0]
+    assert tiled["in_window"]["difference"] == pytest.approx(0.0, abs=1e-6)  # its rows are the base's own
+    assert tiled["in_window"]["nll"] == pytest.approx(result["base"]["nll"], abs=1e-6)
+    fitted = [row for row in result["rows"] if "ridge" in row["start"] and "refused" not in row]
+    assert fitted
+    for row in fitted:
+        model = hf_posswap.load(place / "gpt2")
+        plan = hf_posswap.plan_swap(
+            model, "sinusoidal", ridge=row["scheme"]["ridge"], max_length=result["texts"]["tokens of a piece"]
+        )
+        assert plan.scheme.to_dict() == row["scheme"]
+        assert len(row["lengths"]) == len(MULTIPLES)
+    table = (place / "first" / "starts.md").read_text(encoding="utf-8")
+    assert all(f"| {start.name} |" in table for start in starts.STARTS)
+    assert str(place) not in table
+
+    def not_again(*_: Any) -> Any:
+        raise AssertionError("it was measured before")
+
+    monkeypatch.setattr("recipes.studies.measuring._causal", not_again)
+    assert study(place, "second") == result
+
+
+def test_rows_are_differences_of_the_same_documents_and_say_what_was_refused() -> None:
+    base = {WINDOW: np.arange(9.0)}
+    lengths = {str(multiple): np.arange(9.0) + multiple for multiple in MULTIPLES}
+    means = base | lengths | {"last window": np.arange(9.0) + 0.5, "last window alone": np.arange(9.0)}
+    shifted = means | {WINDOW: np.arange(9.0) + 0.25, "8": lengths["8"] - 0.75}
+    plain, better, refused = (starts.Start(name, "sinusoidal") for name in (starts.PLAIN, "better", "refused"))
+    rows = starts.rows_of(base, [(plain, {}, means), (better, {}, shifted), (refused, {}, "too far")])
+    assert [row["in_window"]["difference"] for row in rows[:2]] == [0.0, 0.25]
+    assert rows[1]["lengths"][-1]["less_plain"]["difference"] == -0.75
+    assert rows[1]["last_window"]["difference"] == 0.5
+    assert rows[2] == {"start": "refused", "scheme": {}, "refused": "too far"}
