@@ -85,6 +85,6 @@ def draw_goals(result: dict[str, Any], path: Path) -> None:
         ax.set_yticks(range(len(result["rows"])), [row["recipe"] for row in result["rows"]])
         ax.set_ylim(len(result["rows"]) - 0.5, -0.5)
         ax.set_xlabel(f"nats a token, {said}", fontsize=8)
-        canvas.title(ax, head, "95 % intervals over documents; the bar is allowed")
+        canvas.title(ax, head, "95 % intervals; the bar is allowed")
     with replacing(path) as temporary:
         picture.savefig(temporary, format="png", metadata={"Software": None})
