@@ -21,7 +21,7 @@ A run that was stopped goes on by the same command, and what did not change is n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +43,7 @@ from recipes.studies.running import (
     CONTROL,
     RECIPES,
     Run,
+    command_line,
     control_settings,
     make_run,
     source_settings,
@@ -57,6 +58,7 @@ WARMUP = 0.05
 
 
 def main(
+    context: typer.Context,
     base: Annotated[Path, typer.Option(help="A folder with a causal model, or of recipes/pretrain.py.")],
     tokens: Annotated[int, typer.Option(help="To train on, recipes and control alike.")],
     out: Annotated[Path, typer.Option(help="The folder for JSON, table and picture.")],
@@ -92,8 +94,9 @@ def main(
     with RunStore(place / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
         plain = _measured(model, texts, store)
         rows = [_row(config.stem, of_config, plain, texts, store) for config, of_config in pairs.items()]
-    texts_in = {Path(path).parent: "$TEXT" for path in train or () if Path(path).parent.parts}
-    places = {place: "$WORK", folder: "$BASE", **texts_in}
+    named = [Path(path) for path in (*(train or ()), *(valid or ()))]
+    texts_in = {path.parent: "$TEXT" for path in named if path.parent.parts}
+    places = {place: "$WORK", folder: "$BASE", base: "$BASE", **texts_in}
     result = {
         "study": NAME,
         "versions": versions(),
@@ -102,12 +105,24 @@ def main(
         "seeds": seeds,
         "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or found.source},
         "rows": rows,
+        "command": _command(context.params, places),
         "commands": [run.command(places) for of_config in pairs.values() for run in of_config[0]],
     }
     write_json(out / f"{NAME}.json", result)
     write_text(out / f"{NAME}.md", markdown(result))
     draw_goals(result, out / f"{NAME}.png")
     typer.echo(markdown(result))
+
+
+def _command(asked: Mapping[str, Any], places: Mapping[Path, str]) -> str:
+    """Return the command line of the study as others can use it, without what says where this machine keeps things."""
+    words: list[str] = []
+    for name, value in asked.items():
+        option = "--set" if name == "settings" else f"--{name}"
+        if name not in ("out", "work"):
+            several = value if isinstance(value, list | tuple) else [] if value is None else [value]
+            words += [word for one in several for word in (option, str(one))]
+    return command_line("python -m recipes.studies.adaptation", [*words, "--out", "results"], places)
 
 
 def _pairs(

@@ -133,7 +133,12 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [
         f"| {row['recipe']} | {' | '.join(f'{x:.4f}' for x in row['losses'].values())} |" for row in result["rows"]
     ]
-    return "\n".join([*lines, "", *(f"    {command}" for command in dict.fromkeys(result["commands"]))]) + "\n"
+    return (
+        "\n".join(
+            [*lines, "", *(f"    {command}" for command in dict.fromkeys([result["command"], *result["commands"]]))]
+        )
+        + "\n"
+    )
 
 
 def _told(found: dict[str, Any]) -> str:

@@ -104,7 +104,8 @@ def test_it_runs_from_end_to_end_and_finds_what_is_done(tmp_path: Path) -> None:
     ]
     assert (found["tokens"], found["seeds"]) == (1024, 2)
     assert all(len(row["goals"]) == 3 and len(row["by_seed"]) == 2 for row in found["rows"])
-    assert str(tmp_path) not in " ".join(found["commands"])
+    assert str(tmp_path) not in " ".join([found["command"], *found["commands"]])
+    assert found["command"].startswith("python -m recipes.studies.adaptation --base $BASE --train $TEXT/train --valid ")
     assert (tmp_path / "out" / "adaptation.md").read_text() == markdown(found)
     assert (tmp_path / "out" / "adaptation.png").stat().st_size > 10_000
     runs = {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "runs").glob("*/report.json")}
