@@ -1,10 +1,10 @@
-"""Staying close to the unswapped model: its next-token distributions as targets, within its window."""
+"""Staying close to the unswapped model: its next-token distributions as targets, within its window or sliding on."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.training.chunked_loss import IGNORED, sum_in_chunks
 from hf_posswap.training.head import Head, run_apart, split
+from hf_posswap.training.sliding import sliding_states
+
+Teacher = Literal["window", "sliding"]
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,15 @@ class DistillSettings:
         weight: share of the divergence in the loss, the rest being cross-entropy; above 0 and at most 1.
         temperature: both distributions are flattened by it; the divergence is multiplied by its square
             (https://arxiv.org/abs/1503.02531).
+        teacher: what the unswapped model teaches. window: the tokens of its first window, beyond which cross-entropy is
+            alone. sliding: all tokens, from windows of its own length that overlap by half, so that the model learns
+            to do with one long text what the old one does with windows; where texts are longer than a window it reads
+            nearly two tokens for each.
     """
 
     weight: float = 0.5
     temperature: float = 1.0
+    teacher: Teacher = "window"
 
     def __post_init__(self) -> None:
         problems = []
@@ -36,6 +44,8 @@ class DistillSettings:
             problems.append(f"weight lies above 0 and is at most 1, got {self.weight!r}")
         if not 0 < self.temperature < float("inf"):
             problems.append(f"temperature is a number above 0, got {self.temperature!r}")
+        if self.teacher not in get_args(Teacher):
+            problems.append(f"teacher is one of {', '.join(get_args(Teacher))}, got {self.teacher!r}")
         if problems:
             raise OptionError(f"distill: {'; '.join(problems)}.")
 
@@ -81,15 +91,17 @@ def distillation_loss(
     chunk: int,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """Return cross-entropy on all tokens, mixed with KL(teacher || model) on the first `window` tokens of each row.
+    """Return cross-entropy on all tokens, mixed with KL(teacher || model) on those that the teacher reads.
 
-    For each counted token (1 - w) CE + w T^2 KL where the teacher can read, and CE beyond; both summed over the tokens
-    and divided by their number. Neither model holds the logits of more than `chunk` tokens.
+    These are the first `window` tokens of each row; under `settings.teacher` "sliding" all of them. For each counted
+    token (1 - w) CE + w T^2 KL where the teacher reads, and CE beyond; both summed over the tokens and divided by their
+    number. Neither model holds the logits of more than `chunk` tokens.
 
     Args:
         model: that learns: a causal model, or a wrapper around one.
         teacher: a causal model of the same vocabulary, from `make_teacher` or another. It reads the rows' tokens at
-            ordinary positions, unless documents are packed: then each from its beginning.
+            ordinary positions, unless documents are packed: then each from its beginning. Sliding, each window begins
+            at position 0.
         inputs: arguments of the forward, with `labels` [B, L].
         settings: how much, how flat.
         window: tokens that the teacher can read.
@@ -107,13 +119,13 @@ def distillation_loss(
     counted = targets != IGNORED
     if num_items is None and not counted.any():
         raise DataError("no token of this batch is counted: its labels are all -100. Give text to predict.")
-    read = min(window, labels.shape[1])
-    taught = counted & (torch.arange(labels.shape[1], device=counted.device) < read)  # [B, L]
-    beyond = counted & ~taught
     given = {name: value for name, value in inputs.items() if name != "labels"}
-    with torch.no_grad():
-        known, teacher_head = split(teacher, _teacher_inputs(given, read))
-    known = known[taught[:, :read]]  # [N, E]
+    taught = counted if settings.teacher == "sliding" else _first(counted, window)  # [B, L]
+    beyond = counted & ~taught
+    if settings.teacher == "sliding":
+        known, teacher_head = sliding_states(teacher, given, taught, window)  # [N, E]
+    else:
+        known, teacher_head = _window_states(teacher, given, taught, window)
     near_targets, far_targets = targets[taught], targets[beyond]
 
     def use(states: Tensor, head: Head) -> Tensor:
@@ -129,6 +141,19 @@ def distillation_loss(
         return total / (counted.sum() if num_items is None else num_items)
 
     return run_apart(model, given, use)
+
+
+def _first(counted: Tensor, window: int) -> Tensor:
+    """Return which of the tokens `counted`, bool [B, L], are among the first `window` of their row."""
+    return counted & (torch.arange(counted.shape[1], device=counted.device) < window)
+
+
+def _window_states(teacher: Any, given: dict[str, Any], taught: Tensor, window: int) -> tuple[Tensor, Head]:
+    """Return the teacher's states of the tokens `taught`, [N, E], all of them in its first window, and its head."""
+    read = min(window, taught.shape[1])
+    with torch.no_grad():
+        states, head = split(teacher, _teacher_inputs(given, read))
+    return states[taught[:, :read]], head
 
 
 def _teacher_inputs(given: dict[str, Any], read: int) -> dict[str, Any]:

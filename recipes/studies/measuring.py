@@ -25,6 +25,7 @@ from hf_posswap.evaluation import (
     paired_change,
     ratio_interval,
     reach_of,
+    sliding_losses,
 )
 from hf_posswap.evaluation.frames import special_frame
 
@@ -123,6 +124,31 @@ def _causal(model: Any, texts: Texts) -> Means:
         means[LAST] = _by_document(by_length[texts.longest][:, 1 - window :], count)
         means[LAST_ALONE] = _by_document(alone.reshape(len(pieces), -1, window - 1)[:, -1], count)
     return means
+
+
+def sliding_means(model: Any, texts: Texts, store: RunStore) -> np.ndarray:
+    """Return the mean loss of each document, float64 [N], where the model reads its pieces by half-overlapping windows.
+
+    The trivial way to read on: no more than a window of the original length at once, in the same tokens as the longest
+    of `document_means`.
+
+    Args:
+        model: a causal model.
+        texts: to read, with an even window.
+        store: of what was measured.
+    """
+    named = {
+        "what": "means of documents by a sliding window",
+        "model": fingerprint(model),
+        "texts": texts.to_dict(),
+        "pieces": list(texts.documents.tokens.shape),
+    }
+
+    def measure() -> np.ndarray:
+        losses = sliding_losses(model, texts.cut(texts.longest), texts.window)  # [N P, L - 1]
+        return _by_document(losses, len(texts.documents.names))
+
+    return np.asarray(store.value(named, measure))
 
 
 def _masked(model: Any, texts: Texts) -> Means:

@@ -1,4 +1,4 @@
-"""The picture of the acceptance study: the difference from the control, and the loss by length."""
+"""The pictures of the studies of adaptation: differences from control and base, and the loss by length."""
 
 from __future__ import annotations
 
@@ -59,3 +59,32 @@ def _lengths(ax: Any, result: dict[str, Any]) -> None:
     ax.set_ylabel("nats a token")
     ax.legend(frameon=False, fontsize=9)
     canvas.title(ax, "Beyond it", f"{result['texts']['documents']} documents, {result['tokens']:,} tokens of training")
+
+
+def draw_goals(result: dict[str, Any], path: Path) -> None:
+    """Draw what `recipes.studies.adaptation` found, and write it to `path` (PNG).
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        CheckpointError: the place cannot be written.
+    """
+    picture, axes = canvas.figure(12.0, 1.6 + 0.9 * len(result["rows"]) + 1.0, columns=3)
+    shown = (
+        ("from_base", "In the window", "above the untouched base", "above base"),
+        ("far_text", "Far text", "the last window after the others, less alone", "far text"),
+        ("from_sliding_control", "Eight windows", "above the control's sliding window", None),
+    )
+    for ax, (key, head, said, allowed) in zip(axes, shown, strict=True):
+        for place, row in enumerate(result["rows"]):
+            found = row[key]
+            spans = [[found["difference"] - found["low"]], [found["high"] - found["difference"]]]
+            ax.errorbar([found["difference"]], [place], xerr=spans, fmt="o", capsize=3, color=_SWAPPED)
+            limit = 0.0 if allowed is None else row["allowed"][allowed]
+            ax.plot([limit], [place], marker="|", markersize=22, color=_ALLOWED)
+        ax.axvline(0, color=_CONTROL, linewidth=1)
+        ax.set_yticks(range(len(result["rows"])), [row["recipe"] for row in result["rows"]])
+        ax.set_ylim(len(result["rows"]) - 0.5, -0.5)
+        ax.set_xlabel(f"nats a token, {said}", fontsize=8)
+        canvas.title(ax, head, "95 % intervals; the bar is allowed")
+    with replacing(path) as temporary:
+        picture.savefig(temporary, format="png", metadata={"Software": None})

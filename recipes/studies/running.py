@@ -30,7 +30,8 @@ from hf_posswap.utils.atomic_io import read_json, write_json
 RECIPES = Path(__file__).resolve().parents[1]
 CONTROL = RECIPES / "control.yaml"
 _QUIET = ("watch.report_to=[]", "watch.picture=false")
-_OF_THE_SWAP = ("swap.", "stages", "objective.", "train.", "gates.", "optimizer.", "data.length", "data.packing")
+_OF_DATA = ("data.length", "data.packing", "data.cut")
+_OF_THE_SWAP = ("swap.", "stages", "objective.", "train.", "gates.", "optimizer.", *_OF_DATA)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def test_a_control_reads_the_same_tokens_with_the_same_optimizer_and_no_swap(row
     recipe = load_recipe(row.config, settings)
     control = load_recipe(CONTROL, control_settings(recipe, settings, sizes.window))
     assert control.swap.scheme is None
-    assert control.data.length == sizes.window
+    assert (control.data.length, control.data.cut) == (sizes.window, (1,))
     assert tokens_of(control) == tokens_of(recipe)
     held, wanted = flat(to_dict(control)), flat(to_dict(recipe))
     own = {"steps", "batch", "accumulate"} if recipe.stages else {"batch", "accumulate"}
@@ -132,7 +132,8 @@ def test_a_script_that_fails_stops_the_study(capfd: pytest.CaptureFixture[str]) 
 
 def judge(place: Path, out: Path, *more: str) -> Result:
     """Run the acceptance study on the tiny base, with windows of 16 of its 64 positions."""
-    settings = ("data.length=8", f"data.cache={place / 'cache'}", "optimizer.batch=2", "optimizer.warmup=1")
+    settings = ["data.length=8", "data.cut=[1]", f"data.cache={place / 'cache'}"]
+    settings += ["optimizer.batch=2", "optimizer.warmup=1"]
     options = [part for setting in settings for part in ("--set", setting)]
     options += ["--train", str(place / "train"), "--valid", str(place / "valid"), "--work", str(place / "work")]
     return CliRunner().invoke(

@@ -11,6 +11,7 @@ from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.training.config.problems import Problem
 from hf_posswap.training.config.settings import SENTENCES, Recipe, SchemeValue, StageSettings
 from hf_posswap.training.config.stages import scheme_of
+from hf_posswap.training.data.settings import cut_problem
 from hf_posswap.training.trainable import ADAPTERS
 
 _REPORTERS = ("tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "clearml", "swanlab")
@@ -93,6 +94,9 @@ def _objective(recipe: Recipe) -> Iterator[Problem]:
             "positions that it does not have; use none or documents.",
             ("data.packing",),
         )
+    if objective.kind in SENTENCES and len(recipe.data.lengths) > 1:
+        said = f"{list(recipe.data.cut)} mixes lengths, and {objective.kind} holds one text against another; use [1]."
+        yield Problem("data.cut", said, ("objective.kind",))
     if objective.kind in SENTENCES and packing != "none":
         said = f"{objective.kind} makes one vector of a text; windows of data.packing {packing} are no texts; use none."
         yield Problem("objective.kind", said, ("data.packing",))
@@ -183,6 +187,8 @@ def _stages(recipe: Recipe) -> Iterator[Problem]:
     for number, stage in enumerate(recipe.stages):
         key = f"stages[{number}]"
         yield from _numbers(key, stage)
+        if stage.length is not None and (problem := cut_problem(recipe.data.cut, stage.length)) is not None:
+            yield Problem(f"{key}.length", f"data.cut {problem}.", ("data.cut",))
         if recipe.swap.scheme is None:
             continue
         made = _made(scheme_of(recipe, stage))

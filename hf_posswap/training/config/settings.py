@@ -66,8 +66,8 @@ class ObjectiveSettings:
 
     Attributes:
         kind: next-token: cross-entropy of a causal model; masked: of an encoder on masked tokens; distill: next-token,
-            and the divergence from the unswapped model within its window; embedding: the vectors of texts against
-            those of the unswapped encoder; contrastive: the two halves of a text against other texts, by
+            and the divergence from the unswapped model, within its window or sliding on; embedding: the vectors of
+            texts against those of the unswapped encoder; contrastive: the two halves of a text against other texts, by
             sentence-transformers.
         chunk: tokens whose logits are held at once; 0: those of the whole batch, as the model itself does.
         distill: how to stay close to the unswapped model, under distill.
@@ -94,7 +94,7 @@ class OptimizerSettings:
         beta1: of AdamW.
         beta2: of AdamW.
         clip: largest norm of the whole gradient; 0: not clipped.
-        batch: windows that one process reads at once.
+        batch: windows of data.length that one process reads at once.
         accumulate: batches a step.
         fused: one kernel for all of AdamW; none: where there is a GPU.
         precision: of the forward: float32, or bfloat16 by autocast.

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hf_posswap.errors import DataError
-from hf_posswap.training.data.cutting import Cut, cut_pieces, pack_pieces
+from hf_posswap.training.data.cutting import LEAST, Cut, cut_pieces, pack_pieces
 from hf_posswap.training.data.masking import make_masking
+from hf_posswap.training.data.mixing import StepRows
 from hf_posswap.training.data.order import Order
-from hf_posswap.training.data.settings import DataSettings
+from hf_posswap.training.data.settings import DataSettings, Packing
 from hf_posswap.training.data.sources import check_source
 from hf_posswap.training.data.store import TokenStore, token_stores
 from hf_posswap.training.data.telling import Say
@@ -32,21 +32,39 @@ class TokenData:
     """What a run trains on.
 
     Attributes:
-        train: item i is a dict of the model's arguments without the batch dimension ("input_ids", "labels",
-            "attention_mask" or not, "position_ids" or not), and depends on the settings and i alone. Its length is one
-            pass over the text; `train.sized(n)` has n items, later passes in other orders: read it in order.
-        collate: makes a batch of items, a dict for `model(**batch)`; for causal models it says `use_cache=False`,
-            because a cache would switch the masks of packed documents off.
+        train: windows of `length` tokens; item i is a dict of the model's arguments without the batch dimension
+            ("input_ids", "labels", "attention_mask" or not, "position_ids" or not), and depends on the settings and i
+            alone. Its length is one pass over the text; `train.sized(n)` has n items, later passes in other orders:
+            read it in order.
+        shorter: windows of the other lengths of `cut`, by how many of them hold as many tokens as one of `train`.
+        cut: of the settings.
+        collate: makes a batch of items, or of rows of `steps`, a dict for `model(**batch)`; for causal models it says
+            `use_cache=False`, because a cache would switch the masks of packed documents off.
         held_out: token ids of the documents that training never sees, whole, int32 [any length].
         summary: documents, tokens and windows of each source, as JSON.
         identity: what tells these tokens from others, whatever files they came from, as JSON.
     """
 
     train: TokenWindows
-    collate: Callable[[list[dict[str, Tensor]]], dict[str, Any]]
+    shorter: Mapping[int, TokenWindows]
+    cut: tuple[int, ...]
+    collate: Collate
     held_out: Sequence[np.ndarray]
     summary: dict[str, Any]
     identity: dict[str, Any]
+
+    @property
+    def lengths(self) -> dict[int, TokenWindows]:
+        """Return the windows of each length, by how many hold as many tokens as one of `train`; `train` first."""
+        return {1: self.train, **self.shorter}
+
+    def steps(self, count: int, rows: int) -> StepRows:
+        """Return what `count` steps of `rows` rows each read, over all processes.
+
+        Raises:
+            DataError: one of them is not positive.
+        """
+        return StepRows(self.lengths, self.cut, rows, count)
 
 
 def build_data(
@@ -94,30 +112,44 @@ def build_data(
     masking = None if causal else make_masking(tokenizer, settings.mask_share)
     around = 0 if masking is None else masking.around
     folder = cache_folder(settings.cache) / "tokens"
-    stores, held_out, cuts = [], [], []
+    stores, held_out = [], []
     for source in settings.sources:
         store, measured = token_stores(
             source, tokenizer, begin=causal, held_out=settings.held_out, cache=folder, say=say
         )
         stores.append(store)
         held_out.append(measured)
-        cuts.append(_cut(store, settings, around, source.path))
-    train = TokenWindows(
-        stores=tuple(stores),
-        cuts=tuple(cuts),
-        order=Order([len(cut) for cut in cuts], [source.weight for source in settings.sources], settings.seed),
-        length=settings.length,
-        target=scheme_length,
-        packing=settings.packing,
-        masking=masking,
-        filler=_filler(tokenizer),
-        first_position=first_position,
-        seed=settings.seed,
-        count=sum(map(len, cuts)),
+
+    def windows(length: int) -> TokenWindows:
+        cuts = [
+            _cut(store, length, settings.packing, around, source.path)
+            for store, source in zip(stores, settings.sources, strict=True)
+        ]
+        return TokenWindows(
+            stores=tuple(stores),
+            cuts=tuple(cuts),
+            order=Order([len(cut) for cut in cuts], [source.weight for source in settings.sources], settings.seed),
+            length=length,
+            target=scheme_length,
+            packing=settings.packing,
+            masking=masking,
+            filler=_filler(tokenizer),
+            first_position=first_position,
+            seed=settings.seed,
+            count=sum(map(len, cuts)),
+        )
+
+    train, *others = map(windows, settings.lengths)
+    shorter = {settings.length // other.length: other for other in others}
+    return TokenData(
+        train,
+        shorter,
+        settings.cut,
+        Collate(causal, dtype),
+        held_out=[document for part in held_out for document in part[:]],
+        summary=_summary(settings, [train, *others], held_out),
+        identity=_identity(train, settings, held_out),
     )
-    measured_documents = [document for part in held_out for document in part[:]]
-    summary = _summary(settings, stores, held_out, cuts)
-    return TokenData(train, Collate(causal, dtype), measured_documents, summary, _identity(train, settings, held_out))
 
 
 def _identity(train: TokenWindows, settings: DataSettings, held_out: list[TokenStore]) -> dict[str, Any]:
@@ -145,17 +177,22 @@ def _check_length(settings: DataSettings, target: int) -> None:
         )
 
 
-def _cut(store: TokenStore, settings: DataSettings, around: int, name: str) -> Cut:
-    size = settings.length - around
-    jumping = settings.packing in _JUMPING
+def _cut(store: TokenStore, length: int, packing: Packing, around: int, name: str) -> Cut:
+    size = length - around
+    jumping = packing in _JUMPING
+    if size < LEAST:
+        raise DataError(
+            f"windows of {length} tokens have no room for text beside {around} special tokens: take a larger length, "
+            "or a smaller cut."
+        )
     cut = cut_pieces(store.offsets, size, whole=jumping)
     if len(cut) == 0:
         longest = int(np.diff(store.offsets).max())
         raise DataError(
-            f"{name} has no window for packing {settings.packing!r}: its longest document has {longest} tokens, and "
-            f"{size if jumping else 2} are needed. Give longer documents or take a smaller length."
+            f"{name} has no window for packing {packing!r}: its longest document has {longest} tokens, and "
+            f"{size if jumping else LEAST} are needed. Give longer documents or take a smaller length."
         )
-    return pack_pieces(cut, settings.length, around=around) if settings.packing == "documents" else cut
+    return pack_pieces(cut, length, around=around) if packing == "documents" else cut
 
 
 def _filler(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -165,11 +202,11 @@ def _filler(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
-def _summary(
-    settings: DataSettings, stores: list[TokenStore], held_out: list[TokenStore], cuts: list[Cut]
-) -> dict[str, Any]:
-    rows = [
-        {
+def _summary(settings: DataSettings, lengths: list[TokenWindows], held_out: list[TokenStore]) -> dict[str, Any]:
+    rows = []
+    for number, (source, measured) in enumerate(zip(settings.sources, held_out, strict=True)):
+        store, cut = lengths[0].stores[number], lengths[0].cuts[number]
+        row = {
             "source": source.path,
             "weight": source.weight,
             "documents": len(store),
@@ -180,6 +217,7 @@ def _summary(
             "held_out_documents": len(measured),
             "held_out_tokens": len(measured.tokens),
         }
-        for source, store, measured, cut in zip(settings.sources, stores, held_out, cuts, strict=True)
-    ]
-    return {"packing": settings.packing, "length": settings.length, "sources": rows}
+        if len(lengths) > 1:
+            row["shorter_windows"] = {str(other.length): len(other.cuts[number]) for other in lengths[1:]}
+        rows.append(row)
+    return {"packing": settings.packing, "length": settings.length, "cut": list(settings.cut), "sources": rows}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_posswap.errors import DataError
 from hf_posswap.training.data.build import TokenData
+from hf_posswap.training.data.windows import Collate, TokenWindows
 
 _AROUND = 32  # tokens on each side of the border between two pieces
 _TRIES = 256
@@ -25,16 +26,22 @@ def prove_packing(model: Any, data: TokenData) -> None:
 
     Args:
         model: that is to be trained, swapped, on its device; any dropout is off meanwhile.
-        data: what it is to be trained on; packing "none" has nothing to prove.
+        data: what it is to be trained on, of which each length is proved; packing "none" has nothing to prove.
 
     Raises:
         DataError: documents leak into one another, pieces do not see one another, or given positions have no effect.
     """
-    packing = data.train.packing
-    found = None if packing == "none" else _border(data)
+    for windows in data.lengths.values():
+        _prove(model, windows, data.collate)
+
+
+def _prove(model: Any, windows: TokenWindows, collate: Collate) -> None:
+    packing = windows.packing
+    found = None if packing == "none" else _border(windows)
     if found is None:
         return
-    batch, border = _around_border(data, *found)
+    window, border = _around_border(windows, *found)
+    batch = collate([window])
     batch = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     mask = batch.get("attention_mask")
     if mask is not None and mask.is_floating_point() and mask.dtype != model.dtype:
@@ -89,24 +96,24 @@ def _differ(one: Tensor, other: Tensor, noise: float) -> bool:
     return bool((one - other).abs().max() > noise * (1 + other.abs().max()))
 
 
-def _border(data: TokenData) -> tuple[int, int] | None:
+def _border(windows: TokenWindows) -> tuple[int, int] | None:
     """Return an item and the index in it where positions first jump, or None where no item has such a place."""
-    for item in range(min(_TRIES, len(data.train))):
-        window = data.train[item]
+    for item in range(min(_TRIES, len(windows))):
+        window = windows[item]
         along = window["position_ids"].diff() == 1
         steps = ~along
-        if data.train.packing == "documents":  # where a window is filled up, no document begins
+        if windows.packing == "documents":  # where a window is filled up, no document begins
             steps = ~along & torch.cat((along[1:], along.new_zeros(1)))
         if steps.any():
             return item, int(steps.nonzero()[0]) + 1
     return None
 
 
-def _around_border(data: TokenData, item: int, at: int) -> tuple[dict[str, Any], int]:
-    """Return a batch of the tokens around index `at` of one item, and that index in it."""
+def _around_border(windows: TokenWindows, item: int, at: int) -> tuple[dict[str, Tensor], int]:
+    """Return the tokens around index `at` of one item, and that index in them."""
     start = max(0, at - _AROUND)
-    window = {name: value[start : at + _AROUND] for name, value in data.train[item].items() if name != "labels"}
-    return data.collate([window]), at - start
+    window = {name: value[start : at + _AROUND] for name, value in windows[item].items() if name != "labels"}
+    return window, at - start
 
 
 def _with_another_token(batch: dict[str, Any], border: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from hf_posswap.errors import OptionError
 Packing = Literal["none", "documents", "pose", "random-positions"]
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
 PYTHON = "python"
+_LEAST_LENGTH = 4
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class DataSettings:
             the target length allows, with attention across (https://arxiv.org/abs/2309.10400). "random-positions":
             one piece of a document at sorted random positions below the target length, with attention across
             (https://arxiv.org/abs/2305.16843).
+        cut: how many windows each `length` tokens are read as, step by step, over and over: [8, 1] reads by turns, in
+            place of each window, eight of an eighth of `length`, and the window whole. Every step reads as many tokens.
         seed: of the order, of the positions and of the masking.
         cache: folder that keeps tokens, so that they are made once; None: $HF_POSSWAP_CACHE, or the user's cache.
         held_out: share of the documents that training never sees.
@@ -67,6 +70,7 @@ class DataSettings:
     sources: tuple[Source, ...] = field(default_factory=lambda: (Source(),))
     length: int = 512
     packing: Packing = "none"
+    cut: tuple[int, ...] = (1,)
     seed: int = 0
     cache: Path | None = None
     held_out: float = 0.05
@@ -74,10 +78,12 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         problems = []
+        if (problem := cut_problem(self.cut, self.length)) is not None:
+            problems.append(f"cut {problem}")
         if not self.sources:
             problems.append("sources names at least one source of documents, got none")
-        if self.length < 4:
-            problems.append(f"length is a whole number of at least 4 tokens, got {self.length!r}")
+        if self.length < _LEAST_LENGTH:
+            problems.append(f"length is a whole number of at least {_LEAST_LENGTH} tokens, got {self.length!r}")
         if self.packing not in PACKINGS:
             problems.append(f"packing is one of {', '.join(PACKINGS)}, got {self.packing!r}")
         if self.seed < 0:
@@ -87,9 +93,38 @@ class DataSettings:
                 problems.append(f"{name} is a share between 0 and 1, got {getattr(self, name)!r}")
         _refuse(problems, "data")
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of the windows that are read, the longest first.
+
+        Example:
+            >>> DataSettings(length=2048, cut=(8, 1)).lengths
+            (2048, 256)
+        """
+        return tuple(self.length // pieces for pieces in sorted(set(self.cut)))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON."""
         return dataclasses.asdict(self) | {"cache": None if self.cache is None else str(self.cache)}
+
+
+def cut_problem(cut: tuple[int, ...], length: int) -> str | None:
+    """Return what is wrong with `cut` for windows of `length` tokens; None: nothing.
+
+    Example:
+        >>> cut_problem((8, 1), 2048)
+        >>> cut_problem((8,), 2048)
+        'holds 1 at least once, for the steps that read windows whole, got [8]'
+    """
+    if 1 not in cut:
+        return f"holds 1 at least once, for the steps that read windows whole, got {list(cut)}"
+    wrong = [pieces for pieces in cut if pieces < 1 or length % pieces or length // pieces < _LEAST_LENGTH]
+    if wrong and length >= _LEAST_LENGTH:
+        return (
+            f"holds numbers of windows that {length} tokens can be cut into, of equal length and at least "
+            f"{_LEAST_LENGTH} tokens each, got {', '.join(map(str, wrong))}"
+        )
+    return None
 
 
 def _refuse(problems: list[str], what: str) -> None:

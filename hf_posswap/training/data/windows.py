@@ -140,13 +140,14 @@ class Collate:
     dtype: torch.dtype = torch.float32
 
     def __call__(self, items: list[dict[str, Tensor]]) -> dict[str, Any]:
-        """Return arguments of the model's forward, [B, L] each.
+        """Return arguments of the model's forward, [B, L] each, of windows [L] or of rows of windows [W, L].
 
         Packed documents are told apart by their positions where the model is causal: transformers then makes the mask
         itself, as long as there is neither a mask nor a cache. Encoders get the mask, [B, 1, L, L]: 0 within
         a document and the least number elsewhere, which every implementation of attention adds.
         """
-        batch: dict[str, Any] = {name: torch.stack([item[name] for item in items]) for name in items[0]}
+        join = torch.stack if items[0]["input_ids"].dim() == 1 else torch.cat
+        batch: dict[str, Any] = {name: join([item[name] for item in items]) for name in items[0]}
         if self.causal:
             batch["use_cache"] = False
         elif "attention_mask" not in batch:

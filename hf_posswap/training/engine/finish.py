@@ -102,7 +102,7 @@ def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
     named = recipe.model.tokenizer or recipe.model.name
     trusted = recipe.model.trust_remote_code
     words = load_tokenizer(named, instead="name one as model.tokenizer", trust_remote_code=trusted)
-    plain = dataclasses.replace(recipe.data, packing="none")  # whole documents are read, however training cut them
+    plain = dataclasses.replace(recipe.data, packing="none", cut=(1,))  # whole documents, however training cut them
     data = build_data(plain, words, causal=True, scheme_length=plain.length)
     if not on_cpu(recipe):
         model.to("cuda" if torch.cuda.is_available() else "mps")

@@ -32,6 +32,7 @@ class TrainingNeed:
         activations: kept for the backward.
         layer: of one layer, while its backward runs.
         logits: of one chunk, and with chunks the head's gradient.
+        teacher: the weights of the unswapped model; its layers keep nothing.
         accumulates: whether gradients of earlier batches lie there while activations grow.
     """
 
@@ -41,6 +42,7 @@ class TrainingNeed:
     activations: int
     layer: int
     logits: int
+    teacher: int = 0
     accumulates: bool = False
 
     @property
@@ -49,7 +51,7 @@ class TrainingNeed:
         forward, backward = self.activations + self.logits, self.layer + self.gradients
         if self.accumulates:
             forward += self.gradients
-        return self.weights + self.optimizer + max(forward, backward)
+        return self.weights + self.teacher + self.optimizer + max(forward, backward)
 
     def __str__(self) -> str:
         sizes = {name: size for name, size in vars(self).items() if size and name != "accumulates"}
@@ -57,20 +59,23 @@ class TrainingNeed:
         return f"about {human_bytes(self.total)} (not all at once: {parts})"
 
 
-def training_need(model: Any, recipe: Recipe, launch: Launch, *, biased: bool, chunk: int) -> TrainingNeed:
+def training_need(
+    model: Any, recipe: Recipe, launch: Launch, *, biased: tuple[int, ...], chunk: int, teacher: Any = None
+) -> TrainingNeed:
     """Return what training `model` as `recipe` says needs.
 
     Args:
         model: prepared, on any device.
         recipe: without stages.
         launch: over how many processes weights are sharded.
-        biased: whether attention holds scores or biases as a whole, [H, L, L].
+        biased: lengths of windows of which attention holds scores or biases as a whole, [H, L, L].
         chunk: tokens whose logits are held at once; 0: all.
+        teacher: the unswapped model; None: there is none.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_embd=64, n_layer=2, n_head=2))
-        >>> need = training_need(model, Recipe(), Launch(), biased=False, chunk=256)
+        >>> need = training_need(model, Recipe(), Launch(), biased=(), chunk=256)
         >>> need.optimizer == 2 * need.gradients == 2 * need.weights
         True
     """
@@ -78,12 +83,14 @@ def training_need(model: Any, recipe: Recipe, launch: Launch, *, biased: bool, c
     parameters = list(model.parameters())
     shards = launch.replicas * launch.context if launch.shards else 1
     gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad) // shards
-    rows, length = recipe.optimizer.batch, recipe.data.length // (launch.context * launch.ulysses)
+    rows, split = recipe.optimizer.batch, launch.context * launch.ulysses
+    length = recipe.data.length // split
     half = recipe.optimizer.precision == "bfloat16"
     size = _FLOAT // 2 if half else _FLOAT
     heads = getattr(config, "num_attention_heads", None) or 1
     layer = rows * length * _layer_states(config, recipe) * size
-    layer += _SCORES * rows * heads * length * length * _FLOAT if biased else 0
+    scores = [rows * (recipe.data.length // one) * (one // split) ** 2 for one in biased]  # shorter ones are more
+    layer += _SCORES * heads * max(scores, default=0) * _FLOAT
     kept = 0
     if recipe.compute.checkpointing and not recipe.compute.offload:
         kept = config.num_hidden_layers * rows * length * config.hidden_size * size
@@ -94,6 +101,7 @@ def training_need(model: Any, recipe: Recipe, launch: Launch, *, biased: bool, c
         activations=kept if recipe.compute.checkpointing else config.num_hidden_layers * layer,
         layer=kept + layer,
         logits=_logits(model, config, rows * length, chunk, copies=_LOGITS + half),
+        teacher=0 if teacher is None else sum(p.numel() * p.element_size() for p in teacher.parameters()),
         accumulates=recipe.optimizer.accumulate > 1,
     )
 
@@ -129,7 +137,7 @@ def refuse_too_much(need: TrainingNeed, free: int | None, recipe: Recipe, *, loa
     Raises:
         NotEnoughMemoryError: says what would help.
     """
-    if free is None or need.total - (need.weights if loaded else 0) <= free:
+    if free is None or need.total - (need.weights + need.teacher if loaded else 0) <= free:
         return
     helps = []
     if recipe.optimizer.batch > 1:

@@ -115,8 +115,12 @@ def _splitting(recipe: Recipe, scheme: Any, launch: Launch) -> str | None:
         return f"objective.kind {recipe.objective.kind} cannot be trained under {kind}: only next-token can."
     if recipe.objective.chunk:
         return f"objective.chunk must be 0 under {kind}: labels are shifted before the sequence is split."
-    if recipe.data.length % (2 * pieces):
-        return f"data.length {recipe.data.length} must be a multiple of {2 * pieces} under {kind} by {pieces}."
+    for length in recipe.data.lengths:
+        if length % (2 * pieces):
+            said = "" if length == recipe.data.length else f", cut into windows of {length},"
+            return (
+                f"data.length {recipe.data.length}{said} must be a multiple of {2 * pieces} under {kind} by {pieces}."
+            )
     return None
 
 

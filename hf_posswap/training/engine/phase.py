@@ -144,13 +144,13 @@ def _has_sentences() -> bool:
     return importlib.util.find_spec("sentence_transformers") is not None
 
 
-def _windows(recipe: Recipe, run: Run) -> int:
-    """Return how many windows one step reads, over all processes."""
+def _rows(recipe: Recipe, run: Run) -> int:
+    """Return how many windows of data.length, or as many tokens in shorter ones, one step reads on all processes."""
     return recipe.optimizer.batch * recipe.optimizer.accumulate * run.launch.replicas
 
 
 def _step_tokens(recipe: Recipe, run: Run) -> int:
-    return _windows(recipe, run) * recipe.data.length
+    return _rows(recipe, run) * recipe.data.length
 
 
 def _trainer(phase: Phase, run: Run, prepared: Prepared, place: Path) -> PosswapTrainer:
@@ -167,7 +167,7 @@ def _trainer(phase: Phase, run: Run, prepared: Prepared, place: Path) -> Posswap
         keep=recipe.save.keep,
         tokenizer=prepared.tokenizer,
         data_collator=prepared.data.collate,
-        train_dataset=prepared.windows(optimizer.steps * _windows(recipe, run)),
+        train_dataset=prepared.data.steps(optimizer.steps, _rows(recipe, run)),
     )
 
 
@@ -199,7 +199,7 @@ def _end_at(trainer: PosswapTrainer, step: int | None, prepared: Prepared, recip
     """Have `trainer` do no step more where a stage was found done just before the process was stopped."""
     if step is not None:
         trainer.args.max_steps = step
-        trainer.train_dataset = prepared.windows(step * _windows(recipe, run))
+        trainer.train_dataset = prepared.data.steps(step, _rows(recipe, run))
 
 
 def _write_model(trainer: PosswapTrainer, prepared: Prepared, place: Path, run: Run) -> None:

@@ -72,10 +72,6 @@ class Prepared:
     identity: dict[str, Any]
     said: list[str] = field(default_factory=list)
 
-    def windows(self, count: int) -> Any:
-        """Return the first `count` windows of what is read, in order."""
-        return self.data.train.sized(count)
-
 
 def prepare(
     recipe: Recipe, launch: Launch, services: Services, *, weights: Path | None = None, resumes: bool = False
@@ -128,13 +124,14 @@ def prepare(
     if recipe.gates.start and not resumes and weights is None:
         said.append(start.check(model, plan, recipe.gates.start_above))
         prove_packing(model, data)
-        said.append(f"data.packing {recipe.data.packing} proved on one batch")
+        several = f" of each length: {', '.join(map(str, recipe.data.lengths))}" if len(recipe.data.lengths) > 1 else ""
+        said.append(f"data.packing {recipe.data.packing} proved on one batch{several}")
     teacher = make_teacher(model) if recipe.objective.kind in ("distill", "embedding") else None
     model = prepare_trainable(model, recipe.train)
     if weights is not None:
         load_weights(model, weights)
     chunk, note = chosen_chunk(recipe, model, batch, causal=causal)
-    said += [*([note] if note else []), _check_memory(recipe, model, launch, services, chunk)]
+    said += [*([note] if note else []), _check_memory(recipe, model, teacher, launch, services, chunk)]
     if recipe.compute.compile:
         said.append(f"{compile_layers(model, sites.attention)} layers are compiled, each by itself")
     masking = data.train.masking
@@ -229,13 +226,19 @@ def chosen_chunk(recipe: Recipe, model: Any, batch: dict[str, Any], *, causal: b
     return (0, f"logits are held whole: {problem}") if problem else (chunk, "")
 
 
-def _check_memory(recipe: Recipe, model: Any, launch: Launch, services: Services, chunk: int) -> str:
-    held = getattr(getattr(model, "_posswap", None), "plan", None)
-    short = recipe.data.length**2 < MIN_QK_PAIRS  # longer ones are never held as a whole
-    biased = bool(held and held.scheme.kind in ("bias", "mixed") and short)
-    biased |= attention_implementation(model.config) == "eager"
-    need = training_need(model, recipe, launch, biased=biased, chunk=chunk)
+def _check_memory(recipe: Recipe, model: Any, teacher: Any, launch: Launch, services: Services, chunk: int) -> str:
+    need = training_need(model, recipe, launch, biased=_holds_scores(recipe, model), chunk=chunk, teacher=teacher)
     free = services.free_bytes(torch.device("cpu" if on_cpu(recipe) else "cuda")) if services.free_bytes else None
     if recipe.gates.start:
         refuse_too_much(need, free, recipe, loaded=on_cpu(recipe))
     return f"memory needed: {need}"
+
+
+def _holds_scores(recipe: Recipe, model: Any) -> tuple[int, ...]:
+    """Return the lengths of windows whose scores attention holds as a whole: of a bias longer ones never are."""
+    if attention_implementation(model.config) == "eager":
+        return recipe.data.lengths
+    held = getattr(getattr(model, "_posswap", None), "plan", None)
+    if held is None or held.scheme.kind not in ("bias", "mixed"):
+        return ()
+    return tuple(length for length in recipe.data.lengths if length**2 < MIN_QK_PAIRS)

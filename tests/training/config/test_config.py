@@ -170,6 +170,18 @@ IMPOSSIBLE = [
     ({"objective": {"chunk": -1}}, r"objective.chunk: expected a number of tokens from 0, got -1"),
     ({"objective": {"distill": {"weight": 2}}}, r"objective.distill: distill: weight .* got 2"),
     ({"objective": {"distill": {"temperature": 0}}}, r"objective.distill: distill: temperature .* got 0"),
+    ({"objective": {"distill": {"teacher": "slidng"}}}, r"distill.teacher: expected window or sliding, got 'slidng'"),
+    ({"objective": {"distill": {"techer": "sliding"}}}, r"distill.techer: no such key. Did you mean 'teacher'"),
+    (
+        {"objective": {"kind": "distill", "distill": {"teacher": "sliding"}}, "data": {"packing": "random-positions"}},
+        r"use none or documents",
+    ),
+    ({"data": {"cutt": [8, 1]}}, r"data.cutt: no such key. Did you mean 'cut'"),
+    ({"data": {"cut": 8}}, r"data.cut: expected a list, each a whole number, got 8"),
+    ({"data": {"cut": [8]}}, r"data: data: cut holds 1 at least once"),
+    ({"data": {"cut": [3, 1]}}, r"data: data: cut holds numbers of windows that 512 tokens can be cut into, .* got 3"),
+    ({"data": {"cut": [8, 1]}, "stages": [{"length": 100}]}, r"stages\[0\].length: data.cut holds numbers .* got 8"),
+    ({"data": {"cut": [2, 1]}, "objective": {"kind": "embedding"}}, r"data.cut: \[2, 1\] mixes lengths, and embedding"),
     ({"objective": {"kind": "distill"}, "data": {"packing": "pose"}}, r"use none or documents"),
     (
         {"objective": {"kind": "embedding"}, "data": {"packing": "documents"}},

@@ -51,7 +51,7 @@ def measure(kind: str, what: str, checkpointing: bool, chunk: int, rows: int, le
     model = prepare_trainable(model_of(kind, length), recipe.train)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    need = training_need(model, recipe, Launch(), biased=False, chunk=chunk)
+    need = training_need(model, recipe, Launch(), biased=(), chunk=chunk)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     ids = torch.randint(0, WORDS, (rows, length))
     inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}

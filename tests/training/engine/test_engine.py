@@ -200,6 +200,55 @@ def test_the_unswapped_model_teaches(tmp_path: Path) -> None:
     assert phase["last_loss"] < 0.7 * phase["first_loss"]
 
 
+MIXED = ("data.length=128", "data.cut=[4, 1]", "objective.chunk=16", "optimizer.batch=2", "optimizer.steps=4")
+
+
+def mixed_loop(wanted: Recipe) -> dict[str, torch.Tensor]:
+    """Return the weights after a loop over four windows for each long one, by turns, with the model's own loss."""
+    set_seed(wanted.optimizer.seed)
+    settings = wanted.optimizer
+    prepared = prepare(wanted, Launch(), Services())
+    model, data = prepared.model.train(), prepared.data
+    betas = (settings.beta1, settings.beta2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=betas, weight_decay=0.0)
+    items = [
+        [data.shorter[4][k] for k in range(8)], [data.train[0], data.train[1]],
+        [data.shorter[4][k] for k in range(8, 16)], [data.train[2], data.train[3]],
+    ]  # fmt: skip
+    for step, windows in enumerate(items):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * rate_share(step, settings)
+        model(**data.collate(windows)).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def test_mixed_lengths_train_as_a_plain_loop_over_both_does(tmp_path: Path) -> None:
+    still(tmp_path / "llama", "llama")
+    expected = mixed_loop(recipe(tmp_path, *MIXED, kind="llama"))
+    done = trained(tmp_path, *MIXED, kind="llama")
+    for name, weight in weights_of(done).items():
+        torch.testing.assert_close(weight.view_as(expected[name]), expected[name], rtol=0, atol=2e-4)
+    (phase,) = done.report["phases"]
+    assert (phase["steps"], phase["tokens"], phase["data"]["cut"]) == (4, 4 * 2 * 128, [4, 1])
+    assert "data.packing none proved on one batch of each length: 128, 32" in phase["gates"]
+    small = trained(tmp_path, *MIXED, "optimizer.batch=1", "optimizer.accumulate=2", "out=" + str(tmp_path / "small"),
+                    kind="llama")  # fmt: skip
+    for name, weight in weights_of(small).items():
+        torch.testing.assert_close(weight.view_as(expected[name]), expected[name], rtol=0, atol=2e-4)
+
+
+def test_the_sliding_teacher_teaches_beyond_the_window(tmp_path: Path) -> None:
+    """With the divergence alone, what is learned beyond the window can come from the windows of the teacher only."""
+    how = ("objective.kind=distill", "objective.distill.weight=1.0", "data.length=128", "data.cut=[2, 1]",
+           "optimizer.steps=30", "optimizer.batch=2")  # fmt: skip
+    done = trained(tmp_path, *how, "objective.distill.teacher=sliding")
+    (phase,) = done.report["phases"]
+    assert phase["last_loss"] < 0.7 * phase["first_loss"]
+
+
 @pytest.mark.parametrize(
     ("values", "kind", "says"),
     [
@@ -236,6 +285,12 @@ CONTEXT, ULYSSES = Launch(8, fsdp=2, context=4), Launch(8, deepspeed=3, ulysses=
         (hf_posswap.Rope(), ("objective.chunk=8",), CONTEXT, r"objective.chunk must be 0 under context"),
         (hf_posswap.Rope(), ("data.packing=documents",), CONTEXT, r"data.packing documents cannot be trained under"),
         (hf_posswap.Rope(), ("data.length=36",), CONTEXT, r"data.length 36 must be a multiple of 8 under"),
+        (
+            hf_posswap.Rope(),
+            ("data.length=32", "data.cut=[8, 1]"),
+            CONTEXT,
+            r"data.length 32, cut into windows of 4, must be a multiple of 8 under",
+        ),
         (hf_posswap.Rope(), ("objective.kind=distill",), CONTEXT, r"objective.kind distill cannot be trained under"),
         (hf_posswap.Rope(), (), Launch(8, fsdp=1), r"FSDP version 1 is not supported"),
         (

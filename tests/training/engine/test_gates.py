@@ -119,9 +119,9 @@ def test_a_swap_that_is_not_in_force_is_refused(tmp_path: Path, monkeypatch: pyt
     from hf_posswap.training.engine import preparing
 
     def spoilt(model: Any, scheme: Any, **options: Any) -> Any:
-        hf_posswap.patch_model(model, scheme, **options)
-        model.transformer.posswap._fixed.inv_freq.mul_(2)  # as a library that meddles with the model would
-        return model
+        made = hf_posswap.patch_model(model, scheme, **options)
+        made.transformer.posswap._fixed.inv_freq.mul_(2)  # as a library that meddles with the model would
+        return made
 
     monkeypatch.setattr(preparing, "patch_model", spoilt)
     with pytest.raises(SwapVerificationError):
@@ -150,16 +150,30 @@ def test_a_training_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_the_estimate_follows_the_settings(tmp_path: Path, settings: tuple[str, ...], part: str, relation: str) -> None:
     model = tiny("gpt2")
     plain, other = (
-        training_need(model, recipe(tmp_path, *more), Launch(), biased=False, chunk=8 if more == settings else 64)
+        training_need(model, recipe(tmp_path, *more), Launch(), biased=(), chunk=8 if more == settings else 64)
         for more in ((), settings)
     )
     assert (getattr(other, part) < getattr(plain, part)) == (relation == "less")
 
 
+def test_the_estimate_knows_scores_of_every_length_and_the_teacher(tmp_path: Path) -> None:
+    """Scores of the whole are [rows, H, L, L], of a fourth four times as many rows of a sixteenth: by counting."""
+    model, wanted = tiny("gpt2"), recipe(tmp_path, "data.length=64", "data.cut=[4, 1]", "optimizer.batch=3")
+    plain, whole, short, both = (
+        training_need(model, wanted, Launch(), biased=biased, chunk=8).layer for biased in ((), (64,), (16,), (64, 16))
+    )
+    scores = 4 * 4 * 4  # copies, heads, bytes
+    assert (whole - plain, short - plain) == (scores * 3 * 64**2, scores * 12 * 16**2)
+    assert both == whole
+    taught = training_need(model, wanted, Launch(), biased=(), chunk=8, teacher=tiny("gpt2"))
+    assert taught.teacher == taught.weights
+    assert taught.total - training_need(model, wanted, Launch(), biased=(), chunk=8).total == taught.weights
+
+
 def test_sharded_weights_are_counted_in_parts(tmp_path: Path) -> None:
     model, wanted = tiny("gpt2"), recipe(tmp_path)
-    whole = training_need(model, wanted, Launch(4), biased=False, chunk=0)
-    part = training_need(model, wanted, Launch(4, fsdp=2), biased=False, chunk=0)
+    whole = training_need(model, wanted, Launch(4), biased=(), chunk=0)
+    part = training_need(model, wanted, Launch(4, fsdp=2), biased=(), chunk=0)
     assert whole.weights == sum(p.numel() * 4 for p in model.parameters()) == 4 * part.weights
     assert whole.optimizer == 2 * whole.gradients == 4 * part.optimizer
 

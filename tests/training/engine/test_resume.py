@@ -45,6 +45,11 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "adapter": {"train": {"what": "lora", "rank": 2, "dropout": 0.2}, "swap": {"scheme": {"name": "kerple"}}},
     "gradual": {"swap": {"gradual_steps": 5}, "optimizer": {"steps": 8, "accumulate": 2, "batch": 2}},
     "stages": {"stages": STAGES},
+    "mixed": {
+        "data": {"length": 128, "cut": [4, 1, 2]},
+        "objective": {"kind": "distill", "distill": {"teacher": "sliding", "weight": 0.9}},
+        "optimizer": {"steps": 12, "batch": 2},
+    },
     "bloom": {},
     "gptj": {"swap": {"scheme": {"name": "alibi"}}},
 }
@@ -84,7 +89,13 @@ def logged(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     "kind",
-    ["full", "bloom", "gptj", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adapter", "gradual", "stages"))],
+    [
+        "full",
+        "bloom",
+        "gptj",
+        "mixed",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("adapter", "gradual", "stages")),
+    ],
 )
 def test_killed_and_called_again_it_ends_with_the_same_weights(tmp_path: Path, kind: str) -> None:
     values = {"save": {"every": 2}} | TRAININGS[kind]

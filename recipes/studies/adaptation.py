@@ -1,0 +1,196 @@
+"""Context that pays: after few tokens of adaptation, what is lost in the window, and what far text is worth.
+
+    python -m recipes.studies.adaptation --base my-gpt2 --train books/ --valid other/ --tokens 421000 --out results
+    python -m recipes.studies.adaptation --base my-llama --recipe recipes/yarn.yaml --set swap.scheme.factor=8 \\
+        --tokens 421000 --seeds 3 --out results
+
+The base is a folder with a causal model, or that of a run of recipes/pretrain.py. Each recipe and the control are
+trained by recipes/train.py on equal tokens, on each seed; the control at its own learning rate, so that no rate which
+suits the swap alone makes it worse. Then all read the same documents. Three goals, each with an interval over
+documents, a document's loss being the mean over seeds:
+
+1. in the window: the upper 95 % bound of the difference from the control is at most 0.02 nats, and the difference from
+   the untouched base at most 0.005 (rope, sinusoidal) or 0.01;
+2. far text helps: the last of 8 windows after the seven before it, less the same window alone: an upper bound below 0,
+   and at most -0.02 (rope, alibi, yarn), below 0 (others), at most 0.02 (sinusoidal, without the bound);
+3. it beats the trivial way: the loss over 8 windows at once less that of the control which reads them by half-
+   overlapping windows of the original length: an upper bound below 0. The base's own sliding window stands beside it.
+
+A run that was stopped goes on by the same command, and what did not change is not trained again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+import hf_posswap
+from hf_posswap.cli.outcome import script
+from hf_posswap.comparison import read_documents
+from hf_posswap.errors import ConfigError, DataError
+from hf_posswap.evaluation import RunStore, reach_of
+from hf_posswap.text.tokens import load_tokenizer
+from hf_posswap.training.config import load_recipe
+from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
+from recipes.studies.goals import Subject, judge, markdown
+from recipes.studies.measuring import LAST, MULTIPLES, Texts, document_means, sliding_means
+from recipes.studies.pictures import draw_goals
+from recipes.studies.running import (
+    CONTROL,
+    RECIPES,
+    Run,
+    command_line,
+    control_settings,
+    make_run,
+    source_settings,
+    step_tokens,
+    tokens_of,
+    versions,
+)
+
+NAME = "adaptation"
+WARMUP = 0.05
+"""Share of the steps: those of the recipes are for a thousand steps."""
+
+
+def main(
+    context: typer.Context,
+    base: Annotated[Path, typer.Option(help="A folder with a causal model, or of recipes/pretrain.py.")],
+    tokens: Annotated[int, typer.Option(help="To train on, recipes and control alike.")],
+    out: Annotated[Path, typer.Option(help="The folder for JSON, table and picture.")],
+    train: Annotated[
+        list[str] | None, typer.Option(help="As data.sources[].path; Python's own text otherwise.")
+    ] = None,
+    valid: Annotated[list[Path] | None, typer.Option(help="Likewise, to measure on.")] = None,
+    recipe: Annotated[list[Path] | None, typer.Option(help="To judge; learned-to-rope otherwise.")] = None,
+    seeds: Annotated[int, typer.Option(help="Trainings of each, from seed 0 on.")] = 1,
+    step: Annotated[int, typer.Option(help="Tokens of a step.")] = 4096,
+    pieces: Annotated[int, typer.Option(help="Of 8 windows each, from the start of every document on.")] = 1,
+    documents: Annotated[int, typer.Option(help="Most documents to measure on.")] = 48,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="KEY=VALUE of the recipes; data.length: where they mix no lengths."),
+    ] = None,
+    work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
+) -> None:
+    """Train recipes and control at equal tokens, and say which goals are reached."""
+    place = writable_folder((work or cache_folder(None) / "studies").expanduser().resolve())
+    folder = (base if (base / "config.json").is_file() else base / "model").resolve()
+    model = hf_posswap.load(folder).eval()
+    tokenizer = load_tokenizer(folder, instead="save it beside the model")
+    window = reach_of(model).window
+    found = read_documents(valid, tokenizer, length=pieces * MULTIPLES[-1] * window, limit=documents)
+    texts = Texts(found, window, tokenizer)
+    shared = [f"model.name={folder}", source_settings(train or ["python"])]
+    configs = recipe or [RECIPES / "learned-to-rope.yaml"]
+    pairs = {config: _pairs(config, shared, settings or (), (window, tokens, step, seeds), place) for config in configs}
+    for run in (run for of_config in pairs.values() for pair in of_config for run in pair):
+        typer.echo(f"{run.config.stem}, seed {run.recipe.optimizer.seed}: {tokens_of(run.recipe):,} tokens")
+        run.finish()
+    with RunStore(place / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
+        plain = _measured(model, texts, store)
+        rows = [_row(config.stem, of_config, plain, texts, store) for config, of_config in pairs.items()]
+    named = [Path(path) for path in (*(train or ()), *(valid or ()))]
+    texts_in = {path.parent: "$TEXT" for path in named if path.parent.parts}
+    places = {place: "$WORK", folder: "$BASE", base: "$BASE", **texts_in}
+    result = {
+        "study": NAME,
+        "versions": versions(),
+        "base": {"name": base.name, "parameters": model.num_parameters(), "window": window},
+        "tokens": max(tokens_of(run.recipe) for of_config in pairs.values() for run, _ in of_config),
+        "seeds": seeds,
+        "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or found.source},
+        "rows": rows,
+        "command": _command(context.params, places),
+        "commands": [run.command(places) for of_config in pairs.values() for run in of_config[0]],
+    }
+    write_json(out / f"{NAME}.json", result)
+    write_text(out / f"{NAME}.md", markdown(result))
+    draw_goals(result, out / f"{NAME}.png")
+    typer.echo(markdown(result))
+
+
+def _command(asked: Mapping[str, Any], places: Mapping[Path, str]) -> str:
+    """Return the command line of the study as others can use it, without what says where this machine keeps things."""
+    words: list[str] = []
+    for name, value in asked.items():
+        option = "--set" if name == "settings" else f"--{name}"
+        if name not in ("out", "work"):
+            several = value if isinstance(value, list | tuple) else [] if value is None else [value]
+            words += [word for one in several for word in (option, str(one))]
+    return command_line("python -m recipes.studies.adaptation", [*words, "--out", "results"], places)
+
+
+def _pairs(
+    config: Path, shared: Sequence[str], settings: Sequence[str], sizes: tuple[int, int, int, int], place: Path
+) -> list[tuple[Run, Run]]:
+    """Return the trainings of a recipe and of its controls, by seed.
+
+    Args:
+        config: of the recipe.
+        shared: settings of both.
+        settings: of the recipe, from the command line.
+        sizes: window, tokens, tokens of a step, seeds.
+        place: where they lie.
+    """
+    window, tokens, step, seeds = sizes
+    said = load_recipe(config, [*shared, *settings]).data
+    given = any(setting.startswith("data.length=") for setting in settings)
+    length, steps = said.length if given else max(said.cut) * window, tokens // step
+    if steps < 1 or step % length:
+        raise DataError(
+            f"{tokens} tokens in steps of {step}: give at least one step, and as --step a multiple of the {length} "
+            f"tokens of a window of {config.name}."
+        )
+    mine = [f"data.length={length}", f"optimizer.batch={step // length}", "optimizer.accumulate=1"]
+    mine += [f"optimizer.steps={steps}", f"optimizer.warmup={int(WARMUP * steps)}", *settings]
+    longest = MULTIPLES[-1] * window
+    recipe = load_recipe(config, [*shared, *mine])
+    if recipe.swap.max_length is not None and recipe.swap.max_length < longest:
+        mine.append(f"swap.max_length={longest}")
+    if not tokens - step_tokens(recipe) < tokens_of(recipe) <= tokens:
+        raise ConfigError(
+            f"{config.name} reads {tokens_of(recipe)} tokens, and the study is of {tokens}: it has stages, or settings "
+            "of its own; set them so that both agree."
+        )
+    pairs = []
+    for seed in range(seeds):
+        seeded = [*shared, f"data.seed={seed}", f"optimizer.seed={seed}"]
+        run = make_run(config, [*seeded, *mine], place)
+        same = control_settings(run.recipe, [*seeded, *settings], window)
+        own_rate = [setting for setting in same if not setting.startswith("optimizer.learning_rate")]
+        pairs.append((run, make_run(CONTROL, [*own_rate, f"optimizer.seed={seed}"], place)))
+    return pairs
+
+
+def _measured(model: Any, texts: Texts, store: RunStore) -> Subject:
+    return Subject(document_means(model, texts, store), sliding_means(model, texts, store))
+
+
+def _row(name: str, pairs: list[tuple[Run, Run]], base: Subject, texts: Texts, store: RunStore) -> dict[str, Any]:
+    """Return what came of one recipe, over its seeds."""
+    models = [hf_posswap.load(run.model).eval() for run, _ in pairs]
+    after = [document_means(model, texts, store) for model in models]
+    if LAST not in after[0]:
+        raise ConfigError(
+            f"{name} ends before {MULTIPLES[-1]} windows of {texts.window} tokens: give its swap a larger factor or "
+            "max_length by --set."
+        )
+    controls = [_measured(hf_posswap.load(control.model).eval(), texts, store) for _, control in pairs]
+    mean = {key: np.mean([means[key] for means in after], axis=0) for key in after[0]}
+    control = Subject(
+        {key: np.mean([one.means[key] for one in controls], axis=0) for key in controls[0].means},
+        np.mean([one.sliding for one in controls], axis=0),
+    )
+    scheme = models[0].config.posswap["scheme"]["name"]
+    return {"recipe": name, "scheme": scheme, **judge(scheme, base, control, mean, after)}
+
+
+app = script(main)
+
+if __name__ == "__main__":
+    app()

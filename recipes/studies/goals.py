@@ -1,0 +1,145 @@
+"""The goals of the adaptation study: what each scheme has to reach, whether it does, and the table that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from recipes.studies.measuring import LAST, LAST_ALONE, MARGIN, MULTIPLES, WINDOW, Means, difference, mean_with_interval
+
+_ABOVE_BASE = {"rope": 0.005, "sinusoidal": 0.005}
+_ABOVE_BASE_OTHERS = 0.01
+"""Nats a token in the window that a scheme may stand above the untouched base."""
+_FAR = {"rope": -0.02, "alibi": -0.02, "yarn": -0.02, "sinusoidal": 0.02}
+"""Nats a token of the last window that far text has to give at least; of other schemes anything."""
+_WITHOUT_BOUND = ("sinusoidal",)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model of the original window, measured.
+
+    Attributes:
+        means: of documents, as `document_means` gives them.
+        sliding: means of documents over 8 windows, read by half-overlapping windows, [N].
+    """
+
+    means: Means
+    sliding: np.ndarray
+
+
+def judge(scheme: str, base: Subject, control: Subject, after: Means, seeds: Sequence[Means]) -> dict[str, Any]:
+    """Return the three goals and what they rest on; every difference is `after` less the other, paired by document.
+
+    Args:
+        scheme: its name.
+        base: the untouched base.
+        control: the base trained on without a swap, the mean over seeds.
+        after: the adapted model, the mean over seeds.
+        seeds: the adapted model by seed.
+
+    Example:
+        >>> means = {"window": np.arange(8.0), "1": np.arange(8.0), "8": np.arange(8.0) - 0.1}
+        >>> means |= {"last window": np.arange(8.0) - 0.1, "last window alone": np.arange(8.0)}
+        >>> base = Subject(means, np.arange(8.0))
+        >>> [goal["reached"] for goal in judge("rope", base, base, means, [means])["goals"]]
+        [True, True, True]
+    """
+    longest = str(MULTIPLES[-1])
+    from_control = difference(control.means[WINDOW], after[WINDOW])
+    from_base = difference(base.means[WINDOW], after[WINDOW], _above_base(scheme))
+    far = difference(after[LAST_ALONE], after[LAST])
+    from_sliding = difference(control.sliding, after[longest])
+    from_base_sliding = difference(base.sliding, after[longest])
+    goals = [
+        {
+            "goal": "in the window",
+            "reached": from_control["upper"] <= MARGIN and from_base["difference"] <= _above_base(scheme),
+        },
+        {"goal": "far text helps", "reached": _far_reached(scheme, far)},
+        {"goal": "beats the sliding window of the control", "reached": from_sliding["upper"] < 0},
+    ]
+    return {
+        "goals": goals,
+        "allowed": {"above control": MARGIN, "above base": _above_base(scheme), "far text": _FAR.get(scheme, 0.0)},
+        "from_control": from_control,
+        "from_base": from_base,
+        "far_text": far,
+        "from_sliding_control": from_sliding,
+        "from_sliding_base": from_base_sliding,
+        "by_seed": [
+            {
+                "from_base": difference(base.means[WINDOW], one[WINDOW])["difference"],
+                "far_text": difference(one[LAST_ALONE], one[LAST])["difference"],
+                "from_sliding_base": difference(base.sliding, one[longest])["difference"],
+            }
+            for one in seeds
+        ],
+        "lengths": [{"windows": m, **mean_with_interval(after[str(m)])} for m in MULTIPLES if str(m) in after],
+        "losses": {
+            "base": float(base.means[WINDOW].mean()),
+            "control": float(control.means[WINDOW].mean()),
+            "recipe": float(after[WINDOW].mean()),
+            "base, sliding": float(base.sliding.mean()),
+            "control, sliding": float(control.sliding.mean()),
+            "recipe, 8 windows": float(after[longest].mean()),
+        },
+    }
+
+
+def _above_base(scheme: str) -> float:
+    return _ABOVE_BASE.get(scheme, _ABOVE_BASE_OTHERS)
+
+
+def _far_reached(scheme: str, far: dict[str, Any]) -> bool:
+    enough = far["difference"] <= _FAR.get(scheme, 0.0)
+    return bool(enough and (scheme in _WITHOUT_BOUND or far["upper"] < 0))
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the result for people."""
+    texts, top, base = result["texts"], MULTIPLES[-1], result["base"]
+    lines = [
+        f"# {result['study']}: {result['tokens']:,} tokens on {base['name']}, {base['parameters'] / 1e6:.1f} M "
+        f"parameters, window {texts['window']}",
+        "",
+        f"Read: {texts['documents']} documents ({texts['source']}), {texts['pieces of a document']} x "
+        f"{texts['tokens of a piece']} tokens of each; {result['seeds']} seed(s). Nats a token: the recipe less the "
+        "other, the 95 % interval over documents and the one-sided upper bound.",
+        "",
+        f"| recipe | in the window, less the control | less the untouched base | last of {top} windows after the "
+        f"others less alone | {top} windows less the control's sliding window | less the base's sliding window |",
+        "|---|---|---|---|---|---|",
+    ]
+    columns = ("from_control", "from_base", "far_text", "from_sliding_control", "from_sliding_base")
+    lines += [f"| {row['recipe']} | {' | '.join(_told(row[key]) for key in columns)} |" for row in result["rows"]]
+    lines += ["", "| recipe | goal | allowed | verdict |", "|---|---|---|---|"]
+    for row in result["rows"]:
+        allowed = row["allowed"]
+        wanted = (
+            f"bound of {allowed['above control']} above the control, {allowed['above base']} above the base",
+            f"at most {allowed['far text']}" + ("" if row["scheme"] in _WITHOUT_BOUND else ", and a bound below 0"),
+            "a bound below 0",
+        )
+        for goal, said in zip(row["goals"], wanted, strict=True):
+            lines.append(
+                f"| {row['recipe']} | {goal['goal']} | {said} | {'reached' if goal['reached'] else 'missed'} |"
+            )
+    lines += ["", "| recipe | base | control | recipe | base, sliding | control, sliding | recipe, 8 windows |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    lines += [
+        f"| {row['recipe']} | {' | '.join(f'{x:.4f}' for x in row['losses'].values())} |" for row in result["rows"]
+    ]
+    return (
+        "\n".join(
+            [*lines, "", *(f"    {command}" for command in dict.fromkeys([result["command"], *result["commands"]]))]
+        )
+        + "\n"
+    )
+
+
+def _told(found: dict[str, Any]) -> str:
+    return f"{found['difference']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}], bound {found['upper']:+.4f}"
