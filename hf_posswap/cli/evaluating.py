@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -131,6 +132,7 @@ def evaluate(
             pictures=pictures,
             reporter=progress(),
             trust_remote_code=trust_remote_code,
+            command=command_line(),
             **placing(device, dtype),
         )
     show_evaluation(found, json)
@@ -195,6 +197,19 @@ def progress() -> Reporter:
     from hf_posswap.utils.progress import Reporter
 
     return Reporter(Console(file=sys.stderr, markup=False, emoji=False, highlight=False))
+
+
+def command_line() -> str:
+    """Return the command that runs; of absolute paths, which may name a user, what is below here, or the last part."""
+    return shlex.join(["posswap", *map(_public_word, sys.argv[1:])])
+
+
+def _public_word(word: str) -> str:
+    from hf_posswap.utils.naming import public_name
+
+    head, equals, value = word.rpartition("=")
+    below = Path(value).is_absolute() and Path(value).is_relative_to(Path.cwd())
+    return f"{head}{equals}{Path(value).relative_to(Path.cwd()) if below else public_name(value)}"
 
 
 def show_evaluation(found: Evaluation, json: bool) -> None:

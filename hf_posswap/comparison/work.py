@@ -47,7 +47,7 @@ class Work:
 
     Attributes:
         subject: to measure.
-        base: that it is held against; None: the subject is the base itself.
+        base: that it is held against; None: the others are held against the subject.
         tokenizer: of both.
         documents: the text.
         lengths: those of all lengths that the subject can run, rising.
@@ -58,6 +58,7 @@ class Work:
         ranks: the processes that measure together.
         reporter: of progress; None: silent.
         raw: values by metric that comparisons are made of, filled by the measures.
+        dropped: metrics that are not measured on any model, and why.
     """
 
     subject: Subject
@@ -72,6 +73,7 @@ class Work:
     ranks: Ranks = Ranks()
     reporter: Reporter | None = None
     raw: dict[str, Any] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
 
     def values(self, label: str, units: Sequence[Unit], *, alone: bool = False) -> list[Any]:
         """Return the values of units of this subject, in order: kept ones, and those that are computed now.
