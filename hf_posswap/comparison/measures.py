@@ -12,7 +12,7 @@ import torch
 
 from hf_posswap.comparison.encoders import measure_masked, measure_pseudo, measure_retrieval
 from hf_posswap.comparison.needles import measure_passkey
-from hf_posswap.comparison.work import Unit, Work, document_losses, key_of
+from hf_posswap.comparison.work import Unit, Work, document_losses, key_of, losses_by_length
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.compat import PROTOCOLS, protocol_losses, protocol_perplexity
 from hf_posswap.evaluation.cost import costs_are_possible, measure_cost
@@ -30,7 +30,7 @@ _COMPAT_STRIDE = 256
 
 def measure_perplexity(work: Work) -> list[dict[str, Any]]:
     """Return perplexity by length, a row a length."""
-    losses = {length: document_losses(work, length) for length in work.lengths}
+    losses = losses_by_length(work, work.lengths)
     return [dataclasses.asdict(score) for score in perplexity_by_length(losses, seed=work.settings.seed)]
 
 
@@ -107,23 +107,28 @@ def measure_compat(work: Work) -> list[dict[str, Any]]:
     bos = work.tokenizer.bos_token_id
     texts = {digest: row[bos is not None :] for digest, row in _leading(work, max(work.lengths))}
     stream = {"+".join(texts): np.concatenate(list(texts.values()))}
-    rows = []
+    asked: list[str] = []
+    units: list[Unit] = []
     for name, protocol in PROTOCOLS.items():
-        asked = {"metric": "ppl_compat", "id": name, "window": work.window, "stride": stride, "bos": bos}
-        losses: list[np.ndarray] = []
-        units = []
+        how = {"metric": "ppl_compat", "id": name, "window": work.window, "stride": stride, "bos": bos}
         for digest, text in (stream if protocol.stream else texts).items():
             windows = protocol.cut(len(text), work.window, stride, bos is not None)
             compute = partial(_compat, work, name, text, stride)
-            units.append(Unit(asked, {"document": digest}, compute, [w.stop - w.start for w in windows]))
-        for value in work.values(name, units):
-            losses += np.split(np.array(value["losses"], dtype=np.float32), np.cumsum(value["sizes"])[:-1])
-        perplexity = protocol_perplexity(name, losses)
-        tokens = sum(map(len, losses))
-        rows.append(
-            {"protocol": name, "window": work.window, "stride": stride, "perplexity": perplexity, "tokens": tokens}
-        )
-    return rows
+            asked.append(name)
+            units.append(Unit(how, {"document": digest}, compute, [w.stop - w.start for w in windows]))
+    losses: dict[str, list[np.ndarray]] = {name: [] for name in PROTOCOLS}
+    for name, value in zip(asked, work.values("other protocols", units), strict=True):
+        losses[name] += np.split(np.array(value["losses"], dtype=np.float32), np.cumsum(value["sizes"])[:-1])
+    return [
+        {
+            "protocol": name,
+            "window": work.window,
+            "stride": stride,
+            "perplexity": protocol_perplexity(name, parts),
+            "tokens": sum(map(len, parts)),
+        }
+        for name, parts in losses.items()
+    ]
 
 
 def _leading(work: Work, length: int) -> list[tuple[str, np.ndarray]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_posswap.comparison.csv_files import curves_csv, needle_csv, wide_csv
 from hf_posswap.comparison.environment import date_now, environment, same_but_for_the_date
+from hf_posswap.comparison.joining import JOINED
 from hf_posswap.comparison.tables import latex, markdown
 from hf_posswap.comparison.work import Work
 from hf_posswap.errors import PosswapError
@@ -101,7 +102,9 @@ def _tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 
 def _notes(work: Work) -> list[str]:
-    count = len(work.documents.names)
-    if count >= LEAST_DOCUMENTS:
-        return []
-    return [f"Only {count} documents: no verdict is given under {LEAST_DOCUMENTS}, and no order should be read."]
+    count, notes = len(work.documents.names), []
+    if count < LEAST_DOCUMENTS:
+        notes = [f"Only {count} documents: no verdict is given under {LEAST_DOCUMENTS}, and no order should be read."]
+    if work.documents.protocol == JOINED:
+        notes.append(f"Concatenating protocol: {work.documents.said}.")
+    return notes
