@@ -109,12 +109,12 @@ def retrieved_said(rows: list[dict[str, Any]]) -> str:
     """Return how well an encoder finds documents, as a sentence.
 
     Example:
-        >>> retrieved_said([{"length": 512, "accuracy": 0.9, "low": 0.8, "high": 0.95}])
-        'Of documents of 512 tokens 90% are found (80% to 95%).'
+        >>> retrieved_said([{"length": 512, "accuracy": 0.9, "low": 0.8, "high": 0.95, "chance": 0.02}])
+        'Of documents of 512 tokens 90% are found (80% to 95%; by chance 2%).'
     """
     last = rows[-1]
     sure = f"{last['low']:.0%} to {last['high']:.0%}"
-    return f"Of documents of {last['length']:,} tokens {last['accuracy']:.0%} are found ({sure})."
+    return f"Of documents of {last['length']:,} tokens {last['accuracy']:.0%} are found ({sure}; by chance {last['chance']:.0%})."
 
 
 def own_gaps(results: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str]]:

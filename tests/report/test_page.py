@@ -101,7 +101,9 @@ def test_results_without_any_metric_still_say_how_they_came_about(results: dict[
         for metric in SECTION_OF:
             model.pop(metric, None)
         model["not_measured"] = {"passkey": "too short"}
-    text = render_html(results | {"comparisons": {}})
+        for found in ("far_context", "against_sliding"):
+            model.pop(found, None)
+    text = render_html(results | {"comparisons": {}, "sliding": None})
     assert _Page(text).identities() == ["findings", "method"]
     assert text.count("passkey was not measured: too short") == 1  # once for all models, not once for each
 
@@ -112,7 +114,7 @@ def test_the_points_of_a_chart_are_where_the_numbers_are(results: dict[str, Any]
     rows = list(results["models"].values())[number]["ppl_prefix"]
     section = render_html(results).split('id="perplexity"')[1].split("</section>")[0]
     line = next(part for part in section.split("<g ")[1:] if f'data-m="{number}"' in part.split(">")[0])
-    dots = [tuple(map(float, found)) for found in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', line)]
+    dots = [tuple(map(float, found)) for found in re.findall(r"translate\(([\d.]+),([\d.]+)\)", line)]
     dots = dots[: len(rows)]
     assert len(dots) == len(rows) >= 2
     for at, field in ((0, "length"), (1, "perplexity")):
@@ -130,6 +132,7 @@ def test_pointing_at_a_length_says_the_numbers(results: dict[str, Any]) -> None:
     page = _Page(render_html(results))
     tips = [json.loads(held["data-tip"] or "") for tag, held in page.elements if tag == "rect" and "data-tip" in held]
     title, rows = next(tip for tip in tips if tip[0] == "128 tokens")
+    assert rows.pop()[1] == results["sliding"]["name"] == "base, sliding window"
     for number, name, value in rows:
         row = results["models"][name]["ppl_prefix"][1]
         assert list(results["models"])[number] == name
@@ -197,7 +200,7 @@ def test_one_model_alone_has_a_page(results: dict[str, Any]) -> None:
     alone = results | {"models": {"base": results["models"]["base"]}, "comparisons": {}}
     text = render_html(alone)
     assert "<h1>base by length</h1>" in text
-    assert "the base</small>" not in text
+    assert "held against it</small>" not in text
 
 
 def test_many_models_stay_apart(results: dict[str, Any]) -> None:
@@ -211,7 +214,7 @@ def test_many_models_stay_apart(results: dict[str, Any]) -> None:
     [
         ([], "needs the results.json of posswap eval or compare, got kind None"),
         ({"kind": "quickstart"}, "got kind 'quickstart'"),
-        ({"kind": "hf_posswap evaluation", "schema": 2}, "schema 2, and this version of hf_posswap reads 1"),
+        ({"kind": "hf_posswap evaluation", "schema": 3}, "schema 3, and this version of hf_posswap reads 1 and 2"),
         ({"kind": "hf_posswap evaluation", "schema": 1}, "not whole: base, comparisons, data, .* is missing"),
     ],
 )
