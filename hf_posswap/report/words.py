@@ -113,8 +113,8 @@ def retrieved_said(rows: list[dict[str, Any]]) -> str:
         'Of documents of 512 tokens 90% are found (80% to 95%; by chance 2%).'
     """
     last = rows[-1]
-    sure = f"{last['low']:.0%} to {last['high']:.0%}"
-    return f"Of documents of {last['length']:,} tokens {last['accuracy']:.0%} are found ({sure}; by chance {last['chance']:.0%})."
+    sure = f"{last['low']:.0%} to {last['high']:.0%}; by chance {last['chance']:.0%}"
+    return f"Of documents of {last['length']:,} tokens {last['accuracy']:.0%} are found ({sure})."
 
 
 def own_gaps(results: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import hf_posswap
 from hf_posswap.comparison import EvalSettings, evaluate
 from hf_posswap.errors import CheckpointError, DataError
 from hf_posswap.report import render_html, write_html
@@ -275,3 +276,32 @@ def test_what_was_edited_is_said(results: dict[str, Any]) -> None:
         DataError, match="these results cannot be shown .*low.*edited, or are not whole.*make them again"
     ):
         render_html(results)
+
+
+def test_results_of_the_older_form_are_still_shown() -> None:
+    """results-1.json was written by the version before the sliding window, far context, command and date."""
+    old = json.loads(Path(__file__).with_name("results-1.json").read_text())
+    assert old["schema"] == 1
+    text = render_html(old)
+    assert {"findings", "perplexity", "positions", "gain", "needles", "short", "method"} <= set(
+        _Page(text).identities()
+    )
+    assert "sliding window" not in text
+    assert json.loads(_Page(text).scripts[0]) == old
+
+
+def test_an_encoder_without_a_head_has_cards_and_a_table() -> None:
+    """A sentence encoder predicts no masked tokens: retrieval is all that is known of it."""
+    settings = EvalSettings(lengths=(128,), metrics=("retrieval",), documents=2)
+    model = bert().base_model
+    hf_posswap.patch_model(model, "rope", max_length=128)
+    texts = [text * 2 for text in ENCODED]
+    results = evaluate(model, documents=texts, tokenizer=TOKENIZER, settings=settings).results
+    text, (row,) = render_html(results), results["models"]["BertModel"]["retrieval"]
+    assert {"findings", "overview", "retrieval"} <= set(_Page(text).identities())
+    card = text.split('id="findings"')[1].split("</section>")[0]
+    assert "BertModel" in card
+    assert f"Of documents of 128 tokens {row['accuracy']:.0%} are found" in card
+    overview = text.split('id="overview"')[1].split("</section>")[0]
+    assert "BertModel" in overview
+    assert f"{row['accuracy']:.0%}" in overview
