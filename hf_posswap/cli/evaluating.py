@@ -210,7 +210,7 @@ def _public_word(word: str) -> str:
     """Return one word of a command; an absolute path in it, after NAME= and before +SCHEME too, without the way there.
 
     Example:
-        >>> _public_word("base=/home/me/gpt2+yarn:factor=4"), _public_word("lr=3/model")
+        >>> _public_word("base=/place/of/me/gpt2+yarn:factor=4"), _public_word("lr=3/model")
         ('base=gpt2+yarn:factor=4', 'lr=3/model')
     """
     from hf_posswap.utils.naming import public_name

@@ -5,15 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from hf_posswap.errors import DataError, UnknownNameError
 
-if TYPE_CHECKING:
-    from hf_posswap.comparison.candidates import Candidate
-
 CONTROL = "control"
 _TRAINED = "model"  # where a training writes its weights, inside the run's folder
+
+
+class Named(Protocol):
+    """What has a source and may have a name: a `Candidate`."""
+
+    @property
+    def source(self) -> Any: ...
+
+    @property
+    def name(self) -> str | None: ...
+
+    def label_of(self, source: str) -> str:
+        """Return its name, where its source is called `source`."""
 
 
 def source_names(sources: Iterable[str | Path]) -> dict[str, str]:
@@ -51,7 +61,7 @@ def _parts(source: str) -> tuple[str, ...]:
     return parts[:-1] if parts[-1] == _TRAINED and len(parts) > 1 else parts
 
 
-def candidate_names(candidates: Sequence[Candidate]) -> list[str]:
+def candidate_names(candidates: Sequence[Named]) -> list[str]:
     """Return the names of `candidates`, in order: those they were given, or what `source_names` makes of their sources.
 
     Raises:

@@ -103,6 +103,13 @@ def test_the_date_is_of_the_first_time_that_the_same_was_found(tmp_path: Path, m
 
 def test_a_command_names_no_folder_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    given = [str(tmp_path / "runs" / "rope"), "base=/home/me/gpt2", "/home/me/x+yarn:factor=4", "-o", "out dir", "~/b"]
+    given = [
+        str(tmp_path / "runs" / "rope"),
+        "base=/place/of/me/gpt2",
+        "/place/of/me/x+yarn:factor=4",
+        "-o",
+        "out dir",
+        "~/b",
+    ]
     monkeypatch.setattr("sys.argv", ["/bin/posswap", "compare", *given])
     assert command_line() == "posswap compare runs/rope base=gpt2 x+yarn:factor=4 -o 'out dir' b"
