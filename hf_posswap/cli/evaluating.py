@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from hf_posswap.comparison import EvalSettings, Evaluation
     from hf_posswap.utils.progress import Reporter
 
+_ABSOLUTE = re.compile(r"([^/\\~]*=)?((?:[/~]|[A-Za-z]:\\).*?)(\+[^/\\]*)?")
 Lengths = Annotated[
     str | None,
     typer.Option(metavar="N,N", help="Lengths in tokens; without it 1, 2, 4 and 8 windows.", show_default=False),
@@ -131,6 +134,7 @@ def evaluate(
             pictures=pictures,
             reporter=progress(),
             trust_remote_code=trust_remote_code,
+            command=command_line(),
             **placing(device, dtype),
         )
     show_evaluation(found, json)
@@ -195,6 +199,29 @@ def progress() -> Reporter:
     from hf_posswap.utils.progress import Reporter
 
     return Reporter(Console(file=sys.stderr, markup=False, emoji=False, highlight=False))
+
+
+def command_line() -> str:
+    """Return the command that runs; of absolute paths, which may name a user, what is below here, or the last part."""
+    return shlex.join(["posswap", *map(_public_word, sys.argv[1:])])
+
+
+def _public_word(word: str) -> str:
+    """Return one word of a command; an absolute path in it, after NAME= and before +SCHEME too, without the way there.
+
+    Example:
+        >>> _public_word("base=/place/of/me/gpt2+yarn:factor=4"), _public_word("lr=3/model")
+        ('base=gpt2+yarn:factor=4', 'lr=3/model')
+    """
+    from hf_posswap.utils.naming import public_name
+
+    found = _ABSOLUTE.fullmatch(word)
+    if found is None:
+        return word
+    head, path, swap = found.groups("")
+    place = Path(path)
+    below = place.is_absolute() and place != Path.cwd() and place.is_relative_to(Path.cwd())
+    return f"{head}{place.relative_to(Path.cwd()) if below else public_name(path)}{swap}"
 
 
 def show_evaluation(found: Evaluation, json: bool) -> None:

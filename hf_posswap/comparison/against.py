@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hf_posswap.comparison.work import Work, document_losses
-from hf_posswap.evaluation.paired import holm, mcnemar_p, paired_change
+from hf_posswap.evaluation.paired import holm_corrected, mcnemar_p, paired_change
 
 
 def against_base(base: Work, other: Work) -> dict[str, Any]:
@@ -32,9 +32,7 @@ def _losses(base: Work, other: Work) -> list[dict[str, Any]]:
         before, after = (document_losses(work, length).sum(axis=1, dtype=np.float64) for work in (base, other))
         change = paired_change(before, after, np.full(len(before), length - 1), seed=base.settings.seed)
         rows.append({"length": length} | dataclasses.asdict(change))
-    known = [row["p"] for row in rows if row["p"] is not None]
-    adjusted = iter(holm(known))
-    return [row | {"p_holm": None if row["p"] is None else next(adjusted)} for row in rows]
+    return holm_corrected(rows)
 
 
 def _needles(before: dict[Any, bool], after: dict[Any, bool]) -> dict[str, Any] | None:

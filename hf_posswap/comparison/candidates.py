@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_posswap.checkpoints.load import load
+from hf_posswap.comparison.names import candidate_names
 from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.compat.transformers_models import lasting_values
 from hf_posswap.errors import DataError
@@ -38,7 +39,7 @@ class Candidate:
         scheme: to put in without training, an object or a name; None: the model as it is.
         options: fields of the scheme, where it is given by name.
         max_length: tokens that the swap is meant for; None: the longest length that is measured.
-        name: in results; None: made from the source and the scheme.
+        name: in results; None: made from the source and the scheme, as `hf_posswap.comparison.names` says.
     """
 
     source: str | Path | PreTrainedModel
@@ -49,16 +50,21 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The name that it goes by in results."""
-        if self.name is not None:
-            return self.name
-        is_named = isinstance(self.source, str | Path)
-        base = _last_part(self.source) if is_named else type(self.source).__name__  # type: ignore[arg-type]
-        if self.scheme is None:
-            return base
+        """The name that it goes by where it stands alone; beside others `candidate_names` tells them apart."""
+        return candidate_names([self])[0]
+
+    def label_of(self, source: str) -> str:
+        """Return its name in results, where its source is called `source` there.
+
+        Example:
+            >>> Candidate("org/llama", "yarn", {"factor": 4.0}).label_of("llama")
+            'llama+yarn:factor=4.0'
+        """
+        if self.name is not None or self.scheme is None:
+            return source if self.name is None else self.name
         scheme = self.scheme if isinstance(self.scheme, str) else self.scheme.name
         fields = "".join(f":{name}={value}" for name, value in self.options.items())
-        return f"{base}+{scheme}{fields}"
+        return f"{source}+{scheme}{fields}"
 
 
 @dataclass(frozen=True)
@@ -140,17 +146,6 @@ class Opening:
         dtype = self.dtype or (torch.float32 if on_cpu else "auto")
         model: Any = load(source, dtype=dtype, trust_remote_code=self.trust_remote_code)
         return (model if self.device is None else model.to(self.device)).eval()
-
-
-def _last_part(source: str | Path) -> str:
-    """Return the last part of a folder or Hub id, that of "." and ".." too.
-
-    Example:
-        >>> _last_part("me/model"), _last_part(".") == Path.cwd().name
-        ('model', True)
-    """
-    path = Path(source)
-    return path.resolve().name if path.name in ("", "..") else path.name
 
 
 def shell_of(model: PreTrainedModel) -> PreTrainedModel:

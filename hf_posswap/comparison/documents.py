@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_posswap.comparison.hub_text import stream_documents
+from hf_posswap.comparison.joining import WHOLE, cut_documents
 from hf_posswap.errors import DataError, OptionError
 from hf_posswap.text.files import GIVE, file_documents, files_below, row_documents
 from hf_posswap.text.hub import HubText, hub_text, require_datasets
 from hf_posswap.text.stdlib import Document, python_corpus
-from hf_posswap.text.tokens import leading_tokens
 from hf_posswap.utils.naming import public_name
 
 if TYPE_CHECKING:
@@ -33,11 +33,15 @@ class EvalDocuments:
         source: where they come from, in words.
         names: of the documents.
         tokens: ids, [N, L].
+        protocol: how documents became rows, as in `hf_posswap.comparison.joining.Cut`.
+        said: the same in words.
     """
 
     source: str
     names: tuple[str, ...]
     tokens: np.ndarray
+    protocol: str = WHOLE
+    said: str = "each is the beginning of one document"
 
     @cached_property
     def digests(self) -> tuple[str, ...]:
@@ -47,13 +51,15 @@ class EvalDocuments:
     def to_dict(self) -> dict[str, Any]:
         """Return what results say of the documents."""
         digest = hashlib.sha256("".join(self.digests).encode()).hexdigest()
-        return {"source": self.source, "documents": len(self.names), "digest": digest, "names": list(self.names)}
+        protocol = {"id": self.protocol, "said": self.said}
+        named = {"source": self.source, "documents": len(self.names), "digest": digest, "names": list(self.names)}
+        return named | {"protocol": protocol}
 
 
 def read_documents(
     source: Any, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, column: str = TEXT
 ) -> EvalDocuments:
-    """Return the first `length` tokens of the first `limit` documents that have as many.
+    """Return the first `length` tokens of the first `limit` documents; short ones are joined where too few are as long.
 
     Args:
         source: None: the running Python's own sources and documentation, its held-out part. A path or a list of paths:
@@ -69,7 +75,7 @@ def read_documents(
     Raises:
         OptionError: a length below 2 tokens, or no documents.
         DataError: a file is missing, empty or of an unknown kind, a data set cannot be reached, a row has no text, or
-            fewer than two documents are long enough.
+            there are fewer than two documents of that length, joined ones included.
         MissingDependencyError: a parquet file or a data set needs the package datasets.
 
     Example:
@@ -94,8 +100,8 @@ def read_documents(
             documents, said = list(row_documents(source, "text", column)), f"{len(source)} texts"
     if not documents:
         raise DataError(f"{said}: there is no document to measure on.")
-    names, tokens = leading_tokens(documents, tokenizer, length=length, limit=limit)
-    return EvalDocuments(said, tuple(names), tokens)
+    cut = cut_documents(documents, tokenizer, length=length, limit=limit)
+    return EvalDocuments(said, cut.names, cut.tokens, cut.protocol, cut.said)
 
 
 def check_paths(source: Any) -> None:

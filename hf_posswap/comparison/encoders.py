@@ -24,7 +24,7 @@ _RETRIEVED = 50
 def measure_masked(work: Work) -> dict[str, Any]:
     """Return the perplexity of masked tokens at each length, and their loss by position at the longest."""
     _refuse_causal(work)
-    losses = {length: _masked(work, length, _SHARE) for length in work.lengths}
+    losses = _masked(work, _SHARE)
     seed = work.settings.seed
     lengths = [dataclasses.asdict(score) for score in perplexity_by_length(losses, seed=seed)]
     positions = [dataclasses.asdict(score) for score in loss_by_position(losses[max(losses)], seed=seed)]
@@ -34,24 +34,18 @@ def measure_masked(work: Work) -> dict[str, Any]:
 def measure_pseudo(work: Work) -> list[dict[str, Any]]:
     """Return pseudo-perplexity at each length, over 64 tokens a document spread evenly, a row a length."""
     _refuse_causal(work)
-    rows = []
-    for length in work.lengths:
-        losses = _masked(work, length, 0.0)
-        rows.append({"length": length, "perplexity": pseudo_perplexity(list(losses)), "tokens": int(losses.size)})
-    return rows
+    return [
+        {"length": length, "perplexity": pseudo_perplexity(list(losses)), "tokens": int(losses.size)}
+        for length, losses in _masked(work, 0.0).items()
+    ]
 
 
 def measure_retrieval(work: Work) -> list[dict[str, Any]]:
     """Return how often a question finds its passkey document, a row a length that holds one."""
-    rows: list[dict[str, Any]] = []
-    short = ""
-    for length in work.lengths:
-        try:
-            rows += work.values(f"retrieval at {length}", [_retrieval(work, length)])
-        except DataError as error:
-            short = str(error)
+    found = work.values("retrieval", [_retrieval(work, length) for length in work.lengths])
+    rows = [row for row in found if "too_short" not in row]
     if not rows:
-        raise DataError(f"no length holds a passkey document: {short}")
+        raise DataError(f"no length holds a passkey document: {found[-1]['too_short']}")
     return rows
 
 
@@ -61,9 +55,16 @@ def _retrieval(work: Work, length: int) -> Unit:
     return Unit(
         {"metric": "retrieval", **how},
         {"length": length, "tokenizer": unit_key({"ids": ids})},
-        lambda: dataclasses.asdict(retrieval_at_length(work.subject.model, work.tokenizer, length, **how)),
+        partial(_retrieved, work, length, how),
         [length] * _RETRIEVED,
     )
+
+
+def _retrieved(work: Work, length: int, how: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return dataclasses.asdict(retrieval_at_length(work.subject.model, work.tokenizer, length, **how))
+    except DataError as error:
+        return {"too_short": str(error)}
 
 
 def _refuse_causal(work: Work) -> None:
@@ -72,8 +73,14 @@ def _refuse_causal(work: Work) -> None:
         raise DataError(f"{name} predicts the next token: this metric is for masked language models.")
 
 
-def _masked(work: Work, length: int, share: float) -> np.ndarray:
-    """Return the losses of the masked tokens of each document, special tokens filling up to `length`, [N, masked]."""
+def _masked(work: Work, share: float) -> dict[int, np.ndarray]:
+    """Return the losses of the masked tokens of each document, special tokens filling up to L, {L: [N, masked]}."""
+    units = [_masked_units(work, length, share) for length in work.lengths]
+    values = iter(work.values("masked tokens", [unit for part in units for unit in part]))
+    return {length: np.stack([next(values) for _ in part]) for length, part in zip(work.lengths, units, strict=True)}
+
+
+def _masked_units(work: Work, length: int, share: float) -> list[Unit]:
     before, after = special_frame(work.tokenizer)
     count = length - len(before) - len(after)
     if count < 1:
@@ -83,7 +90,7 @@ def _masked(work: Work, length: int, share: float) -> np.ndarray:
         groups = [groups[i] for i in np.unique(np.linspace(0, count - 1, _PSEUDO_TOKENS).round().astype(int))]
     places = np.sort(np.concatenate(groups))
     seen = {"metric": "masked", "share": share, "seed": work.settings.seed, "mask": work.tokenizer.mask_token_id}
-    units = [
+    return [
         Unit(
             seen,
             {"document": digest, "length": length, "frame": [before, after]},
@@ -93,4 +100,3 @@ def _masked(work: Work, length: int, share: float) -> np.ndarray:
         )
         for digest, document in zip(work.documents.digests, work.documents.tokens[:, :count], strict=True)
     ]
-    return np.stack(work.values(f"masked tokens at {length}", units))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_posswap.errors import DataError
+from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 from hf_posswap.text.hub import HubText, hub_documents
 from hf_posswap.text.stdlib import Document
 
@@ -21,6 +22,8 @@ def stream_documents(
 ) -> list[Document]:
     """Return the first `limit` rows of a data set that have `length` tokens, from its first 100,000.
 
+    Where too few have as many (`joining`), shorter ones are returned too, of as much text as is asked for.
+
     Args:
         source: which data set; without a split: test, validation or train, the first that it has.
         tokenizer: of the models.
@@ -29,23 +32,28 @@ def stream_documents(
         column: that holds the text.
 
     Raises:
-        DataError: it cannot be reached or read, has no such split or column, or fewer than two rows are long enough.
+        DataError: it cannot be reached or read, has no such split or column, or its rows have too little text.
         MissingDependencyError: the package datasets is not installed.
     """
     kept: list[Document] = []
-    seen = 0
+    shorter: list[Document] = []
+    seen = held = 0
     for seen, document in enumerate(hub_documents(source, column=column, splits=_SPLITS), 1):
         text = document.text[: length * _CHARACTERS_A_TOKEN]
-        if _tokens(text, tokenizer) >= length:
+        tokens = _tokens(text, tokenizer)
+        if tokens >= length:
             kept.append(Document(document.name, text))
+        elif held < limit * length:
+            shorter.append(Document(document.name, text))
+            held += tokens
         if len(kept) == limit or seen == _MOST_ROWS:
             break
-    if len(kept) < 2:
+    if len(kept) + held // length < 2:
         raise DataError(
             f"{len(kept)} of the first {seen} rows of {source} have {length} tokens, at least 2 are needed: give a "
             "data set of longer documents or measure shorter lengths."
         )
-    return kept
+    return kept if len(kept) >= min(limit, LEAST_DOCUMENTS) else [*kept, *shorter]
 
 
 def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:

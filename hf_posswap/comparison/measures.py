@@ -11,19 +11,17 @@ import numpy as np
 import torch
 
 from hf_posswap.comparison.encoders import measure_masked, measure_pseudo, measure_retrieval
-from hf_posswap.comparison.work import Unit, Work, document_losses, key_of
+from hf_posswap.comparison.needles import measure_passkey
+from hf_posswap.comparison.work import Unit, Work, document_losses, key_of, losses_by_length
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.compat import PROTOCOLS, protocol_losses, protocol_perplexity
 from hf_posswap.evaluation.cost import costs_are_possible, measure_cost
-from hf_posswap.evaluation.ctx_gain import context_gain, context_losses, contexts_of
-from hf_posswap.evaluation.eff_len import effective_length
+from hf_posswap.evaluation.ctx_gain import context_gain, context_losses, contexts_of, far_context
 from hf_posswap.evaluation.longppl import KeySpans, long_perplexity
 from hf_posswap.evaluation.offset_probe import offset_change, offset_losses, offsets_of
-from hf_posswap.evaluation.passkey import PasskeyTask, answer_prompt, passkey_keys
 from hf_posswap.evaluation.perplexity import loss_by_position, perplexity_by_length
 from hf_posswap.evaluation.ruler_lite import TASKS, ruler_prompt, ruler_score
 from hf_posswap.evaluation.short_reg import ShortDocument, compare_short, short_regression
-from hf_posswap.evaluation.statistics import wilson_interval
 from hf_posswap.evaluation.store import unit_key
 
 Measure = Callable[[Work], Any]
@@ -32,7 +30,7 @@ _COMPAT_STRIDE = 256
 
 def measure_perplexity(work: Work) -> list[dict[str, Any]]:
     """Return perplexity by length, a row a length."""
-    losses = {length: document_losses(work, length) for length in work.lengths}
+    losses = losses_by_length(work, work.lengths)
     return [dataclasses.asdict(score) for score in perplexity_by_length(losses, seed=work.settings.seed)]
 
 
@@ -59,6 +57,7 @@ def measure_gain(work: Work) -> list[dict[str, Any]]:
     ]
     sums = np.stack(work.values("context gain", units))
     scores = context_gain(sums, contexts, tail, work.window - tail, seed=work.settings.seed)
+    work.raw["far_context"] = far_context(scores, tail, len(sums))
     return [dataclasses.asdict(score) | {"tail": tail} for score in scores]
 
 
@@ -81,57 +80,6 @@ def measure_short(work: Work) -> dict[str, Any] | None:
     found = [ShortDocument(**value) for value in work.values("short context", units)]
     result = short_regression(found, margin=work.settings.margin, seed=work.settings.seed)
     return dataclasses.asdict(result) | {"length": length}
-
-
-def measure_passkey(work: Work) -> dict[str, Any]:
-    """Return the needle grid, a row a cell, and the effective length that follows from it."""
-    settings, task = work.settings, _passkey_task(work)
-    lengths = [n for n in work.lengths if n >= task.shortest]
-    if not lengths:
-        raise DataError(f"the shortest passkey prompt takes {task.shortest} tokens; the lengths are {work.lengths}.")
-    grid = [(length, depth) for length in lengths for depth in settings.depths]
-    asked = [
-        (length, depth, key)
-        for length, depth in grid
-        for key in passkey_keys(settings.seed, length, depth, settings.trials)
-    ]
-    answers = iter(work.values("passkey", [_needle(work, task, *which) for which in asked]))
-    cells: list[dict[str, Any]] = []
-    right: dict[tuple[int, float, int], bool] = {}
-    for length, depth in grid:
-        found = [next(answers) for _ in range(settings.trials)]
-        right |= {(length, depth, trial): value["right"] for trial, value in enumerate(found)}
-        losses = [float(np.mean(value["nll"])) for value in found]
-        cells.append(_cell(length, depth, [value["right"] for value in found], losses))
-    work.raw["passkey"] = right
-    by_length = {n: [won for (length, _, _), won in right.items() if length == n] for n in lengths}
-    effective = dataclasses.asdict(effective_length({n: (sum(won), len(won)) for n, won in by_length.items()}))
-    return {"header": task.header, "trials": settings.trials, "cells": cells, "effective_length": effective}
-
-
-def _needle(work: Work, task: PasskeyTask, length: int, depth: float, key: int) -> Unit:
-    """Return one prompt as a unit. It is written anew where it is asked: all prompts at once take much memory."""
-
-    def answer() -> dict[str, Any]:
-        right, losses = answer_prompt(work.subject.scorer, *task.prompt(length=length, depth=depth, key=key))
-        return {"right": right, "nll": losses.tolist()}
-
-    ids, _ = task.prompt(length=length, depth=depth, key=key)
-    what = {"length": length, "depth": depth, "prompt": unit_key({"ids": ids})}
-    return Unit({"metric": "passkey", "header": task.header}, what, answer, (length,))
-
-
-def _cell(length: int, depth: float, right: list[bool], losses: list[float]) -> dict[str, Any]:
-    low, high = wilson_interval(sum(right), len(right))
-    share = sum(right) / len(right)
-    nll = float(np.mean(losses))
-    return {"length": length, "depth": depth, "share": share, "low": low, "high": high, "answer_nll": nll}
-
-
-def _passkey_task(work: Work) -> PasskeyTask:
-    """Return the task, without its opening where the window is too short for it, as for every subject alike."""
-    task = PasskeyTask(work.tokenizer)
-    return task if task.shortest <= work.window else PasskeyTask(work.tokenizer, header=False)
 
 
 def measure_offsets(work: Work) -> list[dict[str, Any]]:
@@ -159,23 +107,28 @@ def measure_compat(work: Work) -> list[dict[str, Any]]:
     bos = work.tokenizer.bos_token_id
     texts = {digest: row[bos is not None :] for digest, row in _leading(work, max(work.lengths))}
     stream = {"+".join(texts): np.concatenate(list(texts.values()))}
-    rows = []
+    asked: list[str] = []
+    units: list[Unit] = []
     for name, protocol in PROTOCOLS.items():
-        asked = {"metric": "ppl_compat", "id": name, "window": work.window, "stride": stride, "bos": bos}
-        losses: list[np.ndarray] = []
-        units = []
+        how = {"metric": "ppl_compat", "id": name, "window": work.window, "stride": stride, "bos": bos}
         for digest, text in (stream if protocol.stream else texts).items():
             windows = protocol.cut(len(text), work.window, stride, bos is not None)
             compute = partial(_compat, work, name, text, stride)
-            units.append(Unit(asked, {"document": digest}, compute, [w.stop - w.start for w in windows]))
-        for value in work.values(name, units):
-            losses += np.split(np.array(value["losses"], dtype=np.float32), np.cumsum(value["sizes"])[:-1])
-        perplexity = protocol_perplexity(name, losses)
-        tokens = sum(map(len, losses))
-        rows.append(
-            {"protocol": name, "window": work.window, "stride": stride, "perplexity": perplexity, "tokens": tokens}
-        )
-    return rows
+            asked.append(name)
+            units.append(Unit(how, {"document": digest}, compute, [w.stop - w.start for w in windows]))
+    losses: dict[str, list[np.ndarray]] = {name: [] for name in PROTOCOLS}
+    for name, value in zip(asked, work.values("other protocols", units), strict=True):
+        losses[name] += np.split(np.array(value["losses"], dtype=np.float32), np.cumsum(value["sizes"])[:-1])
+    return [
+        {
+            "protocol": name,
+            "window": work.window,
+            "stride": stride,
+            "perplexity": protocol_perplexity(name, parts),
+            "tokens": sum(map(len, parts)),
+        }
+        for name, parts in losses.items()
+    ]
 
 
 def _leading(work: Work, length: int) -> list[tuple[str, np.ndarray]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_posswap.errors import MissingDependencyError
 from hf_posswap.plotting import Cell, Curve, Point, draw_loss_by_position, draw_passkey, draw_perplexity_by_length
+from hf_posswap.report.words import scores_by_length
 
 PERPLEXITY, LOSS, PASSKEY = "perplexity-by-length.png", "loss-by-position.png", "passkey.png"
 _FIRST_POSITION = 16  # the first tokens of a document cost so much that they would flatten all else
@@ -33,33 +34,62 @@ def draw_pictures(results: dict[str, Any], folder: Path) -> list[str]:
     window, models = results["window"], results["models"]
     below = f"{results['data']['documents']} documents, first {max(results['lengths']):,} tokens; bands: 95 %"
     drawn = []
-    by_length = [_length_curve(name, model) for name, model in models.items() if model.get("ppl_prefix")]
+    numbers = {name: number for number, name in enumerate(models)}
+    sliding = results["sliding"]
+    by_length = [
+        _length_curve(n, name, model) for n, (name, model) in enumerate(models.items()) if scores_by_length(model)
+    ]
     if by_length:
+        by_length += [_length_curve(None, sliding["name"], sliding)] if sliding else []
         draw_perplexity_by_length(by_length, window, folder / PERPLEXITY, below=below)
         drawn.append(PERPLEXITY)
-    by_position = [_position_curve(name, model) for name, model in models.items() if model.get("nll_pos")]
+    by_position = [
+        _position_curve(n, name, model) for n, (name, model) in enumerate(models.items()) if _positions(model)
+    ]
     if by_position:
+        by_position += [_position_curve(None, sliding["name"], sliding)] if sliding else []
         draw_loss_by_position(by_position, window, folder / LOSS, below=below)
         drawn.append(LOSS)
     grids = {name: _cells(model) for name, model in models.items() if model.get("passkey")}
     if grids:
         lengths = sorted({cell.length for cells in grids.values() for cell in cells})
         trials = results["settings"]["trials"]
-        draw_passkey(grids, lengths, window, folder / PASSKEY, below=f"share of {trials} found; hatched: cannot run")
+        draw_passkey(
+            grids,
+            lengths,
+            window,
+            folder / PASSKEY,
+            below=f"share of {trials} found; hatched: cannot run",
+            numbers=numbers,
+        )
         drawn.append(PASSKEY)
     return drawn
 
 
-def _length_curve(name: str, model: dict[str, Any]) -> Curve:
-    rows = model["ppl_prefix"]
-    points = tuple(Point(row["length"], row["perplexity"], row["low"], row["high"]) for row in rows)
-    return Curve(name, points, next(iter(model["cannot_run"].values()), None))
+def _positions(model: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return loss by position: of the next token, or of masked ones."""
+    return model.get("nll_pos") or model.get("mlm_pos", {}).get("positions", [])
 
 
-def _position_curve(name: str, model: dict[str, Any]) -> Curve:
-    rows = [row for row in model["nll_pos"] if row["start"] >= _FIRST_POSITION] or model["nll_pos"]
-    points = (Point((row["start"] * row["stop"]) ** 0.5, row["loss"], row["low"], row["high"]) for row in rows)
-    return Curve(name, tuple(points), next(iter(model["cannot_run"].values()), None))
+def _length_curve(number: int | None, name: str, model: dict[str, Any]) -> Curve:
+    """Return the curve of the `number`-th model, or of the sliding window, which has none."""
+    points = (Point(row["length"], row["perplexity"], row["low"], row["high"]) for row in scores_by_length(model))
+    return _curve(number, name, model, tuple(points))
+
+
+def _position_curve(number: int | None, name: str, model: dict[str, Any]) -> Curve:
+    rows = [row for row in _positions(model) if row["start"] >= _FIRST_POSITION] or _positions(model)
+    points = (Point(_middle(row), row["loss"], row["low"], row["high"]) for row in rows)
+    return _curve(number, name, model, tuple(points))
+
+
+def _middle(row: dict[str, Any]) -> float:
+    return (max(row["start"], 0.5) * row["stop"]) ** 0.5
+
+
+def _curve(number: int | None, name: str, model: dict[str, Any], points: tuple[Point, ...]) -> Curve:
+    ends = next(iter(model.get("cannot_run", {}).values()), None)
+    return Curve(name, points, ends, reference=number is None, number=number)
 
 
 def _cells(model: dict[str, Any]) -> list[Cell]:

@@ -2,64 +2,85 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hf_posswap.comparison.tables import curves_csv, markdown, needle_csv
+from hf_posswap.comparison.csv_files import curves_csv, needle_csv, wide_csv
+from hf_posswap.comparison.environment import date_now, environment, same_but_for_the_date
+from hf_posswap.comparison.joining import JOINED
+from hf_posswap.comparison.tables import latex, markdown
 from hf_posswap.comparison.work import Work
+from hf_posswap.errors import PosswapError
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 from hf_posswap.patching.record.training import training_of
 from hf_posswap.report import PAGE, write_html
-from hf_posswap.utils.atomic_io import write_json, write_text
+from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 
-SCHEMA = 1
+SCHEMA = 2
 RESULTS, CURVES, NEEDLES, TABLE = "results.json", "curves.csv", "needle.csv", "table.md"
+WIDE, LATEX = "results.csv", "table.tex"
 
 
 def collect_results(
     works: Sequence[Work],
+    held: Work,
     measured: Mapping[str, dict[str, Any]],
-    against: Mapping[str, dict[str, Any]],
+    comparisons: Mapping[str, dict[str, Any]],
+    sliding: dict[str, Any] | None,
     lengths: Sequence[int],
+    command: str | None,
 ) -> dict[str, Any]:
     """Return the results as JSON.
 
     Args:
-        works: of all subjects, the base first.
+        works: of all subjects, in their order.
+        held: that of the model which the others are held against.
         measured: by subject: by metric.
-        against: by subject but the base: how it differs from the base.
+        comparisons: by subject but that one: how it differs from it.
+        sliding: the sliding-window control, or None.
         lengths: that were asked for.
+        command: what asked for them, or None.
     """
-    first = works[0]
     return {
         "schema": SCHEMA,
         "kind": "hf_posswap evaluation",
-        "base": first.subject.name,
-        "window": first.window,
+        "base": held.subject.name,
+        "window": held.window,
         "lengths": list(lengths),
-        "metrics": list(first.metrics),
-        "settings": first.settings.to_dict(),
-        "data": first.documents.to_dict() | {"tokenizer": _tokenizer(first.tokenizer)},
-        "environment": _environment(),
-        "notes": _notes(first),
+        "metrics": list(held.metrics),
+        "settings": held.settings.to_dict(),
+        "data": held.documents.to_dict() | {"tokenizer": _tokenizer(held.tokenizer)},
+        "made": {"command": command, "date": date_now()},
+        "environment": environment([work.subject.model.device for work in works]),
+        "notes": _notes(held),
         "models": {work.subject.name: _model(work, lengths) | measured[work.subject.name] for work in works},
-        "comparisons": dict(against),
+        "comparisons": dict(comparisons),
+        "sliding": sliding,
     }
 
 
+def keep_date(results: dict[str, Any], folder: Path) -> None:
+    """Take over the date of the results in `folder`, where they say the same: nothing new was found since."""
+    try:
+        earlier = read_json(folder / RESULTS)
+    except PosswapError:  # there are none, or none that can be read: they are written over
+        return
+    if same_but_for_the_date(results, earlier):
+        results["made"]["date"] = earlier["made"]["date"]
+
+
 def write_results(results: dict[str, Any], folder: Path) -> None:
-    """Write results.json, curves.csv, needle.csv, table.md and report.html to `folder`, each whole or not at all.
+    """Write results.json, the tables (three .csv, .md and .tex) and report.html to `folder`, each whole or not at all.
 
     Raises:
         CheckpointError: the folder cannot be written.
     """
     write_text(folder / CURVES, curves_csv(results))
     write_text(folder / NEEDLES, needle_csv(results))
+    write_text(folder / WIDE, wide_csv(results))
     write_text(folder / TABLE, markdown(results))
+    write_text(folder / LATEX, latex(results))
     write_html(results, folder / PAGE)
     write_json(folder / RESULTS, results)
 
@@ -82,20 +103,10 @@ def _tokenizer(tokenizer: Any) -> dict[str, Any]:
     return {"class": type(tokenizer).__name__, "vocabulary": len(tokenizer), "bos": tokenizer.bos_token_id}
 
 
-def _environment() -> dict[str, Any]:
-    from transformers import __version__ as transformers_version
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers_version,
-        "system": f"{platform.system()} {platform.machine()}",
-        "threads": torch.get_num_threads(),
-    }
-
-
 def _notes(work: Work) -> list[str]:
-    count = len(work.documents.names)
-    if count >= LEAST_DOCUMENTS:
-        return []
-    return [f"Only {count} documents: no verdict is given under {LEAST_DOCUMENTS}, and no order should be read."]
+    count, notes = len(work.documents.names), []
+    if count < LEAST_DOCUMENTS:
+        notes = [f"Only {count} documents: no verdict is given under {LEAST_DOCUMENTS}, and no order should be read."]
+    if work.documents.protocol == JOINED:
+        notes.append(f"Concatenating protocol: {work.documents.said}.")
+    return notes

@@ -7,30 +7,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posswap.comparison.against import against_base
-from hf_posswap.comparison.candidates import Candidate, Opening, Subject, make_subject
-from hf_posswap.comparison.documents import TEXT, EvalDocuments, check_paths, read_documents
-from hf_posswap.comparison.measures import MEASURES
+from hf_posswap.comparison.candidates import Candidate, Opening
+from hf_posswap.comparison.documents import TEXT, check_paths
+from hf_posswap.comparison.measuring import measure_all
+from hf_posswap.comparison.names import candidate_names, reference_name
 from hf_posswap.comparison.pictures import draw_pictures, require_pictures
+from hf_posswap.comparison.preparing import prepare
 from hf_posswap.comparison.ranks import Ranks, open_ranks
-from hf_posswap.comparison.results import collect_results, write_results
+from hf_posswap.comparison.results import keep_date, write_results
 from hf_posswap.comparison.settings import EvalSettings
 from hf_posswap.comparison.tokenizers import tokenizer_for
-from hf_posswap.comparison.work import Work
-from hf_posswap.errors import DataError, PositionRangeError
-from hf_posswap.evaluation.memory import check_memory
-from hf_posswap.evaluation.reach import reach_of
 from hf_posswap.evaluation.store import RunStore
-from hf_posswap.patching.plan.plan_swap import unwrap
-from hf_posswap.text.tokens import check_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_posswap.schemes.base import Scheme
     from hf_posswap.utils.progress import Reporter
-
-_MULTIPLES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -136,14 +129,21 @@ def compare(
     alone: bool = False,
     reporter: Reporter | None = None,
     trust_remote_code: bool = False,
+    against: str | None = None,
+    command: str | None = None,
 ) -> Evaluation:
-    """Return what several models do on the same tokens, each held against the first.
+    """Return what several models do on the same tokens, each held against one of them, and the sliding window.
+
+    Beyond its original window each causal model is also held against the sliding-window control: the control, or an
+    unswapped model, reading half-overlapping windows of the original size.
 
     Where a launcher such as `accelerate launch` or `torchrun` started several processes, they share the documents and
     the prompts; all of them return the same, and the main one writes it.
 
     Args:
-        candidates: models, folders, Hub ids, or `Candidate`s that put a scheme into one of them.
+        candidates: models, folders, Hub ids, or `Candidate`s that put a scheme into one of them. Without a name of
+            its own a folder goes by its last part, that of a training (`RUN/model`) by its run. The first one gives
+            the window and, where they are not asked for, the lengths.
         documents: as in `evaluate`.
         tokenizer: of all of them; None: that of the first folder or Hub id.
         out: as in `evaluate`.
@@ -156,8 +156,11 @@ def compare(
             not call this function too.
         reporter: of progress; None: silent.
         trust_remote_code: run code that a folder or Hub id brings, where a model or a tokenizer needs that.
+        against: name of the model that the others are held against; None: the one called "control", or the first.
+        command: what asked for it, to be kept in the results.
 
     Raises:
+        UnknownNameError: no model is called `against`.
         DataError: no candidates, two of one name, or tokenizers that differ; and as `evaluate`.
         MissingDependencyError: pictures are wanted and matplotlib is not installed, or several processes were started
             and accelerate is not.
@@ -173,9 +176,8 @@ def compare(
         ['GPT2LMHeadModel+rope', 'GPT2LMHeadModel+alibi']
     """
     chosen = [c if isinstance(c, Candidate) else Candidate(c) for c in candidates]
-    names = [candidate.label for candidate in chosen]
-    if not chosen or len(set(names)) < len(names):
-        raise DataError(f"a comparison needs models with names of their own, got {names}: set Candidate(name=...).")
+    names = candidate_names(chosen)
+    reference = reference_name(names, against)
     settings, folder = settings or EvalSettings(), None if out is None else Path(out).expanduser()
     if folder is not None and pictures:
         require_pictures()
@@ -185,13 +187,11 @@ def compare(
     opening = Opening({}, ranks.device if device is None else device, dtype, trust_remote_code)
     with _open_store(folder, ranks) as store:  # before weights are loaded: it may be in use
         works, lengths = ranks.agree(
-            lambda: _prepare(chosen, names, words, documents, column, settings, store, opening)
+            lambda: prepare(chosen, names, reference, words, documents, column, settings, store, opening)
         )
         for work in works:
             work.ranks, work.reporter = ranks, reporter if ranks.is_main else None
-        measured = {work.subject.name: _measure(work) for work in works}
-        against = {work.subject.name: against_base(works[0], work) for work in works[1:]}
-        results = collect_results(works, measured, against, lengths)
+        results = measure_all(works, lengths, reference, command)
         if folder is not None:
             ranks.agree(lambda: _write(results, folder, pictures) if ranks.is_main else None)
         return Evaluation(results, folder, sum(ranks.gather(store.computed)))
@@ -205,97 +205,7 @@ def _open_store(folder: Path | None, ranks: Ranks) -> RunStore:
 
 
 def _write(results: dict[str, Any], folder: Path, pictures: bool) -> None:
+    keep_date(results, folder)
     write_results(results, folder)
     if pictures:
         draw_pictures(results, folder)
-
-
-def _prepare(
-    chosen: list[Candidate],
-    names: list[str],
-    words: PreTrainedTokenizerBase,
-    documents: Any,
-    column: str,
-    settings: EvalSettings,
-    store: RunStore,
-    opening: Opening,
-) -> tuple[list[Work], tuple[int, ...]]:
-    """Return the work on every candidate, the base first, and the lengths: all checked, nothing measured."""
-    lengths = tuple(sorted(set(settings.lengths or _multiples(chosen[0], opening))))
-    subjects = _open_all(chosen, names, lengths, opening)
-    lengths = _runnable(subjects, lengths, asked=settings.lengths is not None)
-    text = read_documents(documents, words, length=lengths[-1], limit=settings.documents, column=column)
-    for subject in subjects:
-        check_token_ids(subject.model, text.tokens)
-    return [_work(subject, subjects[0], words, text, lengths, settings, store) for subject in subjects], lengths
-
-
-def _multiples(candidate: Candidate, opening: Opening) -> tuple[int, ...]:
-    """Return 1, 2, 4 and 8 times the original window of `candidate`."""
-    window = reach_of(unwrap(opening.model(replace(candidate, scheme=None), 0))).window
-    if window < 2:
-        raise DataError(f"{candidate.label} does not say how long its original window is: give lengths.")
-    return tuple(multiple * window for multiple in _MULTIPLES)
-
-
-def _open_all(chosen: list[Candidate], names: list[str], lengths: tuple[int, ...], opening: Opening) -> list[Subject]:
-    """Return every candidate ready, and refuse lengths for which there is no memory before anything is run."""
-    subjects = []
-    for name, candidate in zip(names, chosen, strict=True):
-        subject = make_subject(name, opening.model(candidate, lengths[-1]), lengths[-1])
-        most = max((n for n in lengths if subject.reach.limit is None or n <= subject.reach.limit), default=lengths[0])
-        check_memory(subject.model, most, prefill=subject.identity["prefill"])
-        subjects.append(subject)
-    return subjects
-
-
-def _runnable(subjects: list[Subject], lengths: tuple[int, ...], *, asked: bool) -> tuple[int, ...]:
-    """Return the lengths that some subject runs; those asked for must all be among them."""
-    limits = {subject.name: subject.reach.limit for subject in subjects}
-    most = None if None in limits.values() else max(limit for limit in limits.values() if limit is not None)
-    kept = tuple(n for n in lengths if most is None or n <= most)
-    beyond = [n for n in lengths if n not in kept]
-    if (beyond and asked) or not kept:
-        ends = ", ".join(f"{name} at {limit}" for name, limit in limits.items())
-        raise PositionRangeError(
-            f"no model runs {beyond} tokens: {ends} end there. Measure shorter lengths, or swap with a larger "
-            "max_length."
-        )
-    unable = [s.name for s in subjects if s.reach.limit is not None and s.reach.limit < kept[0]]
-    if unable:
-        raise PositionRangeError(f"{', '.join(unable)} cannot run even {kept[0]} tokens: measure a shorter length too.")
-    return kept
-
-
-def _work(
-    subject: Subject,
-    first: Subject,
-    words: PreTrainedTokenizerBase,
-    text: EvalDocuments,
-    lengths: tuple[int, ...],
-    settings: EvalSettings,
-    store: RunStore,
-) -> Work:
-    limit = subject.reach.limit
-    own = tuple(n for n in lengths if limit is None or n <= limit)
-    base = None if subject is first else first
-    window = min(first.reach.window or lengths[0], lengths[-1])
-    metrics = settings.metrics_for(first.reach.causal)
-    return Work(subject, base, words, text, own, window, metrics, settings, store)
-
-
-def _measure(work: Work) -> dict[str, Any]:
-    """Return what each metric found; under "not_measured" why one does not apply to this subject."""
-    found: dict[str, Any] = {}
-    refused: dict[str, str] = {}
-    for metric in work.metrics:
-        try:
-            value = MEASURES[metric](work)
-        except DataError as error:
-            refused[metric] = str(error)
-            if work.reporter is not None:
-                work.reporter.line(f"{work.subject.name}: {metric} is not measured: {error}")
-            continue
-        if value is not None:
-            found[metric] = value
-    return found | {"not_measured": refused}

@@ -1,51 +1,50 @@
-"""Results as tables: CSV for programs, Markdown for a model card."""
+"""Results as tables: Markdown for people and model cards, LaTeX for papers."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from hf_posswap.plotting.styles import SLIDING, sign_of
+from hf_posswap.report.words import common_gaps, far_said, own_gaps, scores_by_length, sliding_said
 from hf_posswap.utils.naming import markdown_text
 
 
-def curves_csv(results: dict[str, Any]) -> str:
-    """Return perplexity by length, loss by position and context gain of all models, one value a line."""
-    rows: list[Sequence[Any]] = []
-    for name, model in results["models"].items():
-        rows += [
-            (name, "perplexity", 0, r["length"], r["perplexity"], r["low"], r["high"])
-            for r in model.get("ppl_prefix", [])
-        ]
-        rows += [
-            (name, "loss", r["start"], r["stop"], r["loss"], r["low"], r["high"]) for r in model.get("nll_pos", [])
-        ]
-        rows += [
-            (name, "context_gain", 0, r["context"], r["gain"], r["low"], r["high"]) for r in model.get("ctx_gain", [])
-        ]
-    return _csv(["model", "metric", "from_token", "to_token", "value", "low", "high"], rows)
+@dataclass(frozen=True)
+class Grid:
+    """The main numbers as text.
+
+    Attributes:
+        header: of the columns after the model's.
+        rows: number and name of a model, and its cells; the sliding window's is the last.
+        meanings: of the columns, a sentence each.
+    """
+
+    header: list[str]
+    rows: list[tuple[int, str, list[str]]]
+    meanings: list[str]
 
 
-def needle_csv(results: dict[str, Any]) -> str:
-    """Return the needle grids of all models, one cell a line."""
-    fields = ["length", "depth", "share", "low", "high", "answer_nll"]
-    rows = [
-        (name, *(cell[field] for field in fields))
-        for name, model in results["models"].items()
-        for cell in model.get("passkey", {}).get("cells", [])
-    ]
-    return _csv(["model", *fields], rows)
-
-
-def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    table = io.StringIO()
-    csv.writer(table, lineterminator="\n").writerows([header, *rows])
-    return table.getvalue()
+def grid_of(results: dict[str, Any]) -> Grid:
+    """Return the main numbers: perplexity by length with intervals, far context, needles, verdicts."""
+    models = results["models"]
+    columns = [column for column in _COLUMNS if any(model.get(column[1]) is not None for model in models.values())]
+    shown = results["lengths"] if any(scores_by_length(model) for model in models.values()) else []
+    rows = []
+    for number, (name, model) in enumerate(models.items()):
+        cells = ["–" if model.get(metric) is None else write(model[metric]) for _, metric, write in columns]
+        rows.append((number, name, [*_perplexities(model, shown), *cells]))
+    if sliding := results.get("sliding"):
+        cells = _perplexities(sliding | {"cannot_run": {}}, shown)
+        rows.append((SLIDING, sliding["name"], cells + ["–"] * len(columns)))
+    header = [*(_length(n, results["window"]) for n in shown), *(title for title, _, _ in columns)]
+    meanings = ["Brackets: 95 % intervals over documents.", *(_MEANINGS[title] for title, _, _ in columns)]
+    return Grid(header, rows, meanings)
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return the main numbers as Markdown: perplexity by length with intervals, needles, verdicts, and what is missing.
+    """Return the main numbers as Markdown, what they say in short, and what is missing.
 
     Example:
         >>> row = {"length": 8, "perplexity": 2.0, "low": 1.9, "high": 2.1}
@@ -54,20 +53,65 @@ def markdown(results: dict[str, Any]) -> str:
         >>> print(markdown(shown | {"data": {"documents": 9, "source": "texts"}, "base": "a"}).splitlines()[2])
         | model | 8 (1x) |
     """
-    lengths, window, models = results["lengths"], results["window"], results["models"]
-    columns = [column for column in _COLUMNS if any(column[1] in model for model in models.values())]
-    shown = lengths if any(_scores(model) for model in models.values()) else []
-    header = ["model", *(_length(n, window) for n in shown), *(title for title, _, _ in columns)]
-    on_what = f"{results['data']['documents']} documents ({markdown_text(results['data']['source'])})"
-    lines = [f"{'Perplexity by length' if shown else 'Measured'} on {on_what}.", ""]
-    lines += [_row(header), _row("---" for _ in header)]
-    for name, model in models.items():
-        cells = [write(model[metric]) if metric in model else "–" for _, metric, write in columns]
-        lines.append(_row([markdown_text(name), *_perplexities(model, shown), *cells]))
-    meanings = [f" {_MEANINGS[title]}" for title, _, _ in columns]
-    lines += ["", f"Brackets: 95 % intervals over documents.{''.join(meanings)}"]
+    grid, data = grid_of(results), results["data"]
+    what = "Perplexity by length" if any(map(scores_by_length, results["models"].values())) else "Measured"
+    lines = [f"{what} on {data['documents']} documents ({markdown_text(data['source'])}).", ""]
+    lines += [_row(["model", *grid.header]), _row("---" for _ in ["model", *grid.header])]
+    lines += [_row([f"{sign_of(n)} {markdown_text(name)}", *cells]) for n, name, cells in grid.rows]
+    lines += ["", " ".join(grid.meanings)]
+    if short := in_short(results):
+        lines += ["", "In short:", "", *(f"- {markdown_text(text)}" for text in short)]
     lines += ["", *(f"- {markdown_text(text)}" for text in _remarks(results))]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def in_short(results: dict[str, Any]) -> list[str]:
+    """Return for each model whether far context helps it, and whether it is below the sliding window, a line each."""
+    said = []
+    for name, model in results["models"].items():
+        found = [text for text in (far_said(model), sliding_said(model, results.get("sliding"))) if text]
+        if found:
+            said.append(f"{name}: {' '.join(found)}")
+    return said
+
+
+def latex(results: dict[str, Any]) -> str:
+    r"""Return the main numbers as a LaTeX table, for the package booktabs.
+
+    Example:
+        >>> row = {"length": 8, "perplexity": 2.0, "low": 1.9, "high": 2.1}
+        >>> model = {"ppl_prefix": [row], "cannot_run": {}}
+        >>> shown = {"models": {"a_1": model}, "lengths": [8], "window": 8, "data": {"documents": 9, "source": "t"}}
+        >>> print(latex(shown).splitlines()[5])
+        a\_1 & 2 [1.9, 2.1] \\
+    """
+    grid, data = grid_of(results), results["data"]
+    lines = [
+        f"% {data['documents']} documents. {' '.join(grid.meanings)}".replace("–", "--"),
+        rf"\begin{{tabular}}{{l{'r' * len(grid.header)}}}",
+        r"\toprule",
+        rf"{' & '.join(['model', *map(_latex_text, grid.header)])} \\",
+        r"\midrule",
+        *(rf"{' & '.join(map(_latex_text, [name, *cells]))} \\" for _, name, cells in grid.rows),
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _latex_text(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in " ".join(text.split()))
+
+
+_LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "–": "--",
+}
 
 
 def _length(tokens: int, window: int) -> str:
@@ -78,13 +122,8 @@ def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _scores(model: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return perplexity by length: of the next token, or of masked ones."""
-    return model.get("ppl_prefix") or model.get("mlm_pos", {}).get("lengths", [])
-
-
 def _perplexities(model: dict[str, Any], lengths: Sequence[int]) -> list[str]:
-    scores = {row["length"]: row for row in _scores(model)}
+    scores = {row["length"]: row for row in scores_by_length(model)}
     cells = []
     for length in lengths:
         score = scores.get(length)
@@ -106,17 +145,29 @@ def _short(short: dict[str, Any]) -> str:
     return f"{short['loss']['difference']:+.3f}, {short['loss']['verdict']}"
 
 
+def _far(far: dict[str, Any]) -> str:
+    return f"{far['gain']:+.3f}, {far['verdict']}"
+
+
+def _sliding(rows: list[dict[str, Any]]) -> str:
+    return f"{rows[-1]['difference']:+.3f} at {rows[-1]['length']}"
+
+
 def _retrieved(rows: list[dict[str, Any]]) -> str:
     return ", ".join(f"{row['length']}: {row['accuracy']:.0%}" for row in rows)
 
 
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("far context", "far_context", _far),
+    ("sliding window", "against_sliding", _sliding),
     ("found", "passkey", _found),
     ("effective length", "passkey", _effective),
     ("within the window", "short_reg", _short),
     ("retrieved", "retrieval", _retrieved),
 )
 _MEANINGS = {
+    "far context": "Far context: nats a token gained by all text beyond the window.",
+    "sliding window": "Sliding window: loss less the sliding window's, in nats a token; below zero the reach pays.",
     "found": "Found: share of passkeys.",
     "effective length": "Effective length: in tokens, by passkeys.",
     "within the window": "Within the window: change of the loss, in nats a token.",
@@ -125,9 +176,9 @@ _MEANINGS = {
 
 
 def _remarks(results: dict[str, Any]) -> list[str]:
-    said = list(results["notes"])
+    said = [*results["notes"], *(f"{metric} was not measured: {why}" for metric, why in common_gaps(results))]
     for name, model in results["models"].items():
-        said += [f"{name}: {metric} was not measured: {why}" for metric, why in model["not_measured"].items()]
+        said += [f"{name}: {metric} was not measured: {why}" for metric, why in own_gaps(results, model)]
         effective = model.get("passkey", {}).get("effective_length", {})
         if effective.get("no_verdict"):
             said.append(f"{name}: no effective length: {effective['no_verdict']}")

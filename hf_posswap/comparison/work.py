@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hf_posswap.comparison.candidates import Subject
 from hf_posswap.comparison.documents import EvalDocuments
+from hf_posswap.comparison.overall import Load, Overall
 from hf_posswap.comparison.ranks import Ranks
 from hf_posswap.comparison.settings import EvalSettings
+from hf_posswap.errors import DataError
 from hf_posswap.evaluation.cost import forward_operations
 from hf_posswap.evaluation.store import RunStore, Value, unit_key
 
@@ -47,7 +49,7 @@ class Work:
 
     Attributes:
         subject: to measure.
-        base: that it is held against; None: the subject is the base itself.
+        base: that it is held against; None: the others are held against the subject.
         tokenizer: of both.
         documents: the text.
         lengths: those of all lengths that the subject can run, rising.
@@ -58,6 +60,9 @@ class Work:
         ranks: the processes that measure together.
         reporter: of progress; None: silent.
         raw: values by metric that comparisons are made of, filled by the measures.
+        overall: progress of the whole comparison, or None.
+        planned: where units are only asked for: those that are missing, by key; None: they are measured.
+        dropped: metrics that are not measured on any model, and why.
     """
 
     subject: Subject
@@ -72,6 +77,9 @@ class Work:
     ranks: Ranks = Ranks()
     reporter: Reporter | None = None
     raw: dict[str, Any] = field(default_factory=dict)
+    overall: Overall | None = None
+    planned: dict[str, Load] | None = None
+    dropped: dict[str, str] = field(default_factory=dict)
 
     def values(self, label: str, units: Sequence[Unit], *, alone: bool = False) -> list[Any]:
         """Return the values of units of this subject, in order: kept ones, and those that are computed now.
@@ -87,6 +95,10 @@ class Work:
             PosswapError: as the units; all processes raise it.
         """
         names = [self._name(unit) for unit in units]
+        if self.planned is not None:
+            missing_now = [(name, unit) for name, unit in zip(names, units, strict=True) if not self.store.holds(name)]
+            self.planned |= {unit_key(name): self._load(unit) for name, unit in missing_now}
+            raise Planned
         held = zip(*self.ranks.gather([self.store.holds(name) for name in names]), strict=True)
         missing = [number for number, flags in enumerate(held) if not all(flags)]
         turn = slice(None) if alone and self.ranks.is_main else slice(0) if alone else self._turn
@@ -106,45 +118,72 @@ class Work:
     def _compute(self, label: str, units: Mapping[int, Unit]) -> dict[int, Value]:
         """Return the values of units, by their numbers, and show how far it is."""
         found: dict[int, Value] = {}
-        if self.reporter is None or not units:
-            return {number: self.store.value(self._name(unit), unit.compute) for number, unit in units.items()}
-        weights = {number: self._weight(unit.reads) for number, unit in units.items()}
-        title = f"{self.subject.name}: {label}"
-        with self.reporter.task(title, len(units), sum(weights.values())) as task:
-            for number, unit in units.items():
-                value = found[number] = self.store.value(self._name(unit), unit.compute)
+        for number, unit in units.items():
+            name, begin = self._name(unit), time.monotonic()
+            found[number] = value = self.store.value(name, unit.compute)
+            if self.overall is not None:
+                self.overall.label = f"{self.subject.name}: {label}"
                 loss = None if unit.loss is None else unit.loss(value)
-                task.advance(sum(unit.reads), loss, weights[number])
+                self.overall.finish(unit_key(name), self._load(unit), time.monotonic() - begin, loss)
         return found
 
-    def _weight(self, reads: Sequence[int]) -> float:
-        model = self.subject.model
-        return sum(forward_operations(model, length) * reads.count(length) for length in set(reads))
+    def _load(self, unit: Unit) -> Load:
+        reads, model = unit.reads, self.subject.model
+        operations = sum(forward_operations(model, length) * reads.count(length) for length in set(reads))
+        return Load(self.subject.name, operations, len(reads), sum(reads))
+
+
+class Planned(Exception):
+    """Ends a measure that was asked for its units alone."""
+
+
+def planned_units(work: Work, ask: Callable[[Work], Any]) -> dict[str, Load]:
+    """Return the units, by key, that are missing where `ask` measures `work`; nothing is measured.
+
+    A measure asks for all its units at once. What it refuses has none.
+
+    Args:
+        work: to measure.
+        ask: the measure.
+    """
+    work.planned = {}
+    try:
+        ask(work)
+    except (Planned, DataError):
+        pass
+    finally:
+        found, work.planned = work.planned, None
+    return found
 
 
 def document_losses(work: Work, length: int) -> np.ndarray:
-    """Return the losses of the first `length` tokens of each document, float32 [N, length - 1].
+    """Return the losses of the first `length` tokens of each document, float32 [N, length - 1]."""
+    return losses_by_length(work, [length])[length]
+
+
+def losses_by_length(work: Work, lengths: Sequence[int]) -> dict[int, np.ndarray]:
+    """Return the losses of the first tokens of each document, {L: float32 [N, L - 1]}.
 
     One forward of the longest length serves all where the subject's plan says so; otherwise each length has its own.
     """
-    consistent = work.subject.reach.prefix_consistent
-    run = max(work.lengths) if consistent else length
+    longest = max(work.lengths)
+    runs = {length: longest if work.subject.reach.prefix_consistent else length for length in lengths}
     cached = work.raw.setdefault("losses", {})
-    if run not in cached:
-        cached[run] = _measure(work, run)
-    return cached[run][:, : length - 1]
+    missing = sorted(set(runs.values()) - set(cached))
+    if missing:
+        units = [_loss_unit(work, number, run) for run in missing for number in range(len(work.documents.tokens))]
+        values = iter(work.values("losses", units))
+        for run in missing:
+            cached[run] = np.stack([next(values) for _ in work.documents.tokens])
+    return {length: cached[run][:, : length - 1] for length, run in runs.items()}
 
 
-def _measure(work: Work, length: int) -> np.ndarray:
+def _loss_unit(work: Work, number: int, length: int) -> Unit:
     import torch
 
-    units = []
-    for digest, document in zip(work.documents.digests, work.documents.tokens, strict=True):
-        ids = torch.from_numpy(document[None, :length].astype(np.int64))
-        what = {"document": digest, "length": length}
-        nll = partial(lambda ids: work.subject.scorer.nll(ids)[0].numpy(), ids)
-        units.append(Unit({"metric": "losses"}, what, nll, (length,), np.mean))
-    return np.stack(work.values(f"losses at {length}", units))
+    ids = torch.from_numpy(work.documents.tokens[number, None, :length].astype(np.int64))
+    what = {"document": work.documents.digests[number], "length": length}
+    return Unit({"metric": "losses"}, what, lambda: work.subject.scorer.nll(ids)[0].numpy(), (length,), np.mean)
 
 
 def key_of(work: Work) -> str:

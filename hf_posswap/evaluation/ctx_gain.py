@@ -15,7 +15,7 @@ import torch
 
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.scoring import Scorer
-from hf_posswap.evaluation.statistics import ratio_interval
+from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS, ratio_interval
 
 
 @dataclass(frozen=True)
@@ -119,3 +119,66 @@ def context_gain(
         loss = float(column.sum() / counts.sum())
         scores.append(GainScore(context, loss, gain, low, high, context == reference))
     return scores
+
+
+@dataclass(frozen=True)
+class FarContext:
+    """Whether text beyond the original window helps a model.
+
+    Attributes:
+        context: the most tokens before the scored ones.
+        further: how many of them lie beyond what the original window holds.
+        tail: tokens scored.
+        gain: what the further ones are worth, in nats a token of the tail; positive: they help.
+        low: of its 95 % bootstrap interval over documents.
+        high: likewise.
+        verdict: "helps" (low > 0), "harms" (high < 0), "undecided", or "no verdict".
+        reason: why there is no verdict, or None.
+    """
+
+    context: int
+    further: int
+    tail: int
+    gain: float
+    low: float
+    high: float
+    verdict: str
+    reason: str | None
+
+
+def far_context(scores: Sequence[GainScore], tail: int, documents: int) -> FarContext | None:
+    """Return whether the longest context helps or harms, against a full original window; None: none goes beyond it.
+
+    Args:
+        scores: from `context_gain`, the reference among them.
+        tail: T.
+        documents: how many there were; under 8 there is no verdict.
+
+    Raises:
+        DataError: no score is the reference.
+
+    Example:
+        >>> scores = context_gain(np.array([[8.0, 6.0], [4.0, 2.0]] * 4), [1, 2], 4, reference=1)
+        >>> found = far_context(scores, 4, documents=8)
+        >>> found.further, found.gain, found.verdict
+        (1, 0.5, 'helps')
+    """
+    reference = next((score.context for score in scores if score.reference), None)
+    if reference is None:
+        raise DataError(f"none of the contexts {[score.context for score in scores]} is the reference.")
+    last = max(scores, key=lambda score: score.context)
+    if last.context == reference:
+        return None
+    verdict = "helps" if last.low > 0 else "harms" if last.high < 0 else "undecided"
+    few = documents < LEAST_DOCUMENTS
+    reason = f"{documents} documents are too few for a verdict; {LEAST_DOCUMENTS} are needed." if few else None
+    return FarContext(
+        last.context,
+        last.context - reference,
+        tail,
+        last.gain,
+        last.low,
+        last.high,
+        "no verdict" if few else verdict,
+        reason,
+    )

@@ -10,7 +10,7 @@ import torch
 
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.scoring import Scorer
-from hf_posswap.evaluation.windows import sliding_windows, window_losses
+from hf_posswap.evaluation.windows import Window, sliding_windows, window_losses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,19 +77,17 @@ def sliding_losses(
 ) -> np.ndarray:
     """Return the loss of each token, float32 [N, L - 1], where the model never reads more than `window` tokens.
 
-    Half-overlapping windows: of the first all tokens are scored, of every other the second half. It is what a model can
-    do on long text without any reach: each token from the last window/2 to window - 1 tokens.
+    As `sliding_document`, for each document.
 
     Args:
         model: a causal model.
-        documents: token ids [N, L]; L a multiple of the window.
-        window: an even number of tokens.
+        documents: token ids [N, L].
+        window: tokens.
         on_document: called after each document with its forward tokens and its mean loss.
         chunk: as in `Scorer`.
 
     Raises:
-        DataError: the window is odd, or does not divide L.
-        NumericError: a loss that is not finite.
+        DataError, NumericError, PositionRangeError: as `sliding_document`.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -97,14 +95,53 @@ def sliding_losses(
         >>> sliding_losses(model, np.ones((3, 32), int), window=8).shape
         (3, 31)
     """
-    if window < 2 or window % 2 or documents.ndim != 2 or documents.shape[1] % window:
-        raise DataError(
-            f"windows of {window} tokens, an even number, must divide documents of shape {documents.shape}."
-        )
-    scorer, windows = Scorer(model, chunk), sliding_windows(documents.shape[1], window, window // 2)
-    rows = []
+    if documents.ndim != 2 or len(documents) == 0:
+        raise DataError(f"documents are token ids [N, L], at least one of them, got shape {documents.shape}.")
+    scorer, rows = Scorer(model, chunk), []
     for document in documents:
-        rows.append(np.concatenate(window_losses(scorer, document, windows)))
+        rows.append(sliding_document(scorer, document, window))
         if on_document is not None:
-            on_document(len(windows) * window, float(rows[-1].mean()))
+            on_document(sum(sliding_reads(len(document), window)), float(rows[-1].mean()))
     return np.stack(rows)
+
+
+def sliding_document(scorer: Scorer, document: np.ndarray, window: int) -> np.ndarray:
+    """Return the loss of each token of one document, float32 [L - 1], in half-overlapping windows of `window` tokens.
+
+    Of the first window all tokens are scored, of every other what the ones before did not reach. It is what a model can
+    do on long text without any reach: each token beyond the first window is predicted from at least half a window and
+    never from a whole one. Nothing stands before a window; the cut of the document moves no token to another window.
+
+    Args:
+        scorer: of a causal model.
+        document: token ids [L].
+        window: tokens, usually the original window.
+
+    Raises:
+        DataError: the window is below 2 tokens, or the document is.
+        NumericError: a loss that is not finite.
+        PositionRangeError: the window is longer than the model's position table.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2)).eval()
+        >>> sliding_document(Scorer(model), np.ones(13, int), window=8).shape
+        (12,)
+    """
+    return np.concatenate(window_losses(scorer, document, _halves(len(document), window)))
+
+
+def sliding_reads(length: int, window: int) -> list[int]:
+    """Return the tokens of each forward of `sliding_document`.
+
+    Example:
+        >>> sliding_reads(13, 8)
+        [8, 8, 5]
+    """
+    return [one.stop - one.start for one in _halves(length, window)]
+
+
+def _halves(length: int, window: int) -> list[Window]:
+    if window < 2:
+        raise DataError(f"a sliding window holds at least 2 tokens, got {window}.")
+    return sliding_windows(length, window, window // 2)

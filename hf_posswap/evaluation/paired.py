@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -144,6 +145,17 @@ def holm(p_values: Sequence[float]) -> list[float]:
         least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = least
     return adjusted
+
+
+def holm_corrected(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `rows` with "p_holm" beside each "p": corrected for the rows that have one, None for the others.
+
+    Example:
+        >>> [row["p_holm"] for row in holm_corrected([{"p": 0.01}, {"p": None}, {"p": 0.04}])]
+        [0.02, None, 0.04]
+    """
+    adjusted = iter(holm([row["p"] for row in rows if row["p"] is not None]))
+    return [row | {"p_holm": None if row["p"] is None else next(adjusted)} for row in rows]
 
 
 def mcnemar_p(before: Sequence[bool], after: Sequence[bool]) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_posswap.errors import MissingDependencyError
+from hf_posswap.plotting.styles import STYLES
 from hf_posswap.utils.atomic_io import replacing
 
 if TYPE_CHECKING:
@@ -14,10 +15,9 @@ if TYPE_CHECKING:
 
 INK = "#222222"
 FAINT = "#8a8a8a"
-# Okabe and Ito's colours, which people with any colour vision tell apart; grey and black for what was not swapped.
-COLOURS = ("#8a8a8a", "#222222", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+COLOURS = tuple(style.colour for style in STYLES)
 _SALT = "hf_posswap"  # of the ids in an SVG, which matplotlib otherwise draws at random
-MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
+MARKERS = tuple(style.marker for style in STYLES)
 
 
 def figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import DataError
 from hf_posswap.plotting import canvas
+from hf_posswap.plotting.styles import is_dashed, style_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _TALLEST = 40.0
+_LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False, "loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,15 @@ class Curve:
         label: for the legend.
         points: by rising x, at least one.
         ends: why the line ends where it does, or None; it is marked there.
-        reference: whether it is what the others are held against: dashed, black, without a band.
+        reference: whether it is the sliding window: dashed, black, without marks.
+        number: of the model, which chooses colour and mark; None: its place among the curves that are no reference.
     """
 
     label: str
     points: tuple[Point, ...]
     ends: str | None = None
     reference: bool = False
+    number: int | None = None
 
 
 def draw_perplexity_by_length(curves: Sequence[Curve], window: int, path: Path, *, below: str) -> None:
@@ -127,14 +131,27 @@ def _draw(ax: Axes, curves: Sequence[Curve]) -> None:
     for curve in (curve for curve in curves if curve.reference):
         x, y = [p.x for p in curve.points], [p.y for p in curve.points]
         ax.plot(x, y, color=canvas.INK, linewidth=1.4, linestyle=(0, (2, 2)), label=curve.label, zorder=3)
-    for number, curve in enumerate(curve for curve in curves if not curve.reference):
-        colour = canvas.COLOURS[number % len(canvas.COLOURS)]
-        marker = canvas.MARKERS[number % len(canvas.MARKERS)]
+    for place, curve in enumerate(curve for curve in curves if not curve.reference):
+        number = place if curve.number is None else curve.number
+        style, line = style_of(number), (0, (5, 2)) if is_dashed(number) else "-"
         x, y = [p.x for p in curve.points], [p.y for p in curve.points]
         label = f"{curve.label} ({curve.ends})" if curve.ends else curve.label
         low, high = [p.low for p in curve.points], [p.high for p in curve.points]
-        ax.fill_between(x, low, high, color=colour, alpha=0.10, lw=0)
-        ax.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.8, label=label, zorder=3)
+        look: dict[str, Any] = {
+            "color": style.colour,
+            "marker": style.marker,
+            "markersize": 5,
+            "linewidth": 1.8,
+            "linestyle": line,
+        }
+        if len(x) > 1:
+            ax.fill_between(x, low, high, color=style.colour, alpha=0.10, lw=0)
+        else:
+            ax.vlines(x, low, high, color=style.colour, linewidth=2, alpha=0.5, zorder=2)
+        ax.plot(x, y, label=label, zorder=3, **look)
         if curve.ends:
-            ax.plot(x[-1], y[-1], color=colour, marker="|", markersize=22, markeredgewidth=2, zorder=4)
-    ax.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+            ax.plot(x[-1], y[-1], color=style.colour, marker="|", markersize=22, markeredgewidth=2, zorder=4)
+    handles, labels = ax.get_legend_handles_labels()
+    models = [number for number, label in enumerate(labels) if label not in {c.label for c in curves if c.reference}]
+    order = [*models, *(number for number in range(len(labels)) if number not in models)]  # as the page has it
+    ax.legend([handles[n] for n in order], [labels[n] for n in order], **_LEGEND)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hf_posswap.errors import DataError
 from hf_posswap.plotting import canvas
+from hf_posswap.plotting.styles import sign_of, style_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +38,13 @@ class Cell:
 
 
 def draw_passkey(
-    grids: Mapping[str, Sequence[Cell]], lengths: Sequence[int], window: int, path: Path, *, below: str
+    grids: Mapping[str, Sequence[Cell]],
+    lengths: Sequence[int],
+    window: int,
+    path: Path,
+    *,
+    below: str,
+    numbers: Mapping[str, int] | None = None,
 ) -> None:
     """Draw one heatmap a model, coloured by the share of keys found, and write it to `path` (PNG).
 
@@ -47,6 +54,7 @@ def draw_passkey(
         window: the original window, in tokens.
         path: of the picture, a .png; an .svg is drawn beside it.
         below: a line under the title.
+        numbers: of the models, which choose the mark beside each name; None: their places among `grids`.
 
     Raises:
         DataError: no grid, or all of them empty.
@@ -61,6 +69,8 @@ def draw_passkey(
     picture, axes = canvas.figure(1.2 + 3.0 * columns, 1.0 + (0.9 + 0.5 * len(depths)) * rows, rows, columns)
     for ax, (name, cells) in zip(axes, grids.items(), strict=False):
         image = _panel(ax, name, cells, lengths, depths, window)
+        number = list(grids).index(name) if numbers is None else numbers[name]
+        ax.text(0, 1.02, sign_of(number), color=style_of(number).colour, transform=ax.transAxes, fontsize=10)
     for ax in axes[len(grids) :]:
         ax.set_visible(False)
     bar = picture.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
@@ -89,7 +99,7 @@ def _panel(
     ax.set_xticks(range(len(lengths)), [canvas.length_label(n, window) for n in lengths], fontsize=8)
     ax.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=8)
     ax.set_ylabel("depth of the key", fontsize=8)
-    ax.set_title(name, fontsize=10, loc="left", color=canvas.INK)
+    ax.set_title(f"    {name}", fontsize=10, loc="left", color=canvas.INK)
     ax.set_xticks([i + 0.5 for i in range(len(lengths) - 1)], minor=True)
     ax.set_yticks([i + 0.5 for i in range(len(depths) - 1)], minor=True)
     ax.grid(which="minor", color="white", linewidth=2)

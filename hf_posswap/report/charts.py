@@ -9,11 +9,10 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hf_posswap.plotting.styles import SLIDING
+from hf_posswap.report.looks import look, mark, shape
 from hf_posswap.report.markup import Markup, join, tag
 from hf_posswap.report.scales import Scale, fit, length_ticks, short_number, ticks
-
-COLOURS = 8
-"""Of the style sheet: --c0 to --c7. Further lines take them again, dashed."""
 
 
 @dataclass(frozen=True)
@@ -92,28 +91,15 @@ def line_chart(lines: Sequence[Line], axes: Axes) -> Markup:
     Example:
         >>> line = Line("<base>", 0, (Dot(512, 3.0, 2.9, 3.1), Dot(1024, 4.0)))
         >>> chart = line_chart([line], Axes("length", "perplexity", window=512))
-        >>> chart.count("<svg"), chart.count("<base>"), chart.count("original window")
+        >>> chart.count('class="plot'), chart.count("<base>"), chart.count("original window")
         (2, 0, 2)
     """
     return tag("div", _legend(lines), *(_draw(lines, axes, size) for size in _SIZES), class_="chart")
 
 
 def _legend(lines: Sequence[Line]) -> Markup:
-    keys = [
-        tag("button", tag("i", class_=look(line.number)), line.name, type="button", data_model=line.number)
-        for line in lines
-    ]
+    keys = [tag("button", mark(line.number), line.name, type="button", data_model=line.number) for line in lines]
     return tag("div", *keys, class_="legend")
-
-
-def look(number: int) -> str:
-    """Return the style classes of the `number`-th model.
-
-    Example:
-        >>> look(1), look(9)
-        ('c1', 'c1 dashed')
-    """
-    return f"c{number % COLOURS}" + (" dashed" if number >= COLOURS else "")
 
 
 def _draw(lines: Sequence[Line], axes: Axes, size: _Size) -> Markup:
@@ -125,8 +111,8 @@ def _draw(lines: Sequence[Line], axes: Axes, size: _Size) -> Markup:
     return tag(
         "svg",
         _frame(axes, size, x, y),
-        *(_band(line, x, y) for line in lines if len(line.dots) > 1),
-        *(_line(line, x, y) for line in lines),
+        *(_band(line, x, y) for line in lines if len(line.dots) > 1 and line.number != SLIDING),
+        *(_line(line, x, y) for line in sorted(lines, key=lambda line: line.number != SLIDING)),
         _strips(lines, axes, size, x),
         class_=f"plot {size.kind}",
         viewBox=f"0 0 {size.width} {size.height}",
@@ -186,7 +172,14 @@ def _band(line: Line, x: Scale, y: Scale) -> Markup | None:
 def _line(line: Line, x: Scale, y: Scale) -> Markup:
     points = " ".join(f"{_px(x(dot.x))},{_px(y(dot.y))}" for dot in line.dots)
     marks = [
-        tag("circle", cx=_px(x(dot.x)), cy=_px(y(dot.y)), r=3.5, data_x=f"{dot.x:g}", class_="dot") for dot in line.dots
+        tag(
+            "path",
+            d=shape(line.number),
+            transform=f"translate({_px(x(dot.x))},{_px(y(dot.y))})",
+            data_x=f"{dot.x:g}",
+            class_="dot",
+        )
+        for dot in line.dots
     ]
     stroke = tag("path", d=f"M{points}", class_="stroke")
     return tag("g", stroke, _whisker(line, x, y), *marks, class_=f"line {look(line.number)}", data_m=line.number)

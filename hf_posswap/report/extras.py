@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hf_posswap.report.charts import Axes, Dot, Line, line_chart, look
+from hf_posswap.report.charts import Axes, Dot, Line, line_chart
+from hf_posswap.report.looks import look, mark
 from hf_posswap.report.markup import Markup, tag
 from hf_posswap.report.sections import Results, lines_of, section
 from hf_posswap.report.tables import Cell, heat_maps, sortable
 from hf_posswap.report.words import effective, number
+
+_VERSIONS = ("hf_posswap", "transformers", "torch", "python")
 
 
 def needles(results: Results) -> Markup | None:
@@ -53,7 +56,13 @@ def _reach(results: Results, numbers: dict[str, int], found: dict[str, Any]) -> 
         edge = tag("span", class_="at-margin", style=f"left:{min(100.0, 100 * results['window'] / longest):.2f}%")
         words = tag("p", reasons[name])
         rows.append(
-            tag("div", tag("div", name, class_="who"), tag("div", bar, edge, class_="track"), words, class_="row")
+            tag(
+                "div",
+                tag("div", tag("span", mark(numbers[name]), name), class_="who"),
+                tag("div", bar, edge, class_="track"),
+                words,
+                class_="row",
+            )
         )
     title = tag("h3", "Effective length")
     lead = tag("p", "How far a model stays near its own best; dashed: the original window.", class_="lead")
@@ -130,22 +139,28 @@ def method(results: Results) -> Markup:
     """Return how it was measured, and the results themselves to keep."""
     data, settings = results["data"], results["settings"]
     identity = next(iter(results["models"].values()))["identity"]
+    run, made, sliding = results["environment"], results.get("made", {}), results.get("sliding")
     said = {
-        "base": results["base"],
+        "held against": results["base"],
         "original window": f"{results['window']:,} tokens" if results["window"] else "not known",
+        "sliding window": sliding and f"{sliding['of']}, windows of {sliding['window']:,}, {sliding['stride']:,} apart",
         "text": f"{data['source']}: {data['documents']} documents, digest {data['digest'][:16]}",
+        "documents": data.get("protocol", {}).get("said"),
         "tokenizer": f"{data['tokenizer']['class']}, {data['tokenizer']['vocabulary']:,} tokens",
         "metrics": ", ".join(results["metrics"]),
         "seed": settings["seed"],
         "run as": f"{identity['dtype']}, {identity['attention']} attention, on {identity['device']}",
-        "versions": ", ".join(f"{k} {v}" for k, v in results["environment"].items() if k != "threads"),
+        "versions": ", ".join(f"{key} {run[key]}" for key in _VERSIONS if key in run),
+        "machine": ", ".join(str(run[key]) for key in ("system", "processor", "gpu") if key in run),
+        "made": made.get("date"),
+        "command": made.get("command"),
     }
     swaps = [
         (name, f"{plan['scheme']['name']}, {plan['route']}; {plan['adaptation']}", plan)
         for name, model in results["models"].items()
         if (plan := model["plan"])
     ]
-    rows = [tag("div", tag("dt", key), tag("dd", value)) for key, value in said.items()]
+    rows = [tag("div", tag("dt", key), tag("dd", value)) for key, value in said.items() if value is not None]
     rows += [tag("div", tag("dt", name), tag("dd", text)) for name, text, _ in swaps]
     controls = [(name, model.get("trained")) for name, model in results["models"].items() if not model["plan"]]
     rows += [tag("div", tag("dt", name), tag("dd", f"no swap; {told}")) for name, told in controls if told]

@@ -8,7 +8,8 @@
     for (const [number, name, value] of rows) {
       if (number !== null && off.has(String(number))) continue;
       const row = document.createElement("div");
-      if (number !== null) row.append(Object.assign(document.createElement("i"), { className: `c${number % 8}` }));
+      const mark = number !== null && document.querySelector(`[data-model="${number}"] .mark`);
+      if (mark) row.append(mark.cloneNode(true));
       for (const text of [name, value].filter(Boolean)) {
         row.append(Object.assign(document.createElement("span"), { textContent: text }));
       }

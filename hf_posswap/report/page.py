@@ -8,12 +8,14 @@ from typing import Any
 
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.report.extras import cost, method, needles, protocols, tasks
+from hf_posswap.report.looks import colours
 from hf_posswap.report.markup import Markup, json_script, tag
 from hf_posswap.report.sections import gain, offsets, perplexity, positions, retrieval
-from hf_posswap.report.verdicts import common_gaps, findings, overview, short_context
+from hf_posswap.report.verdicts import findings, overview, short_context
+from hf_posswap.report.words import common_gaps
 from hf_posswap.utils.atomic_io import write_text
 
-KIND, SCHEMA = "hf_posswap evaluation", 1
+KIND, SCHEMAS = "hf_posswap evaluation", (1, 2)
 PAGE = "report.html"
 """The name of the page beside results.json."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -81,8 +83,8 @@ def _page(results: dict[str, Any]) -> str:
     models, data = results["models"], results["data"]
     title = f"{len(models)} models by length" if len(models) > 1 else f"{results['base']} by length"
     below = (
-        f"Base: {results['base']}; original window {results['window']:,} tokens; {data['documents']} documents of "
-        f"{data['source']}, up to {max(results['lengths']):,} tokens."
+        f"Held against {results['base']}; original window {results['window']:,} tokens; "
+        f"{data['documents']} documents of {data['source']}, up to {max(results['lengths']):,} tokens."
     )
     head = tag(
         "head",
@@ -92,7 +94,7 @@ def _page(results: dict[str, Any]) -> str:
         tag("meta", name="color-scheme", content="light dark"),
         tag("link", rel="icon", href="data:,"),
         tag("title", f"{title}: hf_posswap"),
-        tag("style", _asset("page.css")),
+        tag("style", colours(), _asset("page.css")),
     )
     gaps = [f"{metric} was not measured: {why}" for metric, why in common_gaps(results)]
     notes = [tag("p", note, class_="warning") for note in [*results["notes"], *gaps]]
@@ -116,9 +118,10 @@ def check_results(results: Any) -> None:
     kind = results.get("kind") if isinstance(results, dict) else None
     if kind != KIND:
         raise DataError(f"a report needs the results.json of posswap eval or compare, got kind {kind!r}.")
-    if results.get("schema") != SCHEMA:
+    if results.get("schema") not in SCHEMAS:
         raise DataError(
-            f"these results have schema {results.get('schema')!r}, and this version of hf_posswap reads {SCHEMA}: "
+            f"these results have schema {results.get('schema')!r}, and this version of hf_posswap reads "
+            f"{' and '.join(map(str, SCHEMAS))}: "
             "make them again, or use the version that made them."
         )
     missing = sorted({"base", "window", "lengths", "models", "comparisons", "data", "settings"} - set(results))

@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hf_posswap.plotting.styles import SLIDING
 from hf_posswap.report.charts import Axes, Dot, Line, line_chart
 from hf_posswap.report.markup import Markup, tag
 from hf_posswap.report.words import scores_by_length
 
 Results = dict[str, Any]
 Rows = Sequence[dict[str, Any]]
+_SLIDING_READS = (
+    " The sliding window is what needs no longer reach at all: half-overlapping windows of the original size. A swap "
+    "is worth its reach where its line is below that one."
+)
 _FIRST_POSITION = 16  # the first tokens of a document cost so much that they would flatten all else
 
 
@@ -38,11 +43,21 @@ def lines_of(results: Results, rows_of: Callable[[dict[str, Any]], Rows], x: str
     ]
 
 
+def sliding_line(results: Results, metric: str, x: str, y: str) -> list[Line]:
+    """Return the line of the sliding window, or none where it was not measured: rows, and x and y as in `lines_of`."""
+    sliding = results.get("sliding")
+    if not sliding:
+        return []
+    rows: Rows = sliding["ppl_prefix"] if metric == "ppl_prefix" else _position_rows(sliding)
+    return [Line(sliding["name"], SLIDING, tuple(Dot(r[x], r[y], r.get("low"), r.get("high")) for r in rows))]
+
+
 def perplexity(results: Results) -> Markup | None:
     """Return perplexity by length."""
     lines = lines_of(results, scores_by_length, "length", "perplexity")
     if not lines:
         return None
+    lines += sliding_line(results, "ppl_prefix", "length", "perplexity")
     stops = [
         tag("p", f"{name}: {next(iter(model['cannot_run'].values()))}, so it has no number beyond.", class_="note")
         for name, model in results["models"].items()
@@ -54,6 +69,7 @@ def perplexity(results: Results) -> Markup | None:
         f"How surprised each model is by the {what} tokens of the same documents; lower is better. A line that rises "
         "behind the original window is a model that breaks there. Bands: 95 % intervals over documents; all models "
         "read the same ones, so that differences between them are surer than the bands suggest."
+        + (_SLIDING_READS if results.get("sliding") else "")
     )
     return section("perplexity", "Perplexity by length", lead, line_chart(lines, axes), *stops)
 
@@ -63,7 +79,9 @@ def positions(results: Results) -> Markup | None:
     lines = lines_of(results, _position_rows, "middle", "loss")
     if not lines:
         return None
-    names = {row["middle"]: row["said"] for model in results["models"].values() for row in _position_rows(model)}
+    lines += sliding_line(results, "nll_pos", "middle", "loss")
+    held = [*results["models"].values(), *filter(None, [results.get("sliding")])]
+    names = {row["middle"]: row["said"] for model in held for row in _position_rows(model)}
     axes = Axes(
         "position in the document",
         "loss, nats a token",

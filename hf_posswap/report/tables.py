@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posswap.report.charts import look
+from hf_posswap.report.looks import mark
 from hf_posswap.report.markup import Markup, tag
 from hf_posswap.report.scales import short_number
 
@@ -40,7 +40,7 @@ def sortable(header: Sequence[str], rows: Sequence[tuple[int, str, Sequence[Cell
     head = [tag("th", tag("button", title, type="button"), scope="col") for title in ["model", *header]]
     body = []
     for number, name, cells in rows:
-        first = tag("th", tag("i", class_=look(number)), name, scope="row", data_order=number)
+        first = tag("th", mark(number), name, scope="row", data_order=number)
         rest = [
             tag("td", cell.text, cell.note and tag("small", cell.note), data_order=_order(cell.order)) for cell in cells
         ]
@@ -93,7 +93,7 @@ def _heat_map(
     for row in dict.fromkeys(row for row, _ in cells):
         shown = [_heat(cells.get((row, n)), "edge" if n == window else None) for n in lengths]
         lines.append(tag("tr", tag("th", name_row(row), scope="row"), *shown))
-    title = tag("figcaption", tag("i", class_=look(number)), name)
+    title = tag("figcaption", mark(number), name)
     return tag("figure", title, tag("table", *lines, class_="heat"))
 
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hf_posswap.report.charts import look
+from hf_posswap.plotting.styles import SLIDING
+from hf_posswap.report.looks import look, mark
 from hf_posswap.report.markup import Markup, join, tag
 from hf_posswap.report.sections import Results, section
 from hf_posswap.report.tables import Cell, sortable
 from hf_posswap.report.words import (
+    SIGNIFICANT,
     effective,
+    far_said,
     length_change,
     number,
+    own_gaps,
+    retrieved_said,
     scores_by_length,
     share_found,
     short_verdict,
+    sliding_said,
     times,
 )
 
@@ -30,27 +36,18 @@ def findings(results: Results) -> Markup:
 
 def _card(results: Results, place: int, name: str, model: dict[str, Any]) -> Markup:
     said = [_long(results, model), *_changes(results, name)]
+    said += [far_said(model), sliding_said(model, results.get("sliding"))]
     if model.get("short_reg"):
         said.append(short_verdict(model["short_reg"]))
     if model.get("passkey"):
         said.append(effective(model["passkey"], results["window"]))
+    if model.get("retrieval"):
+        said.append(retrieved_said(model["retrieval"]))
     said += [f"{metric} was not measured: {why}" for metric, why in own_gaps(results, model)]
-    kind = "the base" if name == results["base"] and len(results["models"]) > 1 else _mechanism(model)
-    title = tag("h3", tag("i", class_=look(place)), name, kind and tag("small", kind))
+    held = "the others are held against it" if name == results["base"] and len(results["models"]) > 1 else None
+    kind = "; ".join(filter(None, [_mechanism(model), held]))
+    title = tag("h3", mark(place), name, kind and tag("small", kind))
     return tag("article", title, tag("ul", *(tag("li", text) for text in said if text)), class_="card")
-
-
-def own_gaps(results: Results, model: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the metrics that were not measured on `model` and why, but for what is said of all models alike."""
-    common = common_gaps(results)
-    return [gap for gap in model["not_measured"].items() if gap not in common]
-
-
-def common_gaps(results: Results) -> list[tuple[str, str]]:
-    """Return the metrics that were measured on no model, and why, where the reason is the same."""
-    first, *others = results["models"].values()
-    gaps = list(first["not_measured"].items())
-    return [gap for gap in gaps if others and all(gap in model["not_measured"].items() for model in others)]
 
 
 def _mechanism(model: dict[str, Any]) -> str | None:
@@ -96,6 +93,9 @@ def overview(results: Results) -> Markup | None:
     if not columns:
         return None
     rows = [(n, name, [cells[n] for _, cells in columns]) for n, name in enumerate(models)]
+    if sliding := results.get("sliding"):
+        shown = [_perplexity(sliding | {"cannot_run": {}}, n) for n in results["lengths"]]
+        rows.append((SLIDING, sliding["name"], shown + [Cell("–")] * (len(columns) - len(shown))))
     lead = "Under a number of tokens: perplexity at that length with its 95 % interval. A click on a heading sorts."
     return section("overview", "All numbers at a glance", lead, sortable([title for title, _ in columns], rows))
 
@@ -124,10 +124,28 @@ def _speed(rows: Sequence[dict[str, Any]]) -> Cell:
     return Cell(f"{rows[-1]['tokens_per_second']:,.0f}", rows[-1]["tokens_per_second"], f"at {rows[-1]['length']:,}")
 
 
+def _far(far: dict[str, Any]) -> Cell:
+    return Cell(f"{far['gain']:+.3f}", far["gain"], far["verdict"])
+
+
+def _sliding(rows: Sequence[dict[str, Any]]) -> Cell:
+    last = rows[-1]
+    sure = last["p_holm"] is not None and last["p_holm"] <= SIGNIFICANT
+    word = ("below" if last["difference"] < 0 else "above") if sure else "not told apart"
+    return Cell(f"{last['difference']:+.3f}", last["difference"], f"{word} at {last['length']:,}")
+
+
+def _retrieved(rows: Sequence[dict[str, Any]]) -> Cell:
+    return Cell(f"{rows[-1]['accuracy']:.0%}", rows[-1]["accuracy"], f"at {rows[-1]['length']:,}")
+
+
 _COLUMNS = (
+    ("far context, nats gained", "far_context", _far),
+    ("against the sliding window, nats", "against_sliding", _sliding),
     ("within the window, nats", "short_reg", _short),
     ("passkeys found", "passkey", _found),
     ("effective length", "passkey", _effective),
+    ("documents found", "retrieval", _retrieved),
     ("read, tokens/s", "cost", _speed),
 )
 
@@ -169,6 +187,6 @@ def _interval(place: int, name: str, short: dict[str, Any], margin: float, low: 
         f"{short['divergence']:.3g} nats a token."
     )
     verdict = tag("b", loss["verdict"], class_=f"verdict {_MARKS.get(loss['verdict'], 'open')}")
-    head = tag("div", name, verdict, class_="who")
+    head = tag("div", tag("span", mark(place), name), verdict, class_="who")
     words = tag("p", f"{short_verdict(short)} {more}")
     return tag("div", head, tag("div", track, class_="track"), words, class_="row")

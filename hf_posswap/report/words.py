@@ -55,6 +55,81 @@ def length_change(row: dict[str, Any], base: str) -> str:
     return f"{word} than {base} at {at}: perplexity {change[1:]} {way} (95 % interval {low} to {high}, p = {p:.2g})."
 
 
+def far_said(model: dict[str, Any]) -> str | None:
+    """Return whether far context helps or harms a model, as a sentence; None: it was not measured.
+
+    Example:
+        >>> far = {"further": 1792, "tail": 128, "gain": -0.15, "low": -0.2, "high": -0.1, "verdict": "harms"}
+        >>> far_said({"far_context": far})
+        'Far context harms: 1,792 tokens beyond the window raise the loss by 0.150 nats a token (0.100 to 0.200).'
+        >>> far_said({"far_context": None})
+        'It reads nothing beyond the window.'
+    """
+    if "far_context" not in model:
+        return None
+    far = model["far_context"]
+    if far is None:
+        return "It reads nothing beyond the window."
+    gain, low, high = far["gain"], far["low"], far["high"]
+    what = f"{far['further']:,} tokens beyond the window"
+    if far["verdict"] == "helps":
+        return f"Far context helps: {what} lower the loss by {gain:.3f} nats a token ({low:.3f} to {high:.3f})."
+    if far["verdict"] == "harms":
+        return f"Far context harms: {what} raise the loss by {-gain:.3f} nats a token ({-high:.3f} to {-low:.3f})."
+    change = f"{what} change the loss by {-gain:+.3f} nats a token ({-high:+.3f} to {-low:+.3f})"
+    if far["verdict"] == "undecided":
+        return f"Far context neither helps nor harms for sure: {change}."
+    return f"No verdict on far context: {change}; {far['reason']}"
+
+
+def sliding_said(model: dict[str, Any], sliding: dict[str, Any] | None) -> str | None:
+    """Return whether a model is below or above the sliding window, at its longest length; None: it was not measured.
+
+    Example:
+        >>> row = {"length": 1024, "difference": -0.02, "low": -0.03, "high": -0.01, "p_holm": 0.004}
+        >>> sliding_said({"against_sliding": [row]}, {"of": "control", "window": 128})
+        'Below the sliding window of control at 1,024 tokens: 0.020 nats a token less (-0.030 to -0.010, p = 0.004).'
+    """
+    rows = model.get("against_sliding")
+    if not rows or not sliding:
+        return None
+    row, p = rows[-1], rows[-1]["p_holm"]
+    where = f"the sliding window of {sliding['of']} at {row['length']:,} tokens"
+    nats, sure = f"{abs(row['difference']):.3f} nats a token", f"{row['low']:+.3f} to {row['high']:+.3f}"
+    if p is None:
+        return f"Against {where}: {row['difference']:+.3f} nats a token ({sure}), too few documents for a verdict."
+    if p > SIGNIFICANT:
+        return f"Neither below nor above {where} for sure: {row['difference']:+.3f} nats a token ({sure}, p = {p:.2g})."
+    if row["difference"] < 0:
+        return f"Below {where}: {nats} less ({sure}, p = {p:.2g})."
+    return f"Above {where}: {nats} more ({sure}, p = {p:.2g}); windows of {sliding['window']:,} tokens predict better."
+
+
+def retrieved_said(rows: list[dict[str, Any]]) -> str:
+    """Return how well an encoder finds documents, as a sentence.
+
+    Example:
+        >>> retrieved_said([{"length": 512, "accuracy": 0.9, "low": 0.8, "high": 0.95, "chance": 0.02}])
+        'Of documents of 512 tokens 90% are found (80% to 95%; by chance 2%).'
+    """
+    last = rows[-1]
+    sure = f"{last['low']:.0%} to {last['high']:.0%}; by chance {last['chance']:.0%}"
+    return f"Of documents of {last['length']:,} tokens {last['accuracy']:.0%} are found ({sure})."
+
+
+def own_gaps(results: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the metrics that were not measured on `model` and why, but for what is said of all models alike."""
+    common = common_gaps(results)
+    return [gap for gap in model["not_measured"].items() if gap not in common]
+
+
+def common_gaps(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the metrics that were measured on no model, and why, where the reason is the same."""
+    first, *others = results["models"].values()
+    gaps = list(first["not_measured"].items())
+    return [gap for gap in gaps if others and all(gap in model["not_measured"].items() for model in others)]
+
+
 def _percent(nats: float) -> str:
     """Return a change of the mean loss as the change of perplexity that it is."""
     percent = 100 * math.expm1(nats)

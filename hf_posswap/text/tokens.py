@@ -98,21 +98,41 @@ def leading_tokens(
         >>> leading_tokens(texts, byte_tokenizer(), length=4, limit=9)[0]
         ['a', 'c']
     """
-    names: list[str] = []
-    rows: list[np.ndarray] = []
-    for document in documents:
-        if len(rows) == limit:
-            break
-        ids = _encode(document.text[: length * _CHARACTERS_A_TOKEN], tokenizer)
-        if len(ids) >= length:
-            names.append(document.name)
-            rows.append(ids[:length])
+    long, _ = split_by_length(documents, tokenizer, length=length, limit=limit)
+    names, rows = [name for name, _ in long], [ids for _, ids in long]
     if len(rows) < 2:
         raise DataError(
             f"{len(rows)} of {len(documents)} held-out documents have {length} tokens, at least 2 are needed: "
             "give longer documents or measure shorter lengths."
         )
     return names, np.stack(rows)
+
+
+def split_by_length(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int
+) -> tuple[list[tuple[str, np.ndarray]], list[tuple[str, np.ndarray]]]:
+    """Return names and first `length` tokens of the first `limit` documents that have as many, and of the shorter ones.
+
+    Args:
+        documents: in the order to take them; those after the last that is taken are not read.
+        tokenizer: of the model.
+        length: tokens of each.
+        limit: most long documents to take.
+
+    Example:
+        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> texts = [Document("a", "long enough"), Document("b", "no"), Document("c", "also long")]
+        >>> [[name for name, _ in part] for part in split_by_length(texts, byte_tokenizer(), length=4, limit=9)]
+        [['a', 'c'], ['b']]
+    """
+    long: list[tuple[str, np.ndarray]] = []
+    short: list[tuple[str, np.ndarray]] = []
+    for document in documents:
+        if len(long) == limit:
+            break
+        ids = _encode(document.text[: length * _CHARACTERS_A_TOKEN], tokenizer)
+        (long if len(ids) >= length else short).append((document.name, ids[:length]))
+    return long, short
 
 
 def check_token_ids(model: PreTrainedModel, tokens: np.ndarray) -> None:

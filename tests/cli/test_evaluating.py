@@ -37,7 +37,7 @@ def test_eval_prints_a_table_and_goes_on_where_it_stopped(posswap: Posswap, tiny
     first = posswap(*arguments, "-o", out)
     assert first.returncode == 0, first.stderr
     assert "| model | 16 (1x) | 32 (2x) |" in first.stdout
-    assert "| base | " in first.stdout
+    assert "| ● base | " in first.stdout
     assert "base: passkey is not measured: the shortest passkey prompt takes" in first.stderr
     units = (out / "per_doc.jsonl").read_bytes()
     again = posswap(*arguments, "-o", out, "--json")

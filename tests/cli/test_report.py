@@ -70,4 +70,4 @@ def test_results_are_never_written_over(posswap: Posswap, folder: Path) -> None:
         run = posswap("report", folder, "-o", place)
         assert run.returncode == 2
         assert "expected a file for the page, such as report.html" in run.stderr
-    assert json.loads((folder / "results.json").read_text())["schema"] == 1
+    assert json.loads((folder / "results.json").read_text())["schema"] == 2

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,14 @@ def sweep(model: PreTrainedModel) -> list[Candidate]:
     return [Candidate(model, name="base"), Candidate(model, "rope"), Candidate(model, "alibi")]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_date() -> Iterator[None]:
+    """Results hold when they were made: here always at the same time, so that runs can be compared byte by byte."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+        yield
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the model, the folder and the results of one comparison with every metric but longppl."""
@@ -104,16 +113,16 @@ def test_each_model_is_held_against_the_base(found: dict[str, Any]) -> None:
 def test_the_folder_holds_results_tables_pictures_and_every_unit(found: dict[str, Any]) -> None:
     folder = found["folder"]
     assert json.loads((folder / "results.json").read_text()) == found["results"]
-    assert found["results"]["schema"] == 1
+    assert found["results"]["schema"] == 2
     names = {path.name for path in folder.iterdir()} - {".lock"}
     assert names == {
         "curves.csv", "loss-by-position.png", "loss-by-position.svg", "needle.csv", "nll", "passkey.png", "passkey.svg",
-        "per_doc.jsonl", "perplexity-by-length.png", "perplexity-by-length.svg", "report.html", "results.json",
-        "table.md",
+        "per_doc.jsonl", "perplexity-by-length.png", "perplexity-by-length.svg", "report.html", "results.csv",
+        "results.json", "table.md", "table.tex",
     }  # fmt: skip
     table = (folder / "table.md").read_text()
-    assert "| model | 128 (1x) | 256 (2x) | found | effective length | within the window |" in table
-    assert "| base | " in table
+    assert "| model | 128 (1x) | 256 (2x) | far context | sliding window | found | effective length | within" in table
+    assert "| ● base | " in table
     assert "ends at 128 tokens" in table
     assert (folder / "curves.csv").read_text().count("GPT2LMHeadModel+rope,perplexity,0,") == 2
     assert (folder / "needle.csv").read_text().count("\n") == 1 + 2 + 2 * 4
@@ -196,12 +205,15 @@ def test_a_model_of_no_known_family_is_measured_length_by_length() -> None:
 
 
 def test_few_documents_give_no_verdict() -> None:
-    run = evaluate(gpt2(), "rope", documents=TEXTS[:4], tokenizer=TOKENIZER, settings=SETTINGS)
+    settings = EvalSettings(**{**vars(SETTINGS), "metrics": DEFAULT_METRICS})
+    run = evaluate(gpt2(), "rope", documents=TEXTS[:4], tokenizer=TOKENIZER, settings=settings)
     swapped = run.results["models"]["GPT2LMHeadModel+rope"]
     assert swapped["short_reg"]["loss"]["verdict"] == "no verdict"
     assert run.results["comparisons"]["GPT2LMHeadModel+rope"]["lengths"][0]["p"] is None
     assert "Only 4 documents: no verdict is given under 8" in str(run)
     assert "no effective length:" in str(run)
+    assert "GPT2LMHeadModel+rope: No verdict on far context: 128 tokens beyond the window change" in str(run)
+    assert "too few documents for a verdict" in str(run)  # against the sliding window
 
 
 def test_a_model_in_training_is_measured_without_dropout_and_stays_in_training() -> None:
@@ -331,7 +343,13 @@ def test_names_of_folders_stay_text_and_tell_nothing_of_the_folders_above(tmp_pa
     rows = (tmp_path / "out" / "table.md").read_text().splitlines()
     assert "texts of &lt;me&gt;" in rows[0]
     shown = [re.split(r"(?<!\\)\|", row)[1].strip() for row in rows[4:9]]
-    assert shown == ["a\\|b", "\\*c\\* \\_d\\_ \\`e\\`", "&lt;img src=x onerror=alert(1)&gt;", "\\[f\\](g)", "h_i"]
+    assert shown == [
+        "● a\\|b",
+        "■ \\*c\\* \\_d\\_ \\`e\\`",
+        "◆ &lt;img src=x onerror=alert(1)&gt;",
+        "▲ \\[f\\](g)",
+        "▼ h_i",
+    ]
     assert {len(re.split(r"(?<!\\)\|", row)) for row in rows[2:9]} == {4}  # one cell each
     assert "<img" not in (tmp_path / "out" / "report.html").read_text()
 

@@ -27,6 +27,12 @@ METRICS = "ppl_prefix,nll_pos,ctx_gain,short_reg,passkey,offset_probe,ppl_compat
 FILES = ("results.json", "curves.csv", "needle.csv", "table.md")
 
 
+@pytest.fixture(autouse=True)
+def one_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results hold when they were made: here always at the same time, so that runs can be compared byte by byte."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a tiny model and nine texts."""

@@ -151,7 +151,32 @@ def test_sliding_losses_are_those_of_the_strided_loop_of_transformers_guide() ->
         assert float(row.sum()) == pytest.approx(total, rel=1e-5)
 
 
-@pytest.mark.parametrize(("window", "length"), [(15, 30), (16, 40), (0, 8)])
-def test_windows_that_do_not_fit_are_refused(window: int, length: int) -> None:
-    with pytest.raises(DataError, match="must divide documents"):
-        sliding_losses(swapped("rope"), np.zeros((2, length), dtype=np.int64), window)
+@pytest.mark.parametrize(("window", "length"), [(15, 30), (16, 40), (7, 7), (2, 9), (9, 64)])
+def test_each_token_is_predicted_from_its_own_window_alone(window: int, length: int) -> None:
+    """Brute force: a forward a token, from the first window that reaches it; whatever the lengths divide."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+    model, document = GPT2LMHeadModel(config).eval(), np.random.default_rng(0).integers(0, 50, length)
+    losses = sliding_losses(model, document[None], window)[0]
+    for token in range(1, length):
+        start = 0
+        while start + window <= token:
+            start += window // 2
+        assert start == 0 or window / 2 <= token - start < window  # half a window before it, never a whole one
+        with torch.no_grad():
+            logits = model(torch.from_numpy(document[None, start:token])).logits[0, -1]
+        assert losses[token - 1] == pytest.approx(-torch.log_softmax(logits, -1)[document[token]].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("window", "documents", "message"),
+    [
+        (1, np.zeros((2, 8), dtype=np.int64), "a sliding window holds at least 2 tokens, got 1"),
+        (4, np.zeros((2, 1), dtype=np.int64), "a text of 2 tokens or more"),
+        (4, np.zeros((0, 8), dtype=np.int64), r"at least one of them, got shape \(0, 8\)"),
+        (4, np.zeros(8, dtype=np.int64), r"token ids \[N, L\]"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(window: int, documents: np.ndarray, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        sliding_losses(swapped("rope"), documents, window)

@@ -89,7 +89,7 @@ def test_the_grid_shows_shares_and_hatches_what_cannot_run(tmp_path: Path, figur
     assert base.images[0].get_clim() == (0.0, 1.0)
     assert len(base.patches) == 2
     assert len(rope.patches) == 0
-    assert [text.get_text() for text in base.texts] == ["25%\n1.5 nats", "75%\n0.5 nats"]
+    assert [text.get_text() for text in base.texts] == ["25%\n1.5 nats", "75%\n0.5 nats", "●"]
 
 
 def test_files_are_pictures_and_the_same_each_time(tmp_path: Path) -> None:

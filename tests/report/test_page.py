@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import hf_posswap
 from hf_posswap.comparison import EvalSettings, evaluate
 from hf_posswap.errors import CheckpointError, DataError
 from hf_posswap.report import render_html, write_html
@@ -101,7 +102,9 @@ def test_results_without_any_metric_still_say_how_they_came_about(results: dict[
         for metric in SECTION_OF:
             model.pop(metric, None)
         model["not_measured"] = {"passkey": "too short"}
-    text = render_html(results | {"comparisons": {}})
+        for found in ("far_context", "against_sliding"):
+            model.pop(found, None)
+    text = render_html(results | {"comparisons": {}, "sliding": None})
     assert _Page(text).identities() == ["findings", "method"]
     assert text.count("passkey was not measured: too short") == 1  # once for all models, not once for each
 
@@ -112,7 +115,7 @@ def test_the_points_of_a_chart_are_where_the_numbers_are(results: dict[str, Any]
     rows = list(results["models"].values())[number]["ppl_prefix"]
     section = render_html(results).split('id="perplexity"')[1].split("</section>")[0]
     line = next(part for part in section.split("<g ")[1:] if f'data-m="{number}"' in part.split(">")[0])
-    dots = [tuple(map(float, found)) for found in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', line)]
+    dots = [tuple(map(float, found)) for found in re.findall(r"translate\(([\d.]+),([\d.]+)\)", line)]
     dots = dots[: len(rows)]
     assert len(dots) == len(rows) >= 2
     for at, field in ((0, "length"), (1, "perplexity")):
@@ -130,6 +133,7 @@ def test_pointing_at_a_length_says_the_numbers(results: dict[str, Any]) -> None:
     page = _Page(render_html(results))
     tips = [json.loads(held["data-tip"] or "") for tag, held in page.elements if tag == "rect" and "data-tip" in held]
     title, rows = next(tip for tip in tips if tip[0] == "128 tokens")
+    assert rows.pop()[1] == results["sliding"]["name"] == "base, sliding window"
     for number, name, value in rows:
         row = results["models"][name]["ppl_prefix"][1]
         assert list(results["models"])[number] == name
@@ -197,7 +201,7 @@ def test_one_model_alone_has_a_page(results: dict[str, Any]) -> None:
     alone = results | {"models": {"base": results["models"]["base"]}, "comparisons": {}}
     text = render_html(alone)
     assert "<h1>base by length</h1>" in text
-    assert "the base</small>" not in text
+    assert "held against it</small>" not in text
 
 
 def test_many_models_stay_apart(results: dict[str, Any]) -> None:
@@ -211,7 +215,7 @@ def test_many_models_stay_apart(results: dict[str, Any]) -> None:
     [
         ([], "needs the results.json of posswap eval or compare, got kind None"),
         ({"kind": "quickstart"}, "got kind 'quickstart'"),
-        ({"kind": "hf_posswap evaluation", "schema": 2}, "schema 2, and this version of hf_posswap reads 1"),
+        ({"kind": "hf_posswap evaluation", "schema": 3}, "schema 3, and this version of hf_posswap reads 1 and 2"),
         ({"kind": "hf_posswap evaluation", "schema": 1}, "not whole: base, comparisons, data, .* is missing"),
     ],
 )
@@ -272,3 +276,32 @@ def test_what_was_edited_is_said(results: dict[str, Any]) -> None:
         DataError, match="these results cannot be shown .*low.*edited, or are not whole.*make them again"
     ):
         render_html(results)
+
+
+def test_results_of_the_older_form_are_still_shown() -> None:
+    """results-1.json was written by the version before the sliding window, far context, command and date."""
+    old = json.loads(Path(__file__).with_name("results-1.json").read_text())
+    assert old["schema"] == 1
+    text = render_html(old)
+    assert {"findings", "perplexity", "positions", "gain", "needles", "short", "method"} <= set(
+        _Page(text).identities()
+    )
+    assert "sliding window" not in text
+    assert json.loads(_Page(text).scripts[0]) == old
+
+
+def test_an_encoder_without_a_head_has_cards_and_a_table() -> None:
+    """A sentence encoder predicts no masked tokens: retrieval is all that is known of it."""
+    settings = EvalSettings(lengths=(128,), metrics=("retrieval",), documents=2)
+    model = bert().base_model
+    hf_posswap.patch_model(model, "rope", max_length=128)
+    texts = [text * 2 for text in ENCODED]
+    results = evaluate(model, documents=texts, tokenizer=TOKENIZER, settings=settings).results
+    text, (row,) = render_html(results), results["models"]["BertModel"]["retrieval"]
+    assert {"findings", "overview", "retrieval"} <= set(_Page(text).identities())
+    card = text.split('id="findings"')[1].split("</section>")[0]
+    assert "BertModel" in card
+    assert f"Of documents of 128 tokens {row['accuracy']:.0%} are found" in card
+    overview = text.split('id="overview"')[1].split("</section>")[0]
+    assert "BertModel" in overview
+    assert f"{row['accuracy']:.0%}" in overview

@@ -1,0 +1,83 @@
+"""How each model of a comparison looks: its colour and its mark are the same in pictures, pages and tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Style:
+    """The look of one model.
+
+    Attributes:
+        colour: on light paper.
+        dark: on a dark screen.
+        marker: as matplotlib calls the mark.
+        path: the mark as the data of an SVG path around (0, 0), about 9 units wide.
+        sign: the mark as a character, for text.
+    """
+
+    colour: str
+    dark: str
+    marker: str
+    path: str
+    sign: str
+
+
+# Okabe and Ito's colours, which people with any colour vision tell apart, some darker to be read on white.
+STYLES = (
+    Style("#7a7f85", "#a4abb2", "o", "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0Z", "●"),
+    Style("#1d2227", "#f2f4f5", "s", "M-3.6,-3.6H3.6V3.6H-3.6Z", "■"),
+    Style("#0072b2", "#4fb3e8", "D", "M0,-5L5,0L0,5L-5,0Z", "◆"),
+    Style("#d55e00", "#f08a3c", "^", "M0,-4.8L4.6,3.6H-4.6Z", "▲"),
+    Style("#009e73", "#3ecf9f", "v", "M0,4.8L4.6,-3.6H-4.6Z", "▼"),
+    Style(
+        "#b5599a",
+        "#dd8cc4",
+        "P",
+        "M-1.7,-4.8H1.7V-1.7H4.8V1.7H1.7V4.8H-1.7V1.7H-4.8V-1.7H-1.7Z",
+        "✚",
+    ),
+    Style(
+        "#b98a00",
+        "#e8bf45",
+        "X",
+        "M-4.6,-2.3l2.3,-2.3L0,-2.3l2.3,-2.3l2.3,2.3L2.3,0l2.3,2.3l-2.3,2.3L0,2.3l-2.3,2.3l-2.3,-2.3L-2.3,0Z",
+        "✖",
+    ),
+    Style(
+        "#3a9bd6",
+        "#9ad2f2",
+        "*",
+        "M0,-5.5L1.3,-1.8L5.2,-1.7L2.1,0.7L3.2,4.5L0,2.2L-3.2,4.5L-2.1,0.7L-5.2,-1.7L-1.3,-1.8Z",
+        "★",
+    ),
+)
+SLIDING = len(STYLES) * 1000
+"""The number of the sliding-window control, which is no model: a dashed line of the ink's colour without marks."""
+SLIDING_SIGN = "┄"
+
+
+def style_of(number: int) -> Style:
+    """Return the style of the `number`-th model; further ones take the same again, their lines dashed.
+
+    Example:
+        >>> style_of(2).colour, style_of(10) == style_of(2), is_dashed(10)
+        ('#0072b2', True, True)
+    """
+    return STYLES[number % len(STYLES)]
+
+
+def is_dashed(number: int) -> bool:
+    """Return whether the lines of the `number`-th model are dashed."""
+    return number >= len(STYLES)
+
+
+def sign_of(number: int) -> str:
+    """Return the mark of the `number`-th model as text.
+
+    Example:
+        >>> sign_of(0), sign_of(SLIDING)
+        ('●', '┄')
+    """
+    return SLIDING_SIGN if number == SLIDING else style_of(number).sign

@@ -1,0 +1,45 @@
+"""How each model looks on the page: the styles of `hf_posswap.plotting.styles` as classes, marks and a style sheet."""
+
+from __future__ import annotations
+
+from hf_posswap.plotting.styles import SLIDING, STYLES, is_dashed, style_of
+from hf_posswap.report.markup import Markup, tag
+
+_DASH = "M-6,0H6"
+
+
+def look(number: int) -> str:
+    """Return the style classes of the `number`-th model.
+
+    Example:
+        >>> look(1), look(9), look(SLIDING)
+        ('c1', 'c1 dashed', 'ref')
+    """
+    if number == SLIDING:
+        return "ref"
+    return f"c{number % len(STYLES)}" + (" dashed" if is_dashed(number) else "")
+
+
+def shape(number: int) -> str:
+    """Return the mark of the `number`-th model as the data of a path around (0, 0)."""
+    return _DASH if number == SLIDING else style_of(number).path
+
+
+def mark(number: int) -> Markup:
+    """Return the mark of the `number`-th model, to stand before its name.
+
+    Example:
+        >>> mark(0).startswith('<svg class="mark c0" viewBox="-6 -6 12 12" aria-hidden="true"><path d="M')
+        True
+    """
+    path = tag("path", d=shape(number))
+    return tag("svg", path, class_=f"mark {look(number)}", viewBox="-6 -6 12 12", aria_hidden="true")
+
+
+def colours() -> Markup:
+    """Return the style sheet of the models' colours, on light paper and on a dark screen."""
+    light = " ".join(f"--c{number}: {style.colour};" for number, style in enumerate(STYLES))
+    dark = " ".join(f"--c{number}: {style.dark};" for number, style in enumerate(STYLES))
+    classes = " ".join(f".c{number} {{ --c: var(--c{number}); }}" for number in range(len(STYLES)))
+    on_dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    return Markup(f":root {{ {light} }}\n{on_dark}\n{classes}\n")

@@ -1,0 +1,142 @@
+"""The sliding-window control against a forward a token; and each model against it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+import hf_posswap
+from hf_posswap.comparison import Candidate, EvalSettings, compare
+from hf_posswap.comparison.tables import in_short, markdown
+from hf_posswap.report import render_html
+from hf_posswap.training import byte_tokenizer
+from tests.comparison.test_names import TEXTS, gpt2
+
+LENGTHS = (16, 32, 45, 96)
+WINDOW = 32
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the results of a base, a control and two swaps, and the folder."""
+    folder = tmp_path_factory.mktemp("sliding")
+    base, control = gpt2(0), gpt2(1)
+    candidates = [
+        Candidate(base, name="base"), Candidate(control, name="control"),
+        Candidate(control, "rope", name="rope"), Candidate(control, "nope", name="nope"),
+    ]  # fmt: skip
+    settings = EvalSettings(lengths=LENGTHS, metrics=("ppl_prefix", "nll_pos", "ctx_gain"))
+    run = compare(candidates, documents=TEXTS, tokenizer=byte_tokenizer(), settings=settings, out=folder)
+    return {"results": run.results, "folder": folder, "control": control}
+
+
+def brute_force(model: GPT2LMHeadModel, length: int) -> np.ndarray:
+    """Return the loss of each token, [N, length - 1], a forward each."""
+    rows = []
+    for text in TEXTS:
+        ids, losses = torch.tensor([[256, *text.encode()][:length]]), []
+        for token in range(1, length):
+            start = 0
+            while start + WINDOW <= token:
+                start += WINDOW // 2
+            with torch.no_grad():
+                logits = model(ids[:, start:token]).logits[0, -1]
+            losses.append(-torch.log_softmax(logits, -1)[ids[0, token]].item())
+        rows.append(losses)
+    return np.array(rows)
+
+
+def test_the_control_reads_half_overlapping_windows(found: dict[str, Any]) -> None:
+    sliding = found["results"]["sliding"]
+    assert (sliding["name"], sliding["of"]) == ("control, sliding window", "control")
+    assert (sliding["window"], sliding["stride"]) == (32, 16)
+    wanted = brute_force(found["control"], 96)
+    assert [row["length"] for row in sliding["ppl_prefix"]] == [32, 45, 96]  # below the window it is the model itself
+    for row in sliding["ppl_prefix"]:
+        assert row["perplexity"] == pytest.approx(math.exp(wanted[:, : row["length"] - 1].mean()), rel=1e-4)
+    assert [(row["start"], row["stop"]) for row in sliding["nll_pos"]] == [(16, 32), (32, 64)]
+    for row in sliding["nll_pos"]:
+        assert row["loss"] == pytest.approx(wanted[:, row["start"] - 1 : row["stop"] - 1].mean(), abs=1e-4)
+
+
+def test_each_model_is_held_against_it_beyond_the_window(found: dict[str, Any]) -> None:
+    models, wanted = found["results"]["models"], brute_force(found["control"], 96)
+    assert "against_sliding" not in models["base"]  # it runs nothing beyond the window
+    for name in ("rope", "nope"):
+        model = hf_posswap.patch_model(gpt2(1), name, max_length=96).eval()
+        rows = models[name]["against_sliding"]
+        assert [row["length"] for row in rows] == [45, 96]
+        for row in rows:
+            ids = torch.tensor([[256, *text.encode()][: row["length"]] for text in TEXTS])
+            with torch.no_grad():
+                loss = model(ids, labels=ids).loss.item()
+            assert row["difference"] == pytest.approx(loss - wanted[:, : row["length"] - 1].mean(), abs=1e-4)
+            assert row["low"] <= row["difference"] <= row["high"]
+            assert row["p"] <= row["p_holm"] <= 2 * row["p"]
+
+
+def test_it_stands_in_every_table_page_and_picture(found: dict[str, Any]) -> None:
+    results, folder = found["results"], found["folder"]
+    name = results["sliding"]["name"]
+    assert f"| ┄ {name} | – | " in (folder / "table.md").read_text()
+    for file, rows in (("curves.csv", 3 + 2), ("results.csv", 1), ("table.tex", 1)):
+        assert (folder / file).read_text().count(name) == rows, file
+    page = render_html(results)
+    for section in ("perplexity", "positions", "overview"):
+        assert name in page.split(f'id="{section}"')[1].split("</section>")[0], section
+    for picture in ("perplexity-by-length.svg", "loss-by-position.svg"):
+        assert name in (folder / picture).read_text(), picture
+
+
+def test_the_summary_says_who_is_below_and_above_it(found: dict[str, Any]) -> None:
+    results = found["results"]
+    said = {line.partition(": ")[0]: line for line in in_short(results)}
+    page = render_html(results).split('id="findings"')[1].split("</section>")[0]
+    assert list(said) == list(results["models"])
+    assert "It reads nothing beyond the window." in said["base"]
+    for name in ("rope", "nope"):
+        row = results["models"][name]["against_sliding"][-1]
+        sure = row["p_holm"] <= 0.05
+        word = ("Below" if row["difference"] < 0 else "Above") if sure else "Neither below nor above"
+        assert f"{word} the sliding window of control at 96 tokens" in said[name]
+        assert f"{abs(row['difference']):.3f} nats a token" in said[name]
+        assert said[name].rpartition(word)[2][:60] in page
+    flipped = {**results["models"]["rope"]["against_sliding"][-1], "difference": -0.5, "p_holm": 0.01}
+    other = {**results, "models": {"rope": results["models"]["rope"] | {"against_sliding": [flipped]}}}
+    assert "Below the sliding window of control at 96 tokens: 0.500 nats a token less" in markdown(other)
+
+
+def test_there_is_none_within_the_window_or_without_perplexities() -> None:
+    for lengths, metrics in (((16, 32), ("ppl_prefix",)), ((16, 64), ("offset_probe",))):
+        settings = EvalSettings(lengths=lengths, metrics=metrics)
+        candidates = [Candidate(gpt2(), name="base"), Candidate(gpt2(), "rope")]
+        run = compare(candidates, documents=TEXTS, tokenizer=byte_tokenizer(), settings=settings)
+        assert run.results["sliding"] is None
+
+
+def test_an_unswapped_model_reads_the_windows_where_there_is_no_control() -> None:
+    settings = EvalSettings(lengths=(32, 64), metrics=("ppl_prefix",), documents=2)
+    candidates = [Candidate(gpt2(), "rope", name="rope"), Candidate(gpt2(), name="plain")]
+    run = compare(candidates, documents=TEXTS, tokenizer=byte_tokenizer(), settings=settings)
+    assert run.results["base"] == "rope"
+    assert run.results["sliding"]["of"] == "plain"
+    alone = compare(candidates[:1], documents=TEXTS, tokenizer=byte_tokenizer(), settings=settings)
+    assert alone.results["sliding"]["of"] == "rope"  # its own reach against its own windows
+
+
+def test_a_second_run_reads_no_window_again(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {
+        "documents": TEXTS, "tokenizer": byte_tokenizer(), "out": tmp_path, "pictures": False,
+        "settings": EvalSettings(lengths=(32, 64), metrics=("ppl_prefix",)),
+    }  # fmt: skip
+    candidates = [Candidate(gpt2(), name="base"), Candidate(gpt2(), "rope")]
+    first, again = compare(candidates, **arguments), compare(candidates, **arguments)
+    assert first.computed == 3 * len(TEXTS)
+    assert again.computed == 0
+    assert again.results == first.results  # its date too: nothing new was found
