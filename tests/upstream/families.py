@@ -27,6 +27,7 @@ class Family:
         config: the name of its config class, with the fields that make it tiny.
         models: the names of its classes that are tested.
         scheme: what each model is swapped to, with its settings.
+        native: whether its stock class runs the swapped model.
     """
 
     config: str
@@ -34,6 +35,7 @@ class Family:
     models: tuple[str, ...]
     scheme: str
     options: dict[str, Any] = field(default_factory=dict)
+    native: bool = False
 
 
 FAMILIES = {
@@ -101,6 +103,7 @@ FAMILIES = {
         ("MistralModel", "MistralForCausalLM"),
         "yarn",
         {"factor": 2.0},
+        native=True,
     ),
 }
 

@@ -16,13 +16,13 @@ import transformers
 from tests.upstream.borrowed import borrow
 from tests.upstream.families import FAMILIES, Family, ModelTester
 from tests.upstream.generating import Generating
-from tests.upstream.swapping import swapped_class
+from tests.upstream.swapping import swapping_class
 
 
 def suite(folder: Path, family: Family, swapped: bool) -> type:
     """Return the test class of a family."""
     stock = [getattr(transformers, name) for name in family.models]
-    classes = [swapped_class(cls, family) for cls in stock] if swapped else stock
+    classes = [swapping_class(cls, family) for cls in stock] if swapped else stock
     common: Any = borrow(folder)
 
     class TestSuite(common.ModelTesterMixin, Generating, unittest.TestCase):  # type: ignore[misc]
