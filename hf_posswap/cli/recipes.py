@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_posswap.cli.arguments import Json
-from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
+from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import OptionError
 
 
@@ -68,9 +68,13 @@ def _show_copied(written: list[Path], *, trains: bool) -> None:
         show_text(f"Run it with: posswap train {first}")
 
 
+def _described(header: dict[str, str]) -> str:
+    purpose, cost = header["Purpose"], header.get("Cost")
+    return purpose if cost is None else f"{purpose} Cost: {cost}"
+
+
 def _show_list(listed: dict[str, Any]) -> None:
-    rows = [[name, r.header["Purpose"], r.header.get("Cost", "")] for name, r in listed.items() if r.trains]
-    show_table(["recipe", "purpose", "cost"], rows)
+    show_pairs((name, _described(recipe.header)) for name, recipe in listed.items() if recipe.trains)
     show_text("")
     show_pairs((name, r.header["Purpose"]) for name, r in listed.items() if not r.trains)
     show_text("", "posswap recipes NAME prints one, with its source and how it is run; --copy writes it to be changed.")
