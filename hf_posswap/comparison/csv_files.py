@@ -66,7 +66,8 @@ def _wide(results: dict[str, Any], name: str, model: dict[str, Any]) -> dict[str
         ("base", results["comparisons"].get(name, {}).get("lengths", [])),
     ):
         for row in rows:
-            found |= {f"against_{title}_{row['length']}{end}": row[key] for key, end in _CHANGE}
+            at = ("against", title, str(row["length"]))
+            found |= {"_".join((*at, *end)): row[key] for key, end in _CHANGE}
     if short := model.get("short_reg"):
         found |= {"within_window": short["loss"]["difference"], "within_window_verdict": short["loss"]["verdict"]}
     if passkey := model.get("passkey"):
@@ -78,15 +79,15 @@ def _wide(results: dict[str, Any], name: str, model: dict[str, Any]) -> dict[str
 def _lengths(model: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
     """Return perplexity and interval at each length; all models have the same columns, whatever they can run."""
     scores = {row["length"]: row for row in scores_by_length(model)}
-    fields = (("perplexity", ""), ("low", "_low"), ("high", "_high"))
+    fields = (("perplexity", ()), ("low", ("low",)), ("high", ("high",)))
     return {
-        f"perplexity_{length}{end}": scores[length][key] if length in scores else ""
+        "_".join(("perplexity", str(length), *end)): scores[length][key] if length in scores else ""
         for length in (lengths if scores else [])
         for key, end in fields
     }
 
 
-_CHANGE = (("difference", ""), ("low", "_low"), ("high", "_high"), ("p_holm", "_p"))
+_CHANGE = (("difference", ()), ("low", ("low",)), ("high", ("high",)), ("p_holm", ("p",)))
 
 
 def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -97,11 +97,10 @@ def test_a_run_that_goes_on_counts_what_is_left(tmp_path: Any, monkeypatch: pyte
 
 
 def test_a_terminal_shows_one_bar() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    console = Console(file=io.StringIO(), force_terminal=True, width=160, _environ={"TERM": "xterm"})
     settings = EvalSettings(lengths=(32,), metrics=("ppl_prefix",))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overall, "_SHOWN_SECONDS", 0.0)
-        patch.setenv("TERM", "xterm")
         compare(
             [Candidate(gpt2(), name="base")], documents=TEXTS, tokenizer=byte_tokenizer(), settings=settings,
             reporter=Reporter(console),

@@ -10,7 +10,7 @@ from pathlib import Path
 from hf_posswap.errors import ConfigError, UnknownNameError
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-INSTALLED = _PACKAGE / "_recipes"
+INSTALLED = _PACKAGE / "shipped_recipes"
 """Where a wheel has them: pyproject.toml puts the top-level folder there."""
 CHECKOUT = _PACKAGE.parent / "recipes"
 """Where they are written, and where an editable install finds them."""
