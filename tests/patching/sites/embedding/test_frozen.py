@@ -1,4 +1,4 @@
-"""Tables that a swap freezes are frozen in the model that is loaded, by whatever road, and whatever lies beside them."""
+"""Tables that a swap freezes are frozen in the loaded model, by whatever road, and whatever lies beside them."""
 
 from __future__ import annotations
 
