@@ -106,12 +106,13 @@ def _checked_scheme(scheme: Any) -> LinearBias:
 
 
 def _checked_sites(model: Any, scheme: LinearBias) -> Sites:
-    sites = plan_swap(model, scheme).sites
-    name, table = type(model).__name__, sites.main.table
-    if len(sites.stacks) > 1:
-        raise UnsupportedSwapError(f"{_OWNER} fits models of one stack, and {name} has {len(sites.stacks)}.")
-    if not isinstance(table, TokenTable) or table.computed or sites.main.inside is not None:
-        has = "no learned position table" if table is None else "more than a learned position table"
+    plan = plan_swap(model, scheme)
+    sites, name = plan.sites, type(model).__name__
+    table, beside = sites.main.table, sites.main.inside is not None or plan.record.relative is not None
+    if len(sites.stacks) > 1 or model.config.is_encoder_decoder:
+        raise UnsupportedSwapError(f"{_OWNER} fits models of one stack, and {name} is an encoder and a decoder.")
+    if not isinstance(table, TokenTable) or table.computed or beside:
+        has = "other positions beside it" if table is not None and beside else "none"
         raise UnsupportedSwapError(
             f"{_OWNER} fits a bias to what a learned position table does, and {name} has {has}. What works: GPT-2, "
             "OPT, BERT, RoBERTa and their kind."

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.patch_model import patched
 from hf_posswap.patching.sites.attention.edits import AddMechanism
@@ -43,6 +44,9 @@ def score_profiles(
     Returns:
         By layer [H, N], float64 on the CPU, of `distances_of` the longest row; over all rows and all pairs of a query
         and a key that causality allows. A score is scaled, before any bias and mask.
+
+    Raises:
+        UnsupportedSwapError: layers that run more than once in a forward, or not at all.
     """
     longest = max(map(len, rows))
     with evaluating(model), torch.no_grad(), patched(model, scheme):
@@ -53,6 +57,12 @@ def score_profiles(
             ids = torch.from_numpy(row.astype(np.int64))[None].to(model.device)
             plain = {"use_cache": False} if geometry.causal else {}
             model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), **plain)
+        runs = {carried.watch_of(layer).runs for layer in watched}
+        if runs != {len(rows)}:
+            raise UnsupportedSwapError(
+                f"the attention layers of {type(model).__name__} do not run once in a forward each, so that what their "
+                "scores are cannot be told: layers that share their weights have one bias in common."
+            )
         return {layer: carried.watch_of(layer).profile for layer in watched}
 
 
@@ -108,11 +118,12 @@ class _Watch(Mechanism):
 
     def __init__(self, geometry: Geometry, longest: int) -> None:
         super().__init__()
-        self.causal = geometry.causal
+        self.causal, self.runs = geometry.causal, 0
         self.distances = distances_of(geometry, longest)
         self.profile = torch.zeros(geometry.num_heads, len(self.distances), dtype=torch.float64, device="cpu")
 
     def watch(self, query: Tensor, key: Tensor, scaling: float | None) -> None:
+        self.runs += 1
         share, length = query.shape[1] // key.shape[1], query.shape[2]
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         at = torch.arange(length, device=query.device)

@@ -39,6 +39,7 @@ from hf_posswap.errors import (
 from hf_posswap.schemes.common.bias import LinearBias
 from hf_posswap.search import fit_bias
 from hf_posswap.testing.tiny import tiny_model
+from tests.contract.others import ALL
 
 WORDS, LENGTH, HEADS = 29, 16, 4
 SIZE: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": HEADS, "num_hidden_layers": 2}
@@ -314,13 +315,28 @@ def test_models_that_cannot_be_fitted_are_refused() -> None:
     patched = patch_model(build("gpt2"), "alibi")
     with pytest.raises(AlreadyPatchedError):
         fit_bias(patched, "alibi", TEXTS)
-    says = "LlamaForCausalLM has no learned position table. What works: GPT-2"
+    says = "and LlamaForCausalLM has none. What works: GPT-2"
     refused(tiny_model("llama"), says, UnsupportedSwapError)
     both = BartModel(BartConfig(d_model=32, vocab_size=WORDS, encoder_layers=1, decoder_layers=1))
-    refused(both, "fit_bias fits models of one stack, and BartModel has 2", UnsupportedSwapError)
+    refused(both, "fit_bias fits models of one stack, and BartModel is an encoder and a decoder", UnsupportedSwapError)
     with torch.device("meta"):
         empty = GPT2LMHeadModel(GPT2)
     refused(empty, "its weights are on meta: load it with its weights", UnsupportedModelError)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("albert", "AlbertForMaskedLM do not run once in a forward each"),
+        ("whisper", "WhisperForConditionalGeneration is an encoder and a decoder"),
+        ("xglm", "XGLMForCausalLM has none"),
+        ("mpnet", "MPNetForMaskedLM has other positions beside it"),
+        ("deberta", "DebertaForMaskedLM has other positions beside it"),
+    ],
+)
+def test_models_whose_scores_say_something_else_are_refused(name: str, says: str) -> None:
+    changes = {"relative_attention": True} if name == "deberta" else {}
+    refused(ALL[name].build(**changes), says, UnsupportedSwapError)
 
 
 @pytest.mark.parametrize(
