@@ -67,6 +67,7 @@ from hf_posswap.schemes import T5Bias as T5Bias
 from hf_posswap.schemes import Together as Together
 from hf_posswap.schemes import XPos as XPos
 from hf_posswap.schemes import Yarn as Yarn
+from hf_posswap.search.bias import fit_bias as fit_bias
 from hf_posswap.search.logit_scale import LogitScaleFit as LogitScaleFit
 from hf_posswap.search.logit_scale import fit_logit_scale as fit_logit_scale
 from hf_posswap.search.longrope import search_longrope as search_longrope

@@ -46,6 +46,13 @@ class LoadingHooks:
         """
         return []
 
+    @classmethod
+    def posswap_loaded(cls, model: Any) -> None:
+        """Settle what loading `model` left otherwise than it was: it makes every floating weight trainable.
+
+        Touches `PreTrainedModel._load_pretrained_model`. Without it a formula's table could be trained after loading.
+        """
+
     def _init_weights(self, module: nn.Module) -> None:
         if not self.posswap_fill(module):
             super()._init_weights(module)  # type: ignore[misc]
@@ -63,4 +70,5 @@ class LoadingHooks:
         parent: Any = super()
         found = parent._load_pretrained_model(model, state_dict, files, both, *args, **kwargs)
         model._weight_conversions = [one for one in model._weight_conversions if one not in ours]
+        cls.posswap_loaded(model)
         return found

@@ -18,7 +18,9 @@ from hf_posswap.kernels.calls import Call, attend
 from hf_posswap.kernels.fused import bias_dtype
 
 BLOCK = 1024
-"""Queries that count j from the same start."""
+"""Queries that count j from the same start, where no slope is above 1."""
+SMALLEST = 64
+"""Such queries however steep the slopes are: where one is above 16, a key beside the query weighs next to nothing."""
 NEGLIGIBLE = 17.0
 """A sum of weights below exp(-17), 4e-8 of the largest, is lost in float32 anyway."""
 
@@ -32,7 +34,7 @@ def attend_linear(
         query: [B, H, L, D].
         key: [B, G, L, D].
         value: [B, G, L, D].
-        slopes: [H], > 0, without gradient.
+        slopes: [H], >= 0, without gradient.
         scaling: multiplies the scores.
         windowed: whether each head leaves out the keys that are too far for it to weigh anything in float32, whatever
             their scores, given the largest lengths of these queries and keys.
@@ -45,7 +47,8 @@ def attend_linear(
 
 def _calls(slopes: Tensor, reach: list[int], length: int, share: int) -> list[Call]:
     """Return the calls: every block of queries to itself, then to the keys before it, heads of one reach together."""
-    block = min(BLOCK, length)
+    steepest = float(slopes.detach().amax())  # m j swallows digits as j does
+    block = min(BLOCK, max(SMALLEST, int(BLOCK / max(1.0, steepest))), length)
     whole = length // block * block
     row = _row(slopes, 0, block)
     calls = [Call(0, (0, whole), (0, whole), causal=True, chunks=whole // block, bias=row)]

@@ -6,17 +6,20 @@ https://arxiv.org/abs/2310.13017.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits
+from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Traits
 from hf_posswap.schemes.common import checks
-from hf_posswap.schemes.common.bias import DistanceMechanism
+from hf_posswap.schemes.common.bias import DistanceMechanism, LinearBias, rounded
 
 
 def slopes(heads: int) -> list[float]:
@@ -39,13 +42,15 @@ def slopes(heads: int) -> list[float]:
 
 @SCHEMES.register("alibi")
 @dataclass(frozen=True)
-class Alibi(Scheme):
+class Alibi(LinearBias):
     """ALiBi: score - (m_h / s) |i - j|. In an encoder the penalty is the same to both sides.
 
     Attributes:
         interpolation: s >= 1, the target length over the length that the model was trained on with ALiBi: all
             distances then cost what they cost there. The paper takes s anew from each input that is longer; here it is
             one number, so that a cached and a full forward agree. None divides by nothing.
+        slopes: m_h of each head, >= 0; None: the paper's. `hf_posswap.fit_bias` finds those that are nearest to a
+            learned table, for each layer.
 
     Example:
         >>> Alibi().traits.relative
@@ -58,20 +63,42 @@ class Alibi(Scheme):
     summary: ClassVar[str] = "a linear penalty on distance, one slope a head"
     source: ClassVar[str] = "https://arxiv.org/abs/2108.12409"
     kind: ClassVar[Kind] = "bias"
+    fitted_fields: ClassVar[tuple[str, ...]] = ("slopes",)
 
     interpolation: float | None = None
+    slopes: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.interpolation is not None:
             checked = checks.number(self.name, "interpolation", self.interpolation, minimum=1.0, maximum=1e6)
             object.__setattr__(self, "interpolation", checked)
+        if self.slopes is not None:
+            given = checks.factors(self.name, "slopes", self.slopes, zero=True, each="head")
+            object.__setattr__(self, "slopes", given)
 
     @property
     def traits(self) -> Traits:
         return Traits()
 
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        super().resolve(geometry, max_length)
+        heads = geometry.num_heads
+        if self.slopes is not None and len(self.slopes) != heads:
+            raise SchemeError(
+                f"{self.name}: slopes has {len(self.slopes)} numbers, and this model has {heads} heads; give one each."
+            )
+        stock = self.slopes == tuple(slopes(heads))
+        return dataclasses.replace(self, slopes=None) if stock else self
+
     def mechanism(self, geometry: Geometry) -> Mechanism:
-        return AlibiMechanism(geometry.num_heads, self.interpolation or 1.0)
+        own = slopes(geometry.num_heads) if self.slopes is None else self.slopes
+        return AlibiMechanism(own, self.interpolation or 1.0)
+
+    def features(self, distances: Tensor, geometry: Geometry) -> Tensor:
+        return -distances.abs()[None].double() / (self.interpolation or 1.0)
+
+    def with_weights(self, weights: Tensor, geometry: Geometry) -> Self:
+        return dataclasses.replace(self, slopes=tuple(rounded(weights[:, 0].clamp(min=0))))
 
     def reach(self, geometry: Geometry) -> int | None:
         return None if self.interpolation is None else math.floor(self.interpolation * geometry.original_length)
@@ -82,9 +109,9 @@ class AlibiMechanism(DistanceMechanism):
 
     slopes: Tensor
 
-    def __init__(self, heads: int, interpolation: float) -> None:
+    def __init__(self, own: Sequence[float], interpolation: float) -> None:
         super().__init__()
-        divided = [slope / interpolation for slope in slopes(heads)]
+        divided = [slope / interpolation for slope in own]
         self.slopes = torch.tensor(divided, dtype=torch.float32, device="cpu")  # [H]
 
     def distance_bias(self, distances: Tensor) -> Tensor:

@@ -93,6 +93,8 @@ class Mechanism(nn.Module):
     """Whether each query is multiplied by a number that depends on its position."""
     head_dim: int = 0
     """D, where the mechanism rotates or splits."""
+    watches: bool = False
+    """Whether `watch` is shown what scores are made of; for measurements, never for a scheme."""
 
     @property
     def turns(self) -> bool:
@@ -134,6 +136,16 @@ class Mechanism(nn.Module):
 
     def scale(self, query_positions: Tensor) -> Tensor:
         """Return what multiplies the queries at [B or 1, Q], [B or 1, Q], float32."""
+        raise NotImplementedError
+
+    def watch(self, query: Tensor, key: Tensor, scaling: float | None) -> None:
+        """Look at what scores are made of before a bias is added: scaling q k; None scales by 1/sqrt(D).
+
+        Args:
+            query: [B, H, Q, D].
+            key: [B, G, K, D].
+            scaling: as the model passes it on.
+        """
         raise NotImplementedError
 
     def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:

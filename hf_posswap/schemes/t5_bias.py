@@ -5,18 +5,20 @@ Raffel et al. 2019, https://arxiv.org/abs/1910.10683, section 2.1.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme
+from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism
 from hf_posswap.schemes.common import checks
-from hf_posswap.schemes.common.bias import DistanceMechanism, generator, parameter
+from hf_posswap.schemes.common.bias import DistanceMechanism, LinearBias, generator, parameter, rounded
 
 MOST_BUCKETS = 2**12
 FARTHEST = 2**20
@@ -45,9 +47,29 @@ def buckets(num_buckets: int, max_distance: int, *, causal: bool) -> Tensor:
     return torch.cat((future[1:].flip(0), past))
 
 
+def _rows(owner: str, given: Any, count: int) -> tuple[tuple[float, ...], ...]:
+    """Return `given` as the rows of a table of `count` buckets.
+
+    Raises:
+        SchemeError: it is none: what is wrong.
+    """
+    listed = isinstance(given, Sequence) and not isinstance(given, str)
+    rows = [row for row in given if isinstance(row, Sequence) and not isinstance(row, str) and row] if listed else []
+    if not rows or len(rows) != len(given) or len({len(row) for row in rows}) > 1:
+        raise SchemeError(
+            f"{owner}: start must be a list of lists, for each bucket a number for each head, got {given!r}."
+        )
+    if len(rows) != count:
+        raise SchemeError(f"{owner}: start has {len(rows)} buckets, and num_buckets is {count}.")
+    numbers = [
+        [checks.number(owner, f"start[{i}][{h}]", one) for h, one in enumerate(row)] for i, row in enumerate(rows)
+    ]
+    return tuple(map(tuple, numbers))
+
+
 @SCHEMES.register("t5")
 @dataclass(frozen=True)
-class T5Bias(Scheme):
+class T5Bias(LinearBias):
     """T5's bias: score + table[bucket(i - j), h], the table learned and shared by the layers.
 
     It is added to the scaled score q k / sqrt(D); T5 itself does not scale. With `init_std` 0 the swapped model begins
@@ -58,6 +80,8 @@ class T5Bias(Scheme):
         max_distance: distance, in tokens, from which all keys share the last bucket of their side.
         init_std: standard deviation of the normal numbers that the table begins with; 0: it begins at zero.
         seed: of those numbers.
+        start: the table to begin with, in place of such numbers: for each bucket a number for each head.
+            `hf_posswap.fit_bias` finds the one that is nearest to a learned table, for each layer.
 
     Example:
         >>> T5Bias().num_buckets, T5Bias().max_distance
@@ -68,11 +92,13 @@ class T5Bias(Scheme):
     summary: ClassVar[str] = "T5's bias: a learned number for each bucket of distances and head"
     source: ClassVar[str] = "https://arxiv.org/abs/1910.10683"
     kind: ClassVar[Kind] = "bias"
+    fitted_fields: ClassVar[tuple[str, ...]] = ("init_std", "start")
 
     num_buckets: int = 32
     max_distance: int = 128
     init_std: float = 0.0
     seed: int = 0
+    start: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         checks.whole(self.name, "num_buckets", self.num_buckets, minimum=2, maximum=MOST_BUCKETS)
@@ -81,6 +107,10 @@ class T5Bias(Scheme):
             self, "init_std", checks.number(self.name, "init_std", self.init_std, minimum=0.0, maximum=1e3)
         )
         checks.whole(self.name, "seed", self.seed, minimum=0, maximum=checks.LARGEST_SEED)
+        if self.start is not None:
+            object.__setattr__(self, "start", _rows(self.name, self.start, self.num_buckets))
+            if self.init_std:
+                raise SchemeError(f"{self.name}: start says how the table begins, got init_std={self.init_std:g} too.")
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
         super().resolve(geometry, max_length)
@@ -95,10 +125,39 @@ class T5Bias(Scheme):
                 f"{self.name}: num_buckets={self.num_buckets} gives each of the first {side // 2} distances a bucket "
                 f"of its own here, so max_distance must be more than {side // 2}, got {self.max_distance}."
             )
+        if self.start is not None and len(self.start[0]) != geometry.num_heads:
+            raise SchemeError(
+                f"{self.name}: start has {len(self.start[0])} numbers for each bucket, and this model has "
+                f"{geometry.num_heads} heads; give one each."
+            )
         return self
 
     def mechanism(self, geometry: Geometry) -> Mechanism:
         return T5Mechanism(self, geometry)
+
+    def features(self, distances: Tensor, geometry: Geometry) -> Tensor:
+        known = buckets(self.num_buckets, self.max_distance, causal=geometry.causal)
+        row = known[distances.clamp(-self.max_distance, self.max_distance) + self.max_distance]  # [N]
+        return torch.nn.functional.one_hot(row, self.num_buckets).T.double()
+
+    def with_weights(self, weights: Tensor, geometry: Geometry) -> Self:
+        """Return a copy that begins with `weights` [H, num_buckets]; buckets that were not seen have the next nearer's.
+
+        Zero there would be a bias like any other, and mostly one that far keys stand out by.
+        """
+        filled = weights.clone()
+        side = self.num_buckets if geometry.causal else self.num_buckets // 2
+        for bucket in range(self.num_buckets):
+            if filled[:, bucket].isnan().any():  # the first of a side: nothing lies after the query, or at its place
+                filled[:, bucket] = filled[:, bucket - 1] if bucket % side else filled[:, 0].nan_to_num()
+        return dataclasses.replace(self, start=tuple(tuple(rounded(row)) for row in filled.T))
+
+    def __str__(self) -> str:
+        """Return the scheme as others are written, but for the numbers of `start`: there are hundreds."""
+        if self.start is None:
+            return super().__str__()
+        plain = str(dataclasses.replace(self, start=None))
+        return f"{plain[:-1]}, start={len(self.start)}x{len(self.start[0])} numbers)"
 
 
 class T5Mechanism(DistanceMechanism):
@@ -113,7 +172,9 @@ class T5Mechanism(DistanceMechanism):
         self.max_distance = scheme.max_distance
         self.bucket = buckets(scheme.num_buckets, scheme.max_distance, causal=geometry.causal)
         start = torch.zeros(scheme.num_buckets, geometry.num_heads, dtype=torch.float32, device="cpu")
-        if scheme.init_std:
+        if scheme.start is not None:
+            start = torch.tensor(scheme.start, dtype=torch.float32, device="cpu")
+        elif scheme.init_std:
             start.normal_(std=scheme.init_std, generator=generator(scheme.seed))
         self.table = parameter(start)
 

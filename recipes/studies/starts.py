@@ -1,10 +1,11 @@
-"""Where a sinusoidal swap starts, before any training: how far from the base in the window, and how far beyond.
+"""Where a swap of a learned table starts, before any training: how far from the base in the window, and beyond.
 
     python recipes/pretrain.py gpt2 my-gpt2 --text books/
-    python -m recipes.studies.starts --base my-gpt2 --valid other-books/ --out results
+    python -m recipes.studies.starts --base my-gpt2 --fit books/ --valid other-books/ --out results
 
 The base is a folder with a model of learned positions, or that of a run of recipes/pretrain.py. It gets a tiled table,
-the sinusoids at the scale of its table, and sinusoids that are ridge-fitted to it with penalties from small to large.
+the sinusoids at the scale of its table, sinusoids that are ridge-fitted to it with penalties from small to large, and
+biases in its place, as they are and fitted to its attention scores on other texts than those that are measured.
 All read the same tokens: windows of the original length by themselves, and 1, 2, 4 and 8 windows at a time. Nothing is
 trained. A run that was stopped goes on by the same command.
 """
@@ -20,15 +21,18 @@ import typer
 
 import hf_posswap
 from hf_posswap.cli.outcome import script
-from hf_posswap.comparison import read_documents
+from hf_posswap.comparison import EvalDocuments, read_documents
 from hf_posswap.errors import SchemeError
 from hf_posswap.evaluation import RunStore, reach_of
+from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
 from recipes.studies.measuring import LAST, LAST_ALONE, MULTIPLES, WINDOW, Means, Texts, difference, document_means
 from recipes.studies.running import versions
 
 NAME = "starts"
+FITTED_DOCUMENTS, FITTED_WINDOWS = 12, 4
+"""Documents that a bias is fitted to, and windows of each."""
 PENALTIES = (0.1, 1.0, 10.0, 100.0, 300.0, 1000.0)
 
 
@@ -41,12 +45,14 @@ class Start:
         scheme: of the table.
         options: fields of the scheme.
         centre: whether what all rows share moves into the token embeddings first.
+        fit: whether its bias is fitted.
     """
 
     name: str
     scheme: str
     options: dict[str, Any] = field(default_factory=dict)
     centre: bool = False
+    fit: bool = False
 
 
 STARTS = (
@@ -54,6 +60,11 @@ STARTS = (
     Start("sinusoidal, scaled", "sinusoidal"),
     Start("sinusoidal, scaled, table centred", "sinusoidal", centre=True),
     *(Start(f"sinusoidal, ridge {penalty:g}", "sinusoidal", {"ridge": penalty}) for penalty in PENALTIES),
+    *(
+        Start(f"{scheme}, {'fitted' if fit else 'as it is'}, table centred", scheme, centre=True, fit=fit)
+        for scheme in ("alibi", "t5")
+        for fit in (False, True)
+    ),
 )
 PLAIN = "sinusoidal, scaled, table centred"
 """What the fits are compared with beyond the window."""
@@ -62,7 +73,8 @@ PLAIN = "sinusoidal, scaled, table centred"
 def main(
     base: Annotated[Path, typer.Option(help="A folder with a model of learned positions, or of recipes/pretrain.py.")],
     out: Annotated[Path, typer.Option(help="The folder for JSON and table.")],
-    valid: Annotated[list[Path] | None, typer.Option(help="Texts; Python's own otherwise.")] = None,
+    fit: Annotated[list[Path] | None, typer.Option(help="Texts to fit biases to; Python's own otherwise.")] = None,
+    valid: Annotated[list[Path] | None, typer.Option(help="Texts to measure on; Python's own otherwise.")] = None,
     pieces: Annotated[int, typer.Option(help="Of 8 windows each, from the start of every document on.")] = 1,
     documents: Annotated[int, typer.Option(help="Most documents to measure on.")] = 16,
     work: Annotated[Path | None, typer.Option(help="For what was measured; the user's cache otherwise.")] = None,
@@ -75,15 +87,24 @@ def main(
     window = reach_of(model).window
     found = read_documents(valid, tokenizer, length=pieces * MULTIPLES[-1] * window, limit=documents)
     texts = Texts(found, window, tokenizer)
+    other = [document.text for document in python_corpus().train] if fit is None else fit
+    fitted_to = read_documents(other, tokenizer, length=FITTED_WINDOWS * window, limit=FITTED_DOCUMENTS)
     with RunStore(place / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
         plain = document_means(model, texts, store)
-        measured = [(start, *_measure(start, folder, texts, store)) for start in STARTS]
+        measured = [(start, *_measure(start, folder, texts, store, fitted_to)) for start in STARTS]
     result = {
         "study": NAME,
         "versions": versions(),
         "base": {"parameters": model.num_parameters(), "window": window, "nll": float(plain[WINDOW].mean())},
         "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or found.source},
+        "fit": {
+            "source": ", ".join(path.name for path in fit or ()) or "Python's own",
+            "documents": len(fitted_to.names),
+            "digest": fitted_to.to_dict()["digest"],
+            "tokens of a document": FITTED_WINDOWS * window,
+        },
         "command": "python -m recipes.studies.starts --base $BASE "
+        + ("--fit $OTHER " if fit else "")
         + (f"--valid $TEXT --pieces {pieces} " if valid else f"--pieces {pieces} ")
         + f"--documents {documents} --out results",
         "rows": rows_of(plain, measured),
@@ -93,13 +114,18 @@ def main(
     typer.echo(markdown(result))
 
 
-def _measure(start: Start, folder: Path, texts: Texts, store: RunStore) -> tuple[dict[str, Any], Means | str]:
+def _measure(
+    start: Start, folder: Path, texts: Texts, store: RunStore, fitted_to: EvalDocuments
+) -> tuple[dict[str, Any], Means | str]:
     """Return the scheme as the swap left it, and what it loses on each document; or why it was refused."""
     model = hf_posswap.load(folder).eval()
     if start.centre:
         hf_posswap.centre_table(model)
+    chosen: Any = start.scheme
+    if start.fit:
+        chosen = hf_posswap.fit_bias(model, chosen, fitted_to.tokens.reshape(-1, texts.window))
     try:
-        hf_posswap.patch_model(model, start.scheme, max_length=texts.longest, **start.options)
+        hf_posswap.patch_model(model, chosen, max_length=texts.longest, **start.options)
     except SchemeError as error:
         return {}, str(error)
     return hf_posswap.swap_plan(model).scheme.to_dict(), document_means(model, texts, store)
@@ -131,12 +157,12 @@ def rows_of(base: Means, measured: Sequence[tuple[Start, dict[str, Any], Means |
 
 def markdown(result: dict[str, Any]) -> str:
     """Return the result for people."""
-    base, texts, held = result["base"], result["texts"], result["versions"]
+    base, texts, fit, held = result["base"], result["texts"], result["fit"], result["versions"]
     head = ["start", "residual", "growth", "in the window", "less the base"]
     head += [f"{m}x" for m in MULTIPLES] + [f"{MULTIPLES[-1]}x less plain", "8th window"]
     return "\n".join(
         [
-            "# Where a sinusoidal swap starts",
+            "# Where a swap of a learned table starts",
             "",
             f"A GPT-2 of {base['parameters'] / 1e6:.1f} M parameters and {base['window']} positions, not trained after "
             f"the swap; its own loss in the window is {base['nll']:.4f} nats a token. Read: {texts['documents']} "
@@ -144,7 +170,9 @@ def markdown(result: dict[str, Any]) -> str:
             f"each; torch {held['torch']}, transformers {held['transformers']}. Brackets: 95 % intervals, paired over "
             "documents.",
             "",
-            "- Residual: of the fit, by the spread of the table. Growth: the longest row beyond by the longest inside.",
+            "- Residual: of a ridge fit, by the table's spread. Growth: the longest row beyond by the longest inside.",
+            f"- Fitted: to attention scores on {fit['documents']} other documents ({fit['source']}), "
+            f"{fit['tokens of a document']} tokens of each.",
             f"- 1x to 8x: so many windows read at once. Plain: {PLAIN}.",
             "- 8th window: its tokens after the seven windows before them, less the same alone; above 0 length harms.",
             "",

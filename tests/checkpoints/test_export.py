@@ -83,6 +83,12 @@ VERDICTS: dict[str, tuple[str, str | None, dict[str, Any], tuple[str, str, str, 
     "gpt2 nope": ("gpt2", "nope", {}, ("exact", "exact", "exact", "exact")),
     "plugin": ("gpt2", "rope", {}, ("impossible", "impossible", "impossible", "impossible")),
     "plugin llama": ("llama", "alibi", {}, ("impossible", "impossible", "impossible", "impossible")),
+    "plugin, own slopes": (
+        "gpt2",
+        "alibi",
+        {"slopes": [0.5, 0.1, 0.02, 0.0]},
+        ("impossible", "impossible", "impossible", "impossible"),
+    ),
 }
 
 

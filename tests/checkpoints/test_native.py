@@ -70,6 +70,13 @@ EXACT: dict[str, tuple[str, str, dict[str, Any], str | None, str]] = {
     "roberta roformer": ("roberta", "rope", {"max_length": LONG}, "roformer", "RoFormerForMaskedLM"),
     "bert decoder": ("bert (is_decoder)", "rope", {"max_length": LONG}, None, "RoFormerForCausalLM"),
     "roberta t5": ("roberta", "t5", {"init_std": 1.0, "max_length": 400}, None, "MPNetForMaskedLM"),
+    "roberta t5 begun anew": (
+        "roberta",
+        "t5",
+        {"start": [[0.1 * h * b - 0.2 * b for h in range(4)] for b in range(32)], "max_length": 400},
+        None,
+        "MPNetForMaskedLM",
+    ),
     "llama yarn": ("llama", "yarn", {"factor": 3.0}, None, "LlamaForCausalLM"),
     "llama yarn inside": ("llama", "yarn", {"factor": 3.0, "site": "attention"}, None, "LlamaForCausalLM"),
     "llama interleaved": ("llama", "rope", {"layout": "interleaved", "max_length": LONG}, None, "LlamaForCausalLM"),

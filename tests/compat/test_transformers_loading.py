@@ -32,7 +32,7 @@ class Plain(LoadingHooks, GPT2Model):
 
 
 class Hooked(LoadingHooks, GPT2Model):
-    """A GPT-2 whose position table begins as sevens, and is halved when it is loaded."""
+    """A GPT-2 whose position table begins as sevens, and is halved and frozen when it is loaded."""
 
     def posswap_fill(self, module: nn.Module) -> bool:
         table = isinstance(module, nn.Embedding) and module.num_embeddings == TINY.n_positions
@@ -48,6 +48,10 @@ class Hooked(LoadingHooks, GPT2Model):
     @classmethod
     def posswap_conversions(cls, model: Any) -> list[Any]:
         return [WeightConverter(TABLE.replace(".", r"\.") + "$", TABLE, operations=[Halved()])]
+
+    @classmethod
+    def posswap_loaded(cls, model: Any) -> None:
+        model.wpe.requires_grad_(False)
 
 
 @pytest.fixture
@@ -98,6 +102,14 @@ def test_posswap_conversions(stock: Any, tmp_path: Path) -> None:
     made.save_pretrained(tmp_path / "again")  # as it is: saving does not undo the conversion
     again = GPT2Model.from_pretrained(tmp_path / "again")
     assert torch.equal(again.state_dict()[TABLE], made.state_dict()[TABLE])
+
+
+def test_posswap_loaded(stock: Any, tmp_path: Path) -> None:
+    stock.wpe.requires_grad_(False)
+    stock.save_pretrained(tmp_path)
+    assert Plain.from_pretrained(tmp_path).wpe.weight.requires_grad  # which is what the hook is for
+    made = Hooked.from_pretrained(tmp_path)
+    assert [name for name, held in made.named_parameters() if not held.requires_grad] == [TABLE]
 
 
 def test_hooks_that_nobody_overrides_change_nothing(stock: Any, tmp_path: Path) -> None:

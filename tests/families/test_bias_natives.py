@@ -14,11 +14,11 @@ import transformers
 from torch import Tensor
 
 import hf_posswap
-from hf_posswap import patch_model, plan_swap, swap_plan
+from hf_posswap import patch_model, plan_swap, swap_plan, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
-from hf_posswap.schemes import Learned, Rope
+from hf_posswap.schemes import Alibi, Learned, Rope
 from hf_posswap.schemes.alibi import slopes
 from hf_posswap.testing.tiny import tiny_config, tiny_model
 from tests.families.interface_models import words
@@ -178,6 +178,18 @@ def test_bloom_without_positions_is_bloom_with_a_bias_of_zero() -> None:
     make = native.transformer.build_alibi_tensor
     native.transformer.build_alibi_tensor = lambda *args, **kwargs: torch.zeros_like(make(*args, **kwargs))
     same(logits(model, attention_mask=torch.ones_like(IDS)), logits(native, attention_mask=torch.ones_like(IDS)))
+
+
+def test_bloom_with_slopes_of_its_own_is_bloom_with_that_bias() -> None:
+    own = (0.3, 0.0, 1.5, 0.04)
+    model, native = build("BloomForCausalLM"), build("BloomForCausalLM")
+    plan = swap_plan(patch_model(model, Alibi(slopes=own)))
+    assert plan.route == "plugin"  # no config of BLOOM's says slopes
+    make = native.transformer.build_alibi_tensor
+    given = torch.tensor(own).repeat(len(IDS))[:, None, None] * torch.arange(IDS.shape[1])  # [B H, 1, K]
+    native.transformer.build_alibi_tensor = lambda *args, **kwargs: given.to(make(*args, **kwargs))
+    same(logits(model, attention_mask=torch.ones_like(IDS)), logits(native, attention_mask=torch.ones_like(IDS)))
+    verify_swap(model)
 
 
 def test_mpt_without_positions_is_mpt_with_a_bias_of_zero() -> None:

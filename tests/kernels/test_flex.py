@@ -29,7 +29,7 @@ def mechanism_of(name: str, causal: bool) -> Any:
     geometry = Geometry(48, 6, 6, 8, 2, 64, causal=causal)
     schemes: dict[str, Any] = {"t5": T5Bias(init_std=1.0, max_distance=9, num_buckets=8), "kerple": Kerple()}
     if name == "alibi":
-        return AlibiMechanism(heads=6, interpolation=2.0)
+        return AlibiMechanism([0.5, 0.25, 0.0, 0.031, 1.7, 0.0078], interpolation=2.0)
     return schemes[name].resolve(geometry, None).mechanism(geometry)
 
 

@@ -66,6 +66,28 @@ def test_a_window_leaves_out_keys_and_nothing_that_is_seen_in_float32() -> None:
     assert 0 < (found - exact).abs().max() < 3e-7, "left out, and not missed"
 
 
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_slope_of_zero_is_no_penalty(windowed: bool) -> None:
+    query, key, value, _ = tensors(4, 2, 50)
+    slope = torch.tensor([0.0, 0.5, 0.0, 0.0], dtype=torch.float64)
+    with patch.object(row_bias, "BLOCK", 16), patch.object(row_bias, "SMALLEST", 8):
+        found = attend_linear(query, key, value, slope, scaling=0.3, windowed=windowed)
+    torch.testing.assert_close(found, dense(query, key, value, slope, 0.3), atol=EXACT, rtol=0)
+
+
+@pytest.mark.parametrize("steepest", [0.7, 3.1, 11.3, 299.9])
+def test_steep_slopes_cost_no_digits(steepest: float) -> None:
+    """m j is rounded as where the paper's steepest slope is: by 3e-5 at most for each of two keys, below 1024."""
+    length = 2048
+    source = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, length, 2, 16, generator=source).transpose(1, 2) for _ in range(3))
+    slope = torch.tensor([steepest, 2**-8])
+    with torch.no_grad():
+        found = attend_linear(query, key, value, slope, scaling=SCALING)
+    exact = dense(query.double(), key.double(), value.double(), slope.double(), SCALING)
+    assert (found.double() - exact).abs().max() < 6e-5 * float(value.abs().max())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_far_into_a_text_it_errs_no_more_than_near_its_start(dtype: torch.dtype) -> None:
     """The last queries of a text of 16k tokens: m j itself would have lost 3e-4 here."""

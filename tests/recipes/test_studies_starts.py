@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 import hf_posswap
+from hf_posswap.comparison import read_documents
+from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.atomic_io import read_json
 from recipes.studies import starts
 from recipes.studies.measuring import MULTIPLES, WINDOW
@@ -22,15 +24,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("starts")
     write_model(folder / "gpt2")
     write_texts(folder / "valid", count=9)
+    write_texts(folder / "fit", count=3)
     return folder
 
 
 def study(place: Path, out: str) -> Any:
     """Run the study as its user does, and return its results."""
-    arguments = ["--base", str(place / "gpt2"), "--valid", str(place / "valid"), "--out", str(place / out)]
+    given = {"base": "gpt2", "fit": "fit", "valid": "valid", "out": out}
+    arguments = [part for name, value in given.items() for part in (f"--{name}", str(place / value))]
     found = CliRunner().invoke(starts.app, [*arguments, "--work", str(place / "work")])
     assert found.exit_code == 0, found.output
     return read_json(place / out / "starts.json")
+
+
+def fitted_by_hand(place: Path, scheme: str, told: Any) -> Any:
+    """Return the scheme that is fitted to what the study says it read."""
+    model = hf_posswap.load(place / "gpt2")
+    hf_posswap.centre_table(model)
+    words = load_tokenizer(place / "gpt2", instead="")
+    texts = read_documents([place / "fit"], words, length=told["tokens of a document"], limit=told["documents"])
+    window = model.config.n_positions
+    return hf_posswap.fit_bias(model, scheme, texts.tokens.reshape(-1, window)).to_dict()
 
 
 def test_the_study_measures_every_start_and_finds_what_it_measured_again(
@@ -50,6 +64,9 @@ def test_the_study_measures_every_start_and_finds_what_it_measured_again(
         )
         assert plan.scheme.to_dict() == row["scheme"]
         assert len(row["lengths"]) == len(MULTIPLES)
+    stock, *_, begun = (row for row in result["rows"] if row["start"].startswith(("alibi", "t5")))
+    assert stock["scheme"] == hf_posswap.plan_swap(hf_posswap.load(place / "gpt2"), "alibi").scheme.to_dict()
+    assert begun["scheme"] == fitted_by_hand(place, "t5", result["fit"])
     table = (place / "first" / "starts.md").read_text(encoding="utf-8")
     assert all(f"| {start.name} |" in table for start in starts.STARTS)
     assert str(place) not in table

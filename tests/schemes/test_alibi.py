@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
+from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
+from hf_posswap.schemes import make_scheme
 from hf_posswap.schemes.alibi import Alibi, slopes
 
 # Press et al. 2021, the 12-head model
@@ -85,6 +88,30 @@ def test_moving_the_model_to_bf16_leaves_the_slopes_alone(geometry: Callable[...
     assert mechanism.slopes.dtype == torch.float32
     assert mechanism.state_dict() == {}
     assert mechanism.bias(torch.tensor([[5]]), torch.tensor([[2]])).dtype == torch.float32
+
+
+@pytest.mark.parametrize("interpolation", [None, 2.0])
+def test_own_slopes_are_a_penalty_for_each_head(geometry: Callable[..., Geometry], interpolation: float | None) -> None:
+    own = (0.3, 0.0, 2.5)
+    scheme = Alibi(slopes=own, interpolation=interpolation).resolve(geometry(num_heads=3), None)
+    bias = scheme.mechanism(geometry(num_heads=3)).bias(torch.tensor([[5, 9]]), torch.tensor([[2, 9, 11]]))
+    for head, slope in enumerate(own):
+        for row, i in enumerate((5, 9)):
+            for column, j in enumerate((2, 9, 11)):
+                expected = -slope / (interpolation or 1.0) * abs(i - j)
+                assert float(bias[0, head, row, column]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_own_slopes_fit_the_heads_and_survive_json(geometry: Callable[..., Geometry]) -> None:
+    scheme = Alibi(slopes=[0.5, 0.125])
+    assert make_scheme(json.loads(json.dumps(scheme.to_dict()))) == scheme
+    assert str(scheme) == "alibi(slopes=(0.5, 0.125))"
+    with pytest.raises(SchemeError, match=r"alibi: slopes has 2 numbers, and this model has 4 heads; give one each\."):
+        scheme.resolve(geometry(num_heads=4), None)
+
+
+def test_the_papers_slopes_given_are_no_slopes_of_ones_own(geometry: Callable[..., Geometry]) -> None:
+    assert Alibi(slopes=tuple(slopes(6))).resolve(geometry(num_heads=6), None) == Alibi()
 
 
 @pytest.mark.parametrize("factor", [1, 2, 3.5])

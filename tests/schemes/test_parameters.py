@@ -54,8 +54,8 @@ WHOLES: dict[str, tuple[int, int]] = {
     "seed": (0, 2**63 - 1),
 }
 LENGTHS = ["original_length", "centre", "window", "chunk", "local", "pin", "step"]
-LISTS = {"short_factor": "> 0", "long_factor": "> 0", "frequencies": ">= 0"}
-"""Lists with a number for each pair, and the bound of their entries."""
+LISTS = {"short_factor": "> 0", "long_factor": "> 0", "frequencies": ">= 0", "slopes": ">= 0"}
+"""Lists with a number for each pair, or head, and the bound of their entries."""
 CHOICES: dict[str, list[str]] = {
     "layout": ["'half'|'halves'", "'interleaved'"],
     "ramp": ["'index'", "'turns'"],
@@ -67,6 +67,8 @@ CHOICES: dict[str, list[str]] = {
     "old": ["'table'", "'rotary'"],
 }
 FLAGS = ["truncate", "log_scaling"]
+TABLES = ["start"]
+"""Lists of lists of numbers: see the test of their scheme."""
 NESTED = ["layers", "default", "rotary", "table", "inside", "new"]
 """Those that hold schemes or layers: see test_composition.py."""
 
@@ -81,7 +83,7 @@ def refuse(name: str, **options: Any) -> str:
 
 
 def test_every_field_of_every_scheme_is_tested_here() -> None:
-    assert {field for _, field in FIELDS} == {*NUMBERS, *WHOLES, *LENGTHS, *LISTS, *CHOICES, *FLAGS, *NESTED}
+    assert {field for _, field in FIELDS} == {*NUMBERS, *WHOLES, *LENGTHS, *LISTS, *CHOICES, *FLAGS, *TABLES, *NESTED}
 
 
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in NUMBERS])
@@ -115,7 +117,8 @@ def test_what_is_no_length_is_refused(name: str, field: str, value: Any) -> None
 @pytest.mark.parametrize("value", [[], 2.0, "1,2", {"a": 1}])
 def test_what_is_no_list_is_refused(name: str, field: str, value: Any) -> None:
     message = refuse(name, **{field: value})
-    assert message == f"{name}: {field} must be a list of numbers, one a rotary pair, got {value!r}."
+    each = "head" if field == "slopes" else "rotary pair"
+    assert message == f"{name}: {field} must be a list of numbers, one a {each}, got {value!r}."
 
 
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in LISTS])

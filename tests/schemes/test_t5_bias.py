@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from hf_posswap import patch_model, verify_swap
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
+from hf_posswap.schemes import make_scheme
 from hf_posswap.schemes.t5_bias import T5Bias, T5Mechanism, buckets
 
 Geometries = Callable[..., Geometry]
@@ -138,3 +141,45 @@ def test_what_a_model_refuses(geometry: Geometries, options: dict[str, int], cau
     assert str(caught.value).startswith("t5: ")
     assert str(caught.value).endswith(says)
     T5Bias(num_buckets=7).resolve(geometry(causal=True), None)  # odd is no harm where all are for the past
+
+
+START = [[0.5 * h - 0.25 * b for h in range(4)] for b in range(8)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_table_to_begin_with_is_the_table_and_survives_json(geometry: Geometries, causal: bool) -> None:
+    scheme = T5Bias(num_buckets=8, max_distance=20, start=START)
+    assert make_scheme(json.loads(json.dumps(scheme.to_dict()))) == scheme
+    shape = geometry(num_heads=4, causal=causal)
+    mechanism: Any = scheme.resolve(shape, None).mechanism(shape)
+    assert torch.equal(mechanism.table.detach(), torch.tensor(START))
+    assert mechanism.table.requires_grad
+    at = torch.tensor([[9, 30]]), torch.tensor([[8, 9, 12]])
+    bucket = theirs(at[0][0], at[1][0], 8, 20, causal)
+    assert torch.equal(mechanism.bias(*at)[0].detach(), torch.tensor(START)[bucket].permute(2, 0, 1))
+    assert str(scheme) == "t5(num_buckets=8, max_distance=20, init_std=0.0, seed=0, start=8x4 numbers)"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"start": 3.0}, r"start must be a list of lists, for each bucket a number for each head, got 3.0\.$"),
+        ({"start": "12"}, "start must be a list of lists"),
+        ({"start": []}, "start must be a list of lists"),
+        ({"start": [[]] * 8}, "start must be a list of lists"),
+        ({"start": [1.0] * 8}, "start must be a list of lists"),
+        ({"start": [*START[:7], [1.0]]}, "start must be a list of lists"),
+        ({"start": START[:7]}, r"start has 7 buckets, and num_buckets is 8\.$"),
+        ({"start": [*START[:7], [0.0, 0.0, "x", 0.0]]}, r"start\[7\]\[2\] must be a finite number, got 'x'\.$"),
+        ({"start": START, "init_std": 0.5}, r"start says how the table begins, got init_std=0.5 too\.$"),
+    ],
+)
+def test_no_table_to_begin_with_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(SchemeError, match=f"^t5: {says}"):
+        T5Bias(num_buckets=8, **options)
+
+
+def test_a_table_for_other_heads_is_refused(geometry: Geometries) -> None:
+    scheme = T5Bias(num_buckets=8, start=START)
+    with pytest.raises(SchemeError, match=r"t5: start has 4 numbers for each bucket, and this model has 3 heads"):
+        scheme.resolve(geometry(num_heads=3), None)

@@ -64,6 +64,12 @@ def initialise(model: Any, module: nn.Module) -> bool:
     return True
 
 
+def freeze(model: Any) -> None:
+    """Freeze again what the swap of `model`, which was loaded, freezes."""
+    for edit in model._posswap.plan.edits:
+        edit.freeze(model)
+
+
 def _fresh_mechanism(model: Any, module: nn.Module, plan: SwapPlan) -> nn.Module | None:
     """Return a new mechanism like `module`, where that is one of the plan's."""
     for edit in plan.edits:
@@ -95,4 +101,4 @@ def _begin(module: nn.Module, name: str, start: Tensor) -> None:
         mark_initialised(held)  # stock modules fill tensors of their children
 
 
-run_by(Runtime(restore_swap, initialise))
+run_by(Runtime(restore_swap, initialise, freeze))

@@ -75,6 +75,10 @@ class Edit(ABC):
         """Return what is wrong with the weights of a model that stock transformers loaded, before `reload`; or None."""
         return None
 
+    def freeze(self, model: Any) -> None:
+        """Freeze what the change freezes, in a model that carries it: loading makes every weight trainable."""
+        return None
+
     def with_scheme(self, scheme: Scheme) -> Self:
         """Return the edit as it is once its stack has `scheme`, of the same kind with other numbers."""
         return self

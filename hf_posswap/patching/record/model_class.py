@@ -39,10 +39,12 @@ class Runtime:
         restore: puts the swap of a record into a freshly built native model.
         initialise: gives a module of a swapped model what it begins with, unless a checkpoint gave it that; returns
             whether the module is one that a swap brought.
+        freeze: freezes in a loaded model what its swap freezes.
     """
 
     restore: Callable[[Any, SwapRecord], None]
     initialise: Callable[[Any, nn.Module], bool]
+    freeze: Callable[[Any], None]
 
 
 _runtime: list[Runtime] = []
@@ -126,6 +128,10 @@ class SwappedModel(LoadingHooks):
     @classmethod
     def posswap_conversions(cls, model: Any) -> list[Any]:  # saving does not undo them: it marks by itself
         return list(unmarking(sorted({name for _, part in _parts(model) for name in _marked(part)})))
+
+    @classmethod
+    def posswap_loaded(cls, model: Any) -> None:
+        _runtime[0].freeze(model)
 
 
 @functools.cache

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.schemes.base import Mechanism
+from hf_posswap.geometry import Geometry
+from hf_posswap.schemes.base import Mechanism, Scheme
 
 
 def distances(query_positions: Tensor, key_positions: Tensor) -> Tensor:
@@ -27,6 +31,38 @@ class DistanceMechanism(Mechanism):
     def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         distance = distances(query_positions, key_positions)  # [B, Q, K]
         return self.distance_bias(distance.flatten()).unflatten(1, distance.shape).transpose(0, 1)  # [B, H, Q, K]
+
+
+@dataclass(frozen=True)
+class LinearBias(Scheme):
+    """A scheme whose bias is a sum of functions of the distance, each times a number that a head has for it."""
+
+    fitted_fields: ClassVar[tuple[str, ...]]
+    """Names of the fields that say those numbers."""
+
+    def features(self, distances: Tensor, geometry: Geometry) -> Tensor:
+        """Return the functions, of a resolved scheme, of `distances` [N], query position less key position.
+
+        [F, N], float64.
+        """
+        raise NotImplementedError
+
+    def with_weights(self, weights: Tensor, geometry: Geometry) -> Self:
+        """Return a copy in which each head has these `weights` of the functions, [H, F].
+
+        NaN stands for those of functions that are 0 at every distance that was seen.
+        """
+        raise NotImplementedError
+
+
+def rounded(values: Tensor) -> list[float]:
+    """Return `values` [N] with six significant digits: what was fitted is not known as closely, and is read by people.
+
+    Example:
+        >>> rounded(torch.tensor([0.123456789, 12.0], dtype=torch.float64))
+        [0.123457, 12.0]
+    """
+    return [float(f"{value:.6g}") for value in values.tolist()]
 
 
 def parameter(values: Tensor) -> nn.Parameter:

@@ -69,10 +69,10 @@ def choice(owner: str, field: str, value: Any, allowed: Sequence[str]) -> str:
     return str(value)
 
 
-def factors(owner: str, field: str, value: Any, *, zero: bool = False) -> tuple[float, ...]:
-    """Return `value` as a tuple of finite numbers > 0, or >= 0 where `zero` is allowed."""
+def factors(owner: str, field: str, value: Any, *, zero: bool = False, each: str = "rotary pair") -> tuple[float, ...]:
+    """Return `value` as a tuple of finite numbers > 0, or >= 0 where `zero` is allowed, one for `each`."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise SchemeError(f"{owner}: {field} must be a list of numbers, one a rotary pair, got {value!r}.")
+        raise SchemeError(f"{owner}: {field} must be a list of numbers, one a {each}, got {value!r}.")
     bound = {"minimum": 0.0} if zero else {"above": 0.0}
     return tuple(number(owner, f"{field}[{i}]", item, **bound) for i, item in enumerate(value))
 

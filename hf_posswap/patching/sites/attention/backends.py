@@ -113,7 +113,7 @@ def backends_of(mechanism: Mechanism) -> tuple[str, ...]:
 
     Example:
         >>> from hf_posswap.schemes.alibi import AlibiMechanism
-        >>> backends_of(AlibiMechanism(heads=4, interpolation=1.0))
+        >>> backends_of(AlibiMechanism([0.25, 0.0625], interpolation=1.0))
         ('row', 'row_windowed', 'hankel', 'flex', 'chunked', 'plain')
     """
     if mechanism.splits:

@@ -51,6 +51,8 @@ def posswap_attention(
         kwargs.pop("position_bias", None)
     query, key = call.rotate(query, key)
     query = call.scaled(query)
+    if call.mechanism.watches:
+        call.mechanism.watch(query, key, kwargs.get("scaling"))
     if backends.backends_of(call.mechanism):
         found = backends.attend(call.request(module, name, query, key, value, attention_mask, kwargs), call.pieces)
         if found is not None:

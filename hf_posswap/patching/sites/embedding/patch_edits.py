@@ -41,13 +41,13 @@ class _PatchTableEdit(Edit):
         """Return the rows of the patches as they are, [R C, E]."""
         return self.rows(model)[self.geometry.prefix_tokens :].detach()
 
-    def replace(self, model: Any, saved: Saved, new: Tensor, *, trainable: bool) -> None:
+    def replace(self, model: Any, saved: Saved, new: Tensor) -> None:
         """Put `new`, of the shape that it is to have, in the place of the parameter."""
         owner, leaf = owner_of(model, self.path)
         old, order = getattr(owner, leaf), tuple(name for name, _ in owner.named_parameters(recurse=False))
         saved |= {"parameter": old, "order": order}
         new = new.to(device=old.device, dtype=old.dtype)
-        _put(owner, leaf, nn.Parameter(new, requires_grad=trainable and old.requires_grad), order)
+        _put(owner, leaf, nn.Parameter(new, requires_grad=self.trainable and old.requires_grad), order)
 
     def undo(self, model: Any, saved: Saved) -> None:
         """Put the parameter back, moved and cast as the model was meanwhile, and in its old place."""
@@ -55,6 +55,17 @@ class _PatchTableEdit(Edit):
             owner, leaf = owner_of(model, self.path)
             saved["parameter"].data = saved["parameter"].data.to(getattr(owner, leaf))
             _put(owner, leaf, saved["parameter"], saved["order"])
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the parameter may be trained afterwards."""
+        raise NotImplementedError
+
+    def freeze(self, model: Any) -> None:
+        if not self.trainable:
+            table = tensor_at(model, self.path)
+            assert table is not None
+            table.requires_grad_(False)
 
     @property
     def touches(self) -> tuple[str, ...]:
@@ -81,7 +92,7 @@ class ReplacePatchTable(_PatchTableEdit):
         else:
             prefix = rows[: self.geometry.prefix_tokens].cpu()
             new = torch.cat((prefix.to(torch.promote_types(prefix.dtype, torch.float32)), self._made(rows))).view(shape)
-        self.replace(model, saved, new, trainable=self.scheme.trainable)
+        self.replace(model, saved, new)
 
     def _made(self, rows: Tensor) -> Tensor:
         patches = rows[self.geometry.prefix_tokens :].cpu()
@@ -89,9 +100,11 @@ class ReplacePatchTable(_PatchTableEdit):
 
     def reload(self, model: Any) -> None:
         """Freeze what is a formula's; the rows are there."""
-        table = tensor_at(model, self.path)
-        assert table is not None
-        table.requires_grad_(self.scheme.trainable)
+        self.freeze(model)
+
+    @property
+    def trainable(self) -> bool:
+        return self.scheme.trainable
 
     def check(self, model: Any) -> str | None:
         rows, grid = self.rows(model), self.scheme.grid(self.geometry)
@@ -140,7 +153,7 @@ class RemovePatchTable(_PatchTableEdit):
             new = old.detach()[..., :prefix, :].clone()
         else:
             new = old.new_zeros(SENTINEL_SHAPE).detach()
-        self.replace(model, saved, new, trainable=bool(prefix))
+        self.replace(model, saved, new)
 
     def check(self, model: Any) -> str | None:
         table, prefix = tensor_at(model, self.path), self.geometry.prefix_tokens
@@ -155,7 +168,12 @@ class RemovePatchTable(_PatchTableEdit):
         return not_zero(self.patches(model))
 
     def reload(self, model: Any) -> None:
-        """Nothing: the zero rows are there."""
+        """Freeze zero rows that nothing else lies beside; they are there."""
+        self.freeze(model)
+
+    @property
+    def trainable(self) -> bool:
+        return bool(self.geometry.prefix_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

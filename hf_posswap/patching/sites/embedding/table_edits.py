@@ -71,7 +71,7 @@ class ReplaceTable(Edit):
 
     def check(self, model: Any) -> str | None:
         embedding = model.get_submodule(self.path)
-        weight = stored(embedding, "old" if hasattr(embedding, "old") else "weight")
+        weight = stored(embedding, _rows_name(embedding))
         if weight.shape[0] != self.rows + self.offset:
             return f"the table has {weight.shape[0]} rows instead of {self.rows + self.offset}"
         if weight.requires_grad and not self.scheme.trainable:
@@ -94,7 +94,12 @@ class ReplaceTable(Edit):
 
     def reload(self, model: Any) -> None:
         """Freeze what is a formula's; the rows are there."""
-        model.get_submodule(self.path).weight.requires_grad_(self.scheme.trainable)
+        self.freeze(model)
+
+    def freeze(self, model: Any) -> None:
+        if not self.scheme.trainable:
+            embedding = model.get_submodule(self.path)
+            getattr(embedding, _rows_name(embedding)).requires_grad_(False)
 
     @property
     def touches(self) -> tuple[str, ...]:
@@ -103,6 +108,11 @@ class ReplaceTable(Edit):
     def refusal(self, model: Any) -> str | None:
         old = stored(model.get_submodule(self.path), "weight")
         return unfitted(self.scheme, old[self.offset :], lambda one: self.scheme.fit(one, self.rows, self.geometry))
+
+
+def _rows_name(embedding: nn.Module) -> str:
+    """Return the name of the parameter that holds the rows of a table, which may lie concealed in a blend."""
+    return "old" if isinstance(embedding, BlendedTable) else "weight"
 
 
 @dataclass(frozen=True, kw_only=True)

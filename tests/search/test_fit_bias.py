@@ -1,0 +1,380 @@
+"""Biases fitted to what a learned table does, against models of known profiles and least squares written out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BartModel,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+
+import hf_posswap
+from hf_posswap import Alibi, PerLayer, T5Bias, patch_model, swap_plan, unpatch_model, verify_swap
+from hf_posswap.errors import (
+    AlreadyPatchedError,
+    DataError,
+    SchemeError,
+    UnsupportedModelError,
+    UnsupportedSwapError,
+)
+from hf_posswap.schemes.common.bias import LinearBias
+from hf_posswap.search import fit_bias
+from hf_posswap.testing.tiny import tiny_model
+from tests.contract.others import ALL
+
+WORDS, LENGTH, HEADS = 29, 16, 4
+SIZE: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": HEADS, "num_hidden_layers": 2}
+GPT2 = GPT2Config(
+    n_embd=32,
+    n_head=HEADS,
+    n_layer=2,
+    vocab_size=WORDS,
+    n_positions=LENGTH,
+    initializer_range=0.3,
+    scale_attn_by_inverse_layer_idx=True,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+MODELS: dict[str, Any] = {
+    "gpt2": (GPT2LMHeadModel, GPT2),
+    "one key head": (
+        GPTBigCodeForCausalLM,
+        GPTBigCodeConfig(
+            n_embd=32, n_head=HEADS, n_layer=2, vocab_size=WORDS, n_positions=LENGTH, initializer_range=0.3
+        ),
+    ),
+    "opt": (
+        OPTForCausalLM,
+        OPTConfig(**SIZE, ffn_dim=48, vocab_size=WORDS, max_position_embeddings=LENGTH, init_std=0.3),
+    ),
+    "a decoder of bart's": (
+        BartForCausalLM,
+        BartConfig(
+            d_model=32,
+            decoder_layers=2,
+            decoder_attention_heads=HEADS,
+            decoder_ffn_dim=48,
+            vocab_size=WORDS,
+            max_position_embeddings=LENGTH,
+            init_std=0.3,
+            is_decoder=True,
+            is_encoder_decoder=False,
+        ),
+    ),
+    "bert": (
+        BertForMaskedLM,
+        BertConfig(
+            **SIZE, intermediate_size=48, vocab_size=WORDS, max_position_embeddings=LENGTH, initializer_range=0.3
+        ),
+    ),
+    "roberta": (
+        RobertaForMaskedLM,
+        RobertaConfig(
+            **SIZE, intermediate_size=48, vocab_size=WORDS, max_position_embeddings=LENGTH + 2, initializer_range=0.3
+        ),
+    ),
+}
+SCHEMES: dict[str, LinearBias] = {
+    "alibi": Alibi(),
+    "interpolated": Alibi(interpolation=2.0),
+    "t5": T5Bias(num_buckets=8, max_distance=12),
+}
+ENCODERS = ("bert", "roberta")
+TEXTS = [np.random.default_rng(seed).integers(5, WORDS, size=size) for seed, size in enumerate((LENGTH, 11, 16, 2, 1))]
+
+
+def build(name: str) -> Any:
+    torch.manual_seed(0)
+    cls, config = MODELS[name]
+    return cls._from_config(config, attn_implementation="eager", dtype=torch.float64).eval()
+
+
+def state(model: Any) -> dict[str, Tensor]:
+    return {name: held.clone() for name, held in model.state_dict().items()}
+
+
+@torch.no_grad()
+def attention(model: Any, text: np.ndarray, layer: int) -> np.ndarray:
+    """Return the logarithm of a layer's attention weights, [H, L, L]: scores, but for a number for each query."""
+    out = model(input_ids=torch.from_numpy(text)[None], output_attentions=True)
+    return out.attentions[layer][0].log().numpy()
+
+
+def least_squares(differences: list[np.ndarray], scheme: LinearBias, geometry: Any) -> np.ndarray:
+    """Return the weights [F] of one head, by numpy, with a column for each query's own number."""
+    rows, values = [], []
+    queries = sum(len(one) for one in differences)
+    done = 0
+    for one in differences:
+        for i, j in np.argwhere(np.isfinite(one)):
+            own = np.zeros(queries)
+            own[done + i] = 1.0
+            rows.append([*scheme.features(torch.tensor([i - j]), geometry)[:, 0].tolist(), *own])
+            values.append(one[i, j])
+        done += len(one)
+    features = len(rows[0]) - queries
+    return np.linalg.lstsq(np.array(rows), np.array(values), rcond=None)[0][:features]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_least_squares_on_the_scores_layer_by_layer(name: str, scheme: LinearBias) -> None:
+    """Scores are read off stock eager attention, whose softmax is undone; those without the table off a swapped one."""
+    model = build(name)
+    fitted: Any = fit_bias(model, scheme, TEXTS)
+    geometry = hf_posswap.plan_swap(model, scheme).sites.geometry
+    swapped = patch_model(build(name), fitted)
+    for layer in range(2):
+        own = fitted.of_layer(layer).mechanism(geometry)
+        differences = []
+        for text in TEXTS:
+            at = torch.arange(len(text))[None]
+            bias = own.bias(at, at)[0].detach().numpy()
+            with np.errstate(invalid="ignore"):
+                less = attention(model, text, layer) - (attention(swapped, text, layer) - bias)
+            differences.append(less)
+        for head in range(HEADS):
+            expected = least_squares([less[head] for less in differences], scheme, geometry)
+            if isinstance(scheme, T5Bias):
+                found = np.array(fitted.of_layer(layer).start)[:, head]
+                seen = (
+                    scheme.features(torch.arange(-LENGTH if name in ENCODERS else 0, LENGTH), geometry)
+                    .any(dim=1)
+                    .numpy()
+                )
+                away = (found - expected)[seen]
+                assert np.ptp(away) < 1e-4 * np.ptp(expected), "but for a number for all keys"
+            else:
+                found = np.array(fitted.of_layer(layer).slopes)[head]
+                assert found == pytest.approx(max(0.0, expected[0]), rel=1e-5, abs=1e-9)
+        if isinstance(scheme, Alibi):
+            assert any(slope > 0 for slope in fitted.of_layer(layer).slopes)
+
+
+def known(scores: list[list[Any]]) -> Any:
+    """Return a GPT-2 whose head h of layer l has the scores that scores[l][h] says.
+
+    ("slope", m) is m j, which is -m (i - j) but for a number for each query; ("wave", a) is a cos(i - j). The table has
+    for each position p the columns (p, -p, r, -r, cos p, -cos p, sin p, -sin p, 0, ...), r such that all rows are of
+    one length, which LayerNorm divides by. Nothing else in the model looks at anything.
+    """
+    torch.manual_seed(0)
+    model: Any = GPT2LMHeadModel._from_config(GPT2, dtype=torch.float64).eval()
+    place = torch.arange(LENGTH, dtype=torch.float64)
+    with torch.no_grad():
+        model.transformer.wte.weight.zero_()
+        model.transformer.wpe.weight.zero_()
+        rest = (LENGTH**2 - place**2).sqrt()
+        for column, held in enumerate((place, rest, torch.cos(place), torch.sin(place))):
+            model.transformer.wpe.weight[:, 2 * column] = held
+            model.transformer.wpe.weight[:, 2 * column + 1] = -held
+        size = model.transformer.wpe.weight[0].square().mean().sqrt()  # what LayerNorm divides by
+        for layer, (block, heads) in enumerate(zip(model.transformer.h, scores, strict=True)):
+            for part in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_proj):
+                part.weight.zero_()
+                part.bias.zero_()
+            width = 32 // HEADS
+            weight, bias = block.attn.c_attn.weight, block.attn.c_attn.bias
+            for head, (kind, strength) in enumerate(heads):
+                q, k = head * width, 32 + head * width
+                unscaled = strength * width**0.5 * (layer + 1)
+                if kind == "slope":
+                    bias[q] = unscaled
+                    weight[0, k] = size
+                else:
+                    for part in (0, 1):  # cos i cos j + sin i sin j
+                        weight[4 + 2 * part, q + part] = size * unscaled
+                        weight[4 + 2 * part, k + part] = size
+    return model
+
+
+def test_slopes_that_a_table_gives_are_found_again() -> None:
+    slopes = [[0.5, 0.03, 0.0, 1.25], [0.002, 0.7, -0.3, 0.125]]
+    model = known([[("slope", slope) for slope in layer] for layer in slopes])
+    fitted: Any = fit_bias(model, "alibi", TEXTS)
+    found = torch.tensor([fitted.of_layer(layer).slopes for layer in range(2)], dtype=torch.float64)
+    expected = torch.tensor(slopes).double().clamp(min=0)  # a head that looks far away gets no penalty
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_any_profile_that_a_table_gives_is_found_again_in_buckets_of_one_distance() -> None:
+    sizes = [[1.0, 0.5, 2.0, 0.0], [0.1, 3.0, 0.25, 1.5]]
+    model = known([[("wave", size) for size in layer] for layer in sizes])
+    fitted: Any = fit_bias(model, T5Bias(num_buckets=2 * LENGTH, max_distance=64), TEXTS)
+    wave = torch.cos(torch.arange(LENGTH).double())
+    for layer in range(2):
+        found = torch.tensor(fitted.of_layer(layer).start, dtype=torch.float64)  # [32, H]
+        expected = (wave - wave.mean())[:, None] * torch.tensor(sizes[layer])
+        torch.testing.assert_close(found[:LENGTH], expected, rtol=2e-5, atol=1e-5)
+        assert torch.equal(found[LENGTH:], found[LENGTH - 1].expand(LENGTH, -1)), "distances that no text has"
+
+
+def test_the_swapped_model_attends_as_the_table_had_it() -> None:
+    model = known([[("slope", 0.1 * (head + 1)) for head in range(HEADS)]] * 2)
+    model.set_attn_implementation("eager")
+    text = TEXTS[0]
+    before = [attention(model, text, layer) for layer in range(2)]
+    patch_model(model, fit_bias(model, "alibi", TEXTS))
+    for layer in range(2):
+        after = attention(model, text, layer)
+        np.testing.assert_allclose(np.exp(after), np.exp(before[layer]), atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_the_fit_leaves_the_model_alone_and_the_swap_comes_off_again(name: str, scheme: LinearBias) -> None:
+    model = build(name).train()
+    before, cls = state(model), type(model)
+    modes = [module.training for module in model.modules()]
+    fitted = fit_bias(model, scheme, TEXTS)
+    assert type(model) is cls
+    assert not hasattr(model, "_posswap")
+    assert modes == [module.training for module in model.modules()]
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert fit_bias(model, scheme, [torch.from_numpy(text) for text in TEXTS]) == fitted, "the same once more"
+    verify_swap(patch_model(model, fitted))
+    unpatch_model(model)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("name", ["alibi", "t5"])
+def test_what_was_fitted_is_saved_and_never_fitted_again(name: str, tmp_path: Path) -> None:
+    model = build("gpt2").float()
+    patch_model(model, fit_bias(model, SCHEMES[name], TEXTS), max_length=64)
+    with torch.no_grad():
+        for parameter in model.parameters():  # as training would
+            parameter += 0.01 * torch.randn_like(parameter)
+    hf_posswap.save(model, tmp_path)
+    loaded = hf_posswap.load(tmp_path, attn_implementation="eager").eval()
+    assert swap_plan(loaded).scheme == swap_plan(model).scheme
+    assert json.loads((tmp_path / "config.json").read_text())["posswap"] == model.config.posswap
+    ids = torch.randint(5, WORDS, (2, 64))
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+    verify_swap(loaded)
+    with pytest.raises(UnsupportedSwapError, match="no stock class computes GPT2LMHeadModel with per_layer"):
+        hf_posswap.to_native(loaded)
+
+
+def test_one_scheme_of_the_fit_serves_all_layers_if_asked() -> None:
+    model = build("gpt2")
+    fitted: Any = fit_bias(model, "alibi", TEXTS)
+    patch_model(model, fitted.of_layer(1))
+    assert swap_plan(model).scheme == fitted.of_layer(1)
+
+
+@pytest.mark.parametrize("scheme", ["rope", "kerple", "nope", {0: "alibi", 1: "alibi"}])
+def test_a_scheme_without_a_fit_is_refused(scheme: Any) -> None:
+    with pytest.raises(SchemeError, match=r"^fit_bias: scheme must be alibi or t5, whose bias can be fitted, got "):
+        fit_bias(build("gpt2"), scheme, TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "field"),
+    [
+        (Alibi(slopes=(0.5, 0.25, 0.1, 0.1)), "slopes of alibi"),
+        (T5Bias(init_std=0.1), "init_std of t5"),
+        (T5Bias(num_buckets=2, start=((0.0,) * 4,) * 2), "start of t5"),
+    ],
+)
+def test_what_the_fit_finds_is_not_to_be_given(scheme: Any, field: str) -> None:
+    with pytest.raises(SchemeError, match=f"^fit_bias: {field} is what the fit finds; leave it out.$"):
+        fit_bias(build("gpt2"), scheme, TEXTS)
+
+
+def refused(model: Any, says: str, error: type[Exception], tokens: Any = TEXTS) -> None:
+    before = state(model)
+    with pytest.raises(error, match=says):
+        fit_bias(model, "alibi", tokens)
+    after = model.state_dict()
+    assert all(after[key].is_meta or torch.equal(before[key], after[key]) for key in before)
+
+
+def test_models_that_cannot_be_fitted_are_refused() -> None:
+    patched = patch_model(build("gpt2"), "alibi")
+    with pytest.raises(AlreadyPatchedError):
+        fit_bias(patched, "alibi", TEXTS)
+    says = "and LlamaForCausalLM has none. What works: GPT-2"
+    refused(tiny_model("llama"), says, UnsupportedSwapError)
+    both = BartModel(BartConfig(d_model=32, vocab_size=WORDS, encoder_layers=1, decoder_layers=1))
+    refused(both, "fit_bias fits models of one stack, and BartModel is an encoder and a decoder", UnsupportedSwapError)
+    with torch.device("meta"):
+        empty = GPT2LMHeadModel(GPT2)
+    refused(empty, "its weights are on meta: load it with its weights", UnsupportedModelError)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("albert", "AlbertForMaskedLM do not run once in a forward each"),
+        ("whisper", "WhisperForConditionalGeneration is an encoder and a decoder"),
+        ("xglm", "XGLMForCausalLM has none"),
+        ("mpnet", "MPNetForMaskedLM has other positions beside it"),
+        ("deberta", "DebertaForMaskedLM has other positions beside it"),
+    ],
+)
+def test_models_whose_scores_say_something_else_are_refused(name: str, says: str) -> None:
+    changes = {"relative_attention": True} if name == "deberta" else {}
+    refused(ALL[name].build(**changes), says, UnsupportedSwapError)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ([], r"tokens must be rows of token ids"),
+        ([[1, 2], [3.5, 4.0]], r"tokens\[1\] must be a row of whole token ids"),
+        ([list(range(5, 22)), [1]], r"tokens\[0\] has 17 tokens, and the position table ends at 16; cut it"),
+        ([[5], [6]], "rows of one token alone: a fit compares two keys of a query; give longer rows"),
+        ([[5, 99]], "99"),
+    ],
+)
+def test_tokens_that_say_nothing_are_refused(tokens: Any, says: str) -> None:
+    refused(build("gpt2"), says, DataError, tokens)
+
+
+def test_padding_that_positions_skip_is_refused() -> None:
+    refused(build("roberta"), r"tokens\[1\] holds padding \(id 1\), which positions skip", DataError, [[5, 6], [7, 1]])
+
+
+def test_a_fitted_bias_is_near_the_table_where_the_stock_one_is_not() -> None:
+    """On a model whose heads look at their neighbours: what the fit is for."""
+    model = known([[("slope", 0.9)] * HEADS] * 2)
+    model.set_attn_implementation("eager")
+    text = TEXTS[0]
+    before = np.exp(attention(model, text, 0))
+    away = {}
+    for name, scheme in (("stock", Alibi()), ("fitted", fit_bias(model, "alibi", TEXTS))):
+        patch_model(model, scheme)
+        away[name] = float(np.abs(np.exp(attention(model, text, 0)) - before).max())
+        unpatch_model(model)
+    assert away["fitted"] < 1e-4 < 0.1 < away["stock"]
+
+
+def test_a_fit_is_a_scheme_for_each_layer() -> None:
+    fitted = fit_bias(build("gpt2"), "t5", TEXTS)
+    assert type(fitted) is PerLayer
+    assert fitted.default is None
+    assert PerLayer(**{field.name: getattr(fitted, field.name) for field in dataclasses.fields(fitted)}) == fitted
+    assert "start=32x4 numbers" in str(fitted)
+    assert len(str(fitted)) < 300
