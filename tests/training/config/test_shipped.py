@@ -121,7 +121,9 @@ def test_a_copy_replaces_nothing_and_writes_all_or_nothing(tmp_path: Path) -> No
 
 
 def test_an_installed_package_has_them_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(ROOT / "recipes", tmp_path / "shipped_recipes", ignore=shutil.ignore_patterns("*.py", "studies", "bench"))
+    shutil.copytree(
+        ROOT / "recipes", tmp_path / "shipped_recipes", ignore=shutil.ignore_patterns("*.py", "studies", "bench")
+    )
     monkeypatch.setattr(module, "INSTALLED", tmp_path / "shipped_recipes")
     assert recipes_folder() == tmp_path / "shipped_recipes"
     assert load_recipe("yarn").swap.scheme == {"name": "yarn", "factor": 4}
