@@ -10,6 +10,7 @@ aside for it).
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -123,8 +124,13 @@ def _taken_over(folder: Path) -> Iterator[bool]:
 def _put_back(folder: Path) -> None:
     for aside in (folder / OLD).glob("*"):
         place = folder.parent / aside.name
-        if not os.path.lexists(place):
+        if os.path.lexists(place):
+            continue
+        try:
             os.rename(aside, place)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another writer has taken the place meanwhile
+                raise
 
 
 def _remove(folder: Path) -> None:

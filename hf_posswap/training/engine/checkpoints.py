@@ -95,7 +95,8 @@ def newest(folder: Path, identity: dict[str, Any]) -> Path | None:
 def problem_of(checkpoint: Path) -> str | None:
     """Return what is missing or damaged in `checkpoint`; None: it is whole."""
     try:
-        files = dict(read_json(checkpoint / SEAL)["files"])
+        held = read_json(checkpoint / SEAL)
+        files, _ = dict(held["files"]), dict(held["identity"])
     except (CheckpointError, KeyError, TypeError, ValueError):
         return f"no readable {SEAL}"
     for name, digest in files.items():

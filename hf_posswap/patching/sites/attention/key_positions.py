@@ -36,6 +36,8 @@ class PositionedLayer:
 
     native_class: type
     posswap_positions: Tensor | None
+    posswap_keeps_positions = True
+    """Tells such a class also where a checkpoint's own code made it, which has a `PositionedLayer` of its own."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put row `beam_idx[b]` in the place of each row b."""
@@ -91,7 +93,7 @@ def prepare() -> None:
     while waiting:
         native = waiting.pop()
         below: list[type] = native.__subclasses__()
-        waiting += [one for one in below if not issubclass(one, PositionedLayer)]
+        waiting += [one for one in below if not hasattr(one, "posswap_keeps_positions")]  # of no checkpoint's own code
         positioned_class(native)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -13,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
 
 from hf_posswap import patch_model, unpatch_model
 from hf_posswap.errors import PosswapError
+from hf_posswap.patching.sites.attention import key_positions
 from tests.contract.models import build
 from tests.contract.others import ALL
 from tests.contract.pairs import NOISE, gap, words
@@ -263,3 +266,28 @@ def test_a_cache_that_a_compiled_forward_makes_keeps_them(scheme: str) -> None:
                       attention_mask=torch.ones(3, HALF, dtype=torch.long)).past_key_values  # fmt: skip
     cache.reorder_cache(torch.tensor([2, 0, 0]))
     assert gap(rest(model, cache, [2, 0, 0]), expected(model, [2, 0, 0])) < NOISE
+
+
+def layer_classes() -> int:
+    """Return how many classes of cache layers there are, at any depth."""
+    waiting, found = [CacheLayerMixin], {CacheLayerMixin}
+    while waiting:
+        new = set(waiting.pop().__subclasses__()) - found
+        found |= new
+        waiting += new
+    return len(found)
+
+
+def test_each_copy_of_the_code_makes_as_many_classes() -> None:
+    """Each checkpoint with code of its own brings a copy of this module."""
+    counts, copies = [], []
+    for number in range(4):
+        spec = importlib.util.spec_from_file_location(f"copy_{number}_of_key_positions", key_positions.__file__)
+        assert spec is not None
+        assert spec.loader is not None
+        copied = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(copied)
+        copied.prepare()
+        copies.append(copied)  # its classes live as long
+        counts.append(layer_classes())
+    assert len({after - before for before, after in itertools.pairwise(counts)}) == 1
