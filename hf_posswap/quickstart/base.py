@@ -14,7 +14,7 @@ from hf_posswap.errors import DataError
 from hf_posswap.quickstart.settings import BaseSettings, QuickstartSettings, digest
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.training import Corpus, TrainSettings, Windows, byte_tokenizer, token_stream, train
-from hf_posswap.utils.atomic_io import read_json, writable_folder, write_json
+from hf_posswap.utils.atomic_io import read_object, writable_folder, write_json
 from hf_posswap.utils.progress import Reporter
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def trained_base(
         writable_folder(cache)
         _train(corpus, settings, recipe, folder, device, reporter)
     model = on_device(hf_posswap.load(folder), device)
-    training = read_json(folder / _RECIPE_FILE)["training"]
+    training = read_object(folder / _RECIPE_FILE, training=dict)["training"]
     source = {"kind": "trained here", "folder": str(folder), "recipe": recipe, "training": training}
     words = load_tokenizer(folder, instead=_BESIDE)
     return Base(model, words, source | {"from_cache": kept}, settings.base.window)

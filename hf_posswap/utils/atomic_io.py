@@ -174,6 +174,21 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"cannot read {shown(path)}: {error}. Delete it to have it made again.") from error
 
 
+def read_object(path: Path, **fields: type) -> dict[str, Any]:
+    """Return the JSON object in `path`, which has `fields`, each of its type.
+
+    Raises:
+        CheckpointError: as `read_json`, or the file holds something else.
+    """
+    held = read_json(path)
+    if not isinstance(held, dict) or not all(isinstance(held.get(name), kind) for name, kind in fields.items()):
+        raise CheckpointError(
+            f"{shown(path)} must hold a JSON object with {', '.join(fields)}: it is damaged. Delete it to have it made "
+            "again."
+        )
+    return held
+
+
 def writable_folder(path: Path) -> Path:
     """Make the folder `path` where it is missing, prove by a small file that it can be written, and return it.
 

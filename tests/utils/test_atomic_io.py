@@ -15,7 +15,16 @@ from safetensors.torch import save_file
 
 from hf_posswap.errors import CheckpointError
 from hf_posswap.utils import atomic_io
-from hf_posswap.utils.atomic_io import _exchange, read_json, replacing, settle, writable_folder, write_json, write_text
+from hf_posswap.utils.atomic_io import (
+    _exchange,
+    read_json,
+    read_object,
+    replacing,
+    settle,
+    writable_folder,
+    write_json,
+    write_text,
+)
 from hf_posswap.utils.staging import MARK, staging_folder
 
 
@@ -268,3 +277,12 @@ def test_what_is_no_json_is_one_clear_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"cannot read .*a.json: .*Delete it"):
         read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("held", ["[]", "{}", '{"a": 1}', '{"a": [], "b": 2}', "null"])
+def test_an_object_that_misses_a_field_is_named(tmp_path: Path, held: str) -> None:
+    (tmp_path / "a.json").write_text(held)
+    with pytest.raises(CheckpointError, match=r"a.json must hold a JSON object with a, b: .*Delete it"):
+        read_object(tmp_path / "a.json", a=list, b=str)
+    (tmp_path / "a.json").write_text('{"a": [], "b": "", "c": 1}')
+    assert read_object(tmp_path / "a.json", a=list, b=str)["c"] == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import CheckpointError, TrainingWarning
-from hf_posswap.utils.atomic_io import read_json, write_json
+from hf_posswap.utils.atomic_io import read_json, read_object, write_json
 
 SEAL = "posswap-checkpoint.json"
 UNFINISHED = ".unfinished"
@@ -95,9 +95,8 @@ def newest(folder: Path, identity: dict[str, Any]) -> Path | None:
 def problem_of(checkpoint: Path) -> str | None:
     """Return what is missing or damaged in `checkpoint`; None: it is whole."""
     try:
-        held = read_json(checkpoint / SEAL)
-        files, _ = dict(held["files"]), dict(held["identity"])
-    except (CheckpointError, KeyError, TypeError, ValueError):
+        files = read_object(checkpoint / SEAL, files=dict, identity=dict)["files"]
+    except CheckpointError:
         return f"no readable {SEAL}"
     for name, digest in files.items():
         path = checkpoint / name

@@ -29,7 +29,7 @@ from hf_posswap.training.engine.sentence_files import write_sentence_files
 from hf_posswap.training.engine.services import Services
 from hf_posswap.training.engine.trainer import PosswapTrainer
 from hf_posswap.training.trainable import parameter_groups
-from hf_posswap.utils.atomic_io import read_json, replacing, write_json
+from hf_posswap.utils.atomic_io import read_object, replacing, write_json
 
 DONE = "done.json"
 MODEL = "model"
@@ -240,12 +240,17 @@ def _finished(place: Path, identity: dict[str, Any]) -> PhaseResult | None:
     if not (place / DONE).is_file() or not (place / MODEL).is_dir():
         return None
     _refuse_another(place, identity)
-    return PhaseResult(**read_json(place / DONE)["result"])
+    try:
+        return PhaseResult(**read_object(place / DONE, result=dict)["result"])
+    except TypeError as error:
+        raise CheckpointError(
+            f"{place / DONE} holds no result of a phase: {error}. Delete {place} to begin anew."
+        ) from error
 
 
 def _refuse_another(place: Path, identity: dict[str, Any]) -> None:
     """Raise a CheckpointError where the phase finished in `place` is another training's, in what `identity` knows."""
-    held = read_json(place / DONE)["identity"]
+    held = read_object(place / DONE, identity=dict)["identity"]
     known = {key: value for key, value in held.items() if key in identity}
     changes = [f"{key}: {was!r}, now {now!r}" for key, was, now in differences(known, identity)]
     if changes:

@@ -14,7 +14,7 @@ from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.training import NAME, TrainingRecord, swap_digest
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.phase import DONE, PhaseResult
-from hf_posswap.utils.atomic_io import read_json, write_json
+from hf_posswap.utils.atomic_io import read_json, read_object, write_json
 
 _HOLDERS = {"config.json": (NAME, "posswap"), SIDECAR: ("training", "record")}
 """The files that hold a record: under which key, and under which the swap."""
@@ -39,7 +39,7 @@ def leave_record(
         saved: folder of the finished model.
         base: public name of the model that it began with.
     """
-    identity = read_json(saved.parent / DONE)["identity"]
+    identity = read_object(saved.parent / DONE, identity=dict)["identity"]
     path, name, swap = next(
         ((saved / file, *keys) for file, keys in _HOLDERS.items() if (saved / file).is_file()), _NONE
     )

@@ -135,6 +135,15 @@ def test_what_is_done_is_not_done_again_and_another_training_is_refused(tmp_path
         trained(tmp_path, "optimizer.steps=7")
 
 
+@pytest.mark.parametrize("damage", [list, dict, {"identity": []}, {"result": {"a": 1}}], ids=str)
+def test_a_damaged_note_of_a_finished_training_is_named(tmp_path: Path, damage: Any) -> None:
+    note = trained(tmp_path).folder / "done.json"
+    held = damage() if callable(damage) else json.loads(note.read_text()) | damage
+    note.write_text(json.dumps(held))
+    with pytest.raises(CheckpointError, match=r"done.json (must hold|holds no result of a phase).*Delete"):
+        trained(tmp_path)
+
+
 def test_a_control_is_trained_without_a_swap(tmp_path: Path) -> None:
     done = trained(tmp_path, "swap.scheme=null", "swap.max_length=null")
     assert done.report["phases"][0]["plan"] is None
