@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posswap.checkpoints.beside import Beside, found_beside
 from hf_posswap.checkpoints.card import CardFacts, write_card
-from hf_posswap.checkpoints.card_results import read_results
+from hf_posswap.checkpoints.card_results import Results, read_results
 from hf_posswap.checkpoints.commit import Commit
 from hf_posswap.checkpoints.hub import checked_repo_id, files_to_push, hub_errors, stale_files
 from hf_posswap.checkpoints.native.suggesting import stock_instead
@@ -135,7 +135,7 @@ def push(
     checked_repo_id(repo_id)
     if timeout is not None and not timeout > 0:
         raise OptionError(f"timeout is a positive number of seconds, or None, got {timeout!r}.")
-    found = read_results(results)
+    given = _Given(base_model, license, recipe, read_results(results) if results is not None else None)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         if isinstance(source, str | Path):
             _check_folder(Path(source), tokenizer)
@@ -143,28 +143,40 @@ def push(
             session = stack.enter_context(hub_session(timeout))
             _check_reach(repo_id, token)
         folder = _folder_of(source, tokenizer, Path(scratch) / "model")
-        files = files_to_push(folder)
-        written, notes = None, _stock_instead(source, folder, trust_remote_code)
+        files, text = files_to_push(folder), None
+        notes = _stock_instead(source, folder, trust_remote_code)
         if card and CARD not in files:
-            beside = _beside(source, trust_remote_code, looks=recipe is None or results is None)
-            named = base_model or beside.base or getattr(getattr(source, "config", None), "name_or_path", None) or None
-            found = beside.results if results is None else found
-            facts = CardFacts(repo_id, named, license, recipe or beside.recipe, found, PICTURES)
-            notes += tuple(
-                said for part, said in beside.said.items() if {"recipe": recipe, "results": results}[part] is None
-            )
-            told: dict[str, Any] = {"token": token, "online": not dry_run, "trust_remote_code": trust_remote_code}
-            path = Path(scratch) / CARD
-            written = write_card(folder, facts, **told)
-            path.write_text(written, encoding="utf-8")
-            pictures = {f"{PICTURES}/{picture.name}": picture for picture in found.pictures}
-            files = {CARD: path, **files, **pictures}
+            facts, said = _card_facts(source, repo_id, given, trust_remote_code)
+            text = write_card(folder, facts, token=token, online=not dry_run, trust_remote_code=trust_remote_code)
+            (Path(scratch) / CARD).write_text(text, encoding="utf-8")
+            pictures = {f"{PICTURES}/{picture.name}": picture for picture in facts.results.pictures}
+            files, notes = {CARD: Path(scratch) / CARD, **files, **pictures}, notes + said
         sizes = {name: path.stat().st_size for name, path in files.items()}
-        report = PushReport(repo_id, revision or "main", sizes, card=written, notes=notes)
+        report = PushReport(repo_id, revision or "main", sizes, card=text, notes=notes)
         if dry_run:
             return report
         with hub_errors(repo_id):
             return _commit(report, files, session, private, token, message or "Push by hf_posswap")
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the caller says for the card; what is None is looked for."""
+
+    base_model: str | None
+    license: str | None
+    recipe: dict[str, Any] | None
+    results: Results | None
+
+
+def _card_facts(source: Any, repo_id: str, given: _Given, trust_remote_code: bool) -> tuple[CardFacts, tuple[str, ...]]:
+    """Return the facts of the card: what was given, else what lies beside; and where that was found, in sentences."""
+    beside = _beside(source, trust_remote_code, looks=given.recipe is None or given.results is None)
+    base = given.base_model or beside.base or getattr(getattr(source, "config", None), "name_or_path", None) or None
+    results = beside.results if given.results is None else given.results
+    facts = CardFacts(repo_id, base, given.license, given.recipe or beside.recipe, results, PICTURES)
+    found = {"recipe": given.recipe is None, "results": given.results is None}
+    return facts, tuple(said for part, said in beside.said.items() if found[part])
 
 
 def _folder_of(source: Any, tokenizer: Any, scratch: Path) -> Path:

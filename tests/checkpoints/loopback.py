@@ -70,6 +70,12 @@ class Hub:
     released: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
+    def forget(self) -> None:
+        """Let faults that were not met, and what was asked so far, be forgotten."""
+        self.faults.clear()
+        self.requests.clear()
+        self.times.clear()
+
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
         """Return the content of a repository."""
         repo = self.repos[repo_id]

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_posswap.training import byte_tokenizer
 from tests.cli.conftest import Posswap
+from tests.cli.letters import letters
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: the harness is not tested")
 
@@ -29,20 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the file of a task of four choices between letters."""
     folder = tmp_path_factory.mktemp("tasks")
-    rows = [json.dumps({"text": letter * 9, "answer": 0}) for letter in "abcd"]
-    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    task = {
-        "task": "letters",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{text}}",
-        "doc_to_choice": ["a", "b"],
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    (folder / "letters.yaml").write_text(json.dumps(task))
+    (folder / "letters.yaml").write_text(json.dumps(letters(folder)))
     return folder / "letters.yaml"
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests import hostile
 from tests.cli.conftest import Posswap
+from tests.cli.letters import letters
 
 YES = "y\n" * 20
 COMMANDS: dict[str, list[str]] = {
@@ -94,23 +95,6 @@ def filled(command: list[str], model: Path, plain: Path, folder: Path) -> list[s
     return done
 
 
-def letters(folder: Path) -> dict[str, object]:
-    """Return a task of four choices between letters, its rows written to `folder`."""
-    rows = [json.dumps({"text": letter * 9, "answer": 0}) for letter in "abcd"]
-    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    return {
-        "task": "letters",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{text}}",
-        "doc_to_choice": ["a", "b"],
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_code_of_a_config_is_refused(
     posswap: Posswap, hostiles: dict[str, Path], plain: Path, tmp_path: Path, name: str
@@ -122,21 +106,16 @@ def test_code_of_a_config_is_refused(
     assert "[y/N]" not in run.stdout + run.stderr
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in READS_NO_TOKENIZER])
+OF_TOKENIZERS = {name: COMMANDS[name] for name in COMMANDS if name not in READS_NO_TOKENIZER} | {
+    f"{name}, of another model": command for name, command in OTHER_TOKENIZERS.items()
+}
+
+
+@pytest.mark.parametrize("name", OF_TOKENIZERS)
 def test_code_of_a_tokenizer_is_refused(
     posswap: Posswap, hostiles: dict[str, Path], plain: Path, tmp_path: Path, name: str
 ) -> None:
-    run = posswap(*filled(COMMANDS[name], hostiles["tokenizer"], plain, tmp_path), answers=YES)
-    assert not hostile.ran(), run.stdout + run.stderr
-    assert run.returncode == 4, run.stderr
-    assert "--trust-remote-code" in run.stderr
-
-
-@pytest.mark.parametrize("name", OTHER_TOKENIZERS)
-def test_code_of_another_models_tokenizer_is_refused(
-    posswap: Posswap, hostiles: dict[str, Path], plain: Path, tmp_path: Path, name: str
-) -> None:
-    run = posswap(*filled(OTHER_TOKENIZERS[name], hostiles["tokenizer"], plain, tmp_path), answers=YES)
+    run = posswap(*filled(OF_TOKENIZERS[name], hostiles["tokenizer"], plain, tmp_path), answers=YES)
     assert not hostile.ran(), run.stdout + run.stderr
     assert run.returncode == 4, run.stderr
     assert "--trust-remote-code" in run.stderr

@@ -26,9 +26,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hub, Clien
 
 @pytest.fixture
 def hub(world: tuple[Hub, Client]) -> Hub:
-    world[0].faults.clear()
-    world[0].requests.clear()
-    world[0].times.clear()
+    world[0].forget()
     return world[0]
 
 

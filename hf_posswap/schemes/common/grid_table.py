@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import Input, Kind, Scheme, Traits
+from hf_posswap.schemes.base import Input, Traits
 from hf_posswap.schemes.common.places import check_divides, checked_size
+from hf_posswap.schemes.common.table import AnyTable
 
 
 @dataclass(frozen=True)
-class GridTable(Scheme):
+class GridTable(AnyTable):
     """A scheme that says what stands in the table of the patches; tokens that have no place keep their rows.
 
     Attributes:
@@ -22,23 +23,13 @@ class GridTable(Scheme):
             Images of other sizes run in any case.
     """
 
-    kind: ClassVar[Kind] = "table"
     inputs: ClassVar[tuple[Input, ...]] = ("images",)
-    trainable: ClassVar[bool] = True
-    """Whether the rows are parameters that training changes; otherwise they are frozen."""
 
     image_size: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.image_size is not None:
             object.__setattr__(self, "image_size", checked_size(self.name, self.image_size))
-
-    @property
-    def table_part(self) -> Self:
-        return self
-
-    def with_table(self, table: Any) -> Any:
-        return table
 
     @property
     def traits(self) -> Traits:

@@ -12,8 +12,8 @@ from hf_posswap.schemes.base import Kind, Scheme, Traits
 
 
 @dataclass(frozen=True)
-class TableScheme(Scheme):
-    """A scheme that says what stands in the position table; stock models express all of them natively."""
+class AnyTable(Scheme):
+    """A scheme that says what stands in a table, of positions or of patches."""
 
     kind: ClassVar[Kind] = "table"
     trainable: ClassVar[bool] = True
@@ -25,6 +25,11 @@ class TableScheme(Scheme):
 
     def with_table(self, table: Any) -> Any:
         return table
+
+
+@dataclass(frozen=True)
+class TableScheme(AnyTable):
+    """A scheme that says what stands in the position table; stock models express all of them natively."""
 
     @property
     def traits(self) -> Traits:
