@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 from recipes.studies.measuring import LAST, LAST_ALONE, MARGIN, MULTIPLES, WINDOW, Means, difference, mean_with_interval
 
 _ABOVE_BASE = {"rope": 0.005, "sinusoidal": 0.005}
@@ -16,6 +17,7 @@ _ABOVE_BASE_OTHERS = 0.01
 _FAR = {"rope": -0.02, "alibi": -0.02, "yarn": -0.02, "sinusoidal": 0.02}
 """Nats a token of the last window that far text has to give at least; of other schemes anything."""
 _WITHOUT_BOUND = ("sinusoidal",)
+_VERDICTS = {True: "reached", False: "missed", None: f"no verdict under {LEAST_DOCUMENTS} documents"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class Subject:
 
 
 def judge(scheme: str, base: Subject, control: Subject, after: Means, seeds: Sequence[Means]) -> dict[str, Any]:
-    """Return the three goals and what they rest on; every difference is `after` less the other, paired by document.
+    """Return the three goals and what they rest on; under eight documents none is reached or missed.
+
+    Every difference is `after` less the other, paired by document.
 
     Args:
         scheme: its name.
@@ -48,7 +52,7 @@ def judge(scheme: str, base: Subject, control: Subject, after: Means, seeds: Seq
         >>> [goal["reached"] for goal in judge("rope", base, base, means, [means])["goals"]]
         [True, True, True]
     """
-    longest = str(MULTIPLES[-1])
+    longest, enough = str(MULTIPLES[-1]), len(after[WINDOW]) >= LEAST_DOCUMENTS
     from_control = difference(control.means[WINDOW], after[WINDOW])
     from_base = difference(base.means[WINDOW], after[WINDOW], _above_base(scheme))
     far = difference(after[LAST_ALONE], after[LAST])
@@ -63,7 +67,7 @@ def judge(scheme: str, base: Subject, control: Subject, after: Means, seeds: Seq
         {"goal": "beats the sliding window of the control", "reached": from_sliding["upper"] < 0},
     ]
     return {
-        "goals": goals,
+        "goals": [{**goal, "reached": goal["reached"] if enough else None} for goal in goals],
         "allowed": {"above control": MARGIN, "above base": _above_base(scheme), "far text": _FAR.get(scheme, 0.0)},
         "from_control": from_control,
         "from_base": from_base,
@@ -125,9 +129,7 @@ def markdown(result: dict[str, Any]) -> str:
             "a bound below 0",
         )
         for goal, said in zip(row["goals"], wanted, strict=True):
-            lines.append(
-                f"| {row['recipe']} | {goal['goal']} | {said} | {'reached' if goal['reached'] else 'missed'} |"
-            )
+            lines.append(f"| {row['recipe']} | {goal['goal']} | {said} | {_VERDICTS[goal['reached']]} |")
     lines += ["", "| recipe | base | control | recipe | base, sliding | control, sliding | recipe, 8 windows |"]
     lines += ["|---|---|---|---|---|---|---|"]
     lines += [

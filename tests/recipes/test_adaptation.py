@@ -87,6 +87,12 @@ def test_what_is_uncertain_is_missed() -> None:
     assert [goal["reached"] for goal in found["goals"]] == [True, False, False]
 
 
+def test_under_eight_documents_there_is_no_verdict() -> None:
+    few = {key: values[:7] for key, values in means(0.0, -0.03, 0.0, -0.02).items()}
+    base = Subject({key: values[:7] for key, values in means(0.0, 0.0, 0.0, 0.0).items()}, NOISE[:7])
+    assert [goal["reached"] for goal in judge("rope", base, base, few, [few])["goals"]] == [None] * 3
+
+
 def test_it_runs_from_end_to_end_and_finds_what_is_done(tmp_path: Path) -> None:
     write_model(tmp_path / "gpt2", n_positions=32)
     write_texts(tmp_path / "train", count=12)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from hf_posswap.errors import CheckpointError, ConfigError, TrainingError
 from hf_posswap.training.config import load_recipe
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.utils.atomic_io import read_json
-from recipes.studies import effects, learned_to_rope
+from recipes.studies import effects
 from recipes.studies.rows import REACH, ROWS, SMOKE, Row, Sizes, row_settings
 from recipes.studies.running import CONTROL, RECIPES, control_settings, make_run, run_script, tokens_of
 from recipes.studies.tables import markdown
@@ -128,43 +128,6 @@ def test_a_script_that_fails_stops_the_study(capfd: pytest.CaptureFixture[str]) 
     with pytest.raises(TrainingError, match="recipes/train.py ended with exit code 2; it says why above. Its argum"):
         run_script(RECIPES / "train.py", ["--config", str(RECIPES / "base.yaml")])
     assert "give a folder or a Hub id" in capfd.readouterr().err
-
-
-def judge(place: Path, out: Path, *more: str) -> Result:
-    """Run the acceptance study on the tiny base, with windows of 16 of its 64 positions."""
-    settings = ["data.length=8", "data.cut=[1]", f"data.cache={place / 'cache'}"]
-    settings += ["optimizer.batch=2", "optimizer.warmup=1"]
-    options = [part for setting in settings for part in ("--set", setting)]
-    options += ["--train", str(place / "train"), "--valid", str(place / "valid"), "--work", str(place / "work")]
-    return CliRunner().invoke(
-        learned_to_rope.app, ["--base", str(place / "gpt2"), "--tokens", "32", "--out", str(out), *options, *more]
-    )
-
-
-def test_the_judge_of_learned_to_rope_runs_from_end_to_end(place: Path, tmp_path: Path) -> None:
-    done = judge(place, tmp_path, "--seeds", "2")
-    assert done.exit_code == 0, done.output + repr(done.exception)
-    found = read_json(tmp_path / "learned-to-rope.json")
-    assert found["read"] == [[32, 32], [32, 32]]
-    assert found["texts"]["documents"] == 9
-    assert [row["windows"] for row in found["lengths"]] == [1, 2, 4, 8]
-    assert len(found["in_window"]["by_seed"]) == 2
-    assert str(place) not in json.dumps(found)
-    assert (tmp_path / "learned-to-rope.png").stat().st_size > 10_000
-    said = (tmp_path / "learned-to-rope.md").read_text()
-    for verdict in ("in_window", "to_longest", "last_window"):
-        assert f"{found[verdict]['upper']:+.4f}" in said
-    trained = sorted((place / "work" / "runs").iterdir())
-    assert judge(place, tmp_path / "again", "--seeds", "2").exit_code == 0
-    assert sorted((place / "work" / "runs").iterdir()) == trained
-    assert read_json(tmp_path / "again" / "learned-to-rope.json") == found
-
-
-def test_the_judge_refuses_what_is_no_study(place: Path, tmp_path: Path) -> None:
-    done = judge(place, tmp_path, "--set", "optimizer.batch=100")
-    assert done.exit_code != 0
-    assert "32 tokens are less than one step: give more, or a smaller optimizer.batch by --set." in done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_recipe_is_refused(tmp_path: Path) -> None:

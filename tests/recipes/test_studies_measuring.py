@@ -12,7 +12,6 @@ import hf_posswap
 from hf_posswap.comparison import EvalDocuments
 from hf_posswap.evaluation import RunStore, mask_groups
 from hf_posswap.training import byte_tokenizer
-from recipes.studies import learned_to_rope
 from recipes.studies.effects import compared
 from recipes.studies.measuring import LAST, LAST_ALONE, WINDOW, Means, Texts, difference, document_means
 from tests.training.tiny_models import VOCABULARY, tiny
@@ -125,35 +124,6 @@ def constant(window: float, one: float, longest: float, count: int = 8) -> Means
     own = np.linspace(0, 1, count)
     kinds = {WINDOW: window, "1": one, "2": one, "4": one, "8": longest, LAST: longest, LAST_ALONE: one}
     return {key: own + value for key, value in kinds.items()}
-
-
-@pytest.mark.parametrize(
-    ("above", "beyond", "said"),
-    [
-        (0.019, 0.049, ("not worse", "not worse")),
-        (0.021, 0.049, ("worse", "not worse")),
-        (0.0, 0.051, ("not worse", "worse")),
-    ],
-)
-def test_the_judge_allows_what_the_study_says(above: float, beyond: float, said: tuple[str, str]) -> None:
-    base = before = constant(2.0, 2.0, 2.0)
-    found = learned_to_rope.judge(base, before, [constant(3 + above, 3.0, 3 + beyond)], [constant(3.0, 3.0, 3.0)])
-    assert (found["in_window"]["verdict"], found["to_longest"]["verdict"]) == said
-    assert found["in_window"]["upper"] == pytest.approx(above)
-    assert found["to_longest"]["upper"] == found["last_window"]["upper"] == pytest.approx(beyond)
-
-
-def test_the_judge_averages_seeds_and_shows_each() -> None:
-    control = constant(3.0, 3.0, 3.0)
-    after = [constant(3.03, 3.0, 3.0), constant(2.99, 3.0, 3.0)]
-    found = learned_to_rope.judge(control, control, after, [control, control])["in_window"]
-    assert found["difference"] == pytest.approx(0.01)
-    assert [seed["verdict"] for seed in found["by_seed"]] == ["worse", "not worse"]
-
-
-def test_under_eight_documents_there_is_no_verdict() -> None:
-    few = [constant(3.0, 3.0, 3.0, count=7)]
-    assert learned_to_rope.judge(few[0], few[0], few, few)["in_window"]["verdict"] == "no verdict"
 
 
 def test_a_row_says_what_a_model_that_ends_early_cannot_run() -> None:
