@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_posswap.cli import app
-from hf_posswap.training.config.shipped import shipped_recipes
+from hf_posswap.training.config.shipped import INSTALLED, shipped_recipes
 from tests.cli.conftest import says
 from tests.training.engine_runs import write_model, write_texts
 
@@ -102,7 +102,8 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_recipes_and_nothing_that_is_not_the_package(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    held = {name.removeprefix("hf_posswap/_recipes/") for name in names if "/_recipes/" in name}
+    within = f"hf_posswap/{INSTALLED.name}/"
+    held = {name.removeprefix(within) for name in names if name.startswith(within)}
     assert held == {f"{name}.yaml" for name in shipped_recipes()}
     assert {name.partition("/")[0] for name in names if "dist-info" not in name} == {"hf_posswap"}
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "hf_posswap").rglob("*.py*")}
