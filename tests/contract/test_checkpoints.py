@@ -82,6 +82,7 @@ def test_what_is_frozen_and_where_it_ends_survives_loading(pair: Pair, tmp_path:
             pair.logits(loaded, ids)
 
 
+@pytest.mark.few
 @once
 def test_a_second_round_trip_changes_nothing(pair: Pair, tmp_path: Path) -> None:
     model = pair.swapped()

@@ -87,6 +87,7 @@ def test_a_prefix_is_consistent_exactly_where_it_is_promised(pair: Pair) -> None
         assert worst > NOISE, "the plan says that cached and full forward differ, and they do not"
 
 
+@pytest.mark.few
 @generators
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generating_from_a_padded_batch_equals_one_by_one(pair: Pair, beams: int) -> None:

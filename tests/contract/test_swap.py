@@ -151,6 +151,7 @@ def test_parameters_are_counted_as_announced(pair: Pair) -> None:
     assert grown == sum(pair.plan.added.values()) - unused - frozen
 
 
+@pytest.mark.few
 @once
 @pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
 def test_copies_are_whole_and_independent(pair: Pair, way: str) -> None:

@@ -44,6 +44,7 @@ def test_gradients_reach_all_that_the_plan_keeps(pair: Pair) -> None:
     assert all(torch.isfinite(grad).all() for grad in reached.values())
 
 
+@pytest.mark.few
 @once
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_gives_the_same_gradients(pair: Pair, reentrant: bool) -> None:
@@ -75,6 +76,7 @@ def with_lora(model: Any, name: str) -> Any:
     return peft.get_peft_model(model, config).eval()
 
 
+@pytest.mark.few
 @once
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 def test_lora_before_and_after_the_swap_is_the_same(pair: Pair) -> None:

@@ -39,7 +39,16 @@ def head(hub: Hub, name: str) -> str:
     return hub.repos[name].branches["main"]
 
 
-@pytest.mark.parametrize("how", ["cut", "half", "torn", "page", "stall", "drip", 500, 502, 504])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "cut",
+        "page",
+        "stall",
+        500,
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("half", "torn", "drip", 502, 504)),
+    ],
+)
 def test_a_commit_whose_answer_is_lost_is_found(hub: Hub, speaker: Client, tally: Tally, how: str | int) -> None:
     name, timeout = f"me/lost-{how}", 6.0 if how in ("stall", "drip") else None
     speaker.do("push", repo_id=name, scheme="rope")
