@@ -21,6 +21,7 @@ from hf_posswap.cli import (
     reporting,
     searching,
     selfcheck,
+    show,
     starting,
     swapping,
     to_native,
@@ -70,6 +71,7 @@ def posswap(
 app.command()(listing.schemes)
 app.command()(listing.families)
 app.command()(swapping.explain)
+app.command()(show.show)
 app.command()(swapping.patch)
 app.command()(to_native.to_native)
 app.command()(doctor.doctor)
