@@ -11,6 +11,7 @@ from hf_posswap.cli.arguments import Json, MaxLength, Model, TrustRemoteCode, ma
 from hf_posswap.cli.completing import scheme_names
 from hf_posswap.cli.evaluating import Device, Tokenizer, placing
 from hf_posswap.cli.output import quiet_library, show_json, show_table, show_text
+from hf_posswap.cli.target import checked_file
 from hf_posswap.errors import OptionError
 
 
@@ -71,6 +72,7 @@ def lm_eval(
     source = source_of(model)
     chosen = None if scheme is None else make_scheme(scheme)
     where = placing(device, dtype)
+    target = None if out is None else checked_file(out)
     with quiet_library():
         from hf_posswap.harness import run_tasks
         from hf_posswap.utils.atomic_io import write_text
@@ -89,8 +91,8 @@ def lm_eval(
             dtype=where["dtype"] or "auto",
             trust_remote_code=trust_remote_code,
         )
-        if out is not None:
-            write_text(out.expanduser(), _as_json(found))
+        if target is not None:
+            write_text(target, _as_json(found))
     if json:
         show_json(_plain(found))
         return

@@ -91,7 +91,7 @@ def show_plan(plan: SwapPlan) -> None:
     """Print `plan`: its edits, and what follows from them."""
     from hf_posswap.patching.plan.text import EDIT_HEADER
 
-    show_text(f"{plan.model}: {plan.named}", "")
+    show_text(plan.title, "")
     show_table(EDIT_HEADER, plan.edit_rows())
     show_text("")
     show_pairs(plan.fact_rows())
@@ -127,9 +127,9 @@ def patch(
     chosen = make_scheme(scheme)
     folder = checked_target(out, source, overwrite)
     with quiet_library():
+        how, trusted = _how(max_length, site, relative), {TRUST: trust_remote_code}
         import hf_posswap
 
-        how, trusted = _how(max_length, site, relative), {TRUST: trust_remote_code}
         _refuse_early(source, chosen, how | trusted)
         processor = load_processor(source, **trusted) if tokenizer else None
         loaded = hf_posswap.load(source, dtype="auto", **trusted)
@@ -154,7 +154,10 @@ def patch(
 
 
 def _how(max_length: int | None, site: Site, relative: Relative | None) -> dict[str, Any]:
-    """Return what `plan_swap` takes beside the scheme."""
+    """Return what `plan_swap` takes beside the scheme; an impossible length is said before a model is looked for."""
+    from hf_posswap.patching.plan.plan_swap import check_max_length
+
+    check_max_length(max_length)
     return {"max_length": max_length, "site": site.value, "relative": None if relative is None else relative.value}
 
 
