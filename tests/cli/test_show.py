@@ -31,7 +31,9 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_pictures_of_several_schemes_share_a_sheet(tmp_path: Path) -> None:
     out = tmp_path / "pictures"
-    said = shown("rope", "yarn:factor=2", "--picture", "wavelengths", "--length", "100", "--factor", "2", "-o", str(out))
+    said = shown(
+        "rope", "yarn:factor=2", "--picture", "wavelengths", "--length", "100", "--factor", "2", "-o", str(out)
+    )
     assert sorted(path.name for path in out.iterdir()) == ["wavelengths.png", "wavelengths.svg"]
     assert Image.open(out / "wavelengths.png").size[0] > 1000
     assert says(said, "yarn:")
@@ -47,7 +49,7 @@ def test_without_a_choice_all_that_say_something_are_drawn(tmp_path: Path) -> No
 
 def test_a_model_gives_its_shape_and_its_table(tmp_path: Path, gpt2: Path) -> None:
     arguments = ("learned", "--model", str(gpt2), "--picture", "table", "--factor", "2", "--json", "-o", str(tmp_path))
-    table = hf_posswap.load(gpt2).transformer.wpe.weight
+    table = hf_posswap.load(gpt2).transformer.wpe.weight.detach()
     (drawn,) = json.loads(shown(*arguments))
     assert drawn["said"] == [f"learned: 32 positions of 8 dimensions, up to {float(table.abs().max()):.3g}"]
 

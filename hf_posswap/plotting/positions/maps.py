@@ -36,7 +36,7 @@ def draw_table(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> 
             rows = numbers.table_rows(subject)
             most = float(rows.abs().max()) or 1.0
             image = panel.imshow(
-                rows[:ROWS], cmap=SIGNED, vmin=-most, vmax=most, aspect="auto", interpolation="nearest"
+                rows[:ROWS].numpy(), cmap=SIGNED, vmin=-most, vmax=most, aspect="auto", interpolation="nearest"
             )
             window = subject.geometry.original_length
             if window < min(ROWS, len(rows)):
