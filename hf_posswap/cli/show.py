@@ -73,13 +73,13 @@ def _shape_of(source: str, trust_remote_code: bool) -> dict[str, Any]:
     """Return the geometry of a model, and its position table where it has one."""
     import hf_posswap
     from hf_posswap.families.locating import locate
+    from hf_posswap.families.sites import TokenTable
 
     loaded = hf_posswap.load(source, trust_remote_code=trust_remote_code)
     report = hf_posswap.describe_positions(loaded)
     if report.swapped is not None:
         raise DataError(f"{source!r} already carries a swap ({report.swapped}): give the checkpoint it was made from.")
-    sites = locate(loaded)
-    tables = [stack.table for stack in sites.stacks if stack.inputs == "text" and stack.table is not None]
+    tables = [stack.table for stack in locate(loaded).stacks if isinstance(stack.table, TokenTable)]
     if not tables:
         return {"geometry": report.geometry}
     rows = loaded.get_parameter(f"{tables[0].path}.weight").detach().float()[tables[0].offset :]

@@ -212,7 +212,7 @@ def _mechanism(subject: Shown, layer: int) -> Mechanism | None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # biases that learn begin at random numbers
         found = subject.scheme.mechanism(subject.geometry).for_layer(layer)
-    return cast(Mechanism, found.requires_grad_(False))
+    return found.requires_grad_(False)
 
 
 def scores_by_distance(subject: Shown, distances: Tensor, layer: int = 0) -> Tensor:
@@ -299,7 +299,7 @@ def turned(subject: Shown, vector: Tensor, positions: Tensor) -> Tensor:
     if mechanism is None or not mechanism.rotates:
         return query[0, 0]
     made = mechanism.rotate_query(query, mechanism.prepare(positions[None], torch.full((1, 1, 1, 1), subject.length)))
-    return cast(Tensor, made)[0, 0]
+    return made[0, 0]
 
 
 def plain(values: Any) -> Any:

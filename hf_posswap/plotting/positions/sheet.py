@@ -90,7 +90,7 @@ class Sheet:
         bar = self.figure.colorbar(image, ax=panels, shrink=0.9, pad=0.02, aspect=25)
         bar.set_label(text, fontsize=8, color=self.colours["ink"])
         bar.ax.tick_params(labelsize=7, colors=self.colours["ink"])
-        bar.outline.set_edgecolor(self.colours["faint"])  # type: ignore[operator]
+        bar.outline.set_edgecolor(self.colours["faint"])
 
     def mark(self, panel: Axes, value: float, text: str, *, vertical: bool) -> None:
         """Draw a line at `value`, and say what it is."""
