@@ -21,12 +21,14 @@ from hf_posswap.cli import (
     reporting,
     searching,
     selfcheck,
+    show,
     starting,
     swapping,
     to_native,
     training,
 )
 from hf_posswap.cli.outcome import DEBUG, MEANING, PosswapGroup
+from hf_posswap.cli.scheme_command import SchemeCommand
 
 _EPILOG = "\n\n".join(
     [
@@ -39,7 +41,6 @@ app = typer.Typer(
     name="posswap",
     cls=PosswapGroup,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     epilog=_EPILOG,
@@ -69,8 +70,9 @@ def posswap(
 
 app.command()(listing.schemes)
 app.command()(listing.families)
-app.command()(swapping.explain)
-app.command()(swapping.patch)
+app.command(cls=SchemeCommand)(swapping.explain)
+app.command(cls=SchemeCommand)(show.show)
+app.command(cls=SchemeCommand)(swapping.patch)
 app.command()(to_native.to_native)
 app.command()(doctor.doctor)
 app.command()(selfcheck.selfcheck)
@@ -79,11 +81,11 @@ app.command()(push.push)
 app.command()(searching.search)
 app.command()(recipes.recipes)
 app.command()(training.train)
-app.command("eval")(evaluating.evaluate)
-app.command()(comparing.compare)
+app.command("eval", cls=SchemeCommand)(evaluating.evaluate)
+app.command(cls=SchemeCommand)(comparing.compare)
 app.command()(key_spans.key_spans)
 app.command()(reporting.report)
-app.command("lm-eval")(lm_eval.lm_eval)
+app.command("lm-eval", cls=SchemeCommand)(lm_eval.lm_eval)
 app.command()(starting.quickstart)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from enum import StrEnum
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posswap.cli.fields import describe_type, field_kinds, parse_value
-from hf_posswap.errors import CheckpointError, OptionError
+from hf_posswap.cli.completing import scheme_names
+from hf_posswap.errors import CheckpointError
 
 if TYPE_CHECKING:
     from hf_posswap.schemes import Scheme
@@ -31,6 +30,10 @@ class Relative(StrEnum):
     drop = "drop"
 
 
+SCHEME_HELP = (
+    "The scheme to put in, alone or with fields: yarn, or yarn:factor=4,base=500000; posswap schemes lists them. Or a "
+    ".json file that holds one, as posswap search writes it."
+)
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A folder with a checkpoint, or a Hub id.", show_default=False)
 ]
@@ -38,18 +41,9 @@ SchemeName = Annotated[
     str,
     typer.Argument(
         metavar="SCHEME",
-        help="The scheme to put in: see posswap schemes. Or a .json file that holds one, as posswap search writes it.",
+        help=SCHEME_HELP,
         show_default=False,
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="FIELD=VALUE",
-        help="Set a field of the scheme, as often as needed: --set factor=4 --set layout=interleaved. "
-        "Lists have commas: --set long_factor=1,2,3. posswap schemes NAME lists the fields.",
-        show_default=False,
+        autocompletion=scheme_names,
     ),
 ]
 MaxLength = Annotated[
@@ -88,41 +82,18 @@ TrustRemoteCode = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
-def make_scheme(name: str, settings: list[str] | None) -> Scheme:
-    """Return the scheme called `name` with the fields that --set gave, or the one that the file `name`.json holds.
+def make_scheme(text: str) -> Scheme:
+    """Return the scheme that `text` writes, "yarn" or "yarn:factor=4,base=500000", or that the file `text` holds.
 
     Raises:
         UnknownNameError: no such scheme.
         CheckpointError: no such file, or no JSON.
-        OptionError: a setting is not FIELD=VALUE, names no field or one twice, or its value is of another type.
+        OptionError: it has no such field, a value is of another type, or it is written in another way.
         SchemeError: a value is impossible.
     """
     from hf_posswap import schemes
 
-    if name.endswith(".json"):
-        if settings:
-            raise OptionError(f"--set cannot change a scheme's file; change {name} itself, or give the scheme by name.")
-        return schemes.make_scheme(_held(name))
-    plain, colon, fields = name.partition(":")
-    if colon and plain in schemes.SCHEMES:
-        how = " ".join(f"--set {field}" for field in fields.split(":"))
-        raise OptionError(f"{name}: fields of a scheme are given as {plain} {how}; only posswap compare takes them so.")
-    kinds = field_kinds(schemes.scheme_class(name))
-    values: dict[str, Any] = {}
-    for setting in settings or []:
-        field, equals, text = setting.partition("=")
-        if not equals:
-            raise OptionError(f"--set {setting}: expected FIELD=VALUE, for example --set factor=4.")
-        if field not in kinds:
-            raise OptionError(f"--set {setting}: scheme {name!r} has no field {field!r}.{_hint(field, kinds)}")
-        if field in values:
-            raise OptionError(f"--set {setting}: {field} was set before; give each field once.")
-        try:
-            values[field] = parse_value(text, kinds[field])
-        except ValueError:
-            expected = describe_type(kinds[field])
-            raise OptionError(f"--set {setting}: {field} of {name!r} must be {expected}, got {text!r}.") from None
-    return schemes.make_scheme(name, **values)
+    return schemes.make_scheme(_held(text) if text.endswith(".json") else text)
 
 
 def _held(name: str) -> dict[str, Any]:
@@ -133,14 +104,6 @@ def _held(name: str) -> dict[str, Any]:
     if not isinstance(held, dict):
         raise CheckpointError(f"{name} holds no scheme, which is an object with a name and fields.")
     return held
-
-
-def _hint(field: str, kinds: dict[str, Any]) -> str:
-    if field in ("max_length", "site", "relative"):
-        return f" Give it as --{field.replace('_', '-')}."
-    near = difflib.get_close_matches(field, kinds, n=1)
-    did_you_mean = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{did_you_mean} It has: {', '.join(kinds) or 'none'}."
 
 
 def source_of(model: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_posswap.cli.arguments import Json, TrustRemoteCode, make_scheme, source_of
+from hf_posswap.cli.completing import added_schemes
 from hf_posswap.cli.evaluating import (
     Column,
     Device,
@@ -32,6 +33,7 @@ from hf_posswap.cli.evaluating import (
     show_evaluation,
 )
 from hf_posswap.cli.output import quiet_library
+from hf_posswap.cli.scheme_command import refuse_other_ways
 from hf_posswap.errors import OptionError
 
 if TYPE_CHECKING:
@@ -45,9 +47,10 @@ def compare(
         list[str],
         typer.Argument(
             metavar="MODEL...",
-            help="Folders or Hub ids, or MODEL+SCHEME:FIELD=VALUE:... to put in a scheme without training. +SCHEME "
+            help="Folders or Hub ids, or MODEL+SCHEME:FIELD=VALUE,... to put in a scheme without training. +SCHEME "
             "alone takes the first model's. NAME=MODEL says what it is called; otherwise its run's folder does.",
             show_default=False,
+            autocompletion=added_schemes,
         ),
     ],
     against: Annotated[
@@ -114,7 +117,7 @@ class Given:
     Attributes:
         name: that was given, or None.
         source: a folder or a Hub id.
-        swap: "SCHEME:FIELD=VALUE:...", or "".
+        swap: "SCHEME:FIELD=VALUE,...", or "".
     """
 
     name: str | None
@@ -126,7 +129,7 @@ def parse_candidates(models: list[str], max_length: int | None, against: str | N
     """Return the candidates that the arguments write. What is wrong with their names is told before torch is loaded.
 
     Args:
-        models: "MODEL", "MODEL+SCHEME", "MODEL+SCHEME:FIELD=VALUE:...", or "+SCHEME..." of the first model, each with
+        models: "MODEL", "MODEL+SCHEME", "MODEL+SCHEME:FIELD=VALUE,...", or "+SCHEME..." of the first model, each with
             "NAME=" before it or without.
         max_length: tokens that schemes are meant for; None: the longest length that is measured.
         against: name of the model that the others are held against, to be checked; None: it was not asked for.
@@ -152,6 +155,7 @@ def parse_candidates(models: list[str], max_length: int | None, against: str | N
     for text, one in zip(models, given, strict=True):
         plain = names[0] if text.startswith("+") and names else known.get(one.source, "")
         names.append(one.name or f"{plain}+{one.swap}".rstrip("+"))
+    _refuse_schemes_without_a_sign(models, given)
     check_names(names)
     reference_name(names, against)
 
@@ -159,10 +163,24 @@ def parse_candidates(models: list[str], max_length: int | None, against: str | N
 
     candidates = []
     for name, one in zip(names, given, strict=True):
-        scheme, *settings = one.swap.split(":")
-        swap = make_scheme(scheme, settings) if one.swap else None
+        swap = make_scheme(one.swap) if one.swap else None
         candidates.append(Candidate(one.source, swap, max_length=max_length, name=name))
     return candidates
+
+
+def _refuse_schemes_without_a_sign(texts: list[str], given: list[Given]) -> None:
+    """Raise an OptionError where an argument is a scheme without +, or a field that stands apart from its scheme."""
+    unsure = [
+        n for n, one in enumerate(given) if not one.swap and "/" not in one.source and not Path(one.source).exists()
+    ]
+    if not unsure:
+        return
+    from hf_posswap.schemes import SCHEMES
+
+    refuse_other_ways([text for n, text in enumerate(texts) if n in unsure or given[n].swap])
+    for n in unsure:
+        if texts[n].partition(":")[0] in SCHEMES:
+            raise OptionError(f"{texts[n]!r} is a scheme, and no model: write +{texts[n]} to put it in.")
 
 
 def _take_apart(text: str, first: str | None) -> Given:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posswap.cli.arguments import Json, Model, Settings, TrustRemoteCode, make_scheme, source_of
+from hf_posswap.cli.arguments import Json, Model, TrustRemoteCode, make_scheme, source_of
+from hf_posswap.cli.completing import scheme_names
 from hf_posswap.cli.output import quiet_library, show_json, show_text
 from hf_posswap.errors import OptionError
 
@@ -82,9 +83,13 @@ def evaluate(
     model: Model,
     scheme: Annotated[
         str | None,
-        typer.Argument(metavar="SCHEME", help="Put this one in first, without training.", show_default=False),
+        typer.Argument(
+            metavar="SCHEME",
+            help="Put this one in first, without training: yarn, or yarn:factor=4,base=500000.",
+            show_default=False,
+            autocompletion=scheme_names,
+        ),
     ] = None,
-    settings: Settings = None,
     max_length: MaxLength = None,
     base: Annotated[
         str | None,
@@ -115,10 +120,10 @@ def evaluate(
 
     Example: posswap eval gpt2-rope --base gpt2 --text books/ -o results
     """
-    if scheme is None and (settings or max_length is not None):
-        raise OptionError("--set and --max-length say how to put in a scheme: name one after MODEL.")
+    if scheme is None and max_length is not None:
+        raise OptionError("--max-length says how to put in a scheme: name one after MODEL.")
     source, held = source_of(model), None if base is None else source_of(base)
-    chosen = None if scheme is None else make_scheme(scheme, settings)
+    chosen = None if scheme is None else make_scheme(scheme)
     with quiet_library():
         from hf_posswap.comparison import Candidate, compare
 

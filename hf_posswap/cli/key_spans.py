@@ -11,6 +11,7 @@ import typer
 from hf_posswap.cli.arguments import Model, TrustRemoteCode, source_of
 from hf_posswap.cli.evaluating import Column, Device, Documents, Dtype, Text, Tokenizer, placing
 from hf_posswap.cli.output import quiet_library
+from hf_posswap.cli.target import checked_file
 from hf_posswap.errors import DataError, OptionError, PositionRangeError
 from hf_posswap.utils.auto_classes import TRUST
 
@@ -49,10 +50,9 @@ def key_spans(
     with quiet_library():
         from hf_posswap.comparison.documents import check_paths
         from hf_posswap.evaluation.longppl import find_key_spans
-        from hf_posswap.utils.atomic_io import writable_folder
 
         check_paths(text)
-        writable_folder(out.expanduser().absolute().parent)
+        target = checked_file(out)
         place = placing(device, dtype) | {TRUST: trust_remote_code}
         subject, tokens = _prepare(source, text, column, documents, length, tokenizer, place)
         how = {"short": short, "stride": stride, "gain": gain, "limit": limit}
@@ -63,7 +63,7 @@ def key_spans(
                 f"{subject.name} predicts no token that much better from {length} tokens than from {short}: take "
                 "longer documents, a better model, or a smaller --gain."
             )
-        spans.save(out.expanduser())
+        spans.save(target)
     typer.echo(f"{count} key tokens in {len(spans.spans)} documents of {length} tokens: {out}")
 
 

@@ -11,21 +11,28 @@ from typing import Annotated, Any
 import typer
 
 from hf_posswap.cli.arguments import Json
+from hf_posswap.cli.completing import family_names, scheme_names
 from hf_posswap.cli.fields import attribute_docs, describe_fields, description, format_value
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
+from hf_posswap.errors import OptionError
 
 
 def schemes(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="Show this scheme whole: formula and fields.", show_default=False),
+        typer.Argument(
+            metavar="NAME",
+            help="Show this scheme whole: formula and fields.",
+            show_default=False,
+            autocompletion=scheme_names,
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
     """List the position schemes, or show one of them whole.
 
     The list says what each scheme promises with its defaults. One scheme, by name, shows its formula, its source, and
-    each field with its default and meaning: what posswap patch takes after --set.
+    each field with its default and meaning, to be written as NAME:FIELD=VALUE,FIELD=VALUE.
 
     Example: posswap schemes yarn
     """
@@ -102,12 +109,21 @@ def _trait_docs() -> dict[str, str]:
 
 
 def families(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Show this family whole: where positions live in its models.",
+            show_default=False,
+            autocompletion=family_names,
+        ),
+    ] = None,
     classes: Annotated[
         bool, typer.Option("--classes", help="List every language model class of transformers instead (half a minute).")
     ] = False,
     json: Json = False,
 ) -> None:
-    """List the model families: the kinds of model whose positions can be swapped.
+    """List the model families, the kinds of model whose positions can be swapped, or show one of them whole.
 
     A family says where positions live in its models. A model that none describes is refused; posswap explain MODEL
     tells which family a model belongs to. With --classes, each class that transformers' Auto maps name for causal,
@@ -115,20 +131,16 @@ def families(
 
     Example: posswap families --classes
     """
+    if classes and name is not None:
+        raise OptionError(f"--classes lists all classes, and {name!r} asks for one family: give one of the two.")
     if classes:
         return _classes(json)
     from hf_posswap.families import FAMILIES
 
-    listed: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "summary": family.summary,
-            "mechanism": _mechanism(family),
-            "model_types": list(family.model_types),
-            "by_rule": family.matches is not None,
-        }
-        for name, family in FAMILIES.items()
-    ]
+    if name is not None:
+        one = _family(name, FAMILIES.get(name)) | {"parts": _parts(FAMILIES.get(name))}
+        return show_json(one) if json else _show_family(one)
+    listed = [_family(name, family) for name, family in FAMILIES.items()]
     if json:
         return show_json(listed)
     rows = [
@@ -142,6 +154,33 @@ def families(
     ]
     show_table(["name", "mechanism", "model types", "what it is"], rows)
     return show_text("", "by rule: every model whose config the family's rule accepts, whatever its type.")
+
+
+def _family(name: str, family: Any) -> dict[str, Any]:
+    """Return what the list says of a family, as JSON."""
+    return {
+        "name": name,
+        "summary": family.summary,
+        "mechanism": _mechanism(family),
+        "model_types": list(family.model_types),
+        "by_rule": family.matches is not None,
+    }
+
+
+def _parts(family: Any) -> list[dict[str, Any]]:
+    """Return where the positions of each stack live, as paths from the base model."""
+    return [
+        {"stack": part.name, "attention": part.attention, "table": None if part.table is None else part.table.path}
+        for part in family.parts
+    ]
+
+
+def _show_family(family: dict[str, Any]) -> None:
+    types = ", ".join(family["model_types"]) or "every model whose config the family's rule accepts"
+    rows = [(family["name"], family["summary"]), ("mechanism", family["mechanism"]), ("model types", types)]
+    for part in family["parts"]:
+        rows += [(f"{part['stack']} {site}".strip(), part[site]) for site in ("table", "attention") if part[site]]
+    show_pairs(rows)
 
 
 def _mechanism(family: Any) -> str:

@@ -7,9 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_posswap.cli.arguments import Json, MaxLength, Model, Settings, TrustRemoteCode, make_scheme, source_of
+from hf_posswap.cli.arguments import Json, MaxLength, Model, TrustRemoteCode, make_scheme, source_of
+from hf_posswap.cli.completing import scheme_names
 from hf_posswap.cli.evaluating import Device, Tokenizer, placing
 from hf_posswap.cli.output import quiet_library, show_json, show_table, show_text
+from hf_posswap.cli.target import checked_file
 from hf_posswap.errors import OptionError
 
 
@@ -21,9 +23,13 @@ def lm_eval(
     ],
     scheme: Annotated[
         str | None,
-        typer.Argument(metavar="SCHEME", help="A scheme to put in first, without training.", show_default=False),
+        typer.Argument(
+            metavar="SCHEME",
+            help="Put this one in first, without training: yarn, or yarn:factor=4,base=500000.",
+            show_default=False,
+            autocompletion=scheme_names,
+        ),
     ] = None,
-    settings: Settings = None,
     max_length: MaxLength = None,
     longest_input: Annotated[
         int | None,
@@ -61,11 +67,12 @@ def lm_eval(
 
     Example: posswap lm-eval my-long-llama --tasks hellaswag --limit 100
     """
-    if scheme is None and (settings or max_length is not None):
-        raise OptionError("--set and --max-length say how to put in a scheme: name one after MODEL.")
+    if scheme is None and max_length is not None:
+        raise OptionError("--max-length says how to put in a scheme: name one after MODEL.")
     source = source_of(model)
-    chosen = None if scheme is None else make_scheme(scheme, settings)
+    chosen = None if scheme is None else make_scheme(scheme)
     where = placing(device, dtype)
+    target = None if out is None else checked_file(out)
     with quiet_library():
         from hf_posswap.harness import run_tasks
         from hf_posswap.utils.atomic_io import write_text
@@ -84,8 +91,8 @@ def lm_eval(
             dtype=where["dtype"] or "auto",
             trust_remote_code=trust_remote_code,
         )
-        if out is not None:
-            write_text(out.expanduser(), _as_json(found))
+        if target is not None:
+            write_text(target, _as_json(found))
     if json:
         show_json(_plain(found))
         return

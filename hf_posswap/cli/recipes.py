@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_posswap.cli.arguments import Json
+from hf_posswap.cli.completing import recipe_names
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import OptionError
 
@@ -15,7 +16,9 @@ from hf_posswap.errors import OptionError
 def recipes(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="Print this recipe's file.", show_default=False),
+        typer.Argument(
+            metavar="NAME", help="Print this recipe's file.", show_default=False, autocompletion=recipe_names
+        ),
     ] = None,
     target: Annotated[
         Path | None,

@@ -10,7 +10,7 @@ import typer
 from hf_posswap.cli.arguments import Json, Model, TrustRemoteCode, source_of
 from hf_posswap.cli.evaluating import Column
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
-from hf_posswap.cli.target import load_tokenizer
+from hf_posswap.cli.target import checked_file, load_tokenizer
 from hf_posswap.errors import CheckpointError, DataError, OptionError
 from hf_posswap.utils.atomic_io import writable_folder, write_json
 
@@ -74,11 +74,15 @@ def search(
     """
     source = source_of(model)
     target = _checked_file(out, overwrite)
+    if state is not None:
+        checked_file(state, "--state")
     contents = _contents([*(texts or ()), *(text or ())], column)
     with quiet_library():
         import hf_posswap
         from hf_posswap.quickstart.settings import resolve_device
+        from hf_posswap.search.subject import SearchSettings
 
+        SearchSettings(factor, population, iterations, mutation_rate=0.3, seed=seed)  # or it says what is wrong
         chosen = resolve_device(device)
         words = load_tokenizer(source, trust_remote_code=trust_remote_code)
         if words is None:

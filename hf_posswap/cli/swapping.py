@@ -14,13 +14,13 @@ from hf_posswap.cli.arguments import (
     Relative,
     RelativeOption,
     SchemeName,
-    Settings,
     Site,
     SiteOption,
     TrustRemoteCode,
     make_scheme,
     source_of,
 )
+from hf_posswap.cli.completing import scheme_names
 from hf_posswap.cli.outcome import Code
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
 from hf_posswap.cli.target import checked_target, load_processor
@@ -36,9 +36,13 @@ def explain(
     model: Model,
     scheme: Annotated[
         str | None,
-        typer.Argument(metavar="SCHEME", help="Plan the swap to this one: see posswap schemes.", show_default=False),
+        typer.Argument(
+            metavar="SCHEME",
+            help="Plan the swap to this one: yarn, or yarn:factor=4,base=500000; posswap schemes lists them.",
+            show_default=False,
+            autocompletion=scheme_names,
+        ),
     ] = None,
-    settings: Settings = None,
     max_length: MaxLength = None,
     site: SiteOption = Site.auto,
     relative: RelativeOption = None,
@@ -51,13 +55,13 @@ def explain(
     would be in this model: native (stock transformers loads the result), plugin (hf_posswap is needed to load it), or
     why not. With SCHEME it shows the plan, or the reason against it (exit code 3).
 
-    Example: posswap explain meta-llama/Llama-3.2-1B yarn --set factor=4
+    Example: posswap explain meta-llama/Llama-3.2-1B yarn:factor=4
     """
-    if scheme is None and (settings or max_length is not None or site is not Site.auto or relative is not None):
-        said = "--set, --max-length, --site and --relative say how to put in a scheme"
+    if scheme is None and (max_length is not None or site is not Site.auto or relative is not None):
+        said = "--max-length, --site and --relative say how to put in a scheme"
         raise OptionError(f"{said}: name one after MODEL.")
     source = source_of(model)
-    chosen = None if scheme is None else make_scheme(scheme, settings)
+    chosen = None if scheme is None else make_scheme(scheme)
     with quiet_library():
         import hf_posswap
 
@@ -87,7 +91,7 @@ def show_plan(plan: SwapPlan) -> None:
     """Print `plan`: its edits, and what follows from them."""
     from hf_posswap.patching.plan.text import EDIT_HEADER
 
-    show_text(f"{plan.model}: {plan.named}", "")
+    show_text(plan.title, "")
     show_table(EDIT_HEADER, plan.edit_rows())
     show_text("")
     show_pairs(plan.fact_rows())
@@ -100,7 +104,6 @@ def patch(
         Path,
         typer.Option("--out", "-o", metavar="DIR", help="The folder to save the swapped model to.", show_default=False),
     ],
-    settings: Settings = None,
     max_length: MaxLength = None,
     site: SiteOption = Site.auto,
     relative: RelativeOption = None,
@@ -121,12 +124,12 @@ def patch(
     Example: posswap patch gpt2 rope --max-length 4096 -o gpt2-rope
     """
     source = source_of(model)
-    chosen = make_scheme(scheme, settings)
+    chosen = make_scheme(scheme)
     folder = checked_target(out, source, overwrite)
     with quiet_library():
+        how, trusted = _how(max_length, site, relative), {TRUST: trust_remote_code}
         import hf_posswap
 
-        how, trusted = _how(max_length, site, relative), {TRUST: trust_remote_code}
         _refuse_early(source, chosen, how | trusted)
         processor = load_processor(source, **trusted) if tokenizer else None
         loaded = hf_posswap.load(source, dtype="auto", **trusted)
@@ -151,7 +154,10 @@ def patch(
 
 
 def _how(max_length: int | None, site: Site, relative: Relative | None) -> dict[str, Any]:
-    """Return what `plan_swap` takes beside the scheme."""
+    """Return what `plan_swap` takes beside the scheme; an impossible length is said before a model is looked for."""
+    from hf_posswap.patching.plan.plan_swap import check_max_length
+
+    check_max_length(max_length)
     return {"max_length": max_length, "site": site.value, "relative": None if relative is None else relative.value}
 
 

@@ -35,6 +35,19 @@ def checked_target(out: Path, source: str, overwrite: bool) -> Path:
     return folder
 
 
+def checked_file(out: Path, option: str = "--out") -> Path:
+    """Return the file `out` of `option` as an absolute path, after all that could stop its writing has been checked.
+
+    Raises:
+        CheckpointError: it is a folder, or its folder cannot be written.
+    """
+    path = out.expanduser().absolute()
+    if path.is_dir():
+        raise CheckpointError(f"{option} {out} is a folder; give a file.")
+    writable_folder(path.parent)
+    return path
+
+
 def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of a folder or Hub id; None for a folder without one.
 

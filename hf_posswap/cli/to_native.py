@@ -44,8 +44,9 @@ def to_native(
     folder = checked_target(out, source, overwrite)
     with quiet_library():
         import hf_posswap
-        from hf_posswap.checkpoints.native.convert import convert
+        from hf_posswap.checkpoints.native.convert import check_target, convert
 
+        check_target(target)
         words = load_tokenizer(source, trust_remote_code=trust_remote_code) if tokenizer else None
         loaded = hf_posswap.load(source, dtype="auto", trust_remote_code=trust_remote_code)
         made = convert(loaded, target)

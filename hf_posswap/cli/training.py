@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from hf_posswap.cli.arguments import TrustRemoteCode
+from hf_posswap.cli.completing import training_names
 from hf_posswap.cli.fields import attribute_docs, format_value
 from hf_posswap.cli.output import console, quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import ConfigError
@@ -27,6 +28,7 @@ def train(
             help="A recipe of the package by name (posswap recipes lists them) or a file, and what differs from it: "
             "model.name=my-llama optimizer.steps=500. --keys lists the keys.",
             show_default=False,
+            autocompletion=training_names,
         ),
     ] = None,
     config: Annotated[

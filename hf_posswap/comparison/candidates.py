@@ -20,9 +20,10 @@ from hf_posswap.evaluation.memory import choose_prefill
 from hf_posswap.evaluation.reach import Reach, reach_of
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.patching.apply.patch_model import patch_model
-from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.plan.plan_swap import check_max_length, unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
-from hf_posswap.schemes.base import Scheme
+from hf_posswap.schemes.base import Scheme, make_scheme
+from hf_posswap.utils.scheme_text import BESIDE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +37,7 @@ class Candidate:
 
     Attributes:
         source: a transformers model, a folder, or a Hub id. A model object is never changed.
-        scheme: to put in without training, an object or a name; None: the model as it is.
+        scheme: to put in without training, an object or a name, alone or with fields; None: the model as it is.
         options: fields of the scheme, where it is given by name.
         max_length: tokens that the swap is meant for; None: the longest length that is measured.
         name: in results; None: made from the source and the scheme, as `hf_posswap.comparison.names` says.
@@ -63,8 +64,18 @@ class Candidate:
         if self.name is not None or self.scheme is None:
             return source if self.name is None else self.name
         scheme = self.scheme if isinstance(self.scheme, str) else self.scheme.name
-        fields = "".join(f":{name}={value}" for name, value in self.options.items())
-        return f"{source}+{scheme}{fields}"
+        fields = ",".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{source}+{scheme}{(',' if ':' in scheme else ':') if fields else ''}{fields}"
+
+    def check(self) -> None:
+        """Raise what is wrong with the scheme and its length in any model, before one is loaded.
+
+        Raises:
+            UnknownNameError, OptionError, SchemeError: as `make_scheme`, or an impossible length.
+        """
+        check_max_length(self.max_length)
+        if isinstance(self.scheme, str):
+            make_scheme(self.scheme, **{name: value for name, value in self.options.items() if name not in BESIDE})
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,10 @@ from hf_posswap.comparison.ranks import Ranks, open_ranks
 from hf_posswap.comparison.results import keep_date, write_results
 from hf_posswap.comparison.settings import EvalSettings
 from hf_posswap.comparison.tokenizers import tokenizer_for
+from hf_posswap.errors import CheckpointError
+from hf_posswap.evaluation.longppl import KeySpans
 from hf_posswap.evaluation.store import RunStore
+from hf_posswap.utils.atomic_io import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,6 +47,11 @@ class Evaluation:
         from hf_posswap.comparison.tables import markdown
 
         return markdown(self.results)
+
+    def _repr_html_(self) -> str:
+        from hf_posswap.comparison.tables import notebook
+
+        return notebook(self.results)
 
 
 def evaluate(
@@ -182,6 +190,7 @@ def compare(
     if folder is not None and pictures:
         require_pictures()
     check_paths(documents)
+    _check_early(chosen, settings, folder)
     words = tokenizer_for(chosen, tokenizer, trust_remote_code=trust_remote_code)
     ranks = open_ranks(alone=alone)
     opening = Opening({}, ranks.device if device is None else device, dtype, trust_remote_code)
@@ -195,6 +204,16 @@ def compare(
         if folder is not None:
             ranks.agree(lambda: _write(results, folder, pictures) if ranks.is_main else None)
         return Evaluation(results, folder, sum(ranks.gather(store.computed)))
+
+
+def _check_early(candidates: list[Candidate], settings: EvalSettings, folder: Path | None) -> None:
+    """Raise what is wrong with schemes, key spans or the folder, before a tokenizer or a model is loaded."""
+    for candidate in candidates:
+        candidate.check()
+    if settings.key_spans is not None:
+        KeySpans.load(settings.key_spans)
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"cannot write to the folder {shown(folder)}: it is a file. Choose another.")
 
 
 def _open_store(folder: Path | None, ranks: Ranks) -> RunStore:

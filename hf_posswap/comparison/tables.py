@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_posswap.plotting.styles import SLIDING, sign_of
 from hf_posswap.report.words import common_gaps, far_said, own_gaps, scores_by_length, sliding_said
+from hf_posswap.utils import html_tables
 from hf_posswap.utils.naming import markdown_text
 
 
@@ -53,9 +54,8 @@ def markdown(results: dict[str, Any]) -> str:
         >>> print(markdown(shown | {"data": {"documents": 9, "source": "texts"}, "base": "a"}).splitlines()[2])
         | model | 8 (1x) |
     """
-    grid, data = grid_of(results), results["data"]
-    what = "Perplexity by length" if any(map(scores_by_length, results["models"].values())) else "Measured"
-    lines = [f"{what} on {data['documents']} documents ({markdown_text(data['source'])}).", ""]
+    grid = grid_of(results)
+    lines = [_measured_on(results, markdown_text), ""]
     lines += [_row(["model", *grid.header]), _row("---" for _ in ["model", *grid.header])]
     lines += [_row([f"{sign_of(n)} {markdown_text(name)}", *cells]) for n, name, cells in grid.rows]
     lines += ["", " ".join(grid.meanings)]
@@ -63,6 +63,27 @@ def markdown(results: dict[str, Any]) -> str:
         lines += ["", "In short:", "", *(f"- {markdown_text(text)}" for text in short)]
     lines += ["", *(f"- {markdown_text(text)}" for text in _remarks(results))]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def notebook(results: dict[str, Any]) -> str:
+    """Return what `markdown` says as HTML, for a notebook."""
+    grid, short = grid_of(results), in_short(results)
+    return html_tables.together(
+        [
+            html_tables.title(_measured_on(results, str)),
+            html_tables.table(
+                ([f"{sign_of(n)} {name}", *cells] for n, name, cells in grid.rows), ["model", *grid.header]
+            ),
+            html_tables.paragraph(" ".join(grid.meanings)),
+            *([html_tables.paragraph("In short:"), html_tables.bullets(short)] if short else []),
+            html_tables.bullets(_remarks(results)),
+        ]
+    )
+
+
+def _measured_on(results: dict[str, Any], written: Callable[[str], str]) -> str:
+    what = "Perplexity by length" if any(map(scores_by_length, results["models"].values())) else "Measured"
+    return f"{what} on {results['data']['documents']} documents ({written(results['data']['source'])})."
 
 
 def in_short(results: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posswap.errors import DataError, OptionError
 from hf_posswap.harness.model import harness_model_class
 from hf_posswap.harness.task_code import refuse_task_code, templates_without_code
+from hf_posswap.patching.plan.plan_swap import check_max_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,6 +63,7 @@ def run_tasks(
         RemoteCodeError: code is needed, which was not asked for.
         CheckpointError, UnsupportedSwapError, UnsupportedModelError, SchemeError: as `load` and `patch_model`.
     """
+    check_max_length(max_length)
     for name, value in (("batch_size", batch_size), ("limit", limit), ("longest_input", longest_input)):
         if value is not None and value < 1:
             raise OptionError(f"{name} is a whole number of at least 1, got {value!r}.")

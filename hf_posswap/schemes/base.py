@@ -19,6 +19,7 @@ from hf_posswap.kernels.merge import Region
 from hf_posswap.registry import Registry
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.piece import Piece
+from hf_posswap.utils.scheme_text import scheme_and_fields, unknown_field
 
 Kind = Literal["rotary", "bias", "table", "none", "mixed"]
 
@@ -297,12 +298,14 @@ def make_scheme(scheme: Scheme | str | Mapping[Any, Any], /, **options: Any) -> 
     """Return the scheme that `scheme` names, or `scheme` itself.
 
     Args:
-        scheme: an object, a registered name, what `Scheme.to_dict` gave, or a mapping of layers to schemes.
+        scheme: an object, a registered name, alone or with fields ("yarn:factor=4,base=500000"), what `Scheme.to_dict`
+            gave, or a mapping of layers to schemes.
         options: fields of the scheme, where `scheme` is a name.
 
     Raises:
         UnknownNameError: no such scheme.
-        OptionError: the scheme has no such field, or options were given beside an object.
+        OptionError: the scheme has no such field, fields are spelt in another way or given twice, or options were given
+            beside an object.
         SchemeError: a field's value is impossible, or `scheme` is none of the three.
 
     Example:
@@ -323,12 +326,13 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
         scheme, options = _from_dict(scheme, options)
     if not isinstance(scheme, str):
         raise SchemeError(f"a scheme is an object, a name or a dict, got {type(scheme).__name__}: {scheme!r}.")
+    if scheme not in SCHEMES:
+        scheme, options = _from_text(scheme, options)
     cls = scheme_class(scheme)
     known = [field.name for field in dataclasses.fields(cls)]
     unknown = [option for option in options if option not in known]
     if unknown:
-        given = ", ".join(map(repr, unknown))
-        raise OptionError(f"scheme {scheme!r} has no option {given}. It has: {', '.join(known) or 'none'}.")
+        raise unknown_field(scheme, unknown, known)
     needed = [field.name for field in dataclasses.fields(cls) if _is_required(field) and field.name not in options]
     if needed:
         raise OptionError(f"scheme {scheme!r} needs {', '.join(map(repr, needed))}: it has no default.")
@@ -367,8 +371,20 @@ def _from_dict(scheme: dict[str, Any], options: dict[str, Any]) -> tuple[str, di
     name = scheme.get("name")
     if not isinstance(name, str):
         raise SchemeError(f"a scheme's dict needs its name under 'name', as Scheme.to_dict writes it; got {scheme!r}.")
-    fields = {key: value for key, value in scheme.items() if key != "name"}
+    return name, _joined(name, "a dict", {key: value for key, value in scheme.items() if key != "name"}, options)
+
+
+def _from_text(text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name in `text`, and its fields joined with `options`."""
+    found = scheme_and_fields(text, dict(SCHEMES.items()))
+    if found is None:
+        return text.partition(":")[0], options
+    name, fields = found
+    return name, _joined(name, "a text", fields, options)
+
+
+def _joined(name: str, what: str, fields: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     twice = sorted(set(fields) & set(options))
     if twice:
-        raise OptionError(f"options {twice} were given beside a dict of scheme {name!r} that has them: give them once.")
-    return name, fields | options
+        raise OptionError(f"options {twice} were given beside {what} of scheme {name!r} that has them: give them once.")
+    return fields | options

@@ -53,11 +53,11 @@ def test_eval_prints_a_table_and_goes_on_where_it_stopped(posswap: Posswap, tiny
         (["--metrics", "ppl"], 2, "unknown metric 'ppl'"),
         (["--lengths", "64"], 3, "no model runs [64] tokens: tiny at 16 end there"),
         (["--dtype", "float31"], 2, "--dtype float31: expected a precision of torch"),
-        (["--set", "base=3"], 2, "name one after MODEL"),
+        (["--max-length", "3"], 2, "name one after MODEL"),
         (["--margin", "nan"], 2, "margin is a number of nats a token, at least 0, got nan."),
         (["--margin", "inf"], 2, "margin is a number of nats a token, at least 0, got inf."),
         (["--margin", "-1"], 2, "margin is a number of nats a token, at least 0, got -1.0."),
-        (["rope:base=x"], 2, "rope:base=x: fields of a scheme are given as rope --set base=x; only posswap compare"),
+        (["rope:base=x"], 2, "rope:base=x: base of 'rope' must be a number or none, got 'x'."),
     ],
 )
 def test_what_is_wrong_is_one_line(tiny: Path, arguments: list[str], code: int, message: str) -> None:
@@ -82,9 +82,9 @@ def test_candidates_are_read_from_words(tmp_path: Path) -> None:
     (tmp_path / "a+b").mkdir()
     names = [
         c.label
-        for c in parse_candidates([str(tmp_path / "a+b"), "org/x", "+rope", "org/x+yarn:factor=4:beta_fast=16"], 64)
+        for c in parse_candidates([str(tmp_path / "a+b"), "org/x", "+rope", "org/x+yarn:factor=4,beta_fast=16"], 64)
     ]
-    assert names == ["a+b", "x", "a+b+rope", "x+yarn:factor=4:beta_fast=16"]
+    assert names == ["a+b", "x", "a+b+rope", "x+yarn:factor=4,beta_fast=16"]
     with pytest.raises(CheckpointError):
         parse_candidates(["+rope"], None)
     with pytest.raises(OptionError, match="scheme 'yarn' has no field 'factr'"):

@@ -39,7 +39,7 @@ def test_every_scheme_in_a_model_that_has_no_weights(posswap: Posswap, config_on
 
 
 def test_a_plan_with_its_settings(llama: Path) -> None:
-    result = explain(llama, "yarn", "--set", "factor=4", "--set", "beta_fast=16", "--json")
+    result = explain(llama, "yarn:factor=4,beta_fast=16", "--json")
     plan = json.loads(result.stdout)["plan"]
     assert result.exit_code == 0
     assert plan["route"] == "native"
@@ -53,12 +53,12 @@ def test_site_and_length_reach_the_plan(llama: Path) -> None:
 
 
 def test_lists_are_given_with_commas(llama: Path) -> None:
-    result = explain(llama, "longrope", "--set", "long_factor=1,2,3,4.5", "--set", "factor=2", "--json")
+    result = explain(llama, "longrope:long_factor=1,2,3,4.5,factor=2", "--json")
     assert json.loads(result.stdout)["plan"]["scheme"]["long_factor"] == [1.0, 2.0, 3.0, 4.5]
 
 
 def test_for_people_nothing_is_cut_at_80_columns(posswap: Posswap, llama: Path) -> None:
-    run = posswap("explain", llama, "yarn", "--set", "factor=4")
+    run = posswap("explain", llama, "yarn:factor=4")
     assert (run.returncode, run.stderr) == (0, "")
     assert max(map(len, run.stdout.splitlines())) <= 80
     edits = [line[50:].strip() for line in run.stdout.splitlines() if line[:1] in "c " and len(line) > 50]
@@ -81,18 +81,18 @@ def test_a_refused_swap_says_why_and_what_works(posswap: Posswap, bert: Path) ->
     [
         (["yrn"], "unknown scheme 'yrn'. Did you mean 'yarn'?"),
         (["yarn"], "yarn: give factor or max_length"),
-        (["yarn", "--set", "factor"], "--set factor: expected FIELD=VALUE"),
-        (["yarn", "--set", "factor=abc"], "--set factor=abc: factor of 'yarn' must be a number or none, got 'abc'."),
-        (["yarn", "--set", "factr=4"], "--set factr=4: scheme 'yarn' has no field 'factr'. Did you mean 'factor'?"),
-        (["yarn", "--set", "max_length=64"], "scheme 'yarn' has no field 'max_length'. Give it as --max-length."),
-        (["yarn", "--set", "factor=2", "--set", "factor=4"], "--set factor=4: factor was set before"),
-        (["yarn", "--set", "factor=0.5"], "yarn: factor must be a finite number >= 1"),
-        (["yarn", "--set", "truncate=1"], "truncate of 'yarn' must be true or false, got '1'."),
-        (["rope", "--set", "layout=quarter"], "layout of 'rope' must be half or interleaved or none, got 'quarter'."),
+        (["yarn:factor"], "yarn:factor: 'factor' is not FIELD=VALUE, such as yarn:factor=4,base=500000."),
+        (["yarn:factor=abc"], "yarn:factor=abc: factor of 'yarn' must be a number or none, got 'abc'."),
+        (["yarn:factr=4"], "scheme 'yarn' has no field 'factr'. Did you mean 'factor'?"),
+        (["yarn:max_length=64"], "Give it beside the scheme: max_length=..., on the command line --max-length."),
+        (["yarn:factor=2,factor=4"], "yarn:factor=2,factor=4: factor is written twice"),
+        (["yarn:factor=0.5"], "yarn: factor must be a finite number >= 1"),
+        (["yarn:truncate=1"], "truncate of 'yarn' must be true or false, got '1'."),
+        (["rope:layout=quarter"], "layout of 'rope' must be half or interleaved or none, got 'quarter'."),
         (["rope", "--max-length", "0"], "max_length must be a whole number of tokens >= 1, got 0."),
-        (["rope:base=x"], "rope:base=x: fields of a scheme are given as rope --set base=x; only posswap compare"),
-        (["yarn:factor=4:truncate=true"], "are given as yarn --set factor=4 --set truncate=true;"),
-        (["yrn:factor=4"], "unknown scheme 'yrn:factor=4'."),
+        (["rope:base=x"], "rope:base=x: base of 'rope' must be a number or none, got 'x'."),
+        (["yarn:factor=4:truncate=true"], "; write yarn:factor=4,truncate=true"),
+        (["yrn:factor=4"], "unknown scheme 'yrn'. Did you mean 'yarn'?"),
         (["--max-length", "64"], "name one after MODEL"),
         (["--site", "attention"], "name one after MODEL"),
     ],

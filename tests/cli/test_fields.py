@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_posswap.cli.fields import attribute_docs, describe_fields, describe_type, field_kinds, format_value, parse_value
+from hf_posswap.cli.fields import attribute_docs, describe_fields, format_value
 from hf_posswap.schemes import SCHEMES, PerLayer, RNoPE, Traits, schemes_for
+from hf_posswap.utils.scheme_text import describe_type, field_kinds, parse_value
 
 NUMBERS = st.floats(allow_nan=False)
 
@@ -81,7 +82,7 @@ def test_every_field_of_a_scheme_is_documented_and_settable(name: str) -> None:
     assert [field["name"] for field in fields] == [field.name for field in dataclasses.fields(cls)]
     for field in fields:
         assert field["meaning"], f"{name}.{field['name']} has no line under Attributes"
-        assert "not settable" not in field["type"]
+        assert "not to be written" not in field["type"]
 
 
 @pytest.mark.parametrize("name", list(schemes_for("text")))

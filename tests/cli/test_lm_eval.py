@@ -58,7 +58,7 @@ def test_a_swap_is_put_in_and_the_scores_are_shown_and_kept(
         (["--tasks", "no.yaml"], "no such file of a task: no.yaml"),
         (["--tasks", ","], "tasks names what to run, got none"),
         (["--tasks", "no.yaml", "--max-length", "64"], "name one after MODEL"),
-        (["rope", "--tasks", "no.yaml", "--set", "size=3"], "scheme 'rope' has no field 'size'"),
+        (["rope:size=3", "--tasks", "no.yaml"], "scheme 'rope' has no field 'size'"),
         (["--tasks", "no.yaml", "--limit", "0"], "limit is a whole number of at least 1, got 0"),
     ],
 )

@@ -58,14 +58,14 @@ def test_the_table_is_centred_in_full_precision_and_saved_in_the_models_own(gpt2
 
 
 def test_a_table_that_is_not_there_is_not_centred(llama: Path, tmp_path: Path) -> None:
-    result = patch(llama, "linear", "--set", "factor=2", "--centre", "-o", tmp_path / "out")
+    result = patch(llama, "linear:factor=2", "--centre", "-o", tmp_path / "out")
     assert result.exit_code == 3
     assert "LlamaForCausalLM has none: there is no mean to keep." in result.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_a_native_swap_loads_without_the_plugin(llama: Path, tmp_path: Path) -> None:
-    result = patch(llama, "linear", "--set", "factor=2", "-o", tmp_path / "out")
+    result = patch(llama, "linear:factor=2", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.stderr
     assert says(result.stdout, "stock transformers runs the saved checkpoint")
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -74,7 +74,7 @@ def test_schemes_in_files(examples: int, folder: Path) -> None:
 
     def check(held: Any) -> None:
         path.write_text(json.dumps(held))
-        survives(lambda: make_scheme(str(path), None), folder)
+        survives(lambda: make_scheme(str(path)), folder)
 
     yarn = {"name": "yarn", "factor": 4.0, "beta_fast": 32.0}
     fuzz(
@@ -85,8 +85,10 @@ def test_schemes_in_files(examples: int, folder: Path) -> None:
 @pytest.mark.parametrize("examples", BUDGETS)
 def test_schemes_on_the_command_line(examples: int, folder: Path) -> None:
     settings = st.text(alphabet="factor=4,.:{}\"'-einfax0[]", max_size=24)
-    asked = st.tuples(st.sampled_from(("yarn", "rope", "longrope", "per_layer", "blend", "a:b")), settings)
-    fuzz(examples, asked, lambda given: survives(lambda: make_scheme(given[0], [given[1]]), folder))
+    asked = st.tuples(
+        st.sampled_from(("yarn:", "rope:", "longrope:", "per_layer:", "blend:", "a:b", "yarn", "{yarn")), settings
+    )
+    fuzz(examples, asked, lambda given: survives(lambda: make_scheme("".join(given)), folder))
 
 
 @pytest.mark.parametrize("examples", BUDGETS)

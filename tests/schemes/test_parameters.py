@@ -175,15 +175,19 @@ def test_parameters_that_contradict_each_other(name: str, options: dict[str, Any
     ("call", "kind", "says"),
     [
         (lambda: make_scheme("yarm"), UnknownNameError, "unknown scheme 'yarm'. Did you mean 'yarn'? Known: alibi, "),
-        (lambda: make_scheme("yarn", faktor=4), OptionError, "scheme 'yarn' has no option 'faktor'. It has: base, "),
+        (
+            lambda: make_scheme("yarn", faktor=4),
+            OptionError,
+            "scheme 'yarn' has no field 'faktor'. Did you mean 'factor'? It has: base, ",
+        ),
         (
             lambda: make_scheme("nope", x=1, y=2),
             OptionError,
-            "scheme 'nope' has no option 'x', 'y'. It has: logit_scale",
+            "scheme 'nope' has no field 'x', 'y'. It has: logit_scale",
         ),
-        (lambda: make_scheme("rope", scheme=1), OptionError, "scheme 'rope' has no option 'scheme'."),
+        (lambda: make_scheme("rope", scheme=1), OptionError, "scheme 'rope' has no field 'scheme'."),
         (lambda: make_scheme(Linear(factor=2.0), factor=4), OptionError, "options ['factor'] were given beside the"),
-        (lambda: make_scheme({"name": "yarn", 3: 4}), OptionError, "scheme 'yarn' has no option 3."),
+        (lambda: make_scheme({"name": "yarn", 3: 4}), OptionError, "scheme 'yarn' has no field 3."),
         (lambda: make_scheme({"factor": 4}), SchemeError, "needs its name under 'name', as Scheme.to_dict writes it"),
         (lambda: make_scheme({"name": ["yarn"]}), SchemeError, "needs its name under 'name'"),
         (lambda: make_scheme({"name": "ntk", "factor": 4}, factor=8), OptionError, "give them once."),

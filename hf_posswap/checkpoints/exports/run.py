@@ -80,6 +80,8 @@ def export(
     """
     if target not in TARGETS:
         raise UnknownNameError("target", target, TARGETS)
+    if out is not None:
+        _check_places(Path(source), Path(out))
     config = read_config(source, trust_remote_code=trust_remote_code)
     found = stated(config)
     judgement = judge(target, found)
@@ -122,14 +124,18 @@ def _gguf(config: Any, found: Stated) -> dict[str, Any]:
     return metadata | ({"rope_freqs.weight": divisors} if divisors else {})
 
 
-def _write(source: Path, out: Path, config: dict[str, Any], gguf: dict[str, Any]) -> Path:
-    """Copy the checkpoint to `out` with another config.json, whole or not at all."""
+def _check_places(source: Path, out: Path) -> None:
+    """Raise a CheckpointError where nothing can be copied from `source`, or to `out`."""
     if not source.is_dir():
         raise CheckpointError(f"{str(source)!r} is no folder: download the checkpoint first, and export the folder.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is not empty; give a folder that is new.")
     if out.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"{out} lies in the checkpoint itself; give another folder.")
+
+
+def _write(source: Path, out: Path, config: dict[str, Any], gguf: dict[str, Any]) -> Path:
+    """Copy the checkpoint to `out` with another config.json, whole or not at all."""
     with replacing(out) as temporary:
         shutil.copytree(source, temporary)
         write_json(temporary / "config.json", config)

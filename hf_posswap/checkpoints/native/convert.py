@@ -88,14 +88,19 @@ def to_native(model: Any, target: str | None = None) -> Any:
     return convert(model, target).model
 
 
+def check_target(target: str | None) -> None:
+    """Raise an UnknownNameError where `target` is given and names no conversion."""
+    if target is not None and target not in CONVERSIONS:
+        raise UnknownNameError("target", target, CONVERSIONS)
+
+
 def convert(model: Any, target: str | None = None) -> Native:
     """Return what `to_native` returns, with the name of the conversion and its proof.
 
     Raises:
         As `to_native`.
     """
-    if target is not None and target not in CONVERSIONS:
-        raise UnknownNameError("target", target, CONVERSIONS)
+    check_target(target)
     swapped = unwrap(model)
     patch = getattr(swapped, "_posswap", None)
     if patch is None:

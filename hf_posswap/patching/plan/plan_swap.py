@@ -103,6 +103,11 @@ def _check_arguments(model: Any, max_length: int | None, site: SiteChoice) -> No
         )
     if site not in ("auto", "attention"):
         raise UnsupportedSwapError(f"site must be 'auto' or 'attention', got {site!r}.")
+    check_max_length(max_length)
+
+
+def check_max_length(max_length: int | None) -> None:
+    """Raise a SchemeError where `max_length` is given and is no number of tokens."""
     if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
         raise SchemeError(f"max_length must be a whole number of tokens >= 1, got {max_length!r}.")
 

@@ -9,11 +9,12 @@ from hf_posswap.families.sites import Sites
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.codec import from_plain, to_plain
 from hf_posswap.patching.edits.edit import Edit
-from hf_posswap.patching.plan.text import Row, edit_rows, sizes, table
+from hf_posswap.patching.plan.text import EDIT_HEADER, Row, edit_rows, sizes, table
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.sites.attention.backends import describe_backends
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.schemes.base import Scheme, make_scheme
+from hf_posswap.utils import html_tables
 
 _PLAIN = ("model", "route", "cached_equals_full", "unused", "added", "adaptation", "max_length", "notes")
 _ROUTES = {
@@ -64,7 +65,11 @@ class SwapPlan:
     sites: Sites
 
     def __str__(self) -> str:
-        return table(f"{self.model}: {self.named}", self.edit_rows(), self.fact_rows())
+        return table(self.title, self.edit_rows(), self.fact_rows())
+
+    def _repr_html_(self) -> str:
+        edits = html_tables.table(self.edit_rows(), EDIT_HEADER)
+        return html_tables.together([html_tables.title(self.title), edits, html_tables.table(self.fact_rows())])
 
     def edit_rows(self) -> list[Row]:
         """Return a row an edit: site, path, before, after; edits that differ in a layer's number alone share one."""
@@ -85,6 +90,11 @@ class SwapPlan:
             ("adaptation", self.adaptation),
             *(("note", note) for note in self.notes),
         ]
+
+    @property
+    def title(self) -> str:
+        """Model and scheme, as text."""
+        return f"{self.model}: {self.named}"
 
     @property
     def unbounded(self) -> bool:

@@ -9,6 +9,7 @@ from hf_posswap.errors import NotPatchedError, SwapVerificationError
 from hf_posswap.patching.apply.structure import check_structure, unread_record
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.verify.behaviour import behaviour
+from hf_posswap.utils import html_tables
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class Verification:
 
     def __str__(self) -> str:
         return "\n".join(f"ok  {name}: {found}" for name, found in self.checks.items())
+
+    def _repr_html_(self) -> str:
+        return html_tables.together([html_tables.table((f"ok  {name}", found) for name, found in self.checks.items())])
 
 
 def verify_swap(model: Any, *, tokens: int = 12, seed: int = 0) -> Verification:

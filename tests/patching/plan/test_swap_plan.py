@@ -113,7 +113,7 @@ REFUSALS: dict[str, tuple[Refused, type[Exception], str]] = {
         OptionError,
         r"options \['base'\] were given beside the scheme object",
     ),
-    "unknown option": (lambda: patch_model(build("gpt2"), "alibi", base=5.0), OptionError, "has no option 'base'"),
+    "unknown option": (lambda: patch_model(build("gpt2"), "alibi", base=5.0), OptionError, "has no field 'base'"),
     "length as text": (
         lambda: patch_model(build("gpt2"), "rope", max_length="64"),  # type: ignore[arg-type]
         SchemeError,

@@ -98,7 +98,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "scheme name a list": (changed("scheme", "name", value=["yarn"]), "scheme holds a scheme that cannot be built"),
     "scheme without a name": (changed("scheme", value={"factor": 2.0}), "scheme must be a scheme with its name"),
     "scheme a word": (changed("scheme", value="yarn"), "scheme must be an object"),
-    "unknown scheme field": (changed("scheme", "speed", value=1), "scheme 'yarn' has no option 'speed'"),
+    "unknown scheme field": (changed("scheme", "speed", value=1), "scheme 'yarn' has no field 'speed'"),
     "NaN": (changed("scheme", "factor", value=float("nan")), "scheme.factor must be a finite number, got nan"),
     "infinity": (changed("scheme", "base", value=float("inf")), "scheme.base must be a finite number, got inf"),
     "negative factor": (changed("scheme", "factor", value=-4.0), "factor must be a finite number >= 1"),

@@ -239,7 +239,7 @@ def test_what_follows_from_a_wrong_key_is_not_said_and_all_else_is() -> None:
         "swap.scheme: yarn: factor",
         "swap.max_length: expected a whole number or none, got 'long'.",
         "stages[0].steps: expected a whole number, got 'two'.",
-        "stages[0].scheme: scheme 'yarn' has no option 'bass'.",
+        "stages[0].scheme: scheme 'yarn' has no field 'bass'.",
         "stages[1].scheme: unknown scheme 'yarm'.",
         "out: give a folder.",
     ):

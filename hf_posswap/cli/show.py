@@ -1,0 +1,96 @@
+"""`posswap show`: pictures of position mechanisms themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_posswap.cli.arguments import SCHEME_HELP, Json, TrustRemoteCode, make_scheme, source_of
+from hf_posswap.cli.completing import scheme_names
+from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
+from hf_posswap.errors import DataError
+
+if TYPE_CHECKING:
+    from hf_posswap.plotting import Drawn
+
+
+def show(
+    schemes: Annotated[
+        list[str],
+        typer.Argument(metavar="SCHEME...", help=SCHEME_HELP, show_default=False, autocompletion=scheme_names),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The folder for the pictures.")] = Path(
+        "posswap-pictures"
+    ),
+    picture: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Draw this one, as often as needed: wavelengths, scores, relative, turning, bias, table, waves, "
+            "similarity, similarity-by-distance, token; without it all that say something of the schemes.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID_OR_PATH",
+            help="In the shape of this model, and with its position table; without it in that of the numbers below.",
+            show_default=False,
+        ),
+    ] = None,
+    heads: Annotated[int, typer.Option(metavar="N", help="Attention heads.")] = 8,
+    dim: Annotated[int, typer.Option(metavar="N", help="Dimensions of a head.")] = 64,
+    length: Annotated[int, typer.Option(metavar="N", help="Tokens that the model was made for.")] = 512,
+    factor: Annotated[float, typer.Option(metavar="X", help="How many times longer it is to read.")] = 4.0,
+    dark: Annotated[bool, typer.Option("--dark", help="For a dark page.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """Draw what position schemes do: no model is needed, and none is run.
+
+    Wavelengths against the window, scores by distance, the distances that attention sees, pairs turning in the plane,
+    biases, tables and their likenesses, one token at three places. Several schemes share a sheet where they compare.
+    Each picture is written as PNG and SVG. It needs the extra "plot".
+
+    Example: posswap show rope yarn:factor=4 alibi --out pictures
+    """
+    made = [make_scheme(scheme) for scheme in schemes]
+    with quiet_library():
+        from hf_posswap.plotting import draw_positions
+        from hf_posswap.plotting.positions.numbers import sample_geometry
+
+        shape: dict[str, Any] = {"geometry": sample_geometry(heads, dim, length)}
+        if model is not None:
+            shape = _shape_of(source_of(model), trust_remote_code)
+        drawn = draw_positions(made, out.expanduser(), pictures=picture or (), factor=factor, dark=dark, **shape)
+    return show_json([_plain(one) for one in drawn]) if json else _show(drawn)
+
+
+def _shape_of(source: str, trust_remote_code: bool) -> dict[str, Any]:
+    """Return the geometry of a model, and its position table where it has one."""
+    import hf_posswap
+    from hf_posswap.families.locating import locate
+    from hf_posswap.families.sites import TokenTable
+
+    loaded = hf_posswap.load(source, trust_remote_code=trust_remote_code)
+    report = hf_posswap.describe_positions(loaded)
+    if report.swapped is not None:
+        raise DataError(f"{source!r} already carries a swap ({report.swapped}): give the checkpoint it was made from.")
+    tables = [stack.table for stack in locate(loaded).stacks if isinstance(stack.table, TokenTable)]
+    if not tables:
+        return {"geometry": report.geometry}
+    rows = loaded.get_parameter(f"{tables[0].path}.weight").detach().float()[tables[0].offset :]
+    return {"geometry": report.geometry, "old": rows}
+
+
+def _plain(drawn: Drawn) -> dict[str, Any]:
+    return {"picture": drawn.name, "file": str(drawn.path), "summary": drawn.summary, "said": list(drawn.said)}
+
+
+def _show(drawn: tuple[Drawn, ...]) -> None:
+    for one in drawn:
+        show_pairs([(str(one.path), one.summary)])
+        show_text(*(f"  {line}" for line in one.said), "")

@@ -1,0 +1,1 @@
+"""Pictures of position mechanisms themselves, with a model or without: what `posswap show` draws."""

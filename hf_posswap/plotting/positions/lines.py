@@ -1,0 +1,188 @@
+"""Pictures with lines: wavelengths, scores by distance, waves of a table, similarity by distance, pairs that turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hf_posswap.plotting.positions import numbers
+from hf_posswap.plotting.positions.numbers import Shown
+from hf_posswap.plotting.positions.sheet import sheet
+
+_POINTS = 200
+_BELOW = 1.5
+"""How far below 0 scores are drawn, in those of a token with itself: what lies lower has no weight in the softmax."""
+_TURNS = 24
+"""Positions at which a turning pair is drawn."""
+_CIRCLE = torch.linspace(0, 2 * math.pi, 100)
+ROWS = 128
+"""Positions of a table that are drawn: more would hide the fast waves."""
+
+
+def draw_wavelengths(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> list[str]:
+    """Draw the tokens in which each rotary pair completes a turn, and return what is to be seen, a line a scheme.
+
+    A pair that does not complete a turn within the original window has met only a part of the circle in training:
+    beyond the window it comes to angles that it never met. Scaled RoPE differs in what it does with these pairs.
+
+    Args:
+        subjects: that rotate.
+        path: of the picture, a .png; an .svg is drawn beside it.
+        dark: for a dark page.
+    """
+    first = subjects[0]
+    window, target = first.geometry.original_length, first.length
+    below = f"Pairs above {window} never completed a turn in training; {target} is the length after the swap."
+    with sheet(path, "Tokens in which a rotary pair completes a turn", below, height=3.6, dark=dark) as page:
+        panel = page.panels[0]
+        page.ruled(panel)
+        for number, subject in enumerate(subjects):
+            lengths = numbers.wavelengths(subject)
+            shown = lengths.masked_fill(lengths.isinf(), torch.nan)
+            panel.plot(range(len(lengths)), shown.numpy(), label=subject.name, **page.line(number))
+        panel.set_yscale("log", base=10)
+        page.mark(panel, window, f"original window, {window}", vertical=False)
+        if target != window:
+            page.mark(panel, target, f"target, {target}", vertical=False)
+        page.axes(panel, "pair, from the fastest to the slowest", "tokens a turn")
+        page.legend(panel)
+    return [
+        f"{subject.name}: {numbers.never_turn(subject, window)} of {len(numbers.wavelengths(subject))} pairs complete "
+        f"no turn within {window} tokens, {numbers.never_turn(subject, target)} none within {target}"
+        for subject in subjects
+    ]
+
+
+def draw_scores(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> list[str]:
+    """Draw the score of a query with a key like itself by their distance, the mean over heads and their range.
+
+    Args:
+        subjects: any that acts inside attention, or nothing does.
+        path: of the picture, a .png; an .svg is drawn beside it.
+        dark: for a dark page.
+    """
+    first = subjects[0]
+    window, target = first.geometry.original_length, first.length
+    distances = torch.logspace(0, math.log2(target), _POINTS, base=2.0).round().long().unique() - 1
+    below = "The last query and the key d tokens before it, both of ones; lines are means of heads, bands all heads."
+    said = []
+    with sheet(path, "Attention score by distance", below, height=3.6, dark=dark) as page:
+        panel = page.panels[0]
+        page.ruled(panel)
+        places = (distances + 1).numpy()
+        for number, subject in enumerate(subjects):
+            made = numbers.scores_by_distance(subject, distances)
+            look = page.line(number) | {"marker": None}
+            panel.plot(places, made.mean(0).numpy(), label=subject.name, **look)
+            low, high = made.amin(0).numpy(), made.amax(0).numpy()
+            if (low < high).any():
+                panel.fill_between(places, low, high, color=look["color"], alpha=0.12, linewidth=0)
+            at = [int((distances - place).abs().argmin()) for place in (0, window - 1, target - 1)]
+            values = ", ".join(f"{made.mean(0)[one]:.2f} at {int(distances[one])}" for one in at)
+            said.append(f"{subject.name}: {values}")
+        whole = subjects[0].geometry.head_dim ** 0.5
+        panel.set_ylim(-_BELOW * whole, 1.5 * whole)
+        panel.set_xscale("log", base=2)
+        page.mark(panel, window, "original window", vertical=True)
+        page.axes(panel, "distance d + 1, tokens", "score (before the softmax)")
+        page.legend(panel)
+    return said
+
+
+def draw_waves(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> list[str]:
+    """Draw single dimensions of position tables along the positions.
+
+    Args:
+        subjects: with a table.
+        path: of the picture, a .png; an .svg is drawn beside it.
+        dark: for a dark page.
+    """
+    below = f"Each line is one dimension of the rows, at the first {ROWS} positions."
+    said = []
+    with sheet(path, "Dimensions of a position table", below, rows=len(subjects), height=2.2, dark=dark) as page:
+        for subject, panel in zip(subjects, page.panels, strict=True):
+            rows = numbers.table_rows(subject)
+            width = rows.shape[1]
+            chosen = sorted({0, width // 8, width // 4, width // 2})
+            page.ruled(panel)
+            for number, dimension in enumerate(chosen):
+                look = page.line(number + 2) | {"marker": None, "linewidth": 1.0}
+                panel.plot(rows[:ROWS, dimension].numpy(), label=f"dimension {dimension}", **look)
+            page.name(panel, subject.name)
+            page.axes(panel, "position", "value")
+            page.legend(panel)
+            said.append(
+                f"{subject.name}: {len(rows)} rows of {width}, root mean square {rows.square().mean().sqrt():.3g}"
+            )
+    return said
+
+
+def draw_similarity_by_distance(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> list[str]:
+    """Draw the mean cosine of two rows of a table by the distance of their positions.
+
+    Args:
+        subjects: with a table.
+        path: of the picture, a .png; an .svg is drawn beside it.
+        dark: for a dark page.
+    """
+    below = "Mean cosine of all pairs of rows that are d positions apart."
+    said = []
+    with sheet(path, "Likeness of positions by their distance", below, height=3.2, dark=dark) as page:
+        panel = page.panels[0]
+        page.ruled(panel)
+        for number, subject in enumerate(subjects):
+            made = numbers.similarity_by_distance(numbers.table_rows(subject))
+            panel.plot(made.numpy(), label=subject.name, **(page.line(number) | {"marker": None}))
+            said.append(f"{subject.name}: {made[1]:.2f} one apart, {made[len(made) // 2]:.2f} {len(made) // 2} apart")
+        page.mark(panel, subjects[0].geometry.original_length, "original window", vertical=True)
+        page.axes(panel, "distance d, tokens", "cosine")
+        page.legend(panel)
+    return said
+
+
+def draw_turning(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> list[str]:
+    """Draw one query's fastest, middle and slowest pair in the plane, position by position.
+
+    Args:
+        subjects: that rotate.
+        path: of the picture, a .png; an .svg is drawn beside it.
+        dark: for a dark page.
+    """
+    window = subjects[0].geometry.original_length
+    step = max(1, window // _TURNS)
+    below = (
+        f"One pair of a query, dark to light: the fastest at positions 0, 1, 2, ..., the others at 0, {step}, "
+        f"{2 * step}, ... within the original window."
+    )
+    said = []
+    with sheet(path, "Rotary pairs in the plane", below, rows=len(subjects), columns=3, height=2.4, dark=dark) as page:
+        for row, subject in enumerate(subjects):
+            lengths, members = numbers.wavelengths(subject), _pair_members(subject)
+            vector = torch.zeros(subject.geometry.head_dim)
+            vector[[one for one, _ in members]] = 1.0
+            for column, pair in enumerate((0, len(members) // 2, len(members) - 1)):
+                panel = page.panels[3 * row + column]
+                places = torch.arange(0, window, 1 if pair == 0 else step)[:_TURNS]
+                one, other = members[pair]
+                made = numbers.turned(subject, vector, places).numpy()
+                panel.plot(
+                    _CIRCLE.cos().numpy(), _CIRCLE.sin().numpy(), color=page.colours["grid"], linewidth=0.8, zorder=1
+                )
+                panel.scatter(made[:, one], made[:, other], c=places.numpy(), cmap="cividis", s=14, zorder=2)
+                panel.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal")
+                turn = f"{lengths[pair]:,.0f} tokens a turn" if lengths[pair].isfinite() else "it does not turn"
+                page.name(panel, f"{subject.name}, pair {pair}\n{turn}")
+            within = window / lengths[-1]
+            said.append(f"{subject.name}: within the window the slowest pair makes {within:.3g} of a turn")
+    return said
+
+
+def _pair_members(subject: Shown) -> list[tuple[int, int]]:
+    """Return the two dimensions of each rotary pair."""
+    pairs = len(numbers.wavelengths(subject))
+    if getattr(subject.scheme, "layout", "half") == "half":
+        return [(pair, pair + pairs) for pair in range(pairs)]
+    return [(2 * pair, 2 * pair + 1) for pair in range(pairs)]

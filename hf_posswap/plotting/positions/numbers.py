@@ -1,0 +1,311 @@
+"""The numbers behind the pictures of a mechanism: what it does to queries, keys and embeddings at each position.
+
+All is computed by the scheme's own mechanism, as attention runs it. Shapes: Q queries, K keys, H heads, D head dim,
+R rotary dim, E hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hf_posswap.errors import OptionError
+from hf_posswap.geometry import Geometry
+from hf_posswap.rope_math import default_inv_freq
+from hf_posswap.schemes import Scheme, TableScheme
+from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.rope import DEFAULT_BASE, RotaryScheme
+
+_SPREAD = 0.02
+"""Of the learned table that stands where no model is given: what GPT-2 begins with."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A scheme in the shape of one model.
+
+    Attributes:
+        name: under which it is shown.
+        scheme: resolved.
+        geometry: of the model.
+        length: that the swapped model is meant for, in tokens.
+        old: the model's position table, [P, E], where there is one.
+    """
+
+    name: str
+    scheme: Scheme
+    geometry: Geometry
+    length: int
+    old: Tensor | None = None
+
+    @property
+    def rotates(self) -> bool:
+        """Whether queries and keys are turned by angles of its own."""
+        return isinstance(self.scheme, RotaryScheme)
+
+    @property
+    def table(self) -> TableScheme | None:
+        """What stands in its position table; None: it has none."""
+        part = self.scheme.table_part
+        return part if isinstance(part, TableScheme) else None
+
+
+def sample_geometry(heads: int = 8, dim: int = 64, length: int = 512) -> Geometry:
+    """Return the shape of a causal model with plain RoPE, for pictures without a model.
+
+    Args:
+        heads: of each attention.
+        dim: D of a head, even.
+        length: positions the model was made for, in tokens.
+
+    Raises:
+        OptionError: an impossible number.
+
+    Example:
+        >>> sample_geometry(dim=4).frequencies
+        (1.0, 0.009999999776482582)
+    """
+    for name, value, least in (("heads", heads, 1), ("dim", dim, 2), ("length", length, 2)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise OptionError(f"{name} is a whole number of at least {least}, got {value!r}.")
+    if dim % 2:
+        raise OptionError(f"dim is even, a rotary pair has two dimensions; got {dim}.")
+    return Geometry(
+        hidden_size=heads * dim,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=dim,
+        num_layers=4,
+        original_length=length,
+        causal=True,
+        rotary_dim=dim,
+        layout="half",
+        base=DEFAULT_BASE,
+        frequencies=tuple(default_inv_freq(DEFAULT_BASE, dim).tolist()),
+    )
+
+
+def shown(
+    scheme: Scheme, geometry: Geometry, *, factor: float = 4.0, name: str | None = None, old: Tensor | None = None
+) -> Shown:
+    """Return `scheme` in the shape `geometry`, made for `factor` times its length.
+
+    Args:
+        scheme: resolved or not; its own `factor` is kept where it gives one.
+        geometry: of the model.
+        factor: of the original length, at least 1.
+        name: to show it under; None: its own.
+        old: the model's position table, [P, E].
+
+    Raises:
+        OptionError: an impossible factor, or a scheme for images.
+        SchemeError: the scheme cannot be in such a model.
+
+    Example:
+        >>> from hf_posswap.schemes import Yarn
+        >>> shown(Yarn(), sample_geometry(length=100)).scheme.factor
+        4.0
+    """
+    if not (math.isfinite(factor) and factor >= 1):
+        raise OptionError(f"factor is a number of at least 1, got {factor!r}.")
+    if "text" not in scheme.inputs:
+        raise OptionError(f"{scheme.name} is for images: these pictures are of places in a text.")
+    length = round(geometry.original_length * factor)
+    return Shown(name or scheme.name, scheme.resolve(geometry, length), geometry, length, old)
+
+
+def wavelengths(subject: Shown) -> Tensor:
+    """Return the tokens in which each rotary pair completes a turn, 2 pi / theta_i, [R/2]; inf where it never turns.
+
+    Example:
+        >>> from hf_posswap.schemes import Rope
+        >>> wavelengths(shown(Rope(base=100.0), sample_geometry(dim=4))).round().tolist()
+        [6.0, 63.0]
+    """
+    scheme = cast(RotaryScheme, subject.scheme)
+    length = torch.tensor([subject.length]) if scheme.length_dependent else None
+    return 2 * math.pi / scheme.angles(subject.geometry, length).exact.flatten()
+
+
+def never_turn(subject: Shown, tokens: int) -> int:
+    """Return how many pairs do not complete one turn within `tokens`.
+
+    Example:
+        >>> from hf_posswap.schemes import Rope
+        >>> never_turn(shown(Rope(base=100.0), sample_geometry(dim=4)), 50)
+        1
+    """
+    return int((wavelengths(subject) > tokens).sum())
+
+
+def scores(
+    subject: Shown,
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    layer: int = 0,
+) -> Tensor:
+    """Return the attention scores before the softmax, q k / sqrt(D) and the bias, [H, Q, K]; NaN in the future.
+
+    Without `query` and `key` both are all ones, which gives the mean over tokens of a query with a key like itself:
+    what is left depends on the positions alone.
+
+    Args:
+        subject: whose mechanism acts.
+        queries: positions, [Q].
+        keys: positions, [K].
+        query: every query before the mechanism, [D]; None: ones.
+        key: likewise.
+        layer: of the model, where layers differ.
+
+    Example:
+        >>> from hf_posswap.schemes import Alibi
+        >>> alibi = shown(Alibi(), sample_geometry(heads=1, dim=4))
+        >>> scores(alibi, torch.tensor([2]), torch.arange(3)).tolist()
+        [[[1.9921875, 1.99609375, 2.0]]]
+    """
+    geometry = subject.geometry
+    ones = torch.ones(geometry.head_dim)
+    rows = [
+        (ones if one is None else one).expand(1, geometry.num_heads, len(at), -1)
+        for one, at in ((query, queries), (key, keys))
+    ]
+    made = _raw_scores(subject, queries[None], keys[None], rows[0], rows[1], layer)[0]
+    made = made.expand(geometry.num_heads, -1, -1)
+    return made.masked_fill(keys[None, :] > queries[:, None], math.nan) if geometry.causal else made
+
+
+def _raw_scores(subject: Shown, queries: Tensor, keys: Tensor, query: Tensor, key: Tensor, layer: int) -> Tensor:
+    """Return scores as attention computes them, [1, H, Q, K]."""
+    mechanism = _mechanism(subject, layer)
+    size = subject.geometry.head_dim**-0.5
+    if mechanism is None:
+        return query @ key.mT * size
+    length = torch.full((1, 1, 1, 1), subject.length)
+    if mechanism.scales:
+        query = query * mechanism.scale(queries)[:, None, :, None]
+    if mechanism.rotates:
+        key = mechanism.rotate_key(key, mechanism.prepare(keys, length))
+        query = mechanism.rotate_query(query, mechanism.prepare(queries, length))
+    made = _in_pieces(mechanism, queries, keys, query, key) if mechanism.splits else query @ key.mT
+    return made * size + mechanism.bias(queries, keys) if mechanism.biases else made * size
+
+
+def _in_pieces(mechanism: Mechanism, queries: Tensor, keys: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    made = torch.full((1, query.shape[1], queries.shape[1], keys.shape[1]), math.nan)
+    for piece in mechanism.pieces(queries, keys):
+        here = piece.rotate_query(query, 0, queries.shape[1]) @ piece.rotate_key(key, 0, keys.shape[1]).mT
+        made = torch.where(piece.pairs.holds(queries[:, :, None], keys[:, None, :])[:, None], here, made)
+    return made
+
+
+def _mechanism(subject: Shown, layer: int) -> Mechanism | None:
+    """Return what acts inside attention; None: nothing does."""
+    if not subject.scheme.acts_inside:
+        return None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # biases that learn begin at random numbers
+        found = subject.scheme.mechanism(subject.geometry).for_layer(layer)
+    return found.requires_grad_(False)
+
+
+def scores_by_distance(subject: Shown, distances: Tensor, layer: int = 0) -> Tensor:
+    """Return the score of the last query with the key each of `distances` [N] before it, [H, N]: see `scores`."""
+    last = torch.tensor([int(distances.max())])
+    return scores(subject, last, last - distances, layer=layer)[:, 0]
+
+
+def apparent_distances(subject: Shown, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return the distance that each pair of query and key seems to have, [Q, K]: NaN in the future.
+
+    It is the angle between them in the slowest pair that turns, by the angle a token that this pair has in the model
+    before the swap: i - j for the model's own RoPE, a quarter of it under linear scaling by 4, the merged or clipped
+    positions of Self-Extend, ReRoPE and dual chunk attention. Right while that pair turns by less than half a turn.
+
+    Example:
+        >>> from hf_posswap.schemes import Linear
+        >>> pi = shown(Linear(factor=4), sample_geometry())
+        >>> apparent_distances(pi, torch.tensor([8]), torch.tensor([0])).round(decimals=3).tolist()
+        [[2.0]]
+    """
+    geometry, scheme = subject.geometry, cast(RotaryScheme, subject.scheme)
+    pairs = scheme.rotary_dim(geometry) // 2
+    turning = wavelengths(subject).isfinite().nonzero().flatten()
+    if not len(turning):
+        return torch.zeros(len(queries), len(keys))
+    pair = int(turning[-1])
+    first, second = (pair, pair + pairs) if scheme.layout == "half" else (2 * pair, 2 * pair + 1)
+    own = default_inv_freq(geometry.base or DEFAULT_BASE, 2 * pairs, torch.float64)
+    along, across = torch.zeros(2, geometry.head_dim)
+    along[first], across[second] = 1.0, 1.0
+    cosine = scores(subject, queries, keys, query=along, key=along)[0].double()
+    sine = scores(subject, queries, keys, query=along, key=across)[0].double()
+    return torch.atan2(sine, cosine) / own[pair]
+
+
+def table_rows(subject: Shown, rows: int | None = None) -> Tensor:
+    """Return the position table that the scheme puts in, [rows, E], float32.
+
+    Without a model the old table is one of independent random rows, as a model has before its training.
+
+    Args:
+        subject: of a scheme that has a table.
+        rows: positions; None: the length that it is meant for.
+    """
+    scheme, geometry = subject.table, subject.geometry
+    assert scheme is not None, "only schemes with a table have rows"
+    old = subject.old
+    if old is None:
+        source = torch.Generator().manual_seed(0)
+        old = torch.randn(geometry.original_length, geometry.row_width, generator=source) * _SPREAD
+    count = rows or subject.length
+    return scheme.fit(old, count, geometry).table(old, count, geometry).float()
+
+
+def similarities(rows: Tensor) -> Tensor:
+    """Return the cosine of each row [N, E] with each, [N, N].
+
+    Example:
+        >>> similarities(torch.tensor([[1.0, 0.0], [0.0, 2.0]])).tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+    """
+    unit = torch.nn.functional.normalize(rows, dim=-1)
+    return unit @ unit.mT
+
+
+def similarity_by_distance(rows: Tensor) -> Tensor:
+    """Return the mean cosine of rows [N, E] that are 0, 1, ... N - 1 places apart, [N]."""
+    whole = similarities(rows)
+    return torch.stack([whole.diagonal(offset).mean() for offset in range(len(rows))])
+
+
+def turned(subject: Shown, vector: Tensor, positions: Tensor) -> Tensor:
+    """Return the query `vector` [D] as it is at each of `positions` [N], [N, D]: rotated, where the scheme rotates.
+
+    Example:
+        >>> from hf_posswap.schemes import Rope
+        >>> turn = turned(shown(Rope(), sample_geometry(dim=2)), torch.tensor([1.0, 0.0]), torch.tensor([0, 1]))
+        >>> turn.norm(dim=-1).tolist()
+        [1.0, 1.0]
+    """
+    mechanism = _mechanism(subject, 0)
+    query = vector.expand(1, 1, len(positions), -1)
+    if mechanism is None or not mechanism.rotates:
+        return query[0, 0]
+    made = mechanism.rotate_query(query, mechanism.prepare(positions[None], torch.full((1, 1, 1, 1), subject.length)))
+    return made[0, 0]
+
+
+def plain(values: Any) -> Any:
+    """Return numbers as JSON has them: NaN and infinity are None."""
+    if isinstance(values, Tensor):
+        return plain(values.tolist())
+    if isinstance(values, list):
+        return [plain(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values

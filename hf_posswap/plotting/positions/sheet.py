@@ -1,0 +1,139 @@
+"""The paper that pictures of mechanisms are drawn on: light or dark, one column or page wide, with a grid of panels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_posswap.errors import MissingDependencyError
+from hf_posswap.plotting import canvas
+from hf_posswap.plotting.styles import Style, is_dashed, style_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 7.2
+"""Inches: the text of a page; half of it is a column."""
+_LIGHT = {"paper": "white", "ink": canvas.INK, "faint": canvas.FAINT, "grid": "#e6e6e6"}
+_DARK = {"paper": "#16191d", "ink": "#e9ecef", "faint": "#98a1ab", "grid": "#343a40"}
+SIGNED = "RdBu_r"
+"""Colours of values around 0, and of those from 0 on: both are told apart by any colour vision."""
+AMOUNT = "cividis"
+
+
+class Sheet:
+    """A figure and its panels.
+
+    Attributes:
+        figure: of matplotlib.
+        panels: row by row.
+        dark: whether it is for a dark page.
+    """
+
+    def __init__(self, heading: str, below: str, rows: int, columns: int, *, height: float, dark: bool) -> None:
+        self.dark = dark
+        self.colours = _DARK if dark else _LIGHT
+        figure, self.panels = canvas.figure(WIDTH, 0.75 + height * rows, rows, columns)
+        self.figure: Figure = figure
+        self.figure.set_facecolor(self.colours["paper"])
+        self.figure.suptitle(
+            heading, x=0.01, ha="left", fontsize=12, fontweight="bold", color=self.colours["ink"], wrap=True
+        )
+        self.figure.supxlabel(below, x=0.01, ha="left", fontsize=8, color=self.colours["faint"], wrap=True)
+        for panel in self.panels:
+            self._ready(panel)
+
+    def _ready(self, panel: Axes) -> None:
+        panel.set_facecolor(self.colours["paper"])
+        panel.tick_params(colors=self.colours["ink"], labelsize=8)
+        for spine in panel.spines.values():
+            spine.set_color(self.colours["faint"])
+        for text in (panel.xaxis.label, panel.yaxis.label, panel.title):
+            text.set_color(self.colours["ink"])
+
+    def name(self, panel: Axes, text: str) -> None:
+        """Put the name of a panel above it, flush left."""
+        panel.set_title(text, loc="left", fontsize=8, color=self.colours["ink"])
+
+    def axes(self, panel: Axes, x: str, y: str) -> None:
+        """Say what the axes of a panel are."""
+        panel.set_xlabel(x, fontsize=8, color=self.colours["ink"])
+        panel.set_ylabel(y, fontsize=8, color=self.colours["ink"])
+
+    def ruled(self, panel: Axes) -> None:
+        """Draw a grid behind a panel."""
+        panel.grid(color=self.colours["grid"], linewidth=0.6)
+        panel.set_axisbelow(True)
+
+    def line(self, number: int) -> dict[str, Any]:
+        """Return how the line of the `number`-th scheme looks, as matplotlib takes it: as in other pictures of it."""
+        style: Style = style_of(number)
+        return {
+            "color": style.dark if self.dark else style.colour,
+            "marker": style.marker,
+            "markersize": 4,
+            "linewidth": 1.5,
+            "linestyle": (0, (4, 2)) if is_dashed(number) else "-",
+        }
+
+    def legend(self, panel: Axes) -> None:
+        """Name the lines of a panel beside it."""
+        panel.legend(
+            fontsize=8, frameon=False, labelcolor=self.colours["ink"], loc="center left", bbox_to_anchor=(1.0, 0.5)
+        )
+
+    def bar(self, image: Any, panels: Any, text: str) -> None:
+        """Say what the colours of `image` mean."""
+        bar = self.figure.colorbar(image, ax=panels, shrink=0.9, pad=0.02, aspect=25)
+        bar.set_label(text, fontsize=8, color=self.colours["ink"])
+        bar.ax.tick_params(labelsize=7, colors=self.colours["ink"])
+        bar.outline.set_edgecolor(self.colours["faint"])
+
+    def mark(self, panel: Axes, value: float, text: str, *, vertical: bool) -> None:
+        """Draw a line at `value`, and say what it is."""
+        draw, place = (panel.axvline, (value, 1.0)) if vertical else (panel.axhline, (1.0, value))
+        draw(value, color=self.colours["ink"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+        panel.annotate(
+            text,
+            place,
+            xycoords=panel.get_xaxis_transform() if vertical else panel.get_yaxis_transform(),
+            xytext=(-3, -4) if vertical else (-3, 3),
+            textcoords="offset points",
+            fontsize=7,
+            color=self.colours["ink"],
+            ha="right",
+            va="top" if vertical else "bottom",
+            rotation=90 if vertical else 0,
+        )
+
+
+@contextmanager
+def sheet(
+    path: Path, heading: str, below: str, *, rows: int = 1, columns: int = 1, height: float = 3.0, dark: bool = False
+) -> Iterator[Sheet]:
+    """Inside the block, draw on the sheet that it gives; then it is written to `path`, a .png, and an .svg beside it.
+
+    Args:
+        path: of the picture.
+        heading: above it.
+        below: a line under it: of what it is, and how to read it.
+        rows: of panels.
+        columns: of panels.
+        height: of a row, in inches.
+        dark: for a dark page.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        CheckpointError: the place cannot be written.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingDependencyError("matplotlib", "plot") from error
+    with matplotlib.rc_context({"text.color": (_DARK if dark else _LIGHT)["ink"]}):
+        made = Sheet(heading, below, rows, columns, height=height, dark=dark)
+        yield made
+        canvas.save(made.figure, path)

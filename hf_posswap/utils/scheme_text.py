@@ -1,0 +1,235 @@
+"""A scheme with fields as one writes it: yarn:factor=4,base=500000; and what else is answered with."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import json
+import re
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from hf_posswap.errors import OptionError, PosswapError
+
+BESIDE = ("max_length", "site", "relative")
+"""What `plan_swap` takes beside the fields of a scheme."""
+_NONE = "none"
+_TRUTH = {"true": True, "false": False}
+_NEXT = re.compile(r",(?=[A-Za-z_]\w*=)")
+_FIELD = re.compile(r"([A-Za-z_]\w*)=(.+)", re.DOTALL)
+
+
+def parse_value(text: str, kind: Any) -> Any:
+    """Return the value of type `kind` that `text` writes.
+
+    Args:
+        text: as written after FIELD=.
+        kind: the declared type of a scheme's field: a number, bool, str, Literal, tuple or list of them, None, another
+            scheme (its name, or JSON), layers with schemes (JSON), or a union of these, whose first member that takes
+            the text wins (str is asked last).
+
+    Raises:
+        ValueError: `text` is no such value.
+
+    Example:
+        >>> parse_value("1,2.5", tuple[float, ...]), parse_value("none", float | None)
+        ((1.0, 2.5), None)
+    """
+    if get_origin(kind) in (Union, types.UnionType):
+        return _first(text, sorted(get_args(kind), key=lambda member: (member is str, member is not type(None))))
+    if get_origin(kind) is Literal:
+        return {str(value): value for value in get_args(kind)}[text] if text in map(str, get_args(kind)) else _no(text)
+    if is_scheme(kind) or is_layers(kind):
+        return _json(text) if text.lstrip().startswith("{") else text if is_scheme(kind) else _no(text)
+    if get_origin(kind) in (tuple, list):
+        return get_origin(kind)(parse_value(part.strip(), get_args(kind)[0]) for part in text.split(","))
+    if kind is type(None):
+        return None if text.lower() == _NONE else _no(text)
+    if kind is bool:
+        return _TRUTH[text.lower()] if text.lower() in _TRUTH else _no(text)
+    if kind in (int, float, str):
+        return kind(text)
+    return _no(text)
+
+
+def _first(text: str, kinds: list[Any]) -> Any:
+    for kind in kinds:
+        try:
+            return parse_value(text, kind)
+        except ValueError:
+            continue
+    return _no(text)
+
+
+def is_scheme(kind: Any) -> bool:
+    """Return whether a field of type `kind` holds a scheme."""
+    return inspect.isclass(kind) and hasattr(kind, "to_dict")
+
+
+def is_layers(kind: Any) -> bool:
+    """Return whether a field of type `kind` pairs layers with schemes."""
+    return get_origin(kind) is tuple and any(map(is_scheme, get_args(get_args(kind)[0])))
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return _no(text)
+
+
+def _no(text: str) -> Any:
+    raise ValueError(text)
+
+
+def describe_type(kind: Any) -> str:
+    """Return what `kind` expects, in words.
+
+    Example:
+        >>> describe_type(float | None), describe_type(Literal["half", "interleaved"])
+        ('a number or none', 'half or interleaved')
+    """
+    if get_origin(kind) in (Union, types.UnionType):
+        members = sorted(get_args(kind), key=lambda member: member is type(None))
+        return " or ".join(describe_type(member) for member in members)
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
+    if is_scheme(kind):
+        return 'a scheme, by name or as JSON: {"name": "yarn", "factor": 4}'
+    if is_layers(kind):
+        return 'layers and their schemes as JSON: {"0": "nope"}'
+    if get_origin(kind) in (tuple, list):
+        return f"a list, with commas, each {describe_type(get_args(kind)[0])}"
+    known = {float: "a number", int: "a whole number", bool: "true or false", str: "text", type(None): _NONE}
+    return known.get(kind, f"{getattr(kind, '__name__', kind)} (not to be written as text)")
+
+
+def field_kinds(cls: type) -> dict[str, Any]:
+    """Return the declared type of every field of the dataclass `cls`, by name, in order."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def unknown_field(name: str, given: Iterable[object], known: Iterable[str]) -> OptionError:
+    """Return the error of fields that the scheme `name` does not have, with near names and the list of all.
+
+    Example:
+        >>> print(unknown_field("yarn", ["faktor"], ["factor", "base"]))
+        scheme 'yarn' has no field 'faktor'. Did you mean 'factor'? It has: factor, base.
+    """
+    fields, missing = list(known), list(given)
+    near = [close for one in missing for close in difflib.get_close_matches(str(one), [*fields, *BESIDE], n=1)]
+    beside = [one for one in near if one in BESIDE and one not in fields]
+    told = f" Did you mean {' and '.join(map(repr, near))}?" if near and near != missing else ""
+    if beside:
+        options = ", ".join(f"{one}=..., on the command line --{one.replace('_', '-')}" for one in beside)
+        told += f" Give it beside the scheme: {options}."
+    has = ", ".join(fields) or "none"
+    return OptionError(f"scheme {name!r} has no field {', '.join(map(repr, missing))}.{told} It has: {has}.")
+
+
+def read_fields(name: str, cls: type, text: str) -> dict[str, Any]:
+    """Return the fields of the scheme `name` that `text` writes: "factor=4,base=500000".
+
+    Raises:
+        OptionError: `text` is not FIELD=VALUE,FIELD=VALUE, names no field or one twice, or a value is of another type.
+
+    Example:
+        >>> from hf_posswap.schemes import LongRope
+        >>> read_fields("longrope", LongRope, "factor=4,long_factor=1,1,2")
+        {'factor': 4.0, 'long_factor': (1.0, 1.0, 2.0)}
+    """
+    kinds, values = field_kinds(cls), dict[str, Any]()
+    for part in _NEXT.split(text):
+        found = _FIELD.fullmatch(part)
+        if found is None:
+            raise OptionError(f"{name}:{text}: {part!r} is not FIELD=VALUE, such as yarn:factor=4,base=500000.")
+        field, value = found.groups()
+        if field not in kinds:
+            raise unknown_field(name, [field], kinds)
+        if field in values:
+            raise OptionError(f"{name}:{text}: {field} is written twice; write each field once.")
+        try:
+            values[field] = parse_value(value, kinds[field])
+        except ValueError:
+            expected = describe_type(kinds[field])
+            raise OptionError(f"{name}:{text}: {field} of {name!r} must be {expected}, got {value!r}.") from None
+    return values
+
+
+_WORD = r"[A-Za-z_][\w-]*"
+_PAIR = re.compile(
+    rf"""["']?(?P<field>{_WORD})["']?[\s:=]+  # factor=, "factor":, --factor
+         (?P<value>\[[^\]]*\]|["'][^"']*["']|[^\s,;:=()\[\]{{}}"']+(?:,(?!\s*["']?-*{_WORD}["']?\s*[:=])[^\s,;:=()\[\]{{}}"']+)*)""",
+    re.VERBOSE,
+)
+
+
+def respelled(text: str, classes: Mapping[str, type]) -> str | None:
+    """Return the scheme that `text` seems to mean as it is written here; None: it is not to be guessed.
+
+    Args:
+        text: such as "yarn(factor=4)", "yarn factor=4", "yarn:factor:4", "yarn --factor 4", or a mapping.
+        classes: of all schemes, by name.
+
+    Example:
+        >>> from hf_posswap.schemes import SCHEMES
+        >>> known = dict(SCHEMES.items())
+        >>> respelled("yarn(factor=4, base=500000)", known), respelled('{"name": "yarn", "factor": 4}', known)
+        ('yarn:factor=4,base=500000', 'yarn:factor=4')
+    """
+    name = next((word for word in re.findall(_WORD, text) if word in classes), None)
+    if name is None:
+        return None
+    _, _, rest = text.partition(name)
+    pairs = [(found["field"].lstrip("-").replace("-", "_"), found["value"]) for found in _PAIR.finditer(rest)]
+    fields = [f"{field}={_bare(value)}" for field, value in pairs]
+    if not fields or not rest:
+        return None
+    try:
+        classes[name](**read_fields(name, classes[name], ",".join(fields)))
+    except (PosswapError, TypeError):
+        return None
+    return f"{name}:{','.join(fields)}"
+
+
+def _bare(value: str) -> str:
+    return ",".join(part.strip() for part in value.strip("[]\"'").split(","))
+
+
+def scheme_and_fields(text: str, classes: Mapping[str, type]) -> tuple[str, dict[str, Any]] | None:
+    """Return the name and the fields of the scheme that `text` writes; None: it names no scheme.
+
+    Raises:
+        OptionError: as `read_fields`; where the scheme is spelt in another way, the error has the right one.
+
+    Example:
+        >>> from hf_posswap.schemes import SCHEMES
+        >>> scheme_and_fields("yarn:factor=4", dict(SCHEMES.items()))
+        ('yarn', {'factor': 4.0})
+    """
+    name, colon, fields = text.partition(":")
+    try:
+        if colon and fields and name in classes:
+            return name, read_fields(name, classes[name], fields)
+    except OptionError:
+        right = respelled(text, classes)
+        if right is None or right == text:
+            raise
+        raise _another(text, right) from None
+    word = re.match(_WORD, text)
+    right = respelled(text, classes)
+    if right is not None:
+        raise _another(text, right)
+    if word is not None and word[0] in classes and text != word[0]:
+        raise OptionError(
+            f"{text!r}: a scheme with fields is written NAME:FIELD=VALUE,FIELD=VALUE, such as "
+            f"yarn:factor=4,base=500000. {word[0]!r} has: {', '.join(field_kinds(classes[word[0]])) or 'no fields'}."
+        )
+    return None
+
+
+def _another(text: str, right: str) -> OptionError:
+    return OptionError(f"{text!r}: a scheme with fields is written NAME:FIELD=VALUE,FIELD=VALUE; write {right}")

@@ -1,0 +1,63 @@
+"""What is wrong whatever the model is, is said before a model is looked for: here there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_posswap.cli import app
+
+ABSENT = "nobody/nothing"  # a Hub id: tests run offline, where looking for it fails with an error of its own
+SEARCH = ["search", ABSENT, "--text", "TEXT", "--factor", "4", "-o", "OUT.json"]
+SPANS = ["key-spans", ABSENT, "--length", "100", "--short", "20", "--stride", "5"]
+LENGTH = "max_length must be a whole number of tokens >= 1, got 0."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", ABSENT, "rope", "--max-length", "0"], LENGTH),
+        (["patch", ABSENT, "rope", "--max-length", "0", "-o", "OUT"], LENGTH),
+        (["patch", ABSENT, "rope:base=-1", "-o", "OUT"], "base must be a finite number"),
+        (["patch", ABSENT, "rope", "-o", "TEXT"], "is a file; give a folder that is new or empty"),
+        (["eval", ABSENT, "rope", "--max-length", "0"], LENGTH),
+        (["eval", ABSENT, "--out", "TEXT"], "it is a file. Choose another."),
+        (["eval", ABSENT, "--metrics", "longppl", "--key-spans", "absent.json"], "absent.json"),
+        (["eval", ABSENT, "--lengths", "0"], "lengths are numbers of at least 2 tokens"),
+        (["eval", ABSENT, "--text", "absent.txt"], "absent.txt does not exist"),
+        (["compare", ABSENT, "+rope", "--max-length", "0"], LENGTH),
+        (["compare", ABSENT, "+rope", "--out", "TEXT"], "it is a file. Choose another."),
+        (["compare", ABSENT, "+rope", "--against", "x"], "unknown model to hold the others against 'x'"),
+        (["compare", ABSENT, "+rope", "--metrics", "ppl"], "unknown metric 'ppl'"),
+        (["lm-eval", ABSENT, "--tasks", "none.yaml"], "no such file of a task: none.yaml"),
+        (["lm-eval", ABSENT, "rope", "--tasks", "none.yaml", "--max-length", "0"], LENGTH),
+        (["lm-eval", ABSENT, "--tasks", "none.yaml", "--out", "FOLDER"], "is a folder; give a file"),
+        ([*SEARCH[:-1], "OUT.txt"], "must end in .json"),
+        ([*SEARCH, "--factor", "0.5"], "search_longrope: factor must be a finite number > 1"),
+        ([*SEARCH, "--population", "2"], "search_longrope: population must be a whole number from 8"),
+        ([*SEARCH, "--iterations", "0"], "search_longrope: iterations must be a whole number from 1"),
+        ([*SEARCH, "--seed", "-1"], "search_longrope: seed must be a whole number from 0"),
+        ([*SEARCH, "--state", "FOLDER"], "--state"),
+        ([*SPANS, "-o", "FOLDER"], "is a folder; give a file"),
+        (
+            ["to-native", ABSENT, "-o", "OUT", "--target", "gpt_nox"],
+            "Did you mean 'gpt_neox'?",
+        ),
+        (["to-native", ABSENT, "-o", "TEXT"], "is a file; give a folder"),
+        (["export", ".", "--target", "vllm", "-o", "FOLDER"], "is not empty; give a folder that is new"),
+    ],
+    ids=lambda part: "-".join(part) if isinstance(part, list) else "",
+)
+def test_nothing_is_loaded_to_say_it(tmp_path: Path, arguments: list[str], message: str) -> None:
+    text, folder = tmp_path / "text.txt", tmp_path / "folder"
+    text.write_text("words")
+    folder.mkdir()
+    (folder / "kept").touch()
+    places = {"TEXT": text, "FOLDER": folder, "OUT": tmp_path / "new", "OUT.json": tmp_path / "new.json"}
+    places["OUT.txt"] = tmp_path / "new.txt"
+    done = CliRunner().invoke(app, [str(places.get(word, word)) for word in arguments])
+    assert done.exit_code in (2, 4), done.output
+    assert message in " ".join(done.stderr.split()), done.stderr
+    assert "huggingface" not in done.stderr

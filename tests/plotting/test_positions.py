@@ -1,0 +1,205 @@
+"""Pictures of mechanisms: the numbers behind them against formulas and stock transformers, and the files."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from transformers import BloomConfig, LlamaConfig
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from hf_posswap.errors import OptionError, SchemeError, UnknownNameError
+from hf_posswap.plotting import PICTURES, draw_positions
+from hf_posswap.plotting.positions import numbers
+from hf_posswap.plotting.positions.maps import PLACES, token_at
+from hf_posswap.plotting.positions.numbers import Shown, sample_geometry, shown
+from hf_posswap.schemes import SCHEMES, Learned, make_scheme
+
+SHAPE = sample_geometry(heads=4, dim=16, length=64)
+PLACED = torch.arange(0, 256, 7)
+
+
+def seen(name: str, **options: object) -> Shown:
+    return shown(make_scheme(name, **options), SHAPE)
+
+
+def stock_scores(config: LlamaConfig, positions: torch.Tensor) -> torch.Tensor:
+    """Return q k / sqrt(D) of all-ones queries and keys that stock Llama rotates, [Q, K]."""
+    ones = torch.ones(1, 1, len(positions), config.head_dim)
+    cos, sin = LlamaRotaryEmbedding(config)(ones, positions[None])
+    query, key = apply_rotary_pos_emb(ones, ones, cos, sin)
+    return (query @ key.mT)[0, 0] / config.head_dim**0.5
+
+
+def llama(rope: dict[str, object], length: int = 64) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=64, num_attention_heads=4, head_dim=16, max_position_embeddings=length, rope_parameters=rope
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "rope"),
+    [
+        ("rope", {"rope_type": "default", "rope_theta": 10000.0}),
+        ("linear", {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
+        (
+            "yarn",
+            {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+    ],
+)
+def test_scores_are_those_of_stock_attention(name: str, rope: dict[str, object]) -> None:
+    expected = stock_scores(llama(rope, 64 if name == "rope" else 256), PLACED)
+    made = numbers.scores(seen(name), PLACED, PLACED)
+    past = PLACED[None, :] <= PLACED[:, None]
+    assert made.shape == (4, len(PLACED), len(PLACED))
+    for head in made:
+        torch.testing.assert_close(head[past], expected[past], atol=2e-4, rtol=0)
+        assert head[~past].isnan().all()
+
+
+def test_the_mean_score_of_a_rotation_is_the_sum_of_cosines() -> None:
+    theta = 10000.0 ** (-np.arange(0, 16, 2) / 16)
+    distances = torch.tensor([0, 1, 10, 200])
+    expected = [2 * np.cos(theta * d).sum() / 4 for d in distances.tolist()]
+    made = numbers.scores_by_distance(seen("rope"), distances)
+    np.testing.assert_allclose(made[0], expected, atol=1e-5)
+
+
+def test_biases_are_added_to_what_tokens_say() -> None:
+    mask = torch.ones(1, 64, dtype=torch.long)
+    slopes = build_alibi_tensor(mask, BloomConfig(n_head=4).n_head, torch.float32)[:, 0, 1]
+    places = torch.arange(64)
+    made = numbers.scores(seen("alibi"), places, places, query=torch.zeros(16))
+    for head, slope in zip(made, slopes, strict=True):
+        expected = -slope * (places[:, None] - places[None, :])
+        past = expected <= 0
+        torch.testing.assert_close(head[past], expected[past])
+
+
+def test_wavelengths_are_two_pi_over_theta() -> None:
+    expected = [2 * math.pi * 10000 ** (2 * i / 16) for i in range(8)]
+    np.testing.assert_allclose(numbers.wavelengths(seen("rope")), expected, rtol=1e-12)
+    np.testing.assert_allclose(numbers.wavelengths(seen("linear")), 4 * np.array(expected), rtol=1e-12)
+    assert numbers.never_turn(seen("rope"), 64) == sum(length > 64 for length in expected)
+    assert numbers.wavelengths(seen("p_rope"))[-1] == math.inf
+
+
+def floor_map(query: int, key: int, window: int, group: int) -> int:
+    """Return the distance of Self-Extend, one pair at a time: arXiv 2401.01325, equation 3."""
+    distance = query - key
+    return distance if distance < window else query // group - key // group + window - window // group
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("rope", {}, lambda q, k: q - k),
+        ("linear", {}, lambda q, k: (q - k) / 4),
+        ("rerope", {"window": 20}, lambda q, k: min(q - k, 20)),
+        ("self_extend", {"window": 16, "group": 8}, lambda q, k: floor_map(q, k, 16, 8)),
+    ],
+)
+def test_apparent_distances(name: str, options: dict[str, object], expected: object) -> None:
+    made = numbers.apparent_distances(seen(name, **options), PLACED, PLACED)
+    for row, query in enumerate(PLACED.tolist()):
+        for column, key in enumerate(PLACED.tolist()):
+            if key > query:
+                assert made[row, column].isnan()
+            else:
+                assert made[row, column].item() == pytest.approx(expected(query, key), abs=2e-2)  # type: ignore[operator]
+
+
+def test_similarities_fall_with_distance_for_sinusoids_and_come_again_in_a_tiled_table() -> None:
+    rows = numbers.table_rows(seen("sinusoidal"))
+    unit = rows / rows.norm(dim=-1, keepdim=True)
+    np.testing.assert_allclose(numbers.similarities(rows), unit @ unit.T, atol=1e-5)
+    assert (rows.norm(dim=-1) / rows.norm(dim=-1).mean() - 1).abs().max() < 1e-5  # every position is as long
+    tiled = numbers.similarity_by_distance(numbers.table_rows(seen("learned", extend="tile")))
+    assert tiled[64] == pytest.approx(1.0)
+    assert abs(tiled[32]) < 0.1
+
+
+def test_a_token_is_added_to_by_a_table_and_turned_by_a_rotation() -> None:
+    token, placed = token_at(seen("sinusoidal"))
+    rows = numbers.table_rows(seen("sinusoidal"))
+    torch.testing.assert_close(placed - token, rows[list(PLACES)])
+    token, placed = token_at(seen("rope"))
+    torch.testing.assert_close(placed[0], token)
+    torch.testing.assert_close(placed.norm(dim=-1), token.norm().expand(3))
+    assert not torch.allclose(placed[1], token)
+
+
+def test_pictures_of_a_model_begin_with_its_table(tmp_path: Path) -> None:
+    old = torch.arange(12.0).reshape(6, 2) + 1
+    shape = sample_geometry(heads=1, dim=2, length=6)
+    made = numbers.table_rows(shown(Learned(), shape, factor=2, old=old))
+    torch.testing.assert_close(made, old.repeat(2, 1))
+    (drawn,) = draw_positions([Learned()], tmp_path, pictures=["table"], geometry=shape, old=old, factor=2)
+    assert drawn.said == ("learned: 12 positions of 2 dimensions, up to 12",)
+
+
+def test_every_picture_is_drawn_and_the_same_twice(tmp_path: Path) -> None:
+    schemes = ["rope", "self_extend", "alibi", "sinusoidal", Learned(extend="interpolate")]
+    drawn = draw_positions(schemes, tmp_path / "one", geometry=SHAPE)
+    assert [one.name for one in drawn] == list(PICTURES)
+    again = draw_positions(schemes, tmp_path / "two", geometry=SHAPE, pictures=["scores", "similarity"])
+    firsts = {one.name: one for one in drawn}
+    for two in again:
+        one = firsts[two.name]
+        assert one.path.read_bytes() == two.path.read_bytes()
+        assert one.path.with_suffix(".svg").read_bytes() == two.path.with_suffix(".svg").read_bytes()
+        assert one.said == two.said
+
+
+def test_a_dark_page_is_dark(tmp_path: Path) -> None:
+    (drawn,) = draw_positions(["rope"], tmp_path, geometry=SHAPE, pictures=["scores"], dark=True)
+    assert matplotlib.image.imread(drawn.path)[0, 0, :3].max() < 0.2
+    assert "#16191d" in drawn.path.with_suffix(".svg").read_text()
+
+
+def test_every_scheme_for_texts_has_something_to_show() -> None:
+    for name, scheme in SCHEMES.items():
+        if "text" in scheme.inputs and name not in ("longrope", "per_layer"):  # these say nothing without fields
+            subject = seen(name)
+            assert any(picture.takes(subject) for picture in PICTURES.values()), name
+            assert numbers.scores(subject, PLACED[-1:], PLACED).isfinite().all(), name
+
+
+def test_two_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    drawn = draw_positions([make_scheme("rope"), make_scheme("rope", base=500000)], tmp_path, pictures=["wavelengths"])
+    assert [line.partition(": ")[0] for line in drawn[0].said] == ["rope", "rope:base=500000.0"]
+
+
+@pytest.mark.parametrize(
+    ("schemes", "options", "error", "message"),
+    [
+        ([], {}, OptionError, "at least one scheme"),
+        (["rope", "rope"], {}, OptionError, "rope is given twice"),
+        (["rope"], {"pictures": ["wavelength"]}, UnknownNameError, "Did you mean 'wavelengths'"),
+        (["alibi"], {"pictures": ["turning"]}, OptionError, "alibi: nothing to see in the picture 'turning'"),
+        (["rope"], {"factor": 0.5}, OptionError, "factor is a number of at least 1, got 0.5"),
+        (["rope"], {"factor": math.nan}, OptionError, "got nan"),
+        (["rope_2d"], {}, OptionError, "rope_2d is for images"),
+        (["longrope"], {}, SchemeError, "long_factor"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_before_anything_is_written(
+    tmp_path: Path, schemes: list[str], options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        draw_positions(schemes, tmp_path / "out", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("numbers_of", "message"), [({"dim": 7}, "even"), ({"heads": 0}, "heads is"), ({"length": 1}, "length is")]
+)
+def test_an_impossible_shape_is_refused(numbers_of: dict[str, int], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        sample_geometry(**numbers_of)
