@@ -28,10 +28,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     base, mine = Path(folder) / "base.yaml", Path(folder) / "mine.yaml"
-        ...     _ = base.write_text("optimizer: {steps: 10, warmup: 2}")
-        ...     _ = mine.write_text("include: base.yaml\\noptimizer: {steps: 20}")
+        ...     _ = base.write_text("training: {max_steps: 10, warmup_steps: 2}")
+        ...     _ = mine.write_text("include: base.yaml\\ntraining: {max_steps: 20}")
         ...     read_yaml(mine)
-        {'optimizer': {'steps': 20, 'warmup': 2}}
+        {'training': {'max_steps': 20, 'warmup_steps': 2}}
     """
     return _read(Path(path), ())
 
@@ -46,7 +46,7 @@ def included_files(path: Path) -> list[Path]:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     base, mine = Path(folder) / "base.yaml", Path(folder) / "mine.yaml"
-        ...     _ = base.write_text("optimizer: {steps: 10}")
+        ...     _ = base.write_text("training: {max_steps: 10}")
         ...     _ = mine.write_text("include: base.yaml")
         ...     [found.name for found in included_files(mine)]
         ['base.yaml']
@@ -157,10 +157,10 @@ def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, An
         ConfigError: a setting is not KEY=VALUE, no YAML, or goes below a value that has no keys.
 
     Example:
-        >>> override({"optimizer": {"steps": 10}}, ["optimizer.steps=20", "watch.report_to=[]"])
-        {'optimizer': {'steps': 20}, 'watch': {'report_to': []}}
-        >>> override({"stages": [{"steps": 1}, {"steps": 2}]}, ["stages.1.steps=5"])
-        {'stages': [{'steps': 1}, {'steps': 5}]}
+        >>> override({"training": {"max_steps": 10}}, ["training.max_steps=20", "data.length=64"])
+        {'training': {'max_steps': 20}, 'data': {'length': 64}}
+        >>> override({"stages": [{"max_steps": 1}, {"max_steps": 2}]}, ["stages.1.max_steps=5"])
+        {'stages': [{'max_steps': 1}, {'max_steps': 5}]}
     """
     changed = dict(values)
     problems = []
@@ -180,7 +180,7 @@ def _nested(setting: str, values: Mapping[str, Any]) -> dict[str, Any]:
     path, equals, text = setting.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError(f"{setting!r}: expected KEY=VALUE, for example optimizer.steps=100.")
+        raise ConfigError(f"{setting!r}: expected KEY=VALUE, for example training.max_steps=100.")
     try:
         value = yaml.load(text, _loader())
     except yaml.YAMLError as error:
