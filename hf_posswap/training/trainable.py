@@ -171,8 +171,8 @@ def _name_that_ties(model: Any) -> str:
         if name in _KNOWN_TIED:
             return name
     raise ConfigError(
-        f"trainable.embeddings: the embeddings {' and '.join(names)} of {type(model).__name__} are tied, and PEFT keeps "
-        f"only {' and '.join(_KNOWN_TIED)} tied: leave trainable.embeddings out, or train 'full'."
+        f"trainable.embeddings: the embeddings {' and '.join(names)} of {type(model).__name__} are tied, and PEFT "
+        f"keeps only {' and '.join(_KNOWN_TIED)} tied: leave trainable.embeddings out, or train 'full'."
     )
 
 

@@ -100,7 +100,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_settings(place: Path, *more: str) -> list[str]:
     return [
         f"model.name={place / 'gpt2'}", f"data.sources=[{{path: {place / 'train'}}}]", "data.length=64",
-        f"data.cache={place / 'cache'}", "training.max_steps=2", "training.per_device_train_batch_size=2", "training.warmup_steps=1", *more,
+        f"data.cache={place / 'cache'}", "training.max_steps=2", "training.per_device_train_batch_size=2",
+        "training.warmup_steps=1", *more,
     ]  # fmt: skip
 
 

@@ -27,8 +27,10 @@ def check(recipe: Recipe) -> list[Problem]:
         >>> [str(problem) for problem in found]
         ['training.warmup_steps: 2000 steps of warm-up in a training of 1000.']
     """
-    checks = (_model, _swap, _gradual, _objective, _trainable, _refused, _training, _computing, _hub, _rest, _evaluation, _missing,
-              _stages)  # fmt: skip
+    checks = (
+        *(_model, _swap, _gradual, _objective, _trainable, _refused, _training, _computing),
+        *(_hub, _rest, _evaluation, _missing, _stages),
+    )
     return [problem for found in checks for problem in found(recipe)]
 
 

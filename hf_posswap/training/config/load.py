@@ -101,4 +101,4 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def _as_json(value: Any) -> Any:
     held = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return dataclasses.asdict(value) if held else str(value)  # type: ignore[arg-type]
+    return dataclasses.asdict(value) if held else str(value)

@@ -14,7 +14,9 @@ from hf_posswap.training.config.theirs import settings_like
 from hf_posswap.training.config.typed import read
 
 TYPE = "peft_type"
-PROVED = ("LORA", "IA3", "LOHA", "LOKR")
+PROVED = (
+    "LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "VERA", "RANDLORA", "FOURIERFT", "MISS",
+)  # fmt: skip
 """Types that train, are saved with what the swap added, and load again as they were (tests/training/test_peft.py)."""
 _BASE = "it changes the weights of the base, which an adapter does not carry"
 _OWN = "hf_posswap says it"
@@ -70,9 +72,7 @@ def read_peft(values: Mapping[str, Any] | None, problems: Problems) -> dict[str,
     kind = str(values.get(TYPE, "LORA")).upper()
     if kind not in PROVED:
         near = difflib.get_close_matches(kind, PROVED, n=1)
-        why = _REFUSED_TYPES.get(
-            kind, "PEFT has it, and it is not proved here" if kind in known else "PEFT has no such"
-        )
+        there = "PEFT has it, and it is not proved here" if kind in known else "PEFT has no such"
         hint = f"Did you mean {near[0]}?" if near else f"Use {', '.join(PROVED[:-1])} or {PROVED[-1]}."
         problems.add(f"peft.{TYPE}", f"{kind}: {_REFUSED_TYPES.get(kind, there)}. {hint}")
         return None
@@ -83,11 +83,9 @@ def read_peft(values: Mapping[str, Any] | None, problems: Problems) -> dict[str,
         if name in _REFUSED_FIELDS and value:
             problems.add(f"peft.{name}", f"leave it out: {_REFUSED_FIELDS[name]}.")
     start = found.get("init_lora_weights")
-    why = next(
-        (why for name, why in _REFUSED_STARTS.items() if isinstance(start, str) and start.startswith(name)), None
-    )
-    if why is not None:
-        problems.add("peft.init_lora_weights", f"{start} cannot be used: {why}.")
+    for name, why in _REFUSED_STARTS.items():
+        if isinstance(start, str) and start.startswith(name):
+            problems.add("peft.init_lora_weights", f"{start} cannot be used: {why}.")
     return {TYPE: kind, **found}
 
 

@@ -11,6 +11,9 @@ from hf_posswap.errors import ConfigError, UnknownNameError
 from hf_posswap.training.config.shipped import find_recipe
 
 INCLUDE = "include"
+_ARGUMENTS = {"lr_scheduler_type": "lr_scheduler_kwargs", "optim": "optim_args"}
+"""Keys whose other value leaves nothing of the arguments that belong to them."""
+_FIRST = ("training.lr_scheduler_type=", "training.optim=", "peft.peft_type=")
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -18,8 +21,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the mapping in the YAML file `path`, on top of the files that it includes.
 
     `include:` names a file, or several, relative to the one that says it, or a recipe of the package ("yarn").
-    Later ones win, the file itself over all; mappings are merged key by key, everything else is replaced. A scheme with
-    another name replaces the one below.
+    Later ones win, the file itself over all; mappings are merged key by key, everything else is replaced. A scheme of
+    another name, another adapter, optimizer or schedule leaves nothing of the one below, its arguments neither.
 
     Raises:
         ConfigError: a file is missing, no YAML or no mapping, or includes itself.
@@ -118,8 +121,11 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         {'a': {'b': 3, 'c': 2}, 'd': []}
         >>> merge({"scheme": {"name": "yarn", "factor": 4}}, {"scheme": {"name": "rope"}})
         {'scheme': {'name': 'rope'}}
+        >>> merge({"optim": "sgd", "optim_args": "momentum=0.9"}, {"optim": "adafactor"})
+        {'optim': 'adafactor'}
     """
-    merged = dict(below)
+    outdated = [its for kind, its in _ARGUMENTS.items() if kind in above and above[kind] != below.get(kind)]
+    merged = {key: value for key, value in below.items() if key not in outdated}
     for key, value in above.items():
         old = merged.get(key)
         if isinstance(old, list) and isinstance(value, Mapping):
@@ -144,8 +150,9 @@ def _with_items(items: list[Any], changes: Mapping[str, Any], key: str) -> list[
 
 
 def _renames(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return whether two mappings are schemes of different names, whose fields have nothing to do with each other."""
-    return "name" in old and "name" in new and old["name"] != new["name"] and "scheme" not in new
+    """Return whether two mappings are schemes, or adapters, of different names, which share no fields."""
+    renames = "name" in old and "name" in new and old["name"] != new["name"] and "scheme" not in new
+    return renames or ("peft_type" in new and new["peft_type"] != old.get("peft_type", "LORA"))
 
 
 def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
@@ -164,7 +171,7 @@ def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, An
     """
     changed = dict(values)
     problems = []
-    for setting in settings:
+    for setting in sorted(settings, key=lambda setting: not setting.startswith(_FIRST)):
         try:
             changed = merge(changed, _nested(setting, changed))
         except ConfigError as error:

@@ -49,6 +49,17 @@ def test_another_scheme_brings_nothing_of_the_one_below() -> None:
     assert merge(below, above) == {"swap": {"scheme": {"name": "rope", "base": 5.0}, "max_length": 64}}
 
 
+def test_another_schedule_or_adapter_leaves_no_arguments_of_the_one_below() -> None:
+    below = {"training": {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0}}, "peft": {"r": 2}}
+    settings = ["training.lr_scheduler_kwargs={min_lr_rate: 0.1}", "training.lr_scheduler_type=cosine_with_min_lr"]
+    changed = override(below, [*settings, "peft.peft_type=IA3"])
+    assert changed["training"]["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
+    assert changed["peft"] == {"peft_type": "IA3"}
+    assert override(below, ["training.lr_scheduler_type=linear"])["training"] == {"lr_scheduler_type": "linear"}
+    assert override(below, ["training.lr_scheduler_kwargs.power=3"])["training"]["lr_scheduler_kwargs"] == {"power": 3}
+    assert override(below, ["peft.peft_type=LORA"])["peft"] == {"r": 2, "peft_type": "LORA"}
+
+
 TREE = st.recursive(
     st.integers(), lambda below: st.dictionaries(st.sampled_from("abc"), below, min_size=1), max_leaves=8
 )
