@@ -48,11 +48,11 @@ def run_recipe(recipe: Recipe, *, reporter: Reporter | None = None) -> Finished:
         ...         "model": {"name": str(start)},
         ...         "swap": {"scheme": "rope", "max_length": 128},
         ...         "data": {"sources": [{"path": "python", "documents": 40}], "length": 32, "cache": str(folder)},
-        ...         "optimizer": {"steps": 2, "warmup": 1},
-        ...         "watch": {"report_to": [], "picture": False, "evaluate_lengths": [32, 128]},
+        ...         "training": {"max_steps": 2, "report_to": "none"},
+        ...         "evaluation": {"lengths": [32, 128]},
         ...         "out": str(folder / "run"),
         ...     },
-        ...     ["optimizer.batch=4"],
+        ...     ["training.per_device_train_batch_size=4"],
         ... )
         >>> finished = hf_posswap.run_recipe(recipe)
         >>> sorted(finished.report["nll"]), hf_posswap.load(finished.model).config.posswap["scheme"]["name"]

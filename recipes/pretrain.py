@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 _SETTINGS = "pretrain.json"
 _WARMUP_SHARE = 0.05
+_SCHEDULE: dict[str, Any] = {
+    "lr_scheduler_type": "cosine_with_min_lr",
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    "adam_beta2": 0.95,
+}
 _PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -63,22 +68,24 @@ def main(
     shape = FreshSettings(kind, window, layers, width, heads, vocabulary, seed)  # type: ignore[arg-type]
     sources = [{"path": path, "column": column, "documents": documents} for path in text or ["python"]]
     steps = max(1, tokens // (batch * window * _PROCESSES))
-    optimizer = {"steps": steps, "batch": batch, "learning_rate": learning_rate, "warmup": round(_WARMUP_SHARE * steps)}
+    training = {"max_steps": steps, "per_device_train_batch_size": batch, "learning_rate": learning_rate}
+    training |= {"warmup_steps": round(_WARMUP_SHARE * steps), "weight_decay": 0.1, "seed": seed}
     values: dict[str, Any] = {
         "model": {"name": str(out / "start")},
         "data": {"sources": sources, "length": window, "packing": "documents", "seed": seed},
         "objective": {"kind": "masked" if kind == "bert" else "next-token"},
-        "optimizer": optimizer | {"weight_decay": 0.1, "seed": seed},
+        "training": _SCHEDULE | training,
         "out": str(out),
     }
     recipe = load_recipe(values, settings or ())
     size = _start(shape, recipe, out / "start")
-    trained = recipe.optimizer.batch * recipe.optimizer.accumulate * recipe.data.length * _PROCESSES
-    trained *= recipe.optimizer.steps
+    wanted = recipe.training
+    trained = wanted.per_device_train_batch_size * wanted.gradient_accumulation_steps * recipe.data.length * _PROCESSES
+    trained *= wanted.max_steps
     main_process = int(os.environ.get("RANK", "0")) == 0
     if main_process:
         typer.echo(
-            f"{kind}: {size / 1e6:.2f} M parameters, {trained / 1e6:.2f} M tokens in {recipe.optimizer.steps} steps, "
+            f"{kind}: {size / 1e6:.2f} M parameters, {trained / 1e6:.2f} M tokens in {wanted.max_steps} steps, "
             f"about {6 * size * trained:.1e} floating point operations"
         )
     started = time.monotonic()

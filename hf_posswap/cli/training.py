@@ -18,6 +18,7 @@ from hf_posswap.errors import ConfigError
 
 _SETTING = re.compile(r"[\w.\[\]]*=")
 """How KEY=VALUE begins; a file may have = in its path, after a slash."""
+_DOCS = "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments"
 
 
 def train(
@@ -26,7 +27,7 @@ def train(
         typer.Argument(
             metavar="[RECIPE] [KEY=VALUE...]",
             help="A recipe of the package by name (posswap recipes lists them) or a file, and what differs from it: "
-            "model.name=my-llama optimizer.steps=500. --keys lists the keys.",
+            "model.name=my-llama training.max_steps=500. --keys lists the keys.",
             show_default=False,
             autocompletion=training_names,
         ),
@@ -91,6 +92,16 @@ def key_rows() -> Iterator[tuple[str, str]]:
     """Return every key of a recipe with its default, and its meaning, from where they are documented once."""
     from hf_posswap.training.config import Recipe
     from hf_posswap.training.config.keys import keys_of
+    from hf_posswap.training.config.theirs import OWN, REFUSED, THEIRS
 
     for key in keys_of(Recipe):
-        yield f"{key.name}={format_value(key.default)}", attribute_docs(key.owner)[key.field]
+        if key.name != "training":
+            yield f"{key.name}={format_value(key.default)}", attribute_docs(key.owner)[key.field]
+            continue
+        yield "training.*", f"All fields of transformers.TrainingArguments, with its defaults, but these: {_DOCS}"
+        for name, default in OWN.items():
+            told = "on a GPU adamw_torch_fused, elsewhere adamw_torch" if name == "optim" else "a default of ours"
+            yield f"training.{name}={format_value(default)}", f"{told}; transformers has {format_value(THEIRS[name])}"
+        for name, (used, why) in REFUSED.items():
+            if name in THEIRS:
+                yield f"training.{name}", f"fixed{'' if used is None else f' at {format_value(used)}'}: {why}"

@@ -45,20 +45,19 @@ class SavingTrainer(Trainer):
         """
         return float(self._get_learning_rate())
 
-    def take_scheduler(self, scheduler: Any) -> None:
-        """Make `scheduler` the Trainer's own, which it forgets when another training begins.
-
-        Touches `Trainer._created_lr_scheduler`. Without it a second training goes on with the schedule of the first.
-        """
-        self.lr_scheduler = scheduler
-        self._created_lr_scheduler = True
-
     def _get_output_dir(self, trial: Any) -> str:
         return self.checkpoint_parent() or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         inherited = super()._save_checkpoint
         self.write_checkpoint(lambda: inherited(model, trial))
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Leave torch.compile to the engine, which compiles each layer by itself; accelerate would all as one.
+
+        Touches `Trainer._build_accelerator_args`. Without it the loss cannot run body and head of the model apart.
+        """
+        return {**super()._build_accelerator_args(**kwargs), "dynamo_plugin": None}
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         self.write_model_files(output_dir, state_dict)

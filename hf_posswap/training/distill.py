@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_posswap.errors import ConfigError, DataError, OptionError
+from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.training.chunked_loss import IGNORED, sum_in_chunks
@@ -47,7 +47,7 @@ class DistillSettings:
         if self.teacher not in get_args(Teacher):
             problems.append(f"teacher is one of {', '.join(get_args(Teacher))}, got {self.teacher!r}")
         if problems:
-            raise OptionError(f"distill: {'; '.join(problems)}.")
+            raise ConfigError(f"distill: {'; '.join(problems)}.")
 
 
 def make_teacher(model: Any) -> Any:

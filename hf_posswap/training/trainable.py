@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hf_posswap.checkpoints.adapters import add_adapter, import_peft, without_peft_warning
-from hf_posswap.errors import ConfigError, OptionError, TrainingError
+from hf_posswap.errors import ConfigError, TrainingError
 from hf_posswap.families.locating import locate
 from hf_posswap.training.trainable_parts import (
     KeepsRows,
@@ -23,10 +25,9 @@ from hf_posswap.training.trainable_parts import (
     transformers_model,
 )
 
-What = Literal["full", "lora", "dora", "rslora", "positions", "norms_qk", "new_rows"]
+What = Literal["full", "positions", "norms_qk", "new_rows"]
 WHATS: tuple[What, ...] = get_args(What)
 _KNOWN_TIED = ("embed_tokens", "lm_head")  # peft.utils.constants.EMBEDDING_LAYER_NAMES
-ADAPTERS: tuple[What, ...] = ("lora", "dora", "rslora")
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,9 @@ class TrainableSettings:
     """Which parameters training may change, and at which rates.
 
     Attributes:
-        what: "full": all. "lora", "dora", "rslora": PEFT adapters, and what the swap added in full. "positions": what
-            the swap added alone. "norms_qk": norms, query and key projections, and what the swap added. "new_rows":
-            the rows that the swap added to a position table; the rows that were there stay bit for bit.
-        target: layers that get adapters: "attention" projections, or "all" linear layers of the blocks.
-        rank: of the adapters.
-        alpha: of the adapters; None: twice the rank.
-        dropout: of the adapters.
+        what: "full": all; with adapters these, and what the swap added in full. "positions": what the swap added
+            alone. "norms_qk": norms, query and key projections, and what the swap added. "new_rows": the rows that the
+            swap added to a position table; the rows that were there stay bit for bit.
         embeddings: train the token embeddings too, beside adapters, positions or norms
             (https://arxiv.org/abs/2309.12307).
         norms: train the norms too, likewise.
@@ -49,10 +46,6 @@ class TrainableSettings:
     """
 
     what: What = "full"
-    target: Literal["attention", "all"] = "attention"
-    rank: int = 8
-    alpha: float | None = None
-    dropout: float = 0.0
     embeddings: bool = False
     norms: bool = False
     positions_rate: float = 1.0
@@ -62,25 +55,15 @@ class TrainableSettings:
         problems = []
         if self.what not in WHATS:
             problems.append(f"what is one of {', '.join(WHATS)}, got {self.what!r}")
-        if self.target not in ("attention", "all"):
-            problems.append(f"target is 'attention' or 'all', got {self.target!r}")
-        if self.rank < 1:
-            problems.append(f"rank is a whole number of at least 1, got {self.rank!r}")
-        if self.alpha is not None and not self.alpha > 0:
-            problems.append(f"alpha is a number above 0, got {self.alpha!r}")
-        if not 0 <= self.dropout < 1:
-            problems.append(f"dropout lies between 0 and 1, got {self.dropout!r}")
         if not self.positions_rate > 0:
             problems.append(f"positions_rate is a number above 0, got {self.positions_rate!r}")
         if not 0 < self.layer_decay <= 1:
             problems.append(f"layer_decay lies above 0 and is at most 1, got {self.layer_decay!r}")
-        if self.what in ("full", "new_rows") and (self.embeddings or self.norms):
-            problems.append(f"embeddings and norms say what to train beside adapters, and what is {self.what!r}")
         if problems:
-            raise OptionError(f"trainable: {'; '.join(problems)}.")
+            raise ConfigError(f"trainable: {'; '.join(problems)}.")
 
 
-def prepare_trainable(model: Any, settings: TrainableSettings) -> Any:
+def prepare_trainable(model: Any, settings: TrainableSettings, peft: Mapping[str, Any] | None = None) -> Any:
     """Return `model` with exactly the parameters of `settings` left to train; adapters come as a PEFT model around it.
 
     Tied weights stay tied. What the swap froze for good, such as a sinusoidal table, stays frozen.
@@ -88,9 +71,10 @@ def prepare_trainable(model: Any, settings: TrainableSettings) -> Any:
     Args:
         model: a transformers model, swapped or not, without adapters.
         settings: which parameters.
+        peft: fields of a PEFT config, its `peft_type` among them; None: no adapters.
 
     Raises:
-        ConfigError: the model has none of what `settings` asks for.
+        ConfigError: the model has none of what `settings` asks for, or PEFT cannot adapt it so.
         MissingDependencyError: adapters need peft.
 
     Example:
@@ -102,10 +86,10 @@ def prepare_trainable(model: Any, settings: TrainableSettings) -> Any:
         >>> [name for name, p in model.named_parameters() if p.requires_grad]
         ['transformer.posswap.raw_r1', 'transformer.posswap.raw_r2']
     """
+    if peft is not None:
+        return _with_adapters(model, settings, peft)
     if settings.what == "full":
         return model
-    if settings.what in ADAPTERS:
-        return _with_adapters(model, settings)
     if settings.what == "new_rows":
         tables = grown_tables(model)
         only(model, set(tables))
@@ -118,37 +102,60 @@ def prepare_trainable(model: Any, settings: TrainableSettings) -> Any:
         names |= {*query_key_names(model), *_parameters_in(model, norm_paths(model))}
     elif not names:
         raise ConfigError(
-            f"train.what is positions, and {type(model).__name__} has no parameters that a swap added: swap to a "
-            "scheme that learns, such as kerple, fire, t5_bias or learned, or train something else."
+            f"trainable.what is positions, and {type(model).__name__} has no parameters that a swap added: swap to "
+            "a scheme that learns, such as kerple, fire, t5_bias or learned, or train something else."
         )
     names |= set(_parameters_in(model, _extra_paths(model, settings)))
     only(model, names)
     return model
 
 
-def _with_adapters(model: Any, settings: TrainableSettings) -> Any:
-    peft = import_peft()
-    targets = linear_layers(model, settings.target)
+def _with_adapters(model: Any, settings: TrainableSettings, peft: Mapping[str, Any]) -> Any:
+    import_peft()
+    config = peft_config(model, peft)
     extra = {path.rpartition(".")[2] for path in _extra_paths(model, settings)}
     tied = settings.embeddings and is_tied(model)
     if tied:
         extra = extra - {embedding_path(model).rpartition(".")[2]} | {_name_that_ties(model)}
-    config = peft.LoraConfig(
-        r=settings.rank,
-        lora_alpha=2 * settings.rank if settings.alpha is None else settings.alpha,
-        lora_dropout=settings.dropout,
-        use_dora=settings.what == "dora",
-        use_rslora=settings.what == "rslora",
-        target_modules=targets,
-        modules_to_save=sorted(extra) or None,
-        fan_in_fan_out=any(type(part).__name__ == "Conv1D" for part in model.modules()),
-        ensure_weight_tying=tied,
-    )
-    wrapped = add_adapter(model, config) if getattr(model, "_posswap", None) is not None else _wrapped(model, config)
+        config.ensure_weight_tying = True
+    config.modules_to_save = sorted({*(config.modules_to_save or ()), *extra}) or None
+    try:
+        swapped = getattr(model, "_posswap", None) is not None
+        wrapped = add_adapter(model, config) if swapped else _wrapped(model, config)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"peft: {peft['peft_type']} on {type(model).__name__}: {error}") from error
     if tied:  # PEFT forgets the name it knows, and would not tie what it loads again
         held = wrapped.peft_config["default"]
         held.modules_to_save = sorted({*held.modules_to_save, *extra})
     return wrapped
+
+
+def peft_config(model: Any, fields: Mapping[str, Any]) -> Any:
+    """Return the PEFT config of `fields` for `model`: on the projections of attention where they name no modules.
+
+    Args:
+        model: a transformers model.
+        fields: of the config, its `peft_type` among them.
+
+    Raises:
+        ConfigError: PEFT refuses the values.
+    """
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    from peft.utils import PeftType
+
+    kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(fields["peft_type"])]
+    values: dict[str, Any] = {name: value for name, value in fields.items() if name != "peft_type"}
+    known = {field.name for field in dataclasses.fields(kind)}
+    if values.get("target_modules") is None and values.get("target_parameters") is None:
+        values["target_modules"] = linear_layers(model)
+    if "feedforward_modules" in known:  # of IA3, which must know which of the modules these are
+        values.setdefault("feedforward_modules", [])
+    if "fan_in_fan_out" in known:
+        values.setdefault("fan_in_fan_out", any(type(part).__name__ == "Conv1D" for part in model.modules()))
+    try:
+        return kind(**values)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"peft: {error}") from error
 
 
 def _wrapped(model: Any, config: Any) -> Any:
@@ -164,8 +171,8 @@ def _name_that_ties(model: Any) -> str:
         if name in _KNOWN_TIED:
             return name
     raise ConfigError(
-        f"train.embeddings: the embeddings {' and '.join(names)} of {type(model).__name__} are tied, and PEFT keeps "
-        f"only {' and '.join(_KNOWN_TIED)} tied: leave train.embeddings out, or train 'full'."
+        f"trainable.embeddings: the embeddings {' and '.join(names)} of {type(model).__name__} are tied, and PEFT "
+        f"keeps only {' and '.join(_KNOWN_TIED)} tied: leave trainable.embeddings out, or train 'full'."
     )
 
 
@@ -212,8 +219,8 @@ def parameter_groups(
             continue
         if rows and not hasattr(parameter, "posswap_rows"):
             raise TrainingError(
-                f"train.what is new_rows, and {name} was replaced when the model was sharded, so its old rows would "
-                "be trained too: use a single process or DDP, or train 'positions'."
+                f"trainable.what is new_rows, and {name} was replaced when the model was sharded, so its old rows "
+                "would be trained too: use a single process or DDP, or train 'positions'."
             )
         own = base_name(name)
         rate = settings.positions_rate if own in added else depth.share(own)

@@ -50,16 +50,16 @@ def grown_tables(base: Any) -> dict[str, int]:
         rule, old = getattr(table.scheme, "extend", None), table.geometry.original_length
         if rule not in _KEEP_ROWS:
             raise ConfigError(
-                f"train.what is new_rows, and {table.scheme} changed the rows that were there too: swap with extend "
-                f"one of {', '.join(_KEEP_ROWS)}, or train 'positions', which is the whole table."
+                f"trainable.what is new_rows, and {table.scheme} changed the rows that were there too: swap with "
+                f"extend one of {', '.join(_KEEP_ROWS)}, or train 'positions', which is the whole table."
             )
         if table.rows > old:
             found[f"{table.path}.weight"] = old + table.offset
     if not found:
         held = "carries no swap" if patch is None else f"was swapped to {patch.plan.scheme}"
         raise ConfigError(
-            f"train.what is new_rows, and {type(base).__name__} {held}: no table has new rows. Swap to 'learned' with "
-            "a larger max_length, or train something else."
+            f"trainable.what is new_rows, and {type(base).__name__} {held}: no table has new rows. Swap to 'learned' "
+            "with a larger max_length, or train something else."
         )
     return found
 
@@ -100,8 +100,8 @@ def query_key_names(base: Any) -> list[str]:
         if not inside:
             held = ", ".join(sorted({name.rpartition(".")[0] for name, _ in attention.named_parameters()}))
             raise ConfigError(
-                f"train.what is norms_qk, and which of {held} in {path} make queries and keys is not known: train "
-                "'lora' or 'full' instead."
+                f"trainable.what is norms_qk, and which of {held} in {path} make queries and keys is not known: train "
+                "'full', or adapters (peft) instead."
             )
         found += [f"{path}.{name}" for name in inside]
     return found
@@ -112,12 +112,8 @@ def attention_paths(base: Any) -> list[str]:
     return [path for stack in locate(base).stacks for path in stack.attention]
 
 
-def linear_layers(base: Any, target: str) -> list[str]:
-    """Return the linear layers for adapters, by their names within a block, as PEFT matches them.
-
-    Args:
-        base: a transformers model.
-        target: "attention": inside the self-attention modules; "all": inside the blocks that hold these.
+def linear_layers(base: Any) -> list[str]:
+    """Return the linear layers inside the self-attention modules, by their names within a block, as PEFT matches them.
 
     Raises:
         ConfigError: there is none.
@@ -125,19 +121,18 @@ def linear_layers(base: Any, target: str) -> list[str]:
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-        >>> linear_layers(model, "attention"), len(linear_layers(model, "all"))
-        (['attn.c_attn', 'attn.c_proj'], 4)
+        >>> linear_layers(model)
+        ['attn.c_attn', 'attn.c_proj']
     """
     found: set[str] = set()
     for path in attention_paths(base):
-        block = block_of(path)
-        inside = base.get_submodule(path if target == "attention" else block)
-        start = (path if target == "attention" else block).removeprefix(block).strip(".")
-        found |= {".".join(filter(None, (start, name))) for name, part in inside.named_modules() if is_linear(part)}
+        start = path.removeprefix(block_of(path)).strip(".")
+        parts = base.get_submodule(path).named_modules()
+        found |= {".".join(filter(None, (start, name))) for name, part in parts if is_linear(part)}
     if not found:
         raise ConfigError(
-            f"train.target is {target!r}, and {type(base).__name__} has no linear layer there that adapters know: "
-            "train 'full' or 'positions' instead."
+            f"peft: the attention of {type(base).__name__} has no linear layer that adapters know: name "
+            "peft.target_modules, or train 'full' or 'positions' instead."
         )
     return sorted(found)
 

@@ -212,7 +212,7 @@ def writable_folder(path: Path) -> Path:
 def cache_folder(chosen: Path | None) -> Path:
     """Return where what is made once is kept: `chosen`, $HF_POSSWAP_CACHE, or the user's cache folder."""
     if chosen is not None:
-        return chosen
+        return chosen.expanduser()
     if named := os.environ.get("HF_POSSWAP_CACHE"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_posswap"

@@ -89,7 +89,7 @@ def main(
     configs = recipe or [RECIPES / "learned-to-rope.yaml"]
     pairs = {config: _pairs(config, shared, settings or (), (window, tokens, step, seeds), place) for config in configs}
     for run in (run for of_config in pairs.values() for pair in of_config for run in pair):
-        typer.echo(f"{run.config.stem}, seed {run.recipe.optimizer.seed}: {tokens_of(run.recipe):,} tokens")
+        typer.echo(f"{run.config.stem}, seed {run.recipe.training.seed}: {tokens_of(run.recipe):,} tokens")
         run.finish()
     with RunStore(place / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
         plain = _measured(model, texts, store)
@@ -146,8 +146,9 @@ def _pairs(
             f"{tokens} tokens in steps of {step}: give at least one step, and as --step a multiple of the {length} "
             f"tokens of a window of {config.name}."
         )
-    mine = [f"data.length={length}", f"optimizer.batch={step // length}", "optimizer.accumulate=1"]
-    mine += [f"optimizer.steps={steps}", f"optimizer.warmup={int(WARMUP * steps)}", *settings]
+    mine = [f"data.length={length}", f"training.per_device_train_batch_size={step // length}"]
+    mine += ["training.gradient_accumulation_steps=1", f"training.max_steps={steps}"]
+    mine += [f"training.warmup_steps={int(WARMUP * steps)}", *settings]
     longest = MULTIPLES[-1] * window
     recipe = load_recipe(config, [*shared, *mine])
     if recipe.swap.max_length is not None and recipe.swap.max_length < longest:
@@ -159,11 +160,11 @@ def _pairs(
         )
     pairs = []
     for seed in range(seeds):
-        seeded = [*shared, f"data.seed={seed}", f"optimizer.seed={seed}"]
+        seeded = [*shared, f"data.seed={seed}", f"training.seed={seed}"]
         run = make_run(config, [*seeded, *mine], place)
         same = control_settings(run.recipe, [*seeded, *settings], window)
-        own_rate = [setting for setting in same if not setting.startswith("optimizer.learning_rate")]
-        pairs.append((run, make_run(CONTROL, [*own_rate, f"optimizer.seed={seed}"], place)))
+        own_rate = [setting for setting in same if not setting.startswith("training.learning_rate")]
+        pairs.append((run, make_run(CONTROL, [*own_rate, f"training.seed={seed}"], place)))
     return pairs
 
 

@@ -184,7 +184,7 @@ def make_base(kind: str, sizes: Sizes, place: Path) -> Base:
     if sizes.training_documents is not None:
         shape["documents"] = sizes.training_documents
     arguments = [kind, str(folder), *(part for key, value in shape.items() for part in (f"--{key}", str(value)))]
-    arguments += ["--set", "watch.report_to=[]", "--set", "watch.picture=false"]
+    arguments += ["--set", "training.report_to=none"]
     run_script(RECIPES / "pretrain.py", arguments)  # finds what it finished; refuses what was made otherwise
     tokenizer = load_tokenizer(folder / "model", instead="save it beside the model")
     found = read_documents(None, tokenizer, length=MULTIPLES[-1] * sizes.window, limit=sizes.documents)

@@ -146,16 +146,16 @@ def row_settings(row: Row, sizes: Sizes, model: Path, scheme: Path | None) -> li
     if held["swap"].get("gradual_steps"):
         settings.append(f"swap.gradual_steps={sizes.steps // 3}")
     batch = sizes.step // length
-    optimizer = {
-        "steps": sizes.steps,
-        "batch": batch,
-        "accumulate": 1,
-        "warmup": sizes.warmup,
+    training = {
+        "max_steps": sizes.steps,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": 1,
+        "warmup_steps": sizes.warmup,
         "learning_rate": sizes.rate,
     }
-    settings += [f"data.length={length}", *(f"optimizer.{key}={value}" for key, value in optimizer.items())]
+    settings += [f"data.length={length}", *(f"training.{key}={value}" for key, value in training.items())]
     settings += _stages(held.get("stages", []), sizes, batch)
-    return [*settings, "compute.checkpointing=false"]
+    return [*settings, "training.gradient_checkpointing=false"]
 
 
 def _stages(stages: list[dict[str, Any]], sizes: Sizes, batch: int) -> list[str]:
@@ -167,7 +167,7 @@ def _stages(stages: list[dict[str, Any]], sizes: Sizes, batch: int) -> list[str]
         length = REACH * sizes.window * stage["length"] // longest
         steps = left // (len(stages) - done) // (batch * length)
         left -= steps * batch * length
-        values = {"steps": steps, "length": length, "learning_rate": sizes.rate}
+        values = {"max_steps": steps, "length": length, "learning_rate": sizes.rate}
         if "least_steps" in stage:
             values |= {"least_steps": steps // 4, "check_every": max(1, steps // 4)}
         settings = [*(f"stages.{number}.{key}={value}" for key, value in values.items()), *settings]

@@ -10,7 +10,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,17 +21,18 @@ import hf_posswap
 from hf_posswap.errors import CheckpointError, ConfigError, TrainingError
 from hf_posswap.evaluation.store import unit_key
 from hf_posswap.patching.record.record import SwapRecord
-from hf_posswap.training.config import OptimizerSettings, Recipe, load_recipe, phases_of
+from hf_posswap.training.config import Recipe, TrainingSettings, load_recipe, phases_of
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.reading import read_yaml
+from hf_posswap.training.config.theirs import has_a_part, with_a_part
 from hf_posswap.training.data.sources import source_identity
 from hf_posswap.utils.atomic_io import read_json, write_json
 
 RECIPES = Path(__file__).resolve().parents[1]
 CONTROL = RECIPES / "control.yaml"
-_QUIET = ("watch.report_to=[]", "watch.picture=false")
+_QUIET = ("training.report_to=none",)
 _OF_DATA = ("data.length", "data.packing", "data.cut")
-_OF_THE_SWAP = ("swap.", "stages", "objective.", "train.", "gates.", "optimizer.", *_OF_DATA)
+_OF_THE_SWAP = ("swap.", "stages", "objective.", "trainable.", "peft", "gates.", *_OF_DATA)
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,8 @@ def make_run(config: Path, settings: Sequence[str], work: Path) -> Run:
     given = (*settings, *_QUIET)
     recipe = load_recipe(config, given)
     identity = _said(to_dict(recipe), to_dict(Recipe()))
-    identity = {name: value for name, value in identity.items() if name not in ("out", "watch", "save", "compute")}
+    identity = {name: value for name, value in identity.items() if name not in ("out", "evaluation")}
+    identity |= {"training": with_a_part(recipe.training)}
     return Run(config, given, recipe, work / "runs" / f"{config.stem}-{unit_key(identity)[:10]}")
 
 
@@ -173,14 +175,15 @@ def tokens_of(recipe: Recipe) -> int:
 
     Example:
         >>> tokens_of(Recipe())
-        512000
+        4096000
     """
-    return sum(p.recipe.optimizer.steps * step_tokens(p.recipe) for p in phases_of(recipe))
+    return sum(p.recipe.training.max_steps * step_tokens(p.recipe) for p in phases_of(recipe))
 
 
 def step_tokens(recipe: Recipe) -> int:
     """Return how many tokens one step of `recipe` reads."""
-    return recipe.optimizer.batch * recipe.optimizer.accumulate * recipe.data.length
+    training = recipe.training
+    return training.per_device_train_batch_size * training.gradient_accumulation_steps * recipe.data.length
 
 
 def control_settings(recipe: Recipe, shared: Iterable[str], window: int) -> list[str]:
@@ -196,18 +199,20 @@ def control_settings(recipe: Recipe, shared: Iterable[str], window: int) -> list
     Raises:
         ConfigError: the windows of the recipe are no multiple of those of the control.
     """
-    kept = [setting for setting in shared if not setting.startswith(_OF_THE_SWAP)]
+    kept = [setting for setting in shared if not setting.startswith(_OF_THE_SWAP) and not _trains(setting)]
     length = min(window, recipe.data.length)
     per_step = step_tokens(recipe)
     if per_step % length:
         raise ConfigError(f"a step of {per_step} tokens is no number of windows of {length}: change data.length.")
     windows = per_step // length
-    batch = windows // recipe.optimizer.accumulate if windows % recipe.optimizer.accumulate == 0 else windows
-    wanted = {field.name: getattr(recipe.optimizer, field.name) for field in fields(OptimizerSettings)}
-    wanted |= {"steps": tokens_of(recipe) // per_step, "batch": batch, "accumulate": windows // batch}
+    batches = recipe.training.gradient_accumulation_steps
+    batch = windows // batches if windows % batches == 0 else windows
     held = read_yaml(CONTROL)
-    said = OptimizerSettings(**held.get("optimizer", {}))
-    more = [f"optimizer.{k}={json.dumps(value)}" for k, value in wanted.items() if value != getattr(said, k)]
+    own = TrainingSettings(**held["training"])
+    wanted = {name: getattr(recipe.training, name) for name in with_a_part(own) | with_a_part(recipe.training)}
+    wanted |= {"max_steps": tokens_of(recipe) // per_step, "per_device_train_batch_size": batch}
+    wanted |= {"gradient_accumulation_steps": windows // batch}
+    more = [f"training.{k}={json.dumps(value)}" for k, value in wanted.items() if value != getattr(own, k)]
     packing = "documents" if recipe.data.packing == "documents" else "none"
     kind = "next-token" if recipe.objective.kind in ("next-token", "distill") else "masked"
     fixed: dict[str, Any] = {"data.length": length, "data.packing": packing, "objective.kind": kind}
@@ -217,6 +222,12 @@ def control_settings(recipe: Recipe, shared: Iterable[str], window: int) -> list
     if held.get("stages"):
         fixed["stages"] = "[]"
     return [*kept, *(f"{key}={value}" for key, value in fixed.items()), *more]
+
+
+def _trains(setting: str) -> bool:
+    """Return whether a setting of `training` has a part in the weights: the control has those of the recipe."""
+    section, _, name = setting.partition("=")[0].partition(".")
+    return section == "training" and has_a_part(name)
 
 
 def swapped(base: Any, run: Run, model: Any) -> Any:

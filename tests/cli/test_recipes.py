@@ -144,10 +144,9 @@ def test_an_installed_package_trains_from_an_empty_folder(
         "data.held_out=0.3",
         "data.length=32",
         f"data.cache={tmp_path / 'cache'}",
-        "optimizer.steps=2",
-        "optimizer.warmup=1",
-        "watch.report_to=[]",
-        "watch.picture=false",
+        "training.max_steps=2",
+        "training.warmup_steps=1",
+        "training.report_to=none",
     ]
     trained = run("-m", "hf_posswap.cli", "train", "learned-to-rope", *settings, "out=run")
     assert says(trained, f"Saved to {tmp_path / 'empty' / 'run' / 'model'}")

@@ -77,7 +77,7 @@ def filled(command: list[str], model: Path, plain: Path, folder: Path) -> list[s
     (folder / "other.txt").write_text(words[::-1])
     task.write_text(json.dumps(letters(folder)))
     data = {"sources": [{"path": str(text)}], "length": 16}
-    recipe.write_text(json.dumps({"data": data, "swap": {"scheme": "rope"}, "optimizer": {"steps": 1, "warmup": 0}}))
+    recipe.write_text(json.dumps({"data": data, "swap": {"scheme": "rope"}, "training": {"max_steps": 1}}))
     names = {
         "MODEL": model,
         "PLAIN": plain,

@@ -31,16 +31,16 @@ def test_every_key_is_listed_with_its_meaning() -> None:
     assert done.exit_code == 0, done.output
     for key in keys_of(Recipe):
         assert f"{key.name}=" in done.stdout
-    assert re.search(r"optimizer.learning_rate=2e-05 +after the warm-up", done.stdout)
+    assert re.search(r"training.learning_rate=2e-05 +after the warm-up", done.stdout)
 
 
 def test_show_prints_the_recipe_as_it_would_run(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("model: {name: any}\nswap: {scheme: rope}")
-    done = CliRunner().invoke(app, ["train", "-c", str(path), "--show", "optimizer.steps=70"])
+    done = CliRunner().invoke(app, ["train", "-c", str(path), "--show", "training.max_steps=70"])
     assert done.exit_code == 0, done.output
     shown = json.loads(done.stdout)
-    assert (shown["model"]["name"], shown["optimizer"]["steps"]) == ("any", 70)
+    assert (shown["model"]["name"], shown["training"]["max_steps"]) == ("any", 70)
 
 
 def test_a_training_and_the_same_command_again(tmp_path: Path, posswap: Posswap) -> None:
@@ -59,22 +59,22 @@ def test_a_training_and_the_same_command_again(tmp_path: Path, posswap: Posswap)
     nll = json.loads((out / "report.json").read_text())["nll"]
     assert nll["32"] > 0
     assert nll["256"] is None or nll["256"] > 0
-    again = posswap("train", "-c", path, f"out={out}", "optimizer.steps=4")
+    again = posswap("train", "-c", path, f"out={out}", "training.max_steps=4")
     assert again.returncode == 4
-    assert "finished (optimizer.steps: 3, now 4)" in " ".join(again.stderr.split())
+    assert "finished (training.max_steps: 3, now 4)" in " ".join(again.stderr.split())
 
 
 @pytest.mark.slow
 def test_the_finished_model_is_pushed_without_a_path_of_this_machine(tmp_path: Path, posswap: Posswap) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps(to_dict(recipe(tmp_path, "data.packing=pose", "watch.evaluate_lengths=[32]"))))
+    path.write_text(json.dumps(to_dict(recipe(tmp_path, "data.packing=pose", "evaluation.lengths=[32]"))))
     with running(use_lfs=False) as hub:
         online = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
         hub.faults["commit"] = [403]
-        failed = posswap("train", "-c", path, "save.push=me/tiny", **online)
+        failed = posswap("train", "-c", path, "training.push_to_hub=true", "training.hub_model_id=me/tiny", **online)
         assert failed.returncode == 4, failed.stderr
         assert (tmp_path / "run" / "report.md").is_file()
-        run = posswap("train", "-c", path, "save.push=me/tiny", **online)
+        run = posswap("train", "-c", path, "training.push_to_hub=true", "training.hub_model_id=me/tiny", **online)
         assert run.returncode == 0, run.stderr
         files = hub.files("me/tiny")
     assert {"config.json", "model.safetensors", "README.md"} <= files.keys()
@@ -87,13 +87,13 @@ def test_the_finished_model_is_pushed_without_a_path_of_this_machine(tmp_path: P
     ("arguments", "says"),
     [
         ((), r"give a recipe first: posswap train yarn, or a file; posswap recipes lists the names"),
-        (("optimizer.steps=3",), r"give a recipe first"),
+        (("training.max_steps=3",), r"give a recipe first"),
         (("-c", "none.yaml"), r"none.yaml cannot be read: No such file"),
         (("none.yaml",), r"none.yaml cannot be read: No such file"),
         (("yran",), r"unknown recipe 'yran'\. Did you mean 'yarn'\?"),
         (("-c", "yarn", "abf"), r"two recipes: --config yarn, and 'abf', which is no KEY=VALUE"),
-        (("yarn", "abf"), r"'abf': expected KEY=VALUE, for example optimizer.steps=100"),
-        (("yarn", "optimizer.stepz=3"), r"yarn has 1 problem: \(1\) optimizer.stepz: no such key. Did you mean"),
+        (("yarn", "abf"), r"'abf': expected KEY=VALUE, for example training.max_steps=100"),
+        (("yarn", "training.max_stepz=3"), r"yarn has 1 problem: \(1\) training.max_stepz: no such key. Did you mean"),
     ],
 )
 def test_a_wrong_command_line_is_refused(arguments: tuple[str, ...], says: str) -> None:
@@ -104,9 +104,9 @@ def test_a_wrong_command_line_is_refused(arguments: tuple[str, ...], says: str) 
 
 @pytest.mark.parametrize("given", [("yarn",), ("-c", "yarn"), (str(RECIPES / "yarn.yaml"),)])
 def test_a_recipe_is_given_by_name_or_path_as_an_argument_or_an_option(given: tuple[str, ...]) -> None:
-    done = CliRunner().invoke(app, ["train", *given, "model.name=any", "--show", "optimizer.steps=70"])
+    done = CliRunner().invoke(app, ["train", *given, "model.name=any", "--show", "training.max_steps=70"])
     assert done.exit_code == 0, done.output
-    expected = load_recipe(RECIPES / "yarn.yaml", ["model.name=any", "optimizer.steps=70"])
+    expected = load_recipe(RECIPES / "yarn.yaml", ["model.name=any", "training.max_steps=70"])
     assert json.loads(done.stdout) == to_dict(expected)
 
 

@@ -24,9 +24,9 @@ RECIPE = {
     "model": {"name": "any", "dtype": "float32"},
     "swap": {"scheme": {"name": "yarn", "factor": 4.0}, "max_length": 64},
     "data": {"sources": [{"path": "python", "weight": 1.0}], "length": 32, "packing": "pose"},
-    "train": {"what": "lora", "rank": 2},
-    "optimizer": {"steps": 3, "learning_rate": 0.01},
-    "stages": [{"steps": 2, "length": 16}, {"steps": 3}],
+    "peft": {"r": 2},
+    "training": {"max_steps": 3, "learning_rate": 0.01},
+    "stages": [{"max_steps": 2, "length": 16}, {"max_steps": 3}],
     "out": "run",
 }
 SPANS = {

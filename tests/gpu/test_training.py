@@ -22,7 +22,7 @@ pytestmark = [
 
 def run(place: Path, name: str, *settings: str) -> Finished:
     return trained(
-        place, "optimizer.learning_rate=1e-3", "save.every=99", *settings, f"out={place / name}", kind="llama"
+        place, "training.learning_rate=1e-3", "training.save_steps=99", *settings, f"out={place / name}", kind="llama"
     )
 
 
@@ -35,18 +35,18 @@ def assert_alike(one: Finished, other: Finished, tolerance: float) -> None:
 
 
 def test_a_gpu_trains_as_a_cpu_does(tmp_path: Path) -> None:
-    assert_alike(run(tmp_path, "cpu", "compute.device=cpu"), run(tmp_path, "gpu"), 5e-3)
+    assert_alike(run(tmp_path, "cpu", "training.use_cpu=true"), run(tmp_path, "gpu"), 5e-3)
 
 
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
     [
-        (("optimizer.fused=false",), 1e-3),
-        (("compute.compile=true",), 5e-3),
-        (("compute.checkpointing=true",), 1e-3),
-        (("compute.checkpointing=true", "compute.offload=true"), 1e-3),
+        (("training.optim=adamw_torch",), 1e-3),
+        (("training.torch_compile=true",), 5e-3),
+        (("training.gradient_checkpointing=true",), 1e-3),
+        (("training.gradient_checkpointing=true", "training.gradient_checkpointing_kwargs.offload=true"), 1e-3),
         (("objective.chunk=0",), 1e-3),
-        (("optimizer.batch=1", "optimizer.accumulate=4"), 5e-3),
+        (("training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=4"), 5e-3),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
@@ -55,7 +55,7 @@ def test_how_it_is_computed_changes_nothing(tmp_path: Path, settings: tuple[str,
 
 
 def test_bfloat16_learns_with_float32_weights(tmp_path: Path) -> None:
-    done = run(tmp_path, "half", "optimizer.precision=bfloat16", "optimizer.steps=30", "optimizer.learning_rate=1e-2")
+    done = run(tmp_path, "half", "training.bf16=true", "training.max_steps=30", "training.learning_rate=1e-2")
     phase = done.report["phases"][0]
     assert phase["last_loss"] < phase["first_loss"] - 0.3
     assert {weight.dtype for weight in weights_of(done).values()} == {torch.float32}
@@ -63,14 +63,14 @@ def test_bfloat16_learns_with_float32_weights(tmp_path: Path) -> None:
 
 
 def test_a_stopped_training_goes_on(tmp_path: Path) -> None:
-    whole = run(tmp_path, "whole", "save.every=3")
+    whole = run(tmp_path, "whole", "training.save_steps=3")
     cut = tmp_path / "cut"
     shutil.copytree(whole.folder, cut)
     for left in ("report.json", "done.json"):
         (cut / left).unlink()
     for left in ("model", "checkpoints/checkpoint-6"):
         shutil.rmtree(cut / left)
-    assert_alike(whole, run(tmp_path, "cut", "save.every=3"), 1e-4)
+    assert_alike(whole, run(tmp_path, "cut", "training.save_steps=3"), 1e-4)
 
 
 def test_the_fused_cross_entropy_is_torchs() -> None:

@@ -33,7 +33,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(kind: str, out: Path, text: Path, *more: str) -> Any:
     sizes = {"tokens": STEPS * 4 * 32, "window": 32, "layers": 1, "width": 32, "heads": 2, "vocabulary": 0, "batch": 4}
     options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    quiet = ("watch.report_to=[]", "watch.picture=false", "watch.log_every=1", f"data.cache={text / 'cache'}")
+    quiet = ("training.report_to=none", "training.logging_steps=1", f"data.cache={text / 'cache'}")
     options += [part for value in (*quiet, *more) for part in ("--set", value)]
     return CliRunner().invoke(pretrain.app, [kind, str(out), "--text", str(text), "--learning-rate", "0.01", *options])
 
@@ -56,7 +56,7 @@ def test_every_kind_learns(kind: str, text: Path, tmp_path: Path) -> None:
 
 
 def test_stopped_it_goes_on_to_the_same_weights(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run("gpt2", tmp_path / "whole", text, "save.every=3").exit_code == 0
+    assert run("gpt2", tmp_path / "whole", text, "training.save_steps=3").exit_code == 0
     step, taken = PosswapTrainer.training_step, []
 
     def stops(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,9 +66,9 @@ def test_stopped_it_goes_on_to_the_same_weights(text: Path, tmp_path: Path, monk
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(PosswapTrainer, "training_step", stops)
-    assert run("gpt2", tmp_path / "cut", text, "save.every=3").exit_code != 0
+    assert run("gpt2", tmp_path / "cut", text, "training.save_steps=3").exit_code != 0
     assert not (tmp_path / "cut" / "model").exists()
-    assert run("gpt2", tmp_path / "cut", text, "save.every=3").exit_code == 0
+    assert run("gpt2", tmp_path / "cut", text, "training.save_steps=3").exit_code == 0
     assert 8 < len(taken) < 2 * STEPS
     expected, found = weights(tmp_path / "whole" / "model"), weights(tmp_path / "cut" / "model")
     assert all(torch.equal(found[name], value) for name, value in expected.items())

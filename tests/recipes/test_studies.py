@@ -21,8 +21,10 @@ from recipes.studies.running import CONTROL, RECIPES, control_settings, make_run
 from recipes.studies.tables import markdown
 from tests.training.engine_runs import write_model, write_texts
 
-SHRUNK = {"model", "data.length", "swap.max_length", "swap.gradual_steps", "stages", "compute.checkpointing"}
-SHRUNK |= {f"optimizer.{key}" for key in ("steps", "batch", "accumulate", "warmup", "learning_rate")}
+BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps")
+SHRUNK = {"model", "data.length", "swap.max_length", "swap.gradual_steps", "stages", "training.gradient_checkpointing"}
+SHRUNK |= {"training.max_steps", "training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
+SHRUNK |= {"training.warmup_steps", "training.learning_rate"}
 
 
 def scheme_of(row: Row, folder: Path) -> Path | None:
@@ -68,15 +70,19 @@ def test_a_control_reads_the_same_tokens_with_the_same_optimizer_and_no_swap(row
     assert (control.data.length, control.data.cut) == (sizes.window, (1,))
     assert tokens_of(control) == tokens_of(recipe)
     held, wanted = flat(to_dict(control)), flat(to_dict(recipe))
-    own = {"steps", "batch", "accumulate"} if recipe.stages else {"batch", "accumulate"}
-    for key in (key for key in wanted if key.startswith("optimizer.") and key.split(".")[1] not in own):
+    own = {"per_device_train_batch_size", "gradient_accumulation_steps"} | ({"max_steps"} if recipe.stages else set())
+    own |= {"gradient_checkpointing"}
+    for key in (key for key in wanted if key.startswith("training.") and key.split(".")[1] not in own):
         assert held[key] == wanted[key], key
     assert (held["model.name"], held["data.sources"]) == (wanted["model.name"], wanted["data.sources"])
     assert control.objective.kind == ("masked" if row.base == "bert" else "next-token")
 
 
 def test_windows_that_do_not_fit_the_control_are_refused(tmp_path: Path) -> None:
-    recipe = load_recipe(RECIPES / "yarn.yaml", ["data.length=100", "optimizer.batch=1", "optimizer.accumulate=1"])
+    recipe = load_recipe(
+        RECIPES / "yarn.yaml",
+        ["data.length=100", *(f"training.{name}=1" for name in BATCHES)],
+    )
     with pytest.raises(ConfigError, match="a step of 100 tokens is no number of windows of 64: change data.length"):
         control_settings(recipe, [], 64)
 
@@ -94,15 +100,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_settings(place: Path, *more: str) -> list[str]:
     return [
         f"model.name={place / 'gpt2'}", f"data.sources=[{{path: {place / 'train'}}}]", "data.length=64",
-        f"data.cache={place / 'cache'}", "optimizer.steps=2", "optimizer.batch=2", "optimizer.warmup=1", *more,
+        f"data.cache={place / 'cache'}", "training.max_steps=2", "training.per_device_train_batch_size=2",
+        "training.warmup_steps=1", *more,
     ]  # fmt: skip
 
 
 def test_a_run_is_named_after_what_has_a_part_in_it(place: Path) -> None:
     config = RECIPES / "learned-to-rope.yaml"
     first = make_run(config, tiny_settings(place), place)
-    assert first.folder == make_run(config, tiny_settings(place, "watch.log_every=1"), place).folder
-    assert first.folder != make_run(config, tiny_settings(place, "optimizer.steps=3"), place).folder
+    assert first.folder == make_run(config, tiny_settings(place, "training.logging_steps=1"), place).folder
+    assert first.folder != make_run(config, tiny_settings(place, "training.max_steps=3"), place).folder
     command = first.command({place: "$WORK"})
     assert command.startswith("python recipes/train.py --config recipes/learned-to-rope.yaml model.name=$WORK/gpt2 ")
     assert str(place) not in command

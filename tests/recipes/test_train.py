@@ -62,7 +62,8 @@ def small(path: Path, place: Path) -> list[str]:
     files = [f"swap.scheme={place / 'longrope.json'}"] if path.stem == "longrope" else []
     wanted = load_recipe(path, files)
     assert wanted.model.name in KINDS, f"{path.name} starts from a model that has no tiny counterpart here"
-    sizes = {"steps": 3, "batch": 2, "accumulate": min(2, wanted.optimizer.accumulate), "warmup": 1}
+    batches = min(2, wanted.training.gradient_accumulation_steps)
+    sizes = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": batches}
     more = [
         *files,
         f"model.name={place / KINDS[wanted.model.name]}",
@@ -70,8 +71,9 @@ def small(path: Path, place: Path) -> list[str]:
         f"data.cache={place / 'cache'}",
         "data.held_out=0.3",
         "data.length=32",
-        *(f"optimizer.{name}={size}" for name, size in sizes.items()),
-        "watch.log_every=1",
+        *(f"training.{name}={size}" for name, size in sizes.items()),
+        "training.warmup_steps=1",
+        "training.logging_steps=1",
         f"out={place / path.stem}",
     ]
     if wanted.swap.max_length is not None:
@@ -84,7 +86,7 @@ def small(path: Path, place: Path) -> list[str]:
 
 
 def _stage(number: int) -> dict[str, int]:
-    return {"steps": 2, "length": 32 * (1 + number), "least_steps": 0, "check_every": 1}
+    return {"max_steps": 2, "length": 32 * (1 + number), "least_steps": 0, "check_every": 1}
 
 
 def run_script(*arguments: str) -> int:
@@ -110,8 +112,8 @@ def test_every_recipe_trains_and_saves_a_model(path: Path, place: Path) -> None:
 
 def _steps(wanted: Recipe, report: dict[str, Any]) -> list[int]:
     if not wanted.stages:
-        return [wanted.optimizer.steps]
-    return [min(phase["steps"], stage.steps) for phase, stage in zip(report["phases"], wanted.stages, strict=True)]
+        return [wanted.training.max_steps]
+    return [min(phase["steps"], stage.max_steps) for phase, stage in zip(report["phases"], wanted.stages, strict=True)]
 
 
 def _check_model(wanted: Recipe, model: Any) -> None:
@@ -177,9 +179,9 @@ def test_a_launcher_says_what_the_engine_reads(name: str, expected: Launch, monk
 
 
 def test_the_script_is_a_command(place: Path) -> None:
-    arguments = ["--config", str(ROOT / "recipes" / "learned-to-rope.yaml"), "optimizer.stepz=3"]
+    arguments = ["--config", str(ROOT / "recipes" / "learned-to-rope.yaml"), "training.max_stepz=3"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, env=env, cwd=place)
     assert run.returncode == 2
-    assert run.stderr.splitlines()[-1].endswith("(1) optimizer.stepz: no such key. Did you mean 'steps'?")
+    assert run.stderr.splitlines()[-1].endswith("(1) training.max_stepz: no such key. Did you mean 'max_steps'?")
     assert run.stderr.splitlines()[-1].startswith("error: ")

@@ -57,9 +57,19 @@ def recipe(place: Path, *settings: str, kind: str = "gpt2", **values: Any) -> Re
             "cache": str(place / "cache"),
             "held_out": 0.3,
         },
-        "optimizer": {"steps": 6, "batch": 4, "learning_rate": 1e-2, "warmup": 2},
-        "save": {"every": 3},
-        "watch": {"log_every": 1, "report_to": [], "picture": False},
+        "training": {
+            "max_steps": 6,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+            "warmup_steps": 2,
+            "adam_beta2": 0.95,
+            "save_steps": 3,
+            "logging_steps": 1,
+            "report_to": "none",
+            "seed": 0,
+        },
         "out": str(place / "run"),
     }
     return make_recipe(override(merge(base, values), settings))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap import patch_model
-from hf_posswap.errors import ConfigError, DataError, OptionError
+from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.training.distill import DistillSettings, distillation_loss, make_teacher
 from tests.training.tiny_models import VOCABULARY, WINDOW, tiny
 
@@ -124,7 +124,7 @@ def test_jumping_positions_are_for_the_model_and_packed_documents_for_both() -> 
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"distill: weight lies above 0 .* got 0.0; temperature .* got -1.0"):
+    with pytest.raises(ConfigError, match=r"distill: weight lies above 0 .* got 0.0; temperature .* got -1.0"):
         DistillSettings(0.0, -1.0)
     with pytest.raises(ConfigError, match="GPT2LMHeadModel carries no swap: start from the unswapped checkpoint"):
         make_teacher(tiny("gpt2"))

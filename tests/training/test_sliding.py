@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_posswap import patch_model
-from hf_posswap.errors import ConfigError, DataError, OptionError
+from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.training.distill import DistillSettings, distillation_loss, make_teacher
 from hf_posswap.training.sliding import sliding_states, windows_of
 from tests.training.tiny_models import VOCABULARY, WINDOW, tiny
@@ -178,7 +178,7 @@ def test_a_batch_that_counts_nothing_adds_nothing() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(OptionError, match="distill: teacher is one of window, sliding, got 'slidng'"):
+    with pytest.raises(ConfigError, match="distill: teacher is one of window, sliding, got 'slidng'"):
         DistillSettings(teacher="slidng")  # type: ignore[arg-type]
     model, _ = swapped()
     ids = text(1, 40)

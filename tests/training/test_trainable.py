@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_posswap
 from hf_posswap import patch_model
-from hf_posswap.errors import ConfigError, OptionError, TrainingError
+from hf_posswap.errors import ConfigError, TrainingError
 from hf_posswap.training.trainable import WHATS, TrainableSettings, parameter_groups, prepare_trainable
 from hf_posswap.training.trainable_parts import base_name, embedding_path, linear_layers, norm_paths, position_names
 from tests.training.tiny_models import VOCABULARY, WINDOW, tiny
@@ -25,9 +25,11 @@ def swapped(kind: str, scheme: str, **options: Any) -> Any:
     return model
 
 
-def trained(model: Any, settings: TrainableSettings, steps: int = 3) -> tuple[Any, set[str]]:
+def trained(
+    model: Any, settings: TrainableSettings, steps: int = 3, peft: dict[str, Any] | None = None
+) -> tuple[Any, set[str]]:
     """Return the prepared model after some steps of AdamW, and the names of the parameters that moved."""
-    model = prepare_trainable(model, settings)
+    model = prepare_trainable(model, settings, peft)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     groups = parameter_groups(model, settings, learning_rate=1e-2, weight_decay=0.1)
     optimizer = torch.optim.AdamW(groups)
@@ -95,17 +97,17 @@ def test_old_rows_stay_bit_for_bit(kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
-@pytest.mark.parametrize("what", ["lora", "dora", "rslora"])
+@pytest.mark.parametrize("how", [{}, {"use_dora": True}, {"use_rslora": True}], ids=["lora", "dora", "rslora"])
 @pytest.mark.parametrize(
-    ("kind", "target", "count"), [("gpt2", "attention", 4), ("gpt2", "all", 8), ("llama", "all", 14)]
+    ("kind", "target", "count"), [("gpt2", None, 4), ("gpt2", "all-linear", 8), ("llama", "all-linear", 14)]
 )
 def test_adapters_train_their_weights_and_the_positions_alone(
-    tmp_path: Path, what: Any, kind: str, target: Any, count: int
+    tmp_path: Path, how: dict[str, Any], kind: str, target: Any, count: int
 ) -> None:
     base = swapped(kind, "kerple")
     base.save_pretrained(tmp_path / "base")
-    settings = TrainableSettings(what, target=target, rank=2)
-    model, moved = trained(base, settings)
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": target, **how}
+    model, moved = trained(base, TrainableSettings(), peft=fields)
     adapters = {name for name in moved if "lora_B" in name}
     assert len(adapters) == count
     assert all("lora" in name or "posswap" in name for name in moved)
@@ -118,7 +120,8 @@ def test_adapters_train_their_weights_and_the_positions_alone(
     with torch.no_grad():
         torch.testing.assert_close(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
     config = model.peft_config["default"]
-    assert (config.use_dora, config.use_rslora, config.lora_alpha) == (what == "dora", what == "rslora", 4)
+    assert (config.use_dora, config.use_rslora) == ("use_dora" in how, "use_rslora" in how)
+    assert (config.r, config.lora_alpha) == (2, 4)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -126,7 +129,7 @@ def test_adapters_train_their_weights_and_the_positions_alone(
 def test_adapters_with_embeddings_and_norms_stay_tied(tmp_path: Path, kind: str) -> None:
     base = swapped(kind, "kerple", **{"tie_word_embeddings": True})
     base.save_pretrained(tmp_path / "base")
-    model, moved = trained(base, TrainableSettings("lora", embeddings=True, norms=True))
+    model, moved = trained(base, TrainableSettings(embeddings=True, norms=True), peft={"peft_type": "LORA"})
     inner = model.get_base_model()
     table, head = inner.get_input_embeddings(), inner.get_output_embeddings()
     assert table.modules_to_save["default"].weight is head.modules_to_save["default"].weight
@@ -145,7 +148,9 @@ def test_adapters_with_embeddings_and_norms_stay_tied(tmp_path: Path, kind: str)
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_on_a_model_without_a_swap() -> None:
-    _, moved = trained(tiny("llama", max_position_embeddings=2 * WINDOW), TrainableSettings("lora"))
+    _, moved = trained(
+        tiny("llama", max_position_embeddings=2 * WINDOW), TrainableSettings(), peft={"peft_type": "LORA"}
+    )
     assert len(moved) == 16
     assert all("lora" in name for name in moved)
 
@@ -174,8 +179,8 @@ def test_groups_hold_each_parameter_once_and_vectors_do_not_decay() -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("what", ["full", "lora"])
 def test_rates_by_layer_and_for_positions(what: Any) -> None:
-    settings = TrainableSettings(what, positions_rate=10.0, layer_decay=0.5)
-    model = prepare_trainable(swapped("gpt2", "kerple"), settings)
+    settings = TrainableSettings(positions_rate=10.0, layer_decay=0.5)
+    model = prepare_trainable(swapped("gpt2", "kerple"), settings, None if what == "full" else {"peft_type": "LORA"})
     wrapped = nn.parallel.DataParallel(model)  # names begin with "module."
     groups = parameter_groups(wrapped, settings, learning_rate=1.0, weight_decay=0.0)
     rate = {id(p): group["lr"] for group in groups for p in group["params"]}
@@ -189,10 +194,9 @@ def test_rates_by_layer_and_for_positions(what: Any) -> None:
     assert seen == (set(expected) if what == "full" else {"h.0", "h.1", "posswap"})
 
 
-def test_the_linear_layers_of_a_target() -> None:
-    assert linear_layers(tiny("llama"), "attention") == [f"self_attn.{p}_proj" for p in "koqv"]
-    assert len(linear_layers(tiny("llama"), "all")) == 7
-    assert linear_layers(tiny("bert"), "attention") == [f"attention.self.{p}" for p in ("key", "query", "value")]
+def test_adapters_go_to_the_projections_of_attention_where_nothing_is_said() -> None:
+    assert linear_layers(tiny("llama")) == [f"self_attn.{p}_proj" for p in "koqv"]
+    assert linear_layers(tiny("bert")) == [f"attention.self.{p}" for p in ("key", "query", "value")]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +221,7 @@ def test_what_a_model_does_not_have_is_refused_before_it_is_touched(scheme: Any,
 def test_tied_embeddings_that_peft_would_untie_are_refused() -> None:
     model = swapped("bert", "rope")
     with pytest.raises(ConfigError, match=r"word_embeddings and cls.predictions.decoder of BertForMaskedLM are tied"):
-        prepare_trainable(model, TrainableSettings("lora", embeddings=True))
+        prepare_trainable(model, TrainableSettings(embeddings=True), {"peft_type": "LORA"})
     assert not hasattr(model, "peft_config")
 
 
@@ -241,10 +245,6 @@ def test_a_sharded_table_whose_old_rows_would_move_is_refused() -> None:
 
 
 def test_every_problem_of_settings_is_said_at_once() -> None:
-    with pytest.raises(
-        OptionError, match=r"what is one of full.*'half'; target .*; rank .*; alpha .*; dropout .*; pos"
-    ):
-        TrainableSettings("half", "some", 0, -1.0, 1.0, positions_rate=0.0, layer_decay=2.0)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="embeddings and norms say what to train beside adapters"):
-        TrainableSettings("full", norms=True)
-    assert set(WHATS) == {"full", "lora", "dora", "rslora", "positions", "norms_qk", "new_rows"}
+    with pytest.raises(ConfigError, match=r"what is one of full.*'half'; positions_rate .*; layer_decay"):
+        TrainableSettings("half", positions_rate=0.0, layer_decay=2.0)  # type: ignore[arg-type]
+    assert set(WHATS) == {"full", "positions", "norms_qk", "new_rows"}

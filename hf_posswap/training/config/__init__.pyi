@@ -1,15 +1,13 @@
 from hf_posswap.training.config.load import load_recipe as load_recipe
 from hf_posswap.training.config.load import make_recipe as make_recipe
 from hf_posswap.training.config.settings import SENTENCES as SENTENCES
-from hf_posswap.training.config.settings import ComputeSettings as ComputeSettings
+from hf_posswap.training.config.settings import EvaluationSettings as EvaluationSettings
 from hf_posswap.training.config.settings import GateSettings as GateSettings
 from hf_posswap.training.config.settings import ModelSettings as ModelSettings
 from hf_posswap.training.config.settings import ObjectiveSettings as ObjectiveSettings
-from hf_posswap.training.config.settings import OptimizerSettings as OptimizerSettings
 from hf_posswap.training.config.settings import Recipe as Recipe
-from hf_posswap.training.config.settings import SaveSettings as SaveSettings
 from hf_posswap.training.config.settings import StageSettings as StageSettings
 from hf_posswap.training.config.settings import SwapSettings as SwapSettings
-from hf_posswap.training.config.settings import WatchSettings as WatchSettings
 from hf_posswap.training.config.stages import Phase as Phase
 from hf_posswap.training.config.stages import phases_of as phases_of
+from hf_posswap.training.config.theirs import TrainingSettings as TrainingSettings

@@ -11,22 +11,26 @@ from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.training.config.problems import Problem
 from hf_posswap.training.config.settings import SENTENCES, Recipe, SchemeValue, StageSettings
 from hf_posswap.training.config.stages import scheme_of
+from hf_posswap.training.config.theirs import REFUSED
 from hf_posswap.training.data.settings import cut_problem
-from hf_posswap.training.trainable import ADAPTERS
 
-_REPORTERS = ("tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "clearml", "swanlab")
+_OFFLOADS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+_OF_MODULES = ("galore", "apollo", "lomo", "adalomo")  # optimizers that take modules, or a model
 
 
 def check(recipe: Recipe) -> list[Problem]:
     """Return what is impossible in `recipe`.
 
     Example:
-        >>> from hf_posswap.training.config.settings import ModelSettings, OptimizerSettings
-        >>> found = check(Recipe(model=ModelSettings("gpt2"), optimizer=OptimizerSettings(warmup=2000)))
+        >>> from hf_posswap.training.config import ModelSettings, TrainingSettings
+        >>> found = check(Recipe(model=ModelSettings("gpt2"), training=TrainingSettings(warmup_steps=2000)))
         >>> [str(problem) for problem in found]
-        ['optimizer.warmup: 2000 steps of warm-up in a training of 1000.']
+        ['training.warmup_steps: 2000 steps of warm-up in a training of 1000.']
     """
-    checks = (_model, _swap, _gradual, _objective, _optimizer, _rest, _watch, _missing, _stages)
+    checks = (
+        *(_model, _swap, _gradual, _objective, _trainable, _refused, _training, _computing),
+        *(_hub, _rest, _evaluation, _missing, _stages),
+    )
     return [problem for found in checks for problem in found(recipe)]
 
 
@@ -51,7 +55,7 @@ def _swap(recipe: Recipe) -> Iterator[Problem]:
         "swap.relative": swap.relative is not None,
         "swap.centre": swap.centre,
         "swap.gradual_steps": swap.gradual_steps > 0,
-        "train.what": recipe.train.what in ("positions", "new_rows"),
+        "trainable.what": recipe.trainable.what in ("positions", "new_rows"),
         "objective.kind": recipe.objective.kind in ("distill", "embedding"),
         "stages": bool(recipe.stages),
     }
@@ -60,14 +64,13 @@ def _swap(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _gradual(recipe: Recipe) -> Iterator[Problem]:
-    key, steps, what = "swap.gradual_steps", recipe.swap.gradual_steps, recipe.train.what
+    key, steps, most = "swap.gradual_steps", recipe.swap.gradual_steps, recipe.training.max_steps
     if steps < 0:
         yield Problem(key, f"expected a number of steps from 0, got {steps}.")
-    if steps > recipe.optimizer.steps:
-        yield Problem(key, f"{steps} steps in a training of {recipe.optimizer.steps}.", ("optimizer.steps",))
-    if steps and what in ADAPTERS:
-        said = f"a blend cannot be ended inside adapters ({what}); use train.what=full."
-        yield Problem(key, said, ("train.what",))
+    if steps > most:
+        yield Problem(key, f"{steps} steps in a training of {most}.", ("training.max_steps",))
+    if steps and recipe.peft is not None:
+        yield Problem(key, f"a blend cannot be ended inside adapters ({recipe.what}); leave peft out.", ("peft",))
     if steps and recipe.stages:
         yield Problem(key, "a gradual swap has one stage; leave one of gradual_steps and stages out.", ("stages",))
 
@@ -100,83 +103,132 @@ def _objective(recipe: Recipe) -> Iterator[Problem]:
     if objective.kind in SENTENCES and packing != "none":
         said = f"{objective.kind} makes one vector of a text; windows of data.packing {packing} are no texts; use none."
         yield Problem("objective.kind", said, ("data.packing",))
-    if objective.kind == "contrastive" and recipe.optimizer.batch < 2:
-        said = f"contrastive holds the texts of a batch against one another, and a batch has {recipe.optimizer.batch}."
-        yield Problem("objective.kind", said, ("optimizer.batch",))
+    batch = recipe.training.per_device_train_batch_size
+    if objective.kind == "contrastive" and batch == 1:
+        said = f"contrastive holds the texts of a batch against one another, and a batch has {batch}."
+        yield Problem("objective.kind", said, ("training.per_device_train_batch_size",))
 
 
-def _optimizer(recipe: Recipe) -> Iterator[Problem]:
-    settings = recipe.optimizer
-    least = {"steps": 1, "warmup": 0, "batch": 1, "accumulate": 1, "clip": 0, "weight_decay": 0, "seed": 0}
+def _trainable(recipe: Recipe) -> Iterator[Problem]:
+    wanted = recipe.trainable
+    if recipe.peft is not None and wanted.what != "full":
+        said = f"{wanted.what} without adapters, or full, which with peft is adapters and what the swap added."
+        yield Problem("trainable.what", said, ("peft",))
+    alone = recipe.peft is None and wanted.what in ("full", "new_rows")
+    if alone and (wanted.embeddings or wanted.norms):
+        said = f"embeddings and norms say what to train beside adapters, and what is {wanted.what!r} without peft."
+        yield Problem("trainable", said, ("peft", "trainable.what"))
+
+
+def _refused(recipe: Recipe) -> Iterator[Problem]:
+    for name, (used, why) in REFUSED.items():
+        value = getattr(recipe.training, name, used)
+        if value != used:
+            fixed = "leave it out" if used is None else f"it is {used}"
+            yield Problem(f"training.{name}", f"{fixed}: {why}; got {value!r}.")
+
+
+def _training(recipe: Recipe) -> Iterator[Problem]:
+    settings = recipe.training
+    least = {
+        "max_steps": 1, "warmup_steps": 0, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1,
+        "max_grad_norm": 0, "weight_decay": 0, "seed": 0, "save_total_limit": 1, "dataloader_num_workers": 0,
+    }  # fmt: skip
     for name, smallest in least.items():
-        if getattr(settings, name) < smallest:
-            yield _too_small(f"optimizer.{name}", getattr(settings, name), smallest)
+        value = getattr(settings, name)
+        if value is not None and value < smallest:
+            yield _too_small(f"training.{name}", value, smallest)
+    for name in ("logging", "save", "eval"):
+        if getattr(settings, f"{name}_strategy") == "steps" and (getattr(settings, f"{name}_steps") or 1) <= 0:
+            value = getattr(settings, f"{name}_steps")
+            yield Problem(f"training.{name}_steps", f"expected a number above 0, got {value}.")
     if not settings.learning_rate > 0:
-        yield Problem("optimizer.learning_rate", f"expected a number above 0, got {settings.learning_rate}.")
-    for name in ("final_rate", "beta1", "beta2"):
-        value, whole = getattr(settings, name), name == "final_rate"
-        if not 0 <= value <= 1 or (value == 1 and not whole):
-            said = f"expected a share from 0 {'to' if whole else 'to below'} 1, got {value}."
-            yield Problem(f"optimizer.{name}", said)
-    if settings.warmup > settings.steps and not recipe.stages:
-        said = f"{settings.warmup} steps of warm-up in a training of {settings.steps}."
-        yield Problem("optimizer.warmup", said, ("optimizer.steps", "stages"))
+        yield Problem("training.learning_rate", f"expected a number above 0, got {settings.learning_rate}.")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(settings, name) < 1:
+            yield Problem(f"training.{name}", f"expected a share from 0 to below 1, got {getattr(settings, name)}.")
+    if settings.warmup_steps > settings.max_steps and not recipe.stages:
+        said = f"{settings.warmup_steps:g} steps of warm-up in a training of {settings.max_steps}."
+        yield Problem("training.warmup_steps", said, ("training.max_steps", "stages"))
+    yield from _optim(settings.optim)
+
+
+def _computing(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.training.bf16 and recipe.training.fp16:
+        yield Problem("training.fp16", "bf16 is set too: the forward computes in one of them.", ("training.bf16",))
+    for name in _OFFLOADS:
+        options = getattr(recipe.training, name, None)
+        if isinstance(options, Mapping) and options.get("offload") and not recipe.checkpoints_activations:
+            said = "offload keeps checkpointed activations elsewhere; set training.gradient_checkpointing too."
+            yield Problem(f"training.{name}", said, ("training.gradient_checkpointing",))
+
+
+def _optim(optim: str | None) -> Iterator[Problem]:
+    if optim is not None and optim.startswith(_OF_MODULES):
+        said = f"{optim} makes parameter groups of its own, and those of a recipe have rates and decays by `trainable`."
+        yield Problem("training.optim", said)
+    if optim is not None and optim.startswith("schedule_free"):
+        said = f"{optim} reads a model at other weights than it trains it at, and what is measured and kept are these."
+        yield Problem("training.optim", said)
+
+
+def _hub(recipe: Recipe) -> Iterator[Problem]:
+    name = recipe.training.hub_model_id
+    if name is not None:
+        try:
+            checked_repo_id(name)
+        except PosswapError as error:
+            yield Problem("training.hub_model_id", str(error))
+    elif recipe.training.push_to_hub:
+        yield Problem("training.push_to_hub", "say where to: training.hub_model_id.", ("training.hub_model_id",))
 
 
 def _too_small(key: str, value: float, smallest: int) -> Problem:
-    return Problem(key, f"expected at least {smallest}, got {value}.")
+    return Problem(key, f"expected at least {smallest}, got {value:g}.")
 
 
 def _rest(recipe: Recipe) -> Iterator[Problem]:
-    watch, save, gates, compute = recipe.watch, recipe.save, recipe.gates, recipe.compute
-    if compute.offload and not compute.checkpointing:
-        said = "keeps checkpointed activations elsewhere; set compute.checkpointing too."
-        yield Problem("compute.offload", said, ("compute.checkpointing",))
-    if save.push is not None:
-        try:
-            checked_repo_id(save.push)
-        except PosswapError as error:
-            yield Problem("save.push", str(error))
+    gates = recipe.gates
     for key, value, smallest in (
-        ("compute.workers", compute.workers, 0),
         ("gates.explosion", gates.explosion, 0),
         ("gates.window", gates.window, 1),
-        ("save.every", save.every, 1),
-        ("save.keep", save.keep, 1),
-        ("watch.log_every", watch.log_every, 1),
-        ("watch.evaluate_every", watch.evaluate_every, 0),
-        ("watch.evaluate_documents", watch.evaluate_documents, 2),
+        ("evaluation.documents", recipe.evaluation.documents, 2),
     ):
         if value < smallest:
             yield _too_small(key, value, smallest)
 
 
-def _watch(recipe: Recipe) -> Iterator[Problem]:
-    lengths = recipe.watch.evaluate_lengths
-    if recipe.watch.evaluate_every and not lengths:
-        yield Problem(
-            "watch.evaluate_every", "say at which lengths: watch.evaluate_lengths.", ("watch.evaluate_lengths",)
-        )
+def _evaluation(recipe: Recipe) -> Iterator[Problem]:
+    lengths, kind = recipe.evaluation.lengths, recipe.objective.kind
     if any(length < 2 for length in lengths):
-        yield Problem("watch.evaluate_lengths", f"expected at least 2 tokens each, got {list(lengths)}.")
-    if lengths and recipe.objective.kind in ("masked", *SENTENCES):
-        said = "measures next-token loss, which an encoder has not; leave it empty."
-        yield Problem("watch.evaluate_lengths", said, ("objective.kind",))
+        yield Problem("evaluation.lengths", f"expected at least 2 tokens each, got {list(lengths)}.")
+    said = "measures next-token loss, which an encoder has not; leave it "
+    if lengths and kind in ("masked", *SENTENCES):
+        yield Problem("evaluation.lengths", f"{said}empty.", ("objective.kind",))
+    if (recipe.training.eval_strategy != "no" or recipe.training.eval_on_start) and kind in ("masked", *SENTENCES):
+        yield Problem("training.eval_strategy", f"{said}out.", ("objective.kind",))
+
+
+def reporters(recipe: Recipe) -> list[str]:
+    """Return what is reported to, as a list, whichever way the recipe says it."""
+    held = recipe.training.report_to
+    named = [held] if isinstance(held, str) else held or []
+    return [] if named == ["none"] else list(named)
 
 
 def _missing(recipe: Recipe) -> Iterator[Problem]:
-    for name in recipe.watch.report_to:
-        if name not in _REPORTERS:
-            yield Problem("watch.report_to", f"unknown {name!r}. Known: {', '.join(_REPORTERS)}.")
-        elif importlib.util.find_spec(name) is None:
-            yield Problem("watch.report_to", f"{name} is not installed: pip install {name}, or leave it out.")
-    if recipe.watch.picture and importlib.util.find_spec("matplotlib") is None:
-        said = "needs matplotlib: pip install 'hf-posswap[plot]', or watch.picture=false."
-        yield Problem("watch.picture", said)
+    from transformers.integrations import get_available_reporting_integrations, integration_utils
+
+    known, here = integration_utils.INTEGRATION_TO_CALLBACK, get_available_reporting_integrations()
+    for name in reporters(recipe):
+        if name not in (*known, "all"):
+            yield Problem("training.report_to", f"unknown {name!r}. Known: {', '.join(known)}.")
+        elif name not in (*here, "all"):
+            yield Problem("training.report_to", f"{name} is not installed: pip install {name}, or leave it out.")
     if recipe.objective.kind == "contrastive" and importlib.util.find_spec("sentence_transformers") is None:
         said = "contrastive needs sentence-transformers: pip install 'hf-posswap[sentences]'."
         yield Problem("objective.kind", said)
-    needed = ["accelerate", "datasets"] + (["peft"] if recipe.train.what in ADAPTERS else [])
+    needed = ["accelerate", "datasets"] + (["peft"] if recipe.peft is not None else [])
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         yield Problem("", f"training needs {', '.join(missing)}: pip install 'hf-posswap[train]'.")
@@ -206,11 +258,11 @@ def _stages(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _numbers(key: str, stage: StageSettings) -> Iterator[Problem]:
-    if stage.steps < 1 or not 0 <= stage.least_steps <= stage.steps or stage.check_every < 1:
+    if stage.max_steps < 1 or not 0 <= stage.least_steps <= stage.max_steps or stage.check_every < 1:
         yield Problem(
             key,
-            "expected steps and check_every from 1, and least_steps from 0 to steps.",
-            (f"{key}.steps", f"{key}.least_steps", f"{key}.check_every"),
+            "expected max_steps and check_every from 1, and least_steps from 0 to max_steps.",
+            (f"{key}.max_steps", f"{key}.least_steps", f"{key}.check_every"),
         )
     if stage.length is not None and stage.length < 4:
         yield Problem(f"{key}.length", f"expected at least 4 tokens, got {stage.length}.")

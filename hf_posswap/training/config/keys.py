@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
+from hf_posswap.training.config.theirs import TrainingSettings, said
+
 
 @dataclass(frozen=True)
 class Key:
@@ -26,7 +28,7 @@ class Key:
 
 
 def keys_of(cls: type, above: str = "") -> Iterator[Key]:
-    """Return the keys below `above` that the dataclass `cls` stands for, those of nested dataclasses among them.
+    """Return the keys below `above` that the dataclass `cls` stands for, of nested dataclasses too; `training` is one.
 
     Example:
         >>> from hf_posswap.training.config.settings import Recipe
@@ -37,10 +39,10 @@ def keys_of(cls: type, above: str = "") -> Iterator[Key]:
     for field in dataclasses.fields(cls):
         kind, name = hints[field.name], f"{above}{field.name}"
         items = [item for item in get_args(kind) if dataclasses.is_dataclass(item)]
-        if dataclasses.is_dataclass(kind):
+        if dataclasses.is_dataclass(kind) and kind is not TrainingSettings:
             yield from keys_of(kind, f"{name}.")  # type: ignore[arg-type]
         elif get_origin(kind) is tuple and items:
             yield from keys_of(items[0], f"{name}[].")  # type: ignore[arg-type]
         else:
             made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            yield Key(name, cls, field.name, made)
+            yield Key(name, cls, field.name, said(made) if isinstance(made, TrainingSettings) else made)

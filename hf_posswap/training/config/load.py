@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import CheckpointError, ConfigError
-from hf_posswap.training.config.building import build
 from hf_posswap.training.config.checking import check
+from hf_posswap.training.config.peft_keys import read_peft
 from hf_posswap.training.config.problems import Problems
 from hf_posswap.training.config.reading import override, read_yaml
 from hf_posswap.training.config.settings import Recipe
 from hf_posswap.training.config.shipped import find_recipe
+from hf_posswap.training.config.theirs import said
+from hf_posswap.training.config.typed import read
 from hf_posswap.utils.atomic_io import read_json
 
 
@@ -24,7 +26,7 @@ def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str]
     Args:
         source: the name of a recipe that comes with the package ("yarn": `posswap recipes` lists them), a file
             ("mine.yaml"), or what a file would say. `include:` in a file names others below it.
-        overrides: such as "optimizer.steps=100"; the values are read as YAML.
+        overrides: such as "training.max_steps=100"; the values are read as YAML.
 
     Raises:
         UnknownNameError: no recipe of the package has that name.
@@ -37,7 +39,7 @@ def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str]
         ...     _ = path.write_text("model: {name: gpt2}\\nswap: {scheme: rope}")
         ...     load_recipe(path, ["swap.max_length=4096"]).swap
         SwapSettings(scheme='rope', max_length=4096, site='auto', relative=None, centre=False, gradual_steps=0)
-        >>> load_recipe({"model": {"name": "gpt2"}}, ["optimizer.steps=50"]).optimizer.steps
+        >>> load_recipe({"model": {"name": "gpt2"}}, ["training.max_steps=50"]).training.max_steps
         50
         >>> load_recipe("yarn", ["model.name=my-llama", "swap.scheme.factor=16"]).swap.scheme
         {'name': 'yarn', 'factor': 16}
@@ -56,12 +58,13 @@ def make_recipe(values: Mapping[str, Any], where: str = "the recipe") -> Recipe:
         ConfigError: as `load_recipe`.
     """
     problems = Problems()
-    recipe = build(Recipe, _with_schemes(values, problems), "", problems)
+    recipe = read(Recipe, _with_schemes(values, problems), problems)
+    recipe = dataclasses.replace(recipe, peft=read_peft(recipe.peft, problems))
     problems.take(check(recipe))
-    said = problems.said
-    if said:
-        count = "1 problem" if len(said) == 1 else f"{len(said)} problems"
-        raise ConfigError(f"{where} has {count}: " + " ".join(f"({n}) {p}" for n, p in enumerate(said, 1)))
+    found = problems.said
+    if found:
+        count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
+        raise ConfigError(f"{where} has {count}: " + " ".join(f"({n}) {p}" for n, p in enumerate(found, 1)))
     return recipe
 
 
@@ -91,5 +94,11 @@ def _with_scheme(values: Mapping[str, Any], key: str, problems: Problems) -> dic
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Return `recipe` as JSON, from which `make_recipe` makes it again."""
-    return json.loads(json.dumps(dataclasses.asdict(recipe), default=str))
+    """Return `recipe` as JSON, from which `make_recipe` makes it again; of `training` what transformers does not do."""
+    fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+    return json.loads(json.dumps(fields | {"training": said(recipe.training)}, default=_as_json))
+
+
+def _as_json(value: Any) -> Any:
+    held = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return dataclasses.asdict(value) if held else str(value)

@@ -45,11 +45,11 @@ class Problems:
 
         Example:
             >>> problems = Problems()
-            >>> problems.add("optimizer.steps", "expected a whole number, got 'many'.")
-            >>> warmup = Problem("optimizer.warmup", "2000 steps of warm-up in 1000.", needs=("optimizer.steps",))
+            >>> problems.add("training.max_steps", "expected a whole number, got 'many'.")
+            >>> warmup = Problem("training.warmup_steps", "2000 in 1000 steps.", needs=("training.max_steps",))
             >>> problems.take([warmup, Problem("out", "give a folder.")])
             >>> [str(problem) for problem in problems.said]
-            ["optimizer.steps: expected a whole number, got 'many'.", 'out: give a folder.']
+            ["training.max_steps: expected a whole number, got 'many'.", 'out: give a folder.']
         """
         self.said += [problem for problem in found if all(map(self._is_known, (problem.key, *problem.needs)))]
 

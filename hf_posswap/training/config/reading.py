@@ -11,6 +11,9 @@ from hf_posswap.errors import ConfigError, UnknownNameError
 from hf_posswap.training.config.shipped import find_recipe
 
 INCLUDE = "include"
+_ARGUMENTS = {"lr_scheduler_type": "lr_scheduler_kwargs", "optim": "optim_args"}
+"""Keys whose other value leaves nothing of the arguments that belong to them."""
+_FIRST = ("training.lr_scheduler_type=", "training.optim=", "peft.peft_type=")
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -18,8 +21,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the mapping in the YAML file `path`, on top of the files that it includes.
 
     `include:` names a file, or several, relative to the one that says it, or a recipe of the package ("yarn").
-    Later ones win, the file itself over all; mappings are merged key by key, everything else is replaced. A scheme with
-    another name replaces the one below.
+    Later ones win, the file itself over all; mappings are merged key by key, everything else is replaced. A scheme of
+    another name, another adapter, optimizer or schedule leaves nothing of the one below, its arguments neither.
 
     Raises:
         ConfigError: a file is missing, no YAML or no mapping, or includes itself.
@@ -28,10 +31,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     base, mine = Path(folder) / "base.yaml", Path(folder) / "mine.yaml"
-        ...     _ = base.write_text("optimizer: {steps: 10, warmup: 2}")
-        ...     _ = mine.write_text("include: base.yaml\\noptimizer: {steps: 20}")
+        ...     _ = base.write_text("training: {max_steps: 10, warmup_steps: 2}")
+        ...     _ = mine.write_text("include: base.yaml\\ntraining: {max_steps: 20}")
         ...     read_yaml(mine)
-        {'optimizer': {'steps': 20, 'warmup': 2}}
+        {'training': {'max_steps': 20, 'warmup_steps': 2}}
     """
     return _read(Path(path), ())
 
@@ -46,7 +49,7 @@ def included_files(path: Path) -> list[Path]:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     base, mine = Path(folder) / "base.yaml", Path(folder) / "mine.yaml"
-        ...     _ = base.write_text("optimizer: {steps: 10}")
+        ...     _ = base.write_text("training: {max_steps: 10}")
         ...     _ = mine.write_text("include: base.yaml")
         ...     [found.name for found in included_files(mine)]
         ['base.yaml']
@@ -118,8 +121,11 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         {'a': {'b': 3, 'c': 2}, 'd': []}
         >>> merge({"scheme": {"name": "yarn", "factor": 4}}, {"scheme": {"name": "rope"}})
         {'scheme': {'name': 'rope'}}
+        >>> merge({"optim": "sgd", "optim_args": "momentum=0.9"}, {"optim": "adafactor"})
+        {'optim': 'adafactor'}
     """
-    merged = dict(below)
+    outdated = [its for kind, its in _ARGUMENTS.items() if kind in above and above[kind] != below.get(kind)]
+    merged = {key: value for key, value in below.items() if key not in outdated}
     for key, value in above.items():
         old = merged.get(key)
         if isinstance(old, list) and isinstance(value, Mapping):
@@ -144,8 +150,9 @@ def _with_items(items: list[Any], changes: Mapping[str, Any], key: str) -> list[
 
 
 def _renames(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return whether two mappings are schemes of different names, whose fields have nothing to do with each other."""
-    return "name" in old and "name" in new and old["name"] != new["name"] and "scheme" not in new
+    """Return whether two mappings are schemes, or adapters, of different names, which share no fields."""
+    renames = "name" in old and "name" in new and old["name"] != new["name"] and "scheme" not in new
+    return renames or ("peft_type" in new and new["peft_type"] != old.get("peft_type", "LORA"))
 
 
 def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
@@ -157,14 +164,14 @@ def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, An
         ConfigError: a setting is not KEY=VALUE, no YAML, or goes below a value that has no keys.
 
     Example:
-        >>> override({"optimizer": {"steps": 10}}, ["optimizer.steps=20", "watch.report_to=[]"])
-        {'optimizer': {'steps': 20}, 'watch': {'report_to': []}}
-        >>> override({"stages": [{"steps": 1}, {"steps": 2}]}, ["stages.1.steps=5"])
-        {'stages': [{'steps': 1}, {'steps': 5}]}
+        >>> override({"training": {"max_steps": 10}}, ["training.max_steps=20", "data.length=64"])
+        {'training': {'max_steps': 20}, 'data': {'length': 64}}
+        >>> override({"stages": [{"max_steps": 1}, {"max_steps": 2}]}, ["stages.1.max_steps=5"])
+        {'stages': [{'max_steps': 1}, {'max_steps': 5}]}
     """
     changed = dict(values)
     problems = []
-    for setting in settings:
+    for setting in sorted(settings, key=lambda setting: not setting.startswith(_FIRST)):
         try:
             changed = merge(changed, _nested(setting, changed))
         except ConfigError as error:
@@ -180,7 +187,7 @@ def _nested(setting: str, values: Mapping[str, Any]) -> dict[str, Any]:
     path, equals, text = setting.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError(f"{setting!r}: expected KEY=VALUE, for example optimizer.steps=100.")
+        raise ConfigError(f"{setting!r}: expected KEY=VALUE, for example training.max_steps=100.")
     try:
         value = yaml.load(text, _loader())
     except yaml.YAMLError as error:

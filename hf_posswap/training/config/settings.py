@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hf_posswap.training.config.theirs import TrainingSettings
 from hf_posswap.training.data import DataSettings
 from hf_posswap.training.distill import DistillSettings
 from hf_posswap.training.trainable import TrainableSettings
@@ -23,7 +24,7 @@ class ModelSettings:
         name: a folder or a Hub id.
         tokenizer: a folder or a Hub id; none: the model's own.
         revision: of the Hub id.
-        dtype: that the weights are loaded and trained in; optimizer.precision says what the forward computes in.
+        dtype: that the weights are loaded and trained in; training.bf16 and fp16 say what the forward computes in.
         attention: attention implementation; none: transformers' choice.
         trust_remote_code: run code that the model or the tokenizer brings, where it needs that to be loaded.
     """
@@ -81,62 +82,6 @@ class ObjectiveSettings:
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """How the weights move.
-
-    Attributes:
-        steps: optimizer steps.
-        learning_rate: after the warm-up.
-        schedule: of the learning rate after the warm-up.
-        final_rate: share of the learning rate that is left at the end of cosine or linear.
-        warmup: steps of linear warm-up.
-        weight_decay: of matrices; vectors have none.
-        beta1: of AdamW.
-        beta2: of AdamW.
-        clip: largest norm of the whole gradient; 0: not clipped.
-        batch: windows of data.length that one process reads at once.
-        accumulate: batches a step.
-        fused: one kernel for all of AdamW; none: where there is a GPU.
-        precision: of the forward: float32, or bfloat16 by autocast.
-        seed: of everything random but the data, which has its own.
-    """
-
-    steps: int = 1000
-    learning_rate: float = 2e-5
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    final_rate: float = 0.1
-    warmup: int = 20
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    clip: float = 1.0
-    batch: int = 1
-    accumulate: int = 1
-    fused: bool | None = None
-    precision: Literal["float32", "bfloat16"] = "float32"
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class ComputeSettings:
-    """Where and how it is computed; none of it changes what is computed.
-
-    Attributes:
-        device: auto: a GPU where there is one.
-        checkpointing: make activations again in the backward, instead of keeping them.
-        offload: keep the checkpointed activations in the memory of the CPU.
-        compile: each layer by torch.compile.
-        workers: processes that prepare batches.
-    """
-
-    device: Literal["auto", "cpu"] = "auto"
-    checkpointing: bool = False
-    offload: bool = False
-    compile: bool = False
-    workers: int = 0
-
-
-@dataclass(frozen=True)
 class GateSettings:
     """What stops a training that is not healthy.
 
@@ -154,41 +99,16 @@ class GateSettings:
 
 
 @dataclass(frozen=True)
-class SaveSettings:
-    """What is kept.
+class EvaluationSettings:
+    """What held-out loss is measured on, at the end, and before as training.eval_strategy says.
 
     Attributes:
-        every: steps between checkpoints to go on from.
-        keep: checkpoints that are kept.
-        push: Hub id to push the finished model to; none: not pushed.
-        private: whether a new repository on the Hub is private.
+        lengths: tokens of the held-out documents that are read; empty: one length, near data.length.
+        documents: most held-out documents to read.
     """
 
-    every: int = 100
-    keep: int = 2
-    push: str | None = None
-    private: bool = True
-
-
-@dataclass(frozen=True)
-class WatchSettings:
-    """What is seen of it.
-
-    Attributes:
-        log_every: steps between lines of the log.
-        report_to: also to these: tensorboard, trackio, wandb, or what transformers knows.
-        evaluate_every: steps between evaluations; 0: one at the end.
-        evaluate_lengths: tokens of the held-out documents that are read; empty: nothing is evaluated.
-        evaluate_documents: most held-out documents to read.
-        picture: draw the loss curve at the end; it needs the extra "plot".
-    """
-
-    log_every: int = 10
-    report_to: tuple[str, ...] = ("tensorboard",)
-    evaluate_every: int = 0
-    evaluate_lengths: tuple[int, ...] = ()
-    evaluate_documents: int = 16
-    picture: bool = True
+    lengths: tuple[int, ...] = ()
+    documents: int = 16
 
 
 @dataclass(frozen=True)
@@ -196,18 +116,18 @@ class StageSettings:
     """One stage of several: what differs from the rest of the recipe.
 
     Attributes:
-        steps: most optimizer steps of the stage.
+        max_steps: most optimizer steps of the stage.
         length: tokens of a window; none: data.length.
         scheme: fields that differ from swap.scheme, or another scheme; none: swap.scheme.
         max_length: none: swap.max_length.
-        learning_rate: none: optimizer.learning_rate.
+        learning_rate: none: training.learning_rate.
         recovered: advance once the loss on short held-out text is at most this many nats above the unswapped model's;
             none: after all steps.
         least_steps: before which the stage does not advance.
         check_every: steps between looks at the short loss.
     """
 
-    steps: int = 100
+    max_steps: int = 100
     length: int | None = None
     scheme: SchemeValue = None
     max_length: int | None = None
@@ -225,13 +145,13 @@ class Recipe:
         model: the model to start from.
         swap: what is put in place of its position mechanism.
         data: what is read.
-        train: which weights are trained.
         objective: what is minimised.
-        optimizer: how the weights move.
-        compute: where and how it is computed.
+        trainable: which weights are trained.
+        peft: the fields of a PEFT config, that of `peft_type`, LORA by itself; none: no adapters. target_modules left
+            out: the projections of attention.
+        training: the fields of transformers.TrainingArguments.
+        evaluation: what held-out loss is measured on.
         gates: what stops a training that is not healthy.
-        save: what is kept.
-        watch: what is seen of it.
         stages: lengths and schemes one after the other; empty: one stage, the recipe itself.
         out: the folder for checkpoints, logs, report and the finished model.
         name: of the recipe, which the finished model's record tells; none: that of its file.
@@ -240,13 +160,23 @@ class Recipe:
     model: ModelSettings = field(default_factory=ModelSettings)
     swap: SwapSettings = field(default_factory=SwapSettings)
     data: DataSettings = field(default_factory=DataSettings)
-    train: TrainableSettings = field(default_factory=TrainableSettings)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    compute: ComputeSettings = field(default_factory=ComputeSettings)
+    trainable: TrainableSettings = field(default_factory=TrainableSettings)
+    peft: dict[str, Any] | None = None
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     gates: GateSettings = field(default_factory=GateSettings)
-    save: SaveSettings = field(default_factory=SaveSettings)
-    watch: WatchSettings = field(default_factory=WatchSettings)
     stages: tuple[StageSettings, ...] = ()
     out: str = "posswap-run"
     name: str | None = None
+
+    @property
+    def what(self) -> str:
+        """Which weights are trained, in a word: the kind of adapter, or that of `trainable`."""
+        return self.trainable.what if self.peft is None else str(self.peft["peft_type"]).lower()
+
+    @property
+    def checkpoints_activations(self) -> bool:
+        """Whether activations are made again in the backward, under either name that transformers has for it."""
+        names = ("activation_checkpointing", "gradient_checkpointing")
+        return any(getattr(self.training, name, None) for name in names)

@@ -31,9 +31,9 @@ def phases_of(recipe: Recipe) -> list[Phase]:
 
     Example:
         >>> from hf_posswap.training.config.settings import SwapSettings
-        >>> stages = (StageSettings(steps=5, length=64), StageSettings(steps=3, scheme={"base": 5e5}))
+        >>> stages = (StageSettings(max_steps=5, length=64), StageSettings(max_steps=3, scheme={"base": 5e5}))
         >>> for phase in phases_of(Recipe(swap=SwapSettings({"name": "rope", "base": 1e5}), stages=stages)):
-        ...     print(phase.name, phase.recipe.optimizer.steps, phase.recipe.data.length, phase.recipe.swap.scheme)
+        ...     print(phase.name, phase.recipe.training.max_steps, phase.recipe.data.length, phase.recipe.swap.scheme)
         stage-1 5 64 {'name': 'rope', 'base': 100000.0}
         stage-2 3 512 {'name': 'rope', 'base': 500000.0}
     """
@@ -47,14 +47,14 @@ def _as_one(recipe: Recipe, stage: StageSettings) -> Recipe:
     swap = dataclasses.replace(
         recipe.swap, scheme=scheme_of(recipe, stage), max_length=stage.max_length or recipe.swap.max_length
     )
-    optimizer = dataclasses.replace(
-        recipe.optimizer,
-        steps=stage.steps,
-        warmup=min(recipe.optimizer.warmup, stage.steps),
-        learning_rate=stage.learning_rate or recipe.optimizer.learning_rate,
+    training = dataclasses.replace(
+        recipe.training,
+        max_steps=stage.max_steps,
+        warmup_steps=min(recipe.training.warmup_steps, stage.max_steps),
+        learning_rate=stage.learning_rate or recipe.training.learning_rate,
     )
     data = dataclasses.replace(recipe.data, length=stage.length or recipe.data.length)
-    return dataclasses.replace(recipe, swap=swap, optimizer=optimizer, data=data, stages=())
+    return dataclasses.replace(recipe, swap=swap, training=training, data=data, stages=())
 
 
 def scheme_of(recipe: Recipe, stage: StageSettings) -> SchemeValue:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hf_posswap.errors import OptionError
+from hf_posswap.errors import ConfigError
 
 Packing = Literal["none", "documents", "pose", "random-positions"]
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
@@ -129,4 +129,4 @@ def cut_problem(cut: tuple[int, ...], length: int) -> str | None:
 
 def _refuse(problems: list[str], what: str) -> None:
     if problems:
-        raise OptionError(f"{what}: {'; '.join(problems)}.")
+        raise ConfigError(f"{what}: {'; '.join(problems)}.")

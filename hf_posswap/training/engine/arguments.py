@@ -6,81 +6,78 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
 
 from hf_posswap.compat.transformers_trainer import checkpointing_argument, use_one_gpu
 from hf_posswap.errors import ConfigError
 from hf_posswap.training.config import Recipe
+from hf_posswap.training.config.theirs import REFUSED, THEIRS, said
 
-_OWN_REPORTERS = ("tensorboard",)
+_OLD_NAME = "gradient_checkpointing"
 
 
 def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
-    """Return the arguments of a Trainer that keeps its checkpoints in `folder`.
-
-    Windows are read in order, tokens are averaged over processes, and no filter hides a NaN. The learning rate is
-    `rate_share`'s, not theirs.
+    """Return the arguments of a Trainer that keeps its checkpoints in `folder`: `training`, and what is fixed.
 
     Args:
         recipe: without stages.
         folder: for checkpoints.
+
+    Raises:
+        ConfigError: transformers refuses the values, or cannot meet them on this machine.
     """
-    optimizer, compute = recipe.optimizer, recipe.compute
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=optimizer.steps,
-        per_device_train_batch_size=optimizer.batch,
-        gradient_accumulation_steps=optimizer.accumulate,
-        learning_rate=optimizer.learning_rate,
-        adam_beta1=optimizer.beta1,
-        adam_beta2=optimizer.beta2,
-        max_grad_norm=optimizer.clip,
-        optim="adamw_torch_fused" if _fused(recipe) else "adamw_torch",
-        bf16=optimizer.precision == "bfloat16",
-        seed=optimizer.seed,
-        data_seed=recipe.data.seed,
-        use_cpu=on_cpu(recipe),
-        dataloader_num_workers=compute.workers,
-        dataloader_pin_memory=not on_cpu(recipe),
-        train_sampling_strategy="sequential",
-        average_tokens_across_devices=True,
-        remove_unused_columns=False,
-        logging_steps=recipe.watch.log_every,
-        logging_nan_inf_filter=False,
-        save_strategy="steps",
-        save_steps=recipe.save.every,
-        report_to=[name for name in recipe.watch.report_to if name not in _OWN_REPORTERS],
-        disable_tqdm=True,
-        log_level="warning",
-        **_checkpointing(recipe),
-    )
+    try:
+        arguments = TrainingArguments(**argument_values(recipe, folder))
+        _try_schedule(arguments)
+    except (ValueError, ImportError, TypeError, OSError, NotImplementedError) as error:
+        raise ConfigError(f"training: {' '.join(str(error).split())}") from error
     use_one_gpu(arguments)  # a process without a launcher may see several
     return arguments
 
 
-def _fused(recipe: Recipe) -> bool:
-    if recipe.optimizer.fused is not None:
-        return recipe.optimizer.fused
-    return torch.cuda.is_available() and not on_cpu(recipe)
+def _try_schedule(arguments: TrainingArguments) -> None:
+    """Make the schedule once, for an optimizer of nothing, so that its arguments are refused before a model loads."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate)
+    warmup = arguments.get_warmup_steps(arguments.max_steps)
+    how: dict[str, Any] = {"num_warmup_steps": warmup, "num_training_steps": arguments.max_steps}
+    given: Any = arguments.lr_scheduler_kwargs
+    get_scheduler(arguments.lr_scheduler_type, optimizer, **how, scheduler_specific_kwargs=given)
+
+
+def argument_values(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Return what TrainingArguments are made from: what differs from its defaults, so that no old name is touched."""
+    fixed = {name: used for name, (used, _) in REFUSED.items() if used is not None and name in THEIRS}
+    values = fixed | {name: value for name, value in said(recipe.training).items() if value != THEIRS[name]}
+    values |= {"output_dir": str(folder), "data_seed": recipe.data.seed, "use_cpu": on_cpu(recipe)}
+    values["optim"] = recipe.training.optim or ("adamw_torch" if on_cpu(recipe) else "adamw_torch_fused")
+    if on_cpu(recipe):
+        values["dataloader_pin_memory"] = False  # there is nowhere to copy them to
+    return _with_checkpointing(values, recipe)
 
 
 def on_cpu(recipe: Recipe) -> bool:
     """Return whether `recipe` is computed on the CPU, by its wish or for want of anything else."""
-    return recipe.compute.device == "cpu" or not (torch.cuda.is_available() or torch.backends.mps.is_available())
+    return recipe.training.use_cpu or not (torch.cuda.is_available() or torch.backends.mps.is_available())
 
 
-def _checkpointing(recipe: Recipe) -> dict[str, Any]:
-    """Return the arguments for making activations again.
+def _with_checkpointing(values: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Return `values` with the making again of activations under the name that this transformers has for it.
 
     Raises:
         ConfigError: this transformers cannot do what is asked for.
     """
-    if not recipe.compute.checkpointing:
-        return {}
     name = checkpointing_argument()
-    options: dict[str, Any] = {"use_reentrant": False}
-    if recipe.compute.offload and not on_cpu(recipe):  # on a CPU they lie there anyway
-        if name == "gradient_checkpointing":
-            raise ConfigError("compute.offload needs a later transformers: update it, or leave offload out.")
-        options["offload"] = True
-    return {name: True, f"{name}_kwargs": options}
+    for old in (_OLD_NAME, f"{_OLD_NAME}_kwargs"):
+        if old in values:
+            given = values.pop(old)
+            values.setdefault(old.replace(_OLD_NAME, name), given)
+    if not recipe.checkpoints_activations:
+        return values
+    options = {"use_reentrant": False} | dict(values.get(f"{name}_kwargs") or {})
+    if "offload" in options and on_cpu(recipe):
+        del options["offload"]  # they lie there anyway
+    if "offload" in options and name == _OLD_NAME:
+        raise ConfigError(
+            f"training.{_OLD_NAME}_kwargs: offload needs a later transformers: update it, or leave it out."
+        )
+    return values | {f"{name}_kwargs": options}

@@ -1,4 +1,4 @@
-"""What happens beside the steps: health, the share of a gradual swap, evaluation, and when a stage is done."""
+"""What happens beside the steps: health, the share of a gradual swap, and when a stage is done."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_posswap.errors import NumericError
 from hf_posswap.patching.tools.blending import set_blend
 from hf_posswap.training.config import GateSettings, StageSettings
 from hf_posswap.training.engine.log import RunLog
-from hf_posswap.training.engine.schedule import blend_share
 
 ADVANCED = "stage_done"
 
@@ -76,6 +74,16 @@ class Gradual(TrainerCallback):
         set_blend(self.model, blend_share(state.global_step, self.steps))
 
 
+def blend_share(step: int, steps: int) -> float:
+    """Return the share of the new mechanism at `step`, counted from 0, of a swap spread over `steps`.
+
+    Example:
+        >>> [blend_share(step, 4) for step in (0, 1, 3, 9)]
+        [0.25, 0.5, 1.0, 1.0]
+    """
+    return min(1.0, (step + 1) / steps)
+
+
 class Recovered(TrainerCallback):
     """Ends a stage once the loss on short text is back.
 
@@ -98,26 +106,6 @@ class Recovered(TrainerCallback):
         if loss <= self.before + self.stage.recovered:
             state.log_history.append({ADVANCED: True, "step": step})  # which the checkpoints carry
             control.should_training_stop = True
-
-
-class Evaluates(TrainerCallback):
-    """Measures the loss at the recipe's lengths every so many steps, without touching what is random in training.
-
-    Args:
-        every: steps.
-        measure: returns the loss of each length.
-        log: where it is written.
-    """
-
-    def __init__(self, every: int, measure: Callable[[], dict[int, float]], log: RunLog) -> None:
-        self.every, self.measure, self.log = every, measure, log
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.every and state.global_step % self.every == 0:
-            devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-            with torch.random.fork_rng(devices=devices):
-                found = self.measure()
-            self.log.write({"step": state.global_step, "nll": {str(length): nll for length, nll in found.items()}})
 
 
 def stage_done_at(checkpoint: Path | None) -> int | None:

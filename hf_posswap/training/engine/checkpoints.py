@@ -47,8 +47,10 @@ def take_place(unfinished: Path, target: Path) -> None:
     _to_disk(target.parent)
 
 
-def rotate(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints in `folder`."""
+def rotate(folder: Path, keep: int | None) -> None:
+    """Remove all but the newest `keep` checkpoints in `folder`; None: none is removed."""
+    if keep is None:
+        return
     for path in checkpoints_in(folder)[keep:]:
         (path / SEAL).unlink(missing_ok=True)  # a removal that is cut off leaves no checkpoint behind
         shutil.rmtree(path)

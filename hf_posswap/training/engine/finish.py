@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import importlib.util
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from hf_posswap.patching.verify.verify_swap import verify_swap
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.config.theirs import with_a_part
 from hf_posswap.training.data import build_data
 from hf_posswap.training.engine.arguments import on_cpu
+from hf_posswap.training.engine.evaluating import OF_TOKENS, lengths_of
 from hf_posswap.training.engine.log import RunLog
 from hf_posswap.training.engine.phase import LOG, PhaseResult, Run
 from hf_posswap.training.engine.picture import draw_losses
@@ -27,8 +29,6 @@ from hf_posswap.training.engine.recording import leave_record
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 
 REPORT = "report.json"
-_OF_TOKENS = ("next-token", "distill")
-_LEAST_TOKENS = 2
 _UNITS = {
     "next-token": "nats a token",
     "masked": "nats a masked token",
@@ -51,7 +51,7 @@ def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) ->
     """
     path = run.folder / REPORT
     report: dict[str, Any] = read_json(path) if path.is_file() else _report(recipe, run, results, saved)
-    if recipe.save.push is not None and "pushed" not in report:
+    if recipe.training.push_to_hub and "pushed" not in report:
         report["pushed"] = _push(recipe, saved)
         _write(run, report)
     for line in as_markdown(report).splitlines():
@@ -64,19 +64,24 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
     model = load(saved, dtype="auto", trust_remote_code=recipe.model.trust_remote_code)
     swapped = getattr(unwrap(model), "_posswap", None) is not None
     nll = _nll(recipe, run, model)
+    seconds, tokens = (sum(getattr(result, name) for result in results) for name in ("train_runtime", "tokens"))
     report = {
         "model": str(recipe.model.name),
         "saved": str(saved.relative_to(run.folder)),
         "recipe": to_dict(recipe),
         "processes": run.launch.processes,
         "phases": [asdict(result) for result in results],
+        "train_runtime": round(seconds, 3),
+        "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
         "verified": verify_swap(model).checks if swapped else {},
         "nll": nll,
         "training": leave_record(recipe, results, nll, saved, base=str(_without_folder(recipe.model.name))).to_dict(),
         "card": _for_card(recipe),
     }
     curves = [(r.name or "training", RunLog(run.folder / r.name / LOG).entries()) for r in results]
-    if recipe.watch.picture and any("loss" in entry for _, entries in curves for entry in entries):
+    if importlib.util.find_spec("matplotlib") is not None and any(
+        "loss" in entry for _, entries in curves for entry in entries
+    ):
         said = f"{_without_folder(recipe.model.name)}. {_swap_in_words(report)}"
         draw_losses(curves, run.folder / "loss.png", below=said, unit=_UNITS[recipe.objective.kind])
     _write(run, report)
@@ -94,9 +99,8 @@ def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
     Where the recipe names no length, that is one (`own_length`); nothing where it cannot be had at little cost: of
     encoders, and of models that one device may not hold.
     """
-    watch = recipe.watch
-    by_itself = not watch.evaluate_lengths
-    if by_itself and (recipe.objective.kind not in _OF_TOKENS or run.services.evaluate is None or run.launch.shards):
+    by_itself = not recipe.evaluation.lengths
+    if by_itself and (recipe.objective.kind not in OF_TOKENS or run.services.evaluate is None or run.launch.shards):
         return {}
     assert run.services.evaluate is not None
     named = recipe.model.tokenizer or recipe.model.name
@@ -106,41 +110,19 @@ def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
     data = build_data(plain, words, causal=True, scheme_length=plain.length)
     if not on_cpu(recipe):
         model.to("cuda" if torch.cuda.is_available() else "mps")
-    lengths = (
-        (own_length(data.held_out, plain.length, watch.evaluate_documents),) if by_itself else watch.evaluate_lengths
-    )
-    if lengths[0] < _LEAST_TOKENS:
+    lengths = lengths_of(recipe, data.held_out)
+    if not lengths:
         return {}
-    found = run.services.evaluate(model, data.held_out, lengths, watch.evaluate_documents)
+    found = run.services.evaluate(model, data.held_out, lengths, recipe.evaluation.documents)
     return {str(length): found.get(length) for length in lengths}
-
-
-def own_length(documents: Sequence[Any], wanted: int, most: int) -> int:
-    """Return the tokens of held-out documents to read where a recipe does not say it.
-
-    As many as are wanted, or as half of the documents that would be read have: the loss of one long document would say
-    little.
-
-    Args:
-        documents: token ids of each.
-        wanted: tokens of a window in training.
-        most: documents to read.
-
-    Example:
-        >>> documents = [range(900), range(300), range(200), range(5)]
-        >>> own_length(documents, 128, 16), own_length(documents, 512, 16), own_length([], 512, 16)
-        (128, 300, 0)
-    """
-    lengths = sorted(map(len, documents), reverse=True)
-    half = max(1, min(most, len(lengths)) // 2)
-    return min(wanted, lengths[half - 1]) if lengths else 0
 
 
 def _push(recipe: Recipe, saved: Path) -> str | None:
     """Push the saved model; what the card says beside it, `push` finds in the report."""
-    assert recipe.save.push is not None
-    trusted = recipe.model.trust_remote_code
-    return push(saved, recipe.save.push, private=recipe.save.private, trust_remote_code=trusted).url
+    training, trusted = recipe.training, recipe.model.trust_remote_code
+    assert training.hub_model_id is not None
+    private, branch = bool(training.hub_private_repo), training.hub_revision
+    return push(saved, training.hub_model_id, private=private, revision=branch, trust_remote_code=trusted).url
 
 
 def _for_card(recipe: Recipe) -> dict[str, Any]:
@@ -152,9 +134,8 @@ def _for_card(recipe: Recipe) -> dict[str, Any]:
 def public_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return what others may know of `recipe`: no path of this machine, and nothing of how it was watched and kept."""
     held = to_dict(recipe)
-    public = {
-        name: held[name] for name in ("name", "model", "swap", "data", "train", "objective", "optimizer", "stages")
-    }
+    told = ("name", "model", "swap", "data", "objective", "trainable", "peft", "stages")
+    public = {name: held[name] for name in told} | {"training": with_a_part(recipe.training)}
     del public["data"]["cache"]
     for owner, name in [(public["model"], "name"), (public["model"], "tokenizer")]:
         owner[name] = _without_folder(owner[name])
@@ -180,6 +161,8 @@ def as_markdown(report: dict[str, Any]) -> str:
         f"Started from {report['model']}; saved in `{report['saved']}`{_recorded(report)}.",
         "",
         *rows,
+        "",
+        f"{report['train_runtime']:,.0f} s of training, {report['tokens_per_second']:,.0f} tokens a second.",
     ]
     for phase in report["phases"]:
         lines += ["", *(f"- {said}" for said in phase["gates"])]

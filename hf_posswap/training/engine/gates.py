@@ -103,7 +103,7 @@ def check_held_out(documents: Sequence[np.ndarray], lengths: Sequence[int]) -> N
     if lengths and longest < max(lengths):
         raise DataError(
             f"no held-out document has {max(lengths)} tokens (the longest has {longest}): give longer documents, or "
-            "shorter watch.evaluate_lengths."
+            "shorter evaluation.lengths."
         )
 
 

@@ -9,6 +9,7 @@ from hf_posswap.compat.transformers_models import without_origin
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.config.theirs import with_a_part
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.utils.weights_digest import weights_digest
 
@@ -16,10 +17,10 @@ from hf_posswap.utils.weights_digest import weights_digest
 def identity_of(recipe: Recipe, launch: Launch) -> dict[str, Any]:
     """Return what of the recipe and the launch has a part in the weights that come out."""
     held = to_dict(recipe)
-    for name in ("name", "out", "watch", "save", "compute", "gates"):
+    for name in ("name", "out", "evaluation", "gates"):
         del held[name]
     del held["data"]["cache"]
-    return held | {"processes": launch.processes}
+    return held | {"training": with_a_part(recipe.training), "processes": launch.processes}
 
 
 def base_identity(model: Any) -> dict[str, Any]:

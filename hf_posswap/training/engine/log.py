@@ -73,12 +73,15 @@ class Watch(TrainerCallback):
         self._task: Task | None = None
         self._loss: float | None = None
         self._more = ""
-        self._began, self._first = 0.0, 0
+        self._began, self._first, self._before = 0.0, 0, 0.0
+        self.seconds = 0.0
+        """Seconds of training, in all sittings that the log knows of."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.log.go_back_to(state.global_step)
+        self._before = max((entry.get("seconds", 0.0) for entry in self.log.entries()), default=0.0)
         self._began, self._first = time.monotonic(), state.global_step
         if self.reporter is not None:
             self._task = self._stack.enter_context(self.reporter.task(self.label, state.max_steps))
@@ -91,22 +94,37 @@ class Watch(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
+        self._tick()
         if not logs or "loss" not in logs:
             return
         self._loss = float(logs["loss"])
         self._more = f"lr {logs['learning_rate']:.2g}  {human_bytes(peak_memory())}"
-        seconds = time.monotonic() - self._began
+        here = self.seconds - self._before
         done = state.global_step - self._first
         self.log.write(
             {
                 "step": state.global_step,
                 **{name: logs[name] for name in _KEPT if name in logs},
                 "tokens": state.global_step * self.tokens,
-                "tokens_per_second": round(done * self.tokens / max(seconds, 1e-9), 1),
-                "seconds": round(seconds, 3),
+                "tokens_per_second": round(done * self.tokens / max(here, 1e-9), 1),
+                "seconds": round(self.seconds, 3),
                 "peak_memory": peak_memory(),
             }
         )
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        at = {name.rpartition("_at_")[2]: nll for name, nll in (metrics or {}).items() if "_at_" in name}
+        self.log.write({"step": state.global_step, "nll": at})
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._tick()
+
+    def _tick(self) -> None:
+        self.seconds = self._before + time.monotonic() - self._began
 
     def close(self) -> None:
         """Take the bar away, whether the training ended well or not."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hf_posswap.errors import NotEnoughMemoryError
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.parallel import Launch
-from hf_posswap.training.trainable import ADAPTERS
 from hf_posswap.utils.format import human_bytes
 
 # Numbers a token that a layer keeps for its backward, in hidden and in inner widths, as measured on small models
@@ -18,6 +18,7 @@ _COMPOSED = ("gelu_new", "gelu_fast", "gelu_python", "quick_gelu")  # activation
 _LOGITS = 3  # copies: logits, their logarithms, their gradient
 _SCORES = 4  # copies of a bias: bias, scores, softmax, gradient
 _ADAM_STATES = 2
+_FEWER_STATES = {"sgd": 1, "adafactor": 1}  # with momentum, and at most
 _FLOAT = 4  # bytes
 
 
@@ -28,7 +29,7 @@ class TrainingNeed:
     Attributes:
         weights: of the model.
         gradients: of what is trained.
-        optimizer: AdamW's two numbers a weight.
+        optimizer: its numbers, AdamW's two a weight.
         activations: kept for the backward.
         layer: of one layer, while its backward runs.
         logits: of one chunk, and with chunks the head's gradient.
@@ -83,27 +84,33 @@ def training_need(
     parameters = list(model.parameters())
     shards = launch.replicas * launch.context if launch.shards else 1
     gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad) // shards
-    rows, split = recipe.optimizer.batch, launch.context * launch.ulysses
+    rows, split = recipe.training.per_device_train_batch_size, launch.context * launch.ulysses
     length = recipe.data.length // split
-    half = recipe.optimizer.precision == "bfloat16"
+    half = recipe.training.bf16 or recipe.training.fp16
     size = _FLOAT // 2 if half else _FLOAT
     heads = getattr(config, "num_attention_heads", None) or 1
     layer = rows * length * _layer_states(config, recipe) * size
     scores = [rows * (recipe.data.length // one) * (one // split) ** 2 for one in biased]  # shorter ones are more
     layer += _SCORES * heads * max(scores, default=0) * _FLOAT
     kept = 0
-    if recipe.compute.checkpointing and not recipe.compute.offload:
+    if recipe.checkpoints_activations and not _offloads(recipe):
         kept = config.num_hidden_layers * rows * length * config.hidden_size * size
     return TrainingNeed(
         weights=sum(p.numel() * p.element_size() for p in parameters) // shards,
         gradients=gradients,
-        optimizer=_ADAM_STATES * gradients,
-        activations=kept if recipe.compute.checkpointing else config.num_hidden_layers * layer,
+        optimizer=_FEWER_STATES.get(recipe.training.optim or "", _ADAM_STATES) * gradients,
+        activations=kept if recipe.checkpoints_activations else config.num_hidden_layers * layer,
         layer=kept + layer,
         logits=_logits(model, config, rows * length, chunk, copies=_LOGITS + half),
         teacher=0 if teacher is None else sum(p.numel() * p.element_size() for p in teacher.parameters()),
-        accumulates=recipe.optimizer.accumulate > 1,
+        accumulates=recipe.training.gradient_accumulation_steps > 1,
     )
+
+
+def _offloads(recipe: Recipe) -> bool:
+    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    held = [getattr(recipe.training, name, None) for name in names]
+    return any(isinstance(options, Mapping) and bool(options.get("offload")) for options in held)
 
 
 def _layer_states(config: Any, recipe: Recipe) -> int:
@@ -111,7 +118,7 @@ def _layer_states(config: Any, recipe: Recipe) -> int:
     hidden = config.hidden_size
     names = ("intermediate_size", "n_inner", "ffn_dim")
     inner = next((width for name in names if (width := getattr(config, name, None))), 4 * hidden)
-    frozen = recipe.train.what in ADAPTERS and recipe.train.target == "attention"
+    frozen = recipe.peft is not None and recipe.peft.get("target_modules") is None
     of_hidden, of_inner = _FROZEN_STATES if frozen else _STATES
     activation = getattr(config, "hidden_act", None) or getattr(config, "activation_function", None)
     return of_hidden * hidden + (of_inner + (activation in _COMPOSED)) * inner
@@ -140,12 +147,12 @@ def refuse_too_much(need: TrainingNeed, free: int | None, recipe: Recipe, *, loa
     if free is None or need.total - (need.weights + need.teacher if loaded else 0) <= free:
         return
     helps = []
-    if recipe.optimizer.batch > 1:
-        helps.append("a smaller optimizer.batch with more optimizer.accumulate")
-    if not recipe.compute.checkpointing:
-        helps.append("compute.checkpointing=true")
-    if recipe.train.what == "full":
-        helps.append("train.what=lora")
+    if recipe.training.per_device_train_batch_size > 1:
+        helps.append("a smaller training.per_device_train_batch_size with more training.gradient_accumulation_steps")
+    if not recipe.checkpoints_activations:
+        helps.append("training.gradient_checkpointing=true")
+    if recipe.what == "full":
+        helps.append("peft.peft_type=LORA")
     if not recipe.objective.chunk:
         helps.append("objective.chunk=1024")
     helps.append("a shorter data.length")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hf_posswap.compat.accelerate_state import shard_by_fsdp
-from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.errors import CheckpointError, ConfigError, UnsupportedSwapError
 from hf_posswap.training.config import Recipe
+from hf_posswap.utils.atomic_io import read_json
+
+_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+_PRECISION = "ACCELERATE_MIXED_PRECISION"
+_ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
 @dataclass(frozen=True)
@@ -42,19 +49,71 @@ class Launch:
 
 def launch_of_environment() -> Launch:
     """Return what the environment of this process says."""
-    use = {name: os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true" for name in ("FSDP", "DEEPSPEED")}
-    split = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    split = _is_on("ACCELERATE_USE_PARALLELISM_CONFIG")
     return Launch(
         processes=_number("WORLD_SIZE", 1),
-        fsdp=_number("FSDP_VERSION", 1) if use["FSDP"] else 0,
-        deepspeed=_number("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2) if use["DEEPSPEED"] else 0,
+        fsdp=_number("FSDP_VERSION", 1) if _is_on("ACCELERATE_USE_FSDP") else 0,
+        deepspeed=_number("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2) if _is_on(_DEEPSPEED) else 0,
         context=_number("PARALLELISM_CONFIG_CP_SIZE", 1) if split else 1,
         ulysses=_number("PARALLELISM_CONFIG_SP_SIZE", 1) if split else 1,
     )
 
 
+def launch_of(recipe: Recipe) -> Launch:
+    """Return how this process was started, with the ZeRO stage that `recipe` itself brings.
+
+    Raises:
+        ConfigError: training.deepspeed is no readable configuration.
+    """
+    launch, given = launch_of_environment(), recipe.training.deepspeed
+    if launch.deepspeed or not given:
+        return launch
+    try:
+        held = given if isinstance(given, dict) else read_json(Path(given).expanduser())
+        stage = int(held.get("zero_optimization", {}).get("stage", 0))
+    except (CheckpointError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"training.deepspeed: {error}") from error
+    return dataclasses.replace(launch, deepspeed=stage)
+
+
+def as_launched(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """Return `recipe` with what the file of accelerate launch says instead, and a line for each that differs.
+
+    A mixed precision of "no", which accelerate has where its file says nothing, leaves the recipe's.
+
+    Args:
+        recipe: as a whole.
+    """
+    training, wins = recipe.training, "accelerate's file wins over the recipe: "
+    changes: dict[str, Any] = {}
+    said = []
+    precision, mine = os.environ.get(_PRECISION, "no"), _precision(recipe)
+    if precision in ("bf16", "fp16") and precision != mine:
+        changes |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+        said.append(f"{wins}mixed precision {precision}, not {mine}.")
+    batches = _number(_ACCUMULATION, 0) if _is_on(_DEEPSPEED) else 0
+    if batches and batches != training.gradient_accumulation_steps:
+        changes["gradient_accumulation_steps"] = batches
+        said.append(f"{wins}{batches} batches a step, not {training.gradient_accumulation_steps}.")
+    if training.deepspeed and (_is_on(_DEEPSPEED) or _is_on("ACCELERATE_USE_FSDP")):
+        changes["deepspeed"] = None
+        said.append(f"{wins}{'DeepSpeed as it says' if _is_on(_DEEPSPEED) else 'FSDP'}, not training.deepspeed.")
+    if not changes:
+        return recipe, []
+    return dataclasses.replace(recipe, training=dataclasses.replace(training, **changes)), said
+
+
+def _precision(recipe: Recipe) -> str:
+    return "bf16" if recipe.training.bf16 else "fp16" if recipe.training.fp16 else "no"
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("true", "1", "yes")
+
+
 def _number(name: str, default: int) -> int:
-    return int(os.environ.get(name) or default)
+    said = os.environ.get(name) or ""
+    return int(said) if said.isdigit() else default
 
 
 def shard_on_cpus(accelerator: Any) -> bool:
@@ -129,10 +188,10 @@ def _sharding(recipe: Recipe, launch: Launch) -> str | None:
         return "FSDP version 1 is not supported: it flattens the parameters a swap adds. Set fsdp_version: 2."
     if launch.shards and recipe.swap.gradual_steps:
         return "a gradual swap cannot be ended where weights are sharded (FSDP, ZeRO-3): use DDP or one process."
-    if launch.shards and recipe.train.what == "new_rows":
-        return "train.what new_rows masks rows of a gradient, which sharding cuts: use DDP or one process."
-    if launch.shards and recipe.watch.evaluate_every:
-        return "watch.evaluate_every needs whole weights, and they are sharded: leave it 0; the end is measured."
+    if launch.shards and recipe.what == "new_rows":
+        return "trainable.what new_rows masks rows of a gradient, which sharding cuts: use DDP or one process."
+    if launch.shards and (recipe.training.eval_strategy != "no" or recipe.training.eval_on_start):
+        return "training.eval_strategy needs whole weights, and they are sharded: leave it no; the end is measured."
     if launch.shards and recipe.objective.kind in ("distill", "embedding"):
         return f"objective.kind {recipe.objective.kind} needs the unswapped model whole beside a sharded one: use DDP."
     return None

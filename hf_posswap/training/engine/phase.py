@@ -5,26 +5,27 @@ from __future__ import annotations
 import gc
 import importlib.util
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import set_seed
+from transformers.integrations import TensorBoardCallback
 
 from hf_posswap.checkpoints.save import save
 from hf_posswap.errors import CheckpointError
 from hf_posswap.patching.apply.patch_model import swap_plan
 from hf_posswap.patching.tools.blending import finish_blend
 from hf_posswap.training.config import SENTENCES, Phase, Recipe
+from hf_posswap.training.config.checking import reporters
 from hf_posswap.training.engine.arguments import training_arguments
-from hf_posswap.training.engine.callbacks import Evaluates, Gradual, Health, Recovered, stage_done_at
+from hf_posswap.training.engine.callbacks import Gradual, Health, Recovered, stage_done_at
 from hf_posswap.training.engine.checkpoints import differences
+from hf_posswap.training.engine.evaluating import measure_of
 from hf_posswap.training.engine.gates import probe
 from hf_posswap.training.engine.log import RunLog, Watch, tensorboard_callback
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.engine.preparing import Prepared, prepare
-from hf_posswap.training.engine.schedule import rate_share
 from hf_posswap.training.engine.sentence_files import write_sentence_files
 from hf_posswap.training.engine.services import Services
 from hf_posswap.training.engine.trainer import PosswapTrainer
@@ -45,6 +46,7 @@ class PhaseResult:
         name: of the phase; "" where there is only one.
         steps: optimizer steps.
         tokens: read, over all processes.
+        train_runtime: seconds of training, in all sittings; of one that was killed up to its last line of the log.
         first_loss: of the first line of the log; None: nothing was logged.
         last_loss: of the last one.
         plan: of the swap, as JSON; None: there was none.
@@ -55,6 +57,7 @@ class PhaseResult:
     name: str
     steps: int
     tokens: int
+    train_runtime: float
     first_loss: float | None
     last_loss: float | None
     plan: dict[str, Any] | None
@@ -101,7 +104,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         return done
     recipe = phase.recipe
     (place / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    set_seed(recipe.optimizer.seed)
+    set_seed(recipe.training.seed)
     resumes = any((place / _CHECKPOINTS).glob("checkpoint-*"))
     prepared = prepare(recipe, run.launch, run.services, weights=weights, resumes=resumes)
     run = replace(run, identity=run.identity | prepared.identity)
@@ -112,7 +115,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     log = RunLog(place / LOG, writes=run.main)
     trainer = _trainer(phase, run, prepared, place)
     watch = Watch(log, run.services.reporter if run.main else None, phase.name or "training", _step_tokens(recipe, run))
-    for callback in (watch, *_callbacks(phase, run, prepared, trainer, log, place)):
+    for callback in (watch, *_callbacks(phase, prepared, trainer, log)):
         trainer.add_callback(callback)
     checkpoint = trainer.newest_checkpoint()
     _end_at(trainer, stage_done_at(checkpoint), prepared, recipe, run)
@@ -130,7 +133,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         assert prepared.plan is not None
         write_sentence_files(recipe.model, place / MODEL, prepared.plan.max_length)
     steps = trainer.state.global_step
-    result = _result(phase, prepared, steps, steps * _step_tokens(recipe, run), log)
+    result = _result(phase, prepared, steps, steps * _step_tokens(recipe, run), watch.seconds, log)
     if run.main:
         write_json(place / DONE, {"identity": run.identity, "result": asdict(result)})
     trainer.accelerator.wait_for_everyone()
@@ -146,7 +149,8 @@ def _has_sentences() -> bool:
 
 def _rows(recipe: Recipe, run: Run) -> int:
     """Return how many windows of data.length, or as many tokens in shorter ones, one step reads on all processes."""
-    return recipe.optimizer.batch * recipe.optimizer.accumulate * run.launch.replicas
+    training = recipe.training
+    return training.per_device_train_batch_size * training.gradient_accumulation_steps * run.launch.replicas
 
 
 def _step_tokens(recipe: Recipe, run: Run) -> int:
@@ -154,26 +158,30 @@ def _step_tokens(recipe: Recipe, run: Run) -> int:
 
 
 def _trainer(phase: Phase, run: Run, prepared: Prepared, place: Path) -> PosswapTrainer:
-    recipe, optimizer = phase.recipe, phase.recipe.optimizer
-    return PosswapTrainer(
+    recipe, training = phase.recipe, phase.recipe.training
+    measured, documents = training.eval_strategy != "no" or training.eval_on_start, prepared.data.held_out
+    trainer = PosswapTrainer(
         prepared.model,
         training_arguments(recipe, place / _CHECKPOINTS),
         objective=prepared.objective,
         groups=lambda model: parameter_groups(
-            model, recipe.train, learning_rate=optimizer.learning_rate, weight_decay=optimizer.weight_decay
+            model, recipe.trainable, learning_rate=training.learning_rate, weight_decay=training.weight_decay
         ),
-        share_of_rate=lambda step: rate_share(step, optimizer),
         identity=run.identity,
-        keep=recipe.save.keep,
+        measure=measure_of(recipe, run.services, prepared.model, documents) if measured else None,
         tokenizer=prepared.tokenizer,
         data_collator=prepared.data.collate,
-        train_dataset=prepared.data.steps(optimizer.steps, _rows(recipe, run)),
+        train_dataset=prepared.data.steps(training.max_steps, _rows(recipe, run)),
+        eval_dataset=documents if measured else None,
     )
+    if "tensorboard" in reporters(recipe):
+        trainer.remove_callback(TensorBoardCallback)  # which writes among the checkpoints
+        if run.main:
+            trainer.add_callback(tensorboard_callback(place / "tensorboard"))
+    return trainer
 
 
-def _callbacks(
-    phase: Phase, run: Run, prepared: Prepared, trainer: PosswapTrainer, log: RunLog, place: Path
-) -> list[Any]:
+def _callbacks(phase: Phase, prepared: Prepared, trainer: PosswapTrainer, log: RunLog) -> list[Any]:
     recipe, stage = phase.recipe, phase.stage
     wanted: list[Any] = [Health(recipe.gates, trainer.last_good)]
     if recipe.swap.gradual_steps:
@@ -181,18 +189,7 @@ def _callbacks(
     if stage is not None and stage.recovered is not None:
         short = {"input_ids": prepared.short, "labels": prepared.short}
         wanted.append(Recovered(stage, lambda: probe(prepared.model, short, causal=True), prepared.short_before, log))
-    if recipe.watch.evaluate_every:
-        wanted.append(Evaluates(recipe.watch.evaluate_every, _measure(recipe, run, prepared), log))
-    if "tensorboard" in recipe.watch.report_to and run.main:
-        wanted.append(tensorboard_callback(place / "tensorboard"))
     return wanted
-
-
-def _measure(recipe: Recipe, run: Run, prepared: Prepared) -> Callable[[], dict[int, float]]:
-    watch, evaluate = recipe.watch, run.services.evaluate
-    assert evaluate is not None
-    documents = prepared.data.held_out
-    return lambda: evaluate(prepared.model, documents, watch.evaluate_lengths, watch.evaluate_documents)
 
 
 def _end_at(trainer: PosswapTrainer, step: int | None, prepared: Prepared, recipe: Recipe, run: Run) -> None:
@@ -217,12 +214,13 @@ def _write_model(trainer: PosswapTrainer, prepared: Prepared, place: Path, run: 
             gathered.rename(temporary)
 
 
-def _result(phase: Phase, prepared: Prepared, steps: int, tokens: int, log: RunLog) -> PhaseResult:
+def _result(phase: Phase, prepared: Prepared, steps: int, tokens: int, seconds: float, log: RunLog) -> PhaseResult:
     losses = [entry for entry in log.entries() if "loss" in entry]
     return PhaseResult(
         name=phase.name,
         steps=steps,
         tokens=tokens,
+        train_runtime=round(seconds, 3),
         first_loss=losses[0]["loss"] if losses else None,
         last_loss=losses[-1]["loss"] if losses else None,
         plan=None if prepared.plan is None else prepared.plan.to_dict(),

@@ -109,7 +109,7 @@ def prepare(
         dtype=model.dtype,
         say=services.reporter.line if services.reporter else None,
     )
-    check_held_out(data.held_out, recipe.watch.evaluate_lengths)
+    check_held_out(data.held_out, recipe.evaluation.lengths)
     _place(model, recipe, launch, services)
     batch = _first_batch(recipe, model, data, plan, sites)
     pooling = pooling_of(recipe.model) if recipe.objective.kind in SENTENCES else None
@@ -127,13 +127,15 @@ def prepare(
         several = f" of each length: {', '.join(map(str, recipe.data.lengths))}" if len(recipe.data.lengths) > 1 else ""
         said.append(f"data.packing {recipe.data.packing} proved on one batch{several}")
     teacher = make_teacher(model) if recipe.objective.kind in ("distill", "embedding") else None
-    model = prepare_trainable(model, recipe.train)
+    model = prepare_trainable(model, recipe.trainable, recipe.peft)
     if weights is not None:
         load_weights(model, weights)
     chunk, note = chosen_chunk(recipe, model, batch, causal=causal)
     said += [*([note] if note else []), _check_memory(recipe, model, teacher, launch, services, chunk)]
-    if recipe.compute.compile:
-        said.append(f"{compile_layers(model, sites.attention)} layers are compiled, each by itself")
+    by = {"backend": recipe.training.torch_compile_backend, "mode": recipe.training.torch_compile_mode}
+    if recipe.training.torch_compile or any(by.values()):
+        given = {name: value for name, value in by.items() if value is not None}
+        said.append(f"{compile_layers(model, sites.attention, **given)} layers are compiled, each by itself")
     masking = data.train.masking
     objective = make_objective(
         recipe.objective,
@@ -168,7 +170,7 @@ def _first_batch(recipe: Recipe, model: Any, data: TokenData, plan: SwapPlan | N
     return data.collate([{name: values[:_PROBED] for name, values in item.items()} for item in items])
 
 
-def compile_layers(model: Any, attention: tuple[str, ...]) -> int:
+def compile_layers(model: Any, attention: tuple[str, ...], **how: Any) -> int:
     """Have torch.compile compile each layer of `model` when it first runs, and return how many there are.
 
     Layers alone, so that the loss can still run body and head apart, and equal layers are compiled once.
@@ -176,11 +178,12 @@ def compile_layers(model: Any, attention: tuple[str, ...]) -> int:
     Args:
         model: or a PEFT model around it.
         attention: paths of its attention modules, each in a layer of its own.
+        how: backend and mode of torch.compile.
     """
     inner = unwrap(model)
     paths = {re.sub(r"(\.\d+)\..*", r"\1", path) for path in attention}
     for path in sorted(paths):
-        inner.get_submodule(path).compile()
+        inner.get_submodule(path).compile(**how)
     return len(paths)
 
 

@@ -50,7 +50,7 @@ def leave_record(
         base_weights=identity[_BASE],
         recipe=None if recipe.name is None else _plain(recipe.name),
         objective=recipe.objective.kind,
-        what=recipe.train.what,
+        what=recipe.what,
         steps=sum(result.steps for result in results),
         tokens=sum(result.tokens for result in results),
         data=_digest({key: value for key, value in identity.items() if key.startswith(_DATA)}),

@@ -12,9 +12,10 @@ from typing import Any
 from hf_posswap.errors import CheckpointError, ConfigError
 from hf_posswap.training.config import Recipe, phases_of
 from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.finish import finish
 from hf_posswap.training.engine.identity import identity_of
-from hf_posswap.training.engine.parallel import launch_of_environment, refuse_silent_errors
+from hf_posswap.training.engine.parallel import as_launched, launch_of, refuse_silent_errors
 from hf_posswap.training.engine.phase import MODEL, Run, run_phase
 from hf_posswap.training.engine.preparing import chosen_scheme
 from hf_posswap.training.engine.services import Services
@@ -56,15 +57,17 @@ def run_recipe(recipe: Recipe, services: Services | None = None) -> Finished:
         UnsupportedSwapError: the swap is not possible, or not under this kind of parallelism.
     """
     given = services or Services()
-    if recipe.watch.evaluate_lengths and given.evaluate is None:
-        raise ConfigError(
-            "watch.evaluate_lengths needs Services.evaluate, which posswap train and recipes/train.py give."
-        )
-    launch = launch_of_environment()
+    evaluated = {"training.eval_strategy": recipe.training.eval_strategy != "no" or recipe.training.eval_on_start,
+                 "evaluation.lengths": bool(recipe.evaluation.lengths)}  # fmt: skip
+    for key in (key for key, wanted in evaluated.items() if wanted and given.evaluate is None):
+        raise ConfigError(f"{key} needs Services.evaluate, which posswap train and recipes/train.py give.")
+    recipe, differs = as_launched(recipe)
+    launch = launch_of(recipe)
     phases = phases_of(recipe)
+    folder = Path(recipe.out).expanduser().resolve()
     for phase in phases:  # before anything loads; once the model is known, its resolved scheme is looked at again
         refuse_silent_errors(phase.recipe, chosen_scheme(phase.recipe), launch)
-    folder = Path(recipe.out).expanduser().resolve()
+        training_arguments(phase.recipe, folder / phase.name)
     main = int(os.environ.get("RANK", "0")) == 0
     run = Run(folder, identity_of(recipe, launch), launch, given, main)
     with ExitStack() as stack:
@@ -73,6 +76,8 @@ def run_recipe(recipe: Recipe, services: Services | None = None) -> Finished:
         if main:
             stack.enter_context(_alone_in(writable_folder(folder)))
             write_json(folder / "recipe.json", to_dict(recipe))
+        for line in differs:
+            run.say(line)
         results, weights = [], None
         for phase in phases:
             results.append(run_phase(phase, run, weights))

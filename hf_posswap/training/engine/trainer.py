@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers.trainer_callback import PrinterCallback
 from hf_posswap.checkpoints.adapters import write_sidecars
 from hf_posswap.checkpoints.adapters_positions import refuse_lost_positions
 from hf_posswap.compat.transformers_trainer import SavingTrainer
-from hf_posswap.errors import NumericError
+from hf_posswap.errors import ConfigError, NumericError
 from hf_posswap.training.engine.checkpoints import UNFINISHED, newest, rotate, seal, take_place
 from hf_posswap.training.engine.objectives import Objective
 from hf_posswap.training.engine.parallel import shard_on_cpus
@@ -33,9 +33,8 @@ class PosswapTrainer(SavingTrainer):
         args: of transformers.
         objective: the loss.
         groups: makes the parameter groups.
-        share_of_rate: from a step, counted from 0, to its learning rate as a share of the whole.
         identity: of this training: a checkpoint of another one is refused.
-        keep: checkpoints that are kept.
+        measure: returns the loss of held-out documents at each length; None: nothing is evaluated.
         tokenizer: saved beside the model; None: none is.
     """
 
@@ -46,15 +45,13 @@ class PosswapTrainer(SavingTrainer):
         *,
         objective: Objective,
         groups: Groups,
-        share_of_rate: Callable[[int], float],
         identity: dict[str, Any],
-        keep: int,
+        measure: Callable[[], dict[int, float]] | None = None,
         tokenizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        self.groups, self.identity, self.keep, self.tokenizer = groups, identity, keep, tokenizer
+        self.groups, self.identity, self.measure, self.tokenizer = groups, identity, measure, tokenizer
         self.objective: Objective = objective
-        self.share_of_rate = share_of_rate
         self._writing: Path | None = None
         super().__init__(model=model, args=args, **kwargs)
         self.remove_callback(PrinterCallback)
@@ -83,19 +80,38 @@ class PosswapTrainer(SavingTrainer):
         return newest(self.folder, self.identity)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Make AdamW with the recipe's parameter groups."""
+        """Make the optimizer of `optim` with the recipe's parameter groups.
+
+        Raises:
+            ConfigError: it is not installed, or takes no parameter groups.
+        """
         if self.optimizer is None:
-            _, options = self.get_optimizer_cls_and_kwargs(self.args)
-            self.optimizer = torch.optim.AdamW(self.groups(self.model if model is None else model), **options)
+            chosen = self.model if model is None else model
+            try:
+                kind, options = self.get_optimizer_cls_and_kwargs(self.args, chosen)  # type: ignore[arg-type]
+            except (ImportError, ValueError, RuntimeError) as error:
+                raise ConfigError(f"training.optim: {' '.join(str(error).split())}") from error
+            if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+                raise ConfigError(f"training.optim: {self.args.optim} takes no parameter groups: use another.")
+            self.optimizer = kind(self.groups(chosen), **options)
         return self.optimizer
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Make the recipe's schedule: every group's rate times the share of the step."""
-        if self.lr_scheduler is None:
-            chosen = self.optimizer if optimizer is None else optimizer
-            schedule = torch.optim.lr_scheduler.LambdaLR(chosen, self.share_of_rate)  # type: ignore[arg-type]
-            self.take_scheduler(schedule)
-        return self.lr_scheduler
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Leave the Hub alone: the finished model is pushed once it is proved."""
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Return the loss of held-out documents, at the longest length and at each, without touching what is random."""
+        assert self.measure is not None
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices):
+            found = self.measure()
+        metrics = {f"{metric_key_prefix}_loss_at_{length}": nll for length, nll in found.items()}
+        metrics |= {f"{metric_key_prefix}_loss": found[max(found)]} if found else {}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
     def compute_loss(
         self,
@@ -151,7 +167,7 @@ class PosswapTrainer(SavingTrainer):
         if self.args.should_save:
             seal(self.folder / UNFINISHED / name, self.state.global_step, self.identity)
             take_place(self.folder / UNFINISHED / name, self.folder / name)
-            rotate(self.folder, self.keep)
+            rotate(self.folder, self.args.save_total_limit)
         self.accelerator.wait_for_everyone()
 
     def write_model_files(self, folder: str | None, weights: dict[str, Any] | None) -> None:

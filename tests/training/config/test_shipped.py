@@ -73,8 +73,8 @@ def test_a_run_folder_of_a_recipes_name_does_not_hide_the_recipe(
 
 def test_a_file_includes_a_recipe_of_the_package_by_name(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
-    mine.write_text("include: yarn\nmodel: {name: any}\noptimizer: {steps: 77}")
-    expected = load_recipe("yarn", ["model.name=any", "optimizer.steps=77", "name=mine"])
+    mine.write_text("include: yarn\nmodel: {name: any}\ntraining: {max_steps: 77}")
+    expected = load_recipe("yarn", ["model.name=any", "training.max_steps=77", "name=mine"])
     assert load_recipe(mine) == expected
     mine.write_text("include: yran")
     with pytest.raises(ConfigError, match=r"mine\.yaml: include: unknown recipe 'yran'\. Did you mean 'yarn'\?"):
@@ -82,9 +82,9 @@ def test_a_file_includes_a_recipe_of_the_package_by_name(tmp_path: Path) -> None
 
 
 def test_a_file_beside_is_included_before_a_recipe_of_its_name(tmp_path: Path) -> None:
-    (tmp_path / "yarn").write_text("optimizer: {steps: 77}")
+    (tmp_path / "yarn").write_text("training: {max_steps: 77}")
     (tmp_path / "mine.yaml").write_text("include: yarn\nmodel: {name: any}")
-    assert load_recipe(tmp_path / "mine.yaml").optimizer.steps == 77
+    assert load_recipe(tmp_path / "mine.yaml").training.max_steps == 77
 
 
 @pytest.mark.parametrize("name", ["yarn", "control", "embedding", "base", "accelerate/ddp"])

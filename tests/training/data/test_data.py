@@ -18,7 +18,7 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_posswap.errors import DataError, MissingDependencyError, OptionError
+from hf_posswap.errors import ConfigError, DataError, MissingDependencyError
 from hf_posswap.text.hub import HubText
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer
@@ -302,7 +302,7 @@ def test_a_summary_counts_all(tmp_path: Path) -> None:
     ],
 )
 def test_every_problem_of_settings_is_said_at_once(settings: Any, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
+    with pytest.raises(ConfigError, match=message):
         settings()
 
 

@@ -13,7 +13,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from hf_posswap import patch_model
-from hf_posswap.errors import DataError, OptionError
+from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import DataSettings, Packing, Source, TokenData, TokenWindows, build_data, prove_packing
 from tests.training.data.test_packing import masked_tokenizer
@@ -147,7 +147,7 @@ def test_the_packing_of_every_length_is_proved(tmp_path: Path) -> None:
     ],
 )
 def test_a_cut_that_cannot_be_is_refused(cut: tuple[int, ...], said: str) -> None:
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(ConfigError, match=said):
         DataSettings(length=LENGTH, cut=cut)
 
 

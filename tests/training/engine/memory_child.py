@@ -43,12 +43,11 @@ def measure(kind: str, what: str, checkpointing: bool, chunk: int, rows: int, le
             "model": {"name": "tiny"},
             "swap": {"scheme": "rope"},
             "data": {"length": length},
-            "train": {"what": what},
-            "optimizer": {"batch": rows},
-            "compute": {"checkpointing": checkpointing},
+            "peft": None if what == "full" else {"peft_type": what.upper()},
+            "training": {"per_device_train_batch_size": rows, "gradient_checkpointing": checkpointing},
         }
     )
-    model = prepare_trainable(model_of(kind, length), recipe.train)
+    model = prepare_trainable(model_of(kind, length), recipe.trainable, recipe.peft)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     need = training_need(model, recipe, Launch(), biased=(), chunk=chunk)

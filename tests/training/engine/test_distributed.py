@@ -34,10 +34,10 @@ FSDP = {
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
 }
-HALVES = ("optimizer.batch=2", "compute.device=cpu")
+HALVES = ("training.per_device_train_batch_size=2", "training.use_cpu=true")
 STAGES = [
-    {"steps": 6, "length": 32, "recovered": 50.0, "least_steps": 4, "check_every": 2},
-    {"steps": 5, "length": 64, "scheme": {"base": 5e5}},
+    {"max_steps": 6, "length": 32, "recovered": 50.0, "least_steps": 4, "check_every": 2},
+    {"max_steps": 5, "length": 64, "scheme": {"base": 5e5}},
 ]
 
 
@@ -76,7 +76,7 @@ def finished(config: Path) -> Finished:
 
 def one_process(place: Path, *settings: str, **values: Any) -> Finished:
     """Run the same recipe in this process, with batches twice as large."""
-    return run_recipe(recipe(place, "compute.device=cpu", *settings, f"out={place / 'one'}", kind="llama", **values))
+    return run_recipe(recipe(place, "training.use_cpu=true", *settings, f"out={place / 'one'}", kind="llama", **values))
 
 
 def losses(done: Finished) -> list[float]:
@@ -98,9 +98,9 @@ def assert_alike(two: Finished, one: Finished) -> None:
     ("environment", "settings"),
     [
         ({}, ("swap.gradual_steps=4",)),
-        ({}, ("optimizer.accumulate=2", "train.what=lora", "train.rank=2")),
+        ({}, ("training.gradient_accumulation_steps=2", "peft.peft_type=LORA", "peft.r=2")),
         (FSDP, ()),
-        (FSDP, ("train.what=lora", "train.rank=2", "train.norms=true")),
+        (FSDP, ("peft.peft_type=LORA", "peft.r=2", "trainable.norms=true")),
     ],
     ids=["ddp-gradual", "ddp-lora-accumulated", "fsdp2", "fsdp2-lora"],
 )
@@ -127,19 +127,19 @@ def test_two_processes_are_one(tmp_path: Path, environment: dict[str, str], sett
 @pytest.mark.timeout(900)  # each torchrun loads everything in three processes
 def test_killed_as_a_whole_and_then_in_one_process_it_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     """Two stages, the first of which ends early: SIGKILL in each, and the same command again."""
-    config = written(tmp_path, "whole", "save.every=2", stages=STAGES)
+    config = written(tmp_path, "whole", "training.save_steps=2", stages=STAGES)
     run = torchrun(config)
     _, said = run.communicate(timeout=400)
     assert run.returncode == 0, said[-4000:]
     whole = finished(config)
     assert [phase["steps"] for phase in whole.report["phases"]] == [4, 5]
-    cut = written(tmp_path, "cut", "save.every=2", stages=STAGES)
+    cut = written(tmp_path, "cut", "training.save_steps=2", stages=STAGES)
     for stage, at_once in (("stage-1", True), ("stage-2", False)):
         _kill(torchrun(cut), after=tmp_path / "cut" / stage / "log.jsonl", whole=at_once)
     again = launch(cut)
     assert losses(again) == losses(whole)
     assert_same_weights(again, whole)
-    assert_alike(again, one_process(tmp_path, "save.every=2", stages=STAGES))
+    assert_alike(again, one_process(tmp_path, "training.save_steps=2", stages=STAGES))
 
 
 def _kill(run: subprocess.Popen[str], *, after: Path, whole: bool) -> None:

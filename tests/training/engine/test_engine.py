@@ -12,37 +12,49 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import AutoTokenizer, set_seed
+from transformers import AutoTokenizer, get_scheduler, set_seed
 
 import hf_posswap
 from hf_posswap.errors import CheckpointError, ConfigError, UnsupportedSwapError
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
 from hf_posswap.training.engine.preparing import prepare
-from hf_posswap.training.engine.schedule import rate_share
 from hf_posswap.training.engine.services import Services
 from hf_posswap.utils.progress import Reporter
 from tests.training.engine_runs import assert_same_weights, recipe, trained, weights_of, write_model
 
 
+def schedule_of(wanted: Recipe, optimizer: torch.optim.Optimizer) -> Any:
+    """Return transformers' own schedule."""
+    how = wanted.training
+    return get_scheduler(
+        how.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=int(how.warmup_steps),
+        num_training_steps=how.max_steps,
+        scheduler_specific_kwargs=how.lr_scheduler_kwargs,  # type: ignore[arg-type]
+    )
+
+
 def plain_loop(wanted: Recipe) -> dict[str, torch.Tensor]:
     """Return the weights after a training loop in a few lines, with the model's own loss."""
-    set_seed(wanted.optimizer.seed)
-    settings = wanted.optimizer
+    settings = wanted.training
+    set_seed(settings.seed)
     prepared = prepare(wanted, Launch(), Services())
     model, data = prepared.model.train(), prepared.data
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2))
-    windows = data.train.sized(settings.steps * settings.batch)
-    for step in range(settings.steps):
-        batch = data.collate([windows[step * settings.batch + row] for row in range(settings.batch)])
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * rate_share(step, settings)
+    betas, rows = (settings.adam_beta1, settings.adam_beta2), settings.per_device_train_batch_size
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas)
+    schedule = schedule_of(wanted, optimizer)
+    windows = data.train.sized(settings.max_steps * rows)
+    for step in range(settings.max_steps):
+        batch = data.collate([windows[step * rows + row] for row in range(rows)])
         model(**batch).loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
     return dict(model.state_dict())
 
@@ -60,7 +72,7 @@ def still(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_it_trains_as_a_plain_loop_does(tmp_path: Path, kind: str) -> None:
     more = {"objective": {"kind": "masked"}, "swap": {"max_length": 64}} if kind == "bert" else {}
-    settings = ("optimizer.weight_decay=0.1", "objective.chunk=16")
+    settings = ("training.weight_decay=0.1", "objective.chunk=16")
     still(tmp_path / kind, kind)
     expected = plain_loop(recipe(tmp_path, *settings, kind=kind, **more))
     found = weights_of(trained(tmp_path, *settings, kind=kind, **more))
@@ -74,7 +86,13 @@ def test_it_trains_as_a_plain_loop_does(tmp_path: Path, kind: str) -> None:
 
 def test_accumulated_batches_are_the_big_batch(tmp_path: Path) -> None:
     big = trained(tmp_path, "out=" + str(tmp_path / "big"), kind="llama")
-    small = trained(tmp_path, "optimizer.batch=1", "optimizer.accumulate=4", "out=" + str(tmp_path / "s"), kind="llama")
+    small = trained(
+        tmp_path,
+        "training.per_device_train_batch_size=1",
+        "training.gradient_accumulation_steps=4",
+        "out=" + str(tmp_path / "s"),
+        kind="llama",
+    )
     for name, weight in weights_of(big).items():
         torch.testing.assert_close(weight, weights_of(small)[name], rtol=0, atol=2e-4)
 
@@ -84,14 +102,19 @@ def test_the_log_the_report_and_the_model_are_left_behind(tmp_path: Path) -> Non
         model(torch.zeros((1, max(lengths)), dtype=torch.long))
         return {length: float(length) for length in lengths}
 
-    settings = ("watch.evaluate_lengths=[32,128]", "watch.evaluate_every=3", "watch.picture=true")
-    done = trained(tmp_path, *settings, "watch.report_to=[tensorboard]", services=Services(evaluate))
+    settings = ("evaluation.lengths=[32,128]", "training.eval_strategy=steps", "training.eval_steps=3")
+    done = trained(tmp_path, *settings, "training.report_to=[tensorboard]", services=Services(evaluate))
     entries = [json.loads(line) for line in (done.folder / "log.jsonl").read_text().splitlines()]
     losses = [entry for entry in entries if "loss" in entry]
     assert [entry["step"] for entry in losses] == [1, 2, 3, 4, 5, 6]
     assert [entry["tokens"] for entry in losses] == [128 * step for step in range(1, 7)]
     assert [entry["step"] for entry in entries if "nll" in entry] == [3, 6]
-    rates = [rate_share(step, recipe(tmp_path).optimizer) * 1e-2 for step in range(6)]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-2)
+    schedule, rates = schedule_of(recipe(tmp_path), optimizer), []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
     assert [entry["learning_rate"] for entry in losses] == pytest.approx(rates)
     assert losses[-1]["loss"] < losses[0]["loss"] - 0.3
     assert done.report["nll"] == {"32": 32.0, "128": 128.0}
@@ -122,7 +145,7 @@ def test_the_tokenizer_reads_as_far_as_the_swapped_model(tmp_path: Path) -> None
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.model_max_length = 64
     tokenizer.save_pretrained(folder)
-    done = trained(tmp_path, "optimizer.steps=2", "swap.gradual_steps=1")
+    done = trained(tmp_path, "training.max_steps=2", "swap.gradual_steps=1")
     assert AutoTokenizer.from_pretrained(done.model).model_max_length == 256
 
 
@@ -131,8 +154,8 @@ def test_what_is_done_is_not_done_again_and_another_training_is_refused(tmp_path
     before = (first.folder / "done.json").stat().st_mtime_ns
     assert trained(tmp_path).report == json.loads(json.dumps(first.report))
     assert (first.folder / "done.json").stat().st_mtime_ns == before
-    with pytest.raises(CheckpointError, match=r"finished \(optimizer.steps: 6, now 7\). Choose another folder"):
-        trained(tmp_path, "optimizer.steps=7")
+    with pytest.raises(CheckpointError, match=r"finished \(training.max_steps: 6, now 7\). Choose another folder"):
+        trained(tmp_path, "training.max_steps=7")
 
 
 @pytest.mark.parametrize("damage", [list, dict, {"identity": []}, {"result": {"a": 1}}], ids=str)
@@ -151,7 +174,7 @@ def test_a_control_is_trained_without_a_swap(tmp_path: Path) -> None:
 
 
 def test_an_adapter_carries_the_swap(tmp_path: Path) -> None:
-    done = trained(tmp_path, "train.what=lora", "train.rank=2", kind="llama", swap={"scheme": {"name": "kerple"}})
+    done = trained(tmp_path, "peft.peft_type=LORA", "peft.r=2", kind="llama", swap={"scheme": {"name": "kerple"}})
     names = sorted(weights_of(done))
     assert any("lora_A" in name for name in names)
     assert any("posswap" in name for name in names)
@@ -172,8 +195,8 @@ def test_a_gradual_swap_begins_at_the_old_model_and_ends_at_the_new_one(tmp_path
 
 
 STAGES: list[dict[str, Any]] = [
-    {"steps": 4, "length": 32, "scheme": {"base": 1e4}},
-    {"steps": 3, "length": 64, "scheme": {"base": 5e5}, "learning_rate": 1e-3},
+    {"max_steps": 4, "length": 32, "scheme": {"base": 1e4}},
+    {"max_steps": 3, "length": 64, "scheme": {"base": 5e5}, "learning_rate": 1e-3},
 ]
 
 
@@ -192,11 +215,11 @@ def test_stages_grow_length_and_base_and_go_on_with_the_weights(tmp_path: Path) 
 
 
 def test_a_stage_ends_once_short_text_has_recovered(tmp_path: Path) -> None:
-    ready = [{"steps": 40, "recovered": 50.0, "least_steps": 3, "check_every": 2}, {"steps": 2}]
-    never = [{"steps": 5, "recovered": 0.0, "check_every": 2}, {"steps": 2}]
+    ready = [{"max_steps": 40, "recovered": 50.0, "least_steps": 3, "check_every": 2}, {"max_steps": 2}]
+    never = [{"max_steps": 5, "recovered": 0.0, "check_every": 2}, {"max_steps": 2}]
     soon = trained(tmp_path, kind="llama", stages=ready)
     assert [phase["steps"] for phase in soon.report["phases"]] == [4, 2]
-    settings = ("optimizer.learning_rate=1e-9", "out=" + str(tmp_path / "never"))
+    settings = ("training.learning_rate=1e-9", "out=" + str(tmp_path / "never"))
     late = trained(tmp_path, *settings, kind="llama", stages=never, swap={"scheme": {"name": "rope", "base": 100.0}})
     assert [phase["steps"] for phase in late.report["phases"]] == [5, 2]
     looks = [json.loads(line) for line in (late.folder / "stage-1" / "log.jsonl").read_text().splitlines()]
@@ -204,32 +227,38 @@ def test_a_stage_ends_once_short_text_has_recovered(tmp_path: Path) -> None:
 
 
 def test_the_unswapped_model_teaches(tmp_path: Path) -> None:
-    done = trained(tmp_path, "objective.kind=distill", "objective.distill.weight=1.0", "optimizer.steps=30")
+    done = trained(tmp_path, "objective.kind=distill", "objective.distill.weight=1.0", "training.max_steps=30")
     phase = done.report["phases"][0]
     assert phase["last_loss"] < 0.7 * phase["first_loss"]
 
 
-MIXED = ("data.length=128", "data.cut=[4, 1]", "objective.chunk=16", "optimizer.batch=2", "optimizer.steps=4")
+MIXED = (
+    "data.length=128",
+    "data.cut=[4, 1]",
+    "objective.chunk=16",
+    "training.per_device_train_batch_size=2",
+    "training.max_steps=4",
+)
 
 
 def mixed_loop(wanted: Recipe) -> dict[str, torch.Tensor]:
     """Return the weights after a loop over four windows for each long one, by turns, with the model's own loss."""
-    set_seed(wanted.optimizer.seed)
-    settings = wanted.optimizer
+    settings = wanted.training
+    set_seed(settings.seed)
     prepared = prepare(wanted, Launch(), Services())
     model, data = prepared.model.train(), prepared.data
-    betas = (settings.beta1, settings.beta2)
+    betas = (settings.adam_beta1, settings.adam_beta2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=betas, weight_decay=0.0)
+    schedule = schedule_of(wanted, optimizer)
     items = [
         [data.shorter[4][k] for k in range(8)], [data.train[0], data.train[1]],
         [data.shorter[4][k] for k in range(8, 16)], [data.train[2], data.train[3]],
     ]  # fmt: skip
-    for step, windows in enumerate(items):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * rate_share(step, settings)
+    for windows in items:
         model(**data.collate(windows)).loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
     return dict(model.state_dict())
 
@@ -243,7 +272,8 @@ def test_mixed_lengths_train_as_a_plain_loop_over_both_does(tmp_path: Path) -> N
     (phase,) = done.report["phases"]
     assert (phase["steps"], phase["tokens"], phase["data"]["cut"]) == (4, 4 * 2 * 128, [4, 1])
     assert "data.packing none proved on one batch of each length: 128, 32" in phase["gates"]
-    small = trained(tmp_path, *MIXED, "optimizer.batch=1", "optimizer.accumulate=2", "out=" + str(tmp_path / "small"),
+    small = trained(tmp_path, *MIXED, "training.per_device_train_batch_size=1",
+                    "training.gradient_accumulation_steps=2", "out=" + str(tmp_path / "small"),
                     kind="llama")  # fmt: skip
     for name, weight in weights_of(small).items():
         torch.testing.assert_close(weight.view_as(expected[name]), expected[name], rtol=0, atol=2e-4)
@@ -252,7 +282,7 @@ def test_mixed_lengths_train_as_a_plain_loop_over_both_does(tmp_path: Path) -> N
 def test_the_sliding_teacher_teaches_beyond_the_window(tmp_path: Path) -> None:
     """With the divergence alone, what is learned beyond the window can come from the windows of the teacher only."""
     how = ("objective.kind=distill", "objective.distill.weight=1.0", "data.length=128", "data.cut=[2, 1]",
-           "optimizer.steps=30", "optimizer.batch=2")  # fmt: skip
+           "training.max_steps=30", "training.per_device_train_batch_size=2")  # fmt: skip
     done = trained(tmp_path, *how, "objective.distill.teacher=sliding")
     (phase,) = done.report["phases"]
     assert phase["last_loss"] < 0.7 * phase["first_loss"]
@@ -263,7 +293,7 @@ def test_the_sliding_teacher_teaches_beyond_the_window(tmp_path: Path) -> None:
     [
         ({"objective": {"kind": "masked"}}, "gpt2", r"masked, and this model is causal: .* Use next-token or distill"),
         ({}, "bert", r"next-token, and this model is an encoder: .* Use masked, embedding or contrastive"),
-        ({"watch": {"evaluate_lengths": [8]}}, "gpt2", r"watch.evaluate_lengths needs Services.evaluate"),
+        ({"evaluation": {"lengths": [8]}}, "gpt2", r"evaluation.lengths needs Services.evaluate"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, values: dict[str, Any], kind: str, says: str) -> None:
@@ -308,12 +338,12 @@ CONTEXT, ULYSSES = Launch(8, fsdp=2, context=4), Launch(8, deepspeed=3, ulysses=
             Launch(8, fsdp=2),
             r"gradual swap cannot be ended where weights",
         ),
-        (hf_posswap.Rope(), ("train.what=new_rows",), Launch(8, deepspeed=3), r"new_rows masks rows of a gradient"),
+        (hf_posswap.Rope(), ("trainable.what=new_rows",), Launch(8, deepspeed=3), r"new_rows masks rows of a gradient"),
         (
             hf_posswap.Rope(),
-            ("watch.evaluate_every=2", "watch.evaluate_lengths=[8]"),
+            ("training.eval_strategy=steps",),
             Launch(8, fsdp=2),
-            r"watch.evaluate_every needs whole weights",
+            r"training.eval_strategy needs whole weights",
         ),
         (hf_posswap.Rope(), ("objective.kind=distill",), Launch(8, fsdp=2), r"distill needs the unswapped model whole"),
     ],
@@ -338,9 +368,9 @@ def test_the_same_recipe_twice_gives_the_same_weights(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_compiled_layers_train_alike(tmp_path: Path) -> None:
     kind = "gpt2"
-    settings = ("optimizer.learning_rate=1e-3", "optimizer.steps=3", "save.every=9")
+    settings = ("training.learning_rate=1e-3", "training.max_steps=3", "training.save_steps=9")
     plain = trained(tmp_path, *settings, kind=kind, model={"name": str(still(tmp_path / "still", kind))})
-    compiled = ("compute.compile=true", f"out={tmp_path / 'compiled'}", f"model.name={tmp_path / 'still'}")
+    compiled = ("training.torch_compile=true", f"out={tmp_path / 'compiled'}", f"model.name={tmp_path / 'still'}")
     done = trained(tmp_path, *settings, *compiled, kind=kind)
     assert "2 layers are compiled, each by itself" in done.report["phases"][0]["gates"]
     assert done.report["phases"][0]["last_loss"] == pytest.approx(plain.report["phases"][0]["last_loss"], abs=1e-4)
@@ -349,19 +379,23 @@ def test_compiled_layers_train_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [("compute.checkpointing=true",), ("compute.checkpointing=true", "compute.offload=true"), ("compute.workers=1",)],
+    [
+        ("training.gradient_checkpointing=true",),
+        ("training.gradient_checkpointing=true", "training.gradient_checkpointing_kwargs.offload=true"),
+        ("training.dataloader_num_workers=1",),
+    ],
 )
 def test_how_it_is_computed_has_no_part_in_the_weights(tmp_path: Path, settings: tuple[str, ...]) -> None:
     folder = still(tmp_path / "still", "llama")
-    one = trained(tmp_path, f"model.name={folder}", "optimizer.steps=2", kind="llama")
+    one = trained(tmp_path, f"model.name={folder}", "training.max_steps=2", kind="llama")
     other = trained(
-        tmp_path, f"model.name={folder}", "optimizer.steps=2", *settings, f"out={tmp_path / 'other'}", kind="llama"
+        tmp_path, f"model.name={folder}", "training.max_steps=2", *settings, f"out={tmp_path / 'other'}", kind="llama"
     )
     assert_same_weights(one, other)
 
 
 def test_bfloat16_computes_and_keeps_float32_weights(tmp_path: Path) -> None:
-    done = trained(tmp_path, "optimizer.precision=bfloat16", "optimizer.steps=20", "save.every=20", kind="llama")
+    done = trained(tmp_path, "training.bf16=true", "training.max_steps=20", "training.save_steps=20", kind="llama")
     assert {weight.dtype for weight in weights_of(done).values()} == {torch.float32}
     phase = done.report["phases"][0]
     assert phase["last_loss"] < phase["first_loss"] - 0.3

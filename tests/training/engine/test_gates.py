@@ -96,7 +96,12 @@ def test_a_start_far_above_the_plan_is_refused_with_its_cause(
 def test_a_wrong_scheme_is_stopped_before_the_first_step(tmp_path: Path) -> None:
     """A model that was trained, patched with a base that is far from its own, starts far above what it had."""
     base = trained(
-        tmp_path, "optimizer.steps=40", "save.every=40", "swap.scheme=null", "swap.max_length=null", kind="llama"
+        tmp_path,
+        "training.max_steps=40",
+        "training.save_steps=40",
+        "swap.scheme=null",
+        "swap.max_length=null",
+        kind="llama",
     )
     spoilt = ("model.name=" + str(base.model), "out=" + str(tmp_path / "spoilt"), "gates.start_above=0.05")
     with pytest.raises(TrainingError, match=r"first loss .* Likely cause: .* gates.start_above says how far"):
@@ -141,10 +146,10 @@ def test_a_training_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "part", "relation"),
     [
-        (("compute.checkpointing=true",), "activations", "less"),
-        (("optimizer.batch=8",), "activations", "more"),
+        (("training.gradient_checkpointing=true",), "activations", "less"),
+        (("training.per_device_train_batch_size=8",), "activations", "more"),
         (("objective.chunk=8",), "logits", "less"),
-        (("optimizer.precision=bfloat16",), "activations", "less"),
+        (("training.bf16=true",), "activations", "less"),
     ],
 )
 def test_the_estimate_follows_the_settings(tmp_path: Path, settings: tuple[str, ...], part: str, relation: str) -> None:
@@ -158,7 +163,10 @@ def test_the_estimate_follows_the_settings(tmp_path: Path, settings: tuple[str, 
 
 def test_the_estimate_knows_scores_of_every_length_and_the_teacher(tmp_path: Path) -> None:
     """Scores of the whole are [rows, H, L, L], of a fourth four times as many rows of a sixteenth: by counting."""
-    model, wanted = tiny("gpt2"), recipe(tmp_path, "data.length=64", "data.cut=[4, 1]", "optimizer.batch=3")
+    model, wanted = (
+        tiny("gpt2"),
+        recipe(tmp_path, "data.length=64", "data.cut=[4, 1]", "training.per_device_train_batch_size=3"),
+    )
     plain, whole, short, both = (
         training_need(model, wanted, Launch(), biased=biased, chunk=8).layer for biased in ((), (64,), (16,), (64, 16))
     )
@@ -179,7 +187,12 @@ def test_sharded_weights_are_counted_in_parts(tmp_path: Path) -> None:
 
 
 def test_nan_stops_with_the_last_good_checkpoint_named(tmp_path: Path) -> None:
-    settings = ("optimizer.learning_rate=1e30", "optimizer.clip=0", "optimizer.warmup=0", "save.every=1")
+    settings = (
+        "training.learning_rate=1e30",
+        "training.max_grad_norm=0",
+        "training.warmup_steps=0",
+        "training.save_steps=1",
+    )
     with pytest.raises(NumericError, match=r"the loss became \w+ at step \d of 6 .* smaller learning rate") as caught:
         trained(tmp_path, *settings, "gates.explosion=0")
     named = re.search(r"The last good checkpoint is (\S+)\. Take", str(caught.value))
@@ -188,7 +201,12 @@ def test_nan_stops_with_the_last_good_checkpoint_named(tmp_path: Path) -> None:
 
 
 def test_an_explosion_stops_with_the_last_good_checkpoint_named(tmp_path: Path) -> None:
-    settings = ("optimizer.learning_rate=3.0", "optimizer.steps=40", "optimizer.clip=0", "save.every=1")
+    settings = (
+        "training.learning_rate=3.0",
+        "training.max_steps=40",
+        "training.max_grad_norm=0",
+        "training.save_steps=1",
+    )
     with pytest.raises(NumericError, match=r"exploded by step \d+: .* The last good checkpoint is .*checkpoint-\d+\."):
         trained(tmp_path, *settings, "gates.window=2", "gates.explosion=1")
 
@@ -217,11 +235,11 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_evaluation_lengths_need_who_evaluates(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs Services.evaluate"):
-        trained(tmp_path, "watch.evaluate_lengths=[16]")
+        trained(tmp_path, "evaluation.lengths=[16]")
 
 
 def test_lengths_that_no_held_out_document_has_are_refused_before_the_first_step(tmp_path: Path) -> None:
     services = Services(evaluate=lambda model, documents, lengths, limit: dict.fromkeys(lengths, 1.0))
     with pytest.raises(DataError, match=r"no held-out document has 9000 tokens \(the longest has \d+\): give longer"):
-        trained(tmp_path, "watch.evaluate_lengths=[16,9000]", services=services)
+        trained(tmp_path, "evaluation.lengths=[16,9000]", services=services)
     assert not any((tmp_path / "run").rglob("checkpoint-*"))

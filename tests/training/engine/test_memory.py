@@ -61,9 +61,15 @@ def test_what_helps_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         NotEnoughMemoryError,
         match=r"144 B .* and 133 B are free on the device, where the weights lie already. What helps: a smaller "
-        r"optimizer.batch with .*, compute.checkpointing=true, train.what=lora, objective.chunk=1024, a shorter",
+        r"training.per_device_train_batch_size with .*, training.gradient_checkpointing=true, peft.peft_type=LORA, "
+        r"objective.chunk=1024, a shorter",
     ):
         refuse_too_much(need, 133, everything, loaded=True)
-    little = recipe(tmp_path, "compute.checkpointing=true", "train.what=lora", "optimizer.batch=1")
+    little = recipe(
+        tmp_path,
+        "training.gradient_checkpointing=true",
+        "peft.peft_type=LORA",
+        "training.per_device_train_batch_size=1",
+    )
     with pytest.raises(NotEnoughMemoryError, match=r"are free on the device. What helps: a shorter data.length. gates"):
         refuse_too_much(need, 133, little, loaded=False)

@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(place: Path) -> dict[str, Finished]:
     """Return a finished training of each kind."""
     return {
-        kind: run_recipe(recipe(place, "name=my-recipe", f"optimizer.steps={STEPS}", f"out={place / kind}", *how))
+        kind: run_recipe(recipe(place, "name=my-recipe", f"training.max_steps={STEPS}", f"out={place / kind}", *how))
         for kind, how in SWAPS.items()
     }
 
@@ -107,7 +107,7 @@ def test_a_stock_copy_keeps_the_record(runs: dict[str, Finished], tmp_path: Path
 
 
 def test_weights_of_a_recorded_training_are_those_of_one_without_it(place: Path, runs: dict[str, Finished]) -> None:
-    again = run_recipe(recipe(place, f"optimizer.steps={STEPS}", f"out={place / 'again'}", "swap.scheme=rope"))
+    again = run_recipe(recipe(place, f"training.max_steps={STEPS}", f"out={place / 'again'}", "swap.scheme=rope"))
     assert again.report["training"]["recipe"] is None  # a recipe that came from a mapping has no name
     one, other = (hf_posswap.load(run.model).state_dict() for run in (runs["plugin"], again))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -213,7 +213,9 @@ def test_texts_that_are_not_there_are_said_before_a_model_is_loaded(tmp_path: Pa
 
 def test_an_adapter_leaves_its_record_beside_it(place: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    run = run_recipe(recipe(place, "name=lora", "train.what=lora", "optimizer.steps=2", f"out={tmp_path / 'lora'}"))
+    run = run_recipe(
+        recipe(place, "name=lora", "peft.peft_type=LORA", "training.max_steps=2", f"out={tmp_path / 'lora'}")
+    )
     told = str(TrainingRecord(**run.report["training"]))
     assert told.startswith("256 tokens with recipe lora, held-out loss ")
     loaded = hf_posswap.load(run.model)

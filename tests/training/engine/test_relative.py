@@ -26,8 +26,8 @@ def write_deberta(folder: Path) -> Path:
 @pytest.mark.parametrize("relative", ["keep", "drop"])
 def test_the_trained_model_has_what_was_chosen(tmp_path: Path, relative: str) -> None:
     write_deberta(tmp_path / "deberta")
-    settings = ("objective.kind=masked", "swap.scheme=rope", f"swap.relative={relative}", "optimizer.steps=1")
-    done = trained(tmp_path, *settings, "optimizer.warmup=0", kind="deberta")
+    settings = ("objective.kind=masked", "swap.scheme=rope", f"swap.relative={relative}", "training.max_steps=1")
+    done = trained(tmp_path, *settings, "training.warmup_steps=0", kind="deberta")
     model = hf_posswap.load(done.model)
     assert model.config.posswap["relative"] == relative
     assert model.config.relative_attention == (relative == "keep")

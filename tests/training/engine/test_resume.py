@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_posswap.errors import CheckpointError, TrainingWarning
 from hf_posswap.training.config import Recipe
+from hf_posswap.training.config.reading import merge
 from hf_posswap.training.engine import Finished, Services, run_recipe
 from hf_posswap.training.engine.checkpoints import (
     SEAL,
@@ -39,16 +40,19 @@ from hf_posswap.utils.progress import Reporter
 from tests import forked
 from tests.training.engine_runs import assert_same_weights, recipe, trained
 
-STAGES = [{"steps": 6, "recovered": 50.0, "least_steps": 4, "check_every": 2}, {"steps": 5, "length": 64}]
+STAGES = [{"max_steps": 6, "recovered": 50.0, "least_steps": 4, "check_every": 2}, {"max_steps": 5, "length": 64}]
 TRAININGS: dict[str, dict[str, Any]] = {
-    "full": {"optimizer": {"steps": 12}},
-    "adapter": {"train": {"what": "lora", "rank": 2, "dropout": 0.2}, "swap": {"scheme": {"name": "kerple"}}},
-    "gradual": {"swap": {"gradual_steps": 5}, "optimizer": {"steps": 8, "accumulate": 2, "batch": 2}},
+    "full": {"training": {"max_steps": 12}},
+    "adapter": {"peft": {"r": 2, "lora_dropout": 0.2}, "swap": {"scheme": {"name": "kerple"}}},
+    "gradual": {
+        "swap": {"gradual_steps": 5},
+        "training": {"max_steps": 8, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    },
     "stages": {"stages": STAGES},
     "mixed": {
         "data": {"length": 128, "cut": [4, 1, 2]},
         "objective": {"kind": "distill", "distill": {"teacher": "sliding", "weight": 0.9}},
-        "optimizer": {"steps": 12, "batch": 2},
+        "training": {"max_steps": 12, "per_device_train_batch_size": 2},
     },
     "bloom": {},
     "gptj": {"swap": {"scheme": {"name": "alibi"}}},
@@ -98,7 +102,7 @@ def logged(folder: Path) -> int:
     ],
 )
 def test_killed_and_called_again_it_ends_with_the_same_weights(tmp_path: Path, kind: str) -> None:
-    values = {"save": {"every": 2}} | TRAININGS[kind]
+    values = merge({"training": {"save_steps": 2}}, TRAININGS[kind])
     model = KINDS.get(kind, "gpt2")
     whole = trained(tmp_path, "out=" + str(tmp_path / "whole"), kind=model, **values)
     wanted = recipe(tmp_path, kind=model, **values)
@@ -119,7 +123,7 @@ def _losses(path: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.slow
 def test_twenty_random_kills_change_no_bit_of_the_result(tmp_path: Path) -> None:
-    values = {"optimizer": {"steps": 60}, "save": {"every": 3}}
+    values = {"training": {"max_steps": 60, "save_steps": 3}}
     whole = trained(tmp_path, "out=" + str(tmp_path / "whole"), **values)
     wanted = recipe(tmp_path, **values)
     chance, kills = random.Random(0), 0
@@ -135,7 +139,7 @@ def test_twenty_random_kills_change_no_bit_of_the_result(tmp_path: Path) -> None
 
 def test_a_stage_that_was_found_done_does_no_step_more(tmp_path: Path) -> None:
     """Killed between the checkpoint of a stage's last step and its end, the stage ends at that step all the same."""
-    values = {"save": {"every": 2}, "stages": STAGES}
+    values = {"training": {"save_steps": 2}, "stages": STAGES}
     whole = trained(tmp_path, "out=" + str(tmp_path / "whole"), kind="llama", **values)
     cut = tmp_path / "run"
     shutil.copytree(whole.folder, cut)
@@ -164,10 +168,10 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
     first = trained(tmp_path)
     (first.folder / "done.json").unlink()
     with pytest.raises(
-        CheckpointError, match=r"belongs to another training \(optimizer.learning_rate: 0.01, now 0.02\)"
+        CheckpointError, match=r"belongs to another training \(training.learning_rate: 0.01, now 0.02\)"
     ):
-        trained(tmp_path, "optimizer.learning_rate=0.02")
-    again = trained(tmp_path, "save.every=1", "watch.log_every=2")  # which have no part in the weights
+        trained(tmp_path, "training.learning_rate=0.02")
+    again = trained(tmp_path, "training.save_steps=1", "training.logging_steps=2")  # which have no part in the weights
     assert_same_weights(first, again)
 
 
@@ -212,14 +216,14 @@ def test_what_is_written_down_of_a_training_is_read_as_the_same(tmp_path: Path) 
     assert phase["last_loss"] == whole.report["phases"][0]["last_loss"]
 
 
-@pytest.mark.parametrize("what", ["full", "lora"])
+@pytest.mark.parametrize("what", ["trainable.what=full", "peft.peft_type=LORA"])
 def test_another_base_is_another_training(tmp_path: Path, what: str) -> None:
-    stopped(trained(tmp_path, f"train.what={what}"))
+    stopped(trained(tmp_path, what))
     change_weight(tmp_path / "gpt2")
     with pytest.raises(
         CheckpointError, match=r"another training \(weights of the base: '\w+', now '\w+'\). Take that back"
     ):
-        trained(tmp_path, f"train.what={what}")
+        trained(tmp_path, what)
 
 
 def test_another_config_of_the_base_is_named_by_its_key(tmp_path: Path) -> None:
@@ -247,7 +251,7 @@ def test_the_same_files_written_again_are_the_same_training(tmp_path: Path) -> N
 
 def test_a_stage_goes_on_from_one_with_the_same_documents_alone(tmp_path: Path) -> None:
     """The first stage is finished, the second not begun: there is no checkpoint that would say what it read."""
-    values: dict[str, Any] = {"stages": [{"steps": 2}, {"steps": 2}]}
+    values: dict[str, Any] = {"stages": [{"max_steps": 2}, {"max_steps": 2}]}
     done = trained(tmp_path, **values)
     (done.folder / "report.json").unlink()
     shutil.rmtree(done.folder / "stage-2")

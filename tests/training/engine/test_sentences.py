@@ -113,7 +113,7 @@ def of_sentences(finished: Finished) -> Any:
 def test_an_encoder_alone_becomes_a_model_of_sentences(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("sentence_transformers")
     more: dict[str, Any] = {"objective": {"kind": kind}, "swap": {"max_length": 96}}
-    done = trained(tmp_path, "optimizer.steps=20", "optimizer.learning_rate=1e-3", kind="bert", **more)
+    done = trained(tmp_path, "training.max_steps=20", "training.learning_rate=1e-3", kind="bert", **more)
     phase = done.report["phases"][0]
     assert 0 < phase["last_loss"] < phase["first_loss"]
     assert any("the swap moved the vectors of texts by 0." in said for said in phase["gates"])
@@ -167,10 +167,15 @@ def minilm() -> Path:
 def test_a_real_model_of_sentences_learns_back_what_the_swap_took(
     tmp_path: Path, minilm: Path, kind: str, scheme: str
 ) -> None:
-    sizes = ("data.length=48", "optimizer.batch=8", "optimizer.steps=8", "save.every=99")
+    sizes = (
+        "data.length=48",
+        "training.per_device_train_batch_size=8",
+        "training.max_steps=8",
+        "training.save_steps=99",
+    )
     more: dict[str, Any] = {"objective": {"kind": kind}, "swap": {"scheme": scheme, "max_length": 1024}}
     data = {"sources": [{"path": "python", "documents": 200}]}
-    done = trained(tmp_path, f"model.name={minilm}", "optimizer.learning_rate=1e-4", *sizes, **more | {"data": data})
+    done = trained(tmp_path, f"model.name={minilm}", "training.learning_rate=1e-4", *sizes, **more | {"data": data})
     phase = done.report["phases"][0]
     assert phase["last_loss"] < 0.8 * phase["first_loss"]
     sentences = of_sentences(done)
