@@ -6,18 +6,16 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import CheckpointError, ConfigError
-from hf_posswap.training.config.checking import check
-from hf_posswap.training.config.peft_keys import read_peft
 from hf_posswap.training.config.problems import Problems
 from hf_posswap.training.config.reading import override, read_yaml
-from hf_posswap.training.config.settings import Recipe
 from hf_posswap.training.config.shipped import find_recipe
-from hf_posswap.training.config.theirs import said
-from hf_posswap.training.config.typed import read
 from hf_posswap.utils.atomic_io import read_json
+
+if TYPE_CHECKING:  # TrainingArguments bring accelerate and PEFT along: they load where a recipe is made
+    from hf_posswap.training.config.settings import Recipe
 
 
 def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
@@ -57,6 +55,11 @@ def make_recipe(values: Mapping[str, Any], where: str = "the recipe") -> Recipe:
     Raises:
         ConfigError: as `load_recipe`.
     """
+    from hf_posswap.training.config.checking import check
+    from hf_posswap.training.config.peft_keys import read_peft
+    from hf_posswap.training.config.settings import Recipe
+    from hf_posswap.training.config.typed import read
+
     problems = Problems()
     recipe = read(Recipe, _with_schemes(values, problems), problems)
     recipe = dataclasses.replace(recipe, peft=read_peft(recipe.peft, problems))
@@ -95,6 +98,8 @@ def _with_scheme(values: Mapping[str, Any], key: str, problems: Problems) -> dic
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """Return `recipe` as JSON, from which `make_recipe` makes it again; of `training` what transformers does not do."""
+    from hf_posswap.training.config.theirs import said
+
     fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     return json.loads(json.dumps(fields | {"training": said(recipe.training)}, default=_as_json))
 
