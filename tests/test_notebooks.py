@@ -79,12 +79,6 @@ def test_a_plan_shows_its_edits_and_facts() -> None:
     assert header == ["site", "path", "before", "after"]
     assert list(map(tuple, edits)) == plan.edit_rows()
     assert list(map(tuple, read.tables[1])) == plan.fact_rows()
-    words = "".join(text for table in read.tables for row in table for text in row)
-    assert set(re.findall(r"[\w.*]+", str(plan))) - {"GPT2LMHeadModel", *re.findall(r"\w+", plan.named)} <= {
-        *re.findall(r"[\w.*]+", " ".join(cell for table in read.tables for row in table for cell in row)),
-        *words.split(),
-        *re.findall(r"[\w.*]+", plan.title),
-    }
 
 
 def test_a_verification_shows_each_check() -> None:

@@ -38,7 +38,7 @@ Metrics = Annotated[
     typer.Option(
         metavar="NAME,NAME",
         help="ppl_prefix, nll_pos, ctx_gain, short_reg, passkey, offset_probe (these by default), ppl_compat, "
-        "ruler_lite, longppl, cost; for encoders mlm_pos, retrieval (these by default), pseudo_ppl.",
+        "ruler_lite, longppl, cost; for encoders mlm_pos, retrieval, vectors (these by default), pseudo_ppl.",
         show_default=False,
     ),
 ]

@@ -73,7 +73,8 @@ def _wide(results: dict[str, Any], name: str, model: dict[str, Any]) -> dict[str
     if passkey := model.get("passkey"):
         found |= {"passkeys_found": sum(cell["share"] for cell in passkey["cells"]) / len(passkey["cells"])}
         found |= {"effective_length": passkey["effective_length"]["length"]}
-    return found | {f"retrieved_{row['length']}": row["accuracy"] for row in model.get("retrieval", [])}
+    found |= {f"retrieved_{row['length']}": row["accuracy"] for row in model.get("retrieval", [])}
+    return found | {f"cosine_to_base_{row['length']}": row["cosine"] for row in model.get("vectors", [])}
 
 
 def _lengths(model: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:

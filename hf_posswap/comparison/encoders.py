@@ -1,4 +1,4 @@
-"""The measures of encoders: masked tokens by length and position, pseudo-perplexity, and retrieval at length."""
+"""The measures of encoders: masked tokens, pseudo-perplexity, retrieval at length, and how near vectors stay."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from hf_posswap.comparison.work import Unit, Work
+from hf_posswap.comparison.work import Unit, Work, key_of
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.frames import special_frame
 from hf_posswap.evaluation.masked import mask_groups, masked_losses, pseudo_perplexity
 from hf_posswap.evaluation.perplexity import loss_by_position, perplexity_by_length
-from hf_posswap.evaluation.retrieval import FILLER, retrieval_at_length
+from hf_posswap.evaluation.retrieval import FILLER, embed, retrieval_at_length
+from hf_posswap.evaluation.statistics import ratio_interval
 from hf_posswap.evaluation.store import unit_key
 
 _SHARE = 0.15
@@ -65,6 +66,61 @@ def _retrieved(work: Work, length: int, how: dict[str, Any]) -> dict[str, Any]:
         return dataclasses.asdict(retrieval_at_length(work.subject.model, work.tokenizer, length, **how))
     except DataError as error:
         return {"too_short": str(error)}
+
+
+def measure_vectors(work: Work) -> list[dict[str, Any]] | None:
+    """Return the mean cosine of the model's vectors to the base's, a row a length; None: the subject is the base.
+
+    A vector is the mean of the last states of one document with its special tokens. The base reads as much of each
+    document as its window holds, as the teacher of an embedding training does; the model reads all of it.
+    """
+    _refuse_causal(work)
+    if work.base is None:
+        return None
+    cosines = iter(work.values("vectors", [unit for length in work.lengths for unit in _vector_units(work, length)]))
+    rows = []
+    for length in work.lengths:
+        found = np.array([next(cosines)["cosine"] for _ in work.documents.digests])
+        low, high = ratio_interval(found, np.ones(len(found)), seed=work.settings.seed)
+        row = {"length": length, "base_reads": _base_reads(work, length), "documents": len(found)}
+        rows.append(row | {"cosine": float(found.mean()), "low": low, "high": high})
+    return rows
+
+
+def _base_reads(work: Work, length: int) -> int:
+    assert work.base is not None
+    limit = work.base.reach.limit
+    return length if limit is None else min(length, limit)
+
+
+def _vector_units(work: Work, length: int) -> list[Unit]:
+    """Return a unit a document: the cosine of the two models' vectors of its first `length` tokens."""
+    before, after = special_frame(work.tokenizer)
+    reads, around = _base_reads(work, length), len(before) + len(after)
+    if reads <= around:
+        raise DataError(f"a text of {reads} tokens holds nothing beside the special ones.")
+    return [
+        Unit(
+            {"metric": "vectors", "pooling": "mean", "base": key_of(work)},
+            {"document": digest, "length": length, "base_reads": reads, "frame": [before, after]},
+            partial(
+                _cosine,
+                work,
+                [*before, *map(int, document[: length - around]), *after],
+                [*before, *map(int, document[: reads - around]), *after],
+            ),
+            (length, reads),
+        )
+        for digest, document in zip(work.documents.digests, work.documents.tokens, strict=True)
+    ]
+
+
+def _cosine(work: Work, whole: list[int], leading: list[int]) -> dict[str, float]:
+    assert work.base is not None
+    new, old = embed(work.subject.model, [whole])[0], embed(work.base.model, [leading])[0]
+    if new.shape != old.shape:
+        raise DataError(f"vectors of {len(new)} and of {len(old)} numbers cannot be held against each other.")
+    return {"cosine": float(new @ old)}
 
 
 def _refuse_causal(work: Work) -> None:

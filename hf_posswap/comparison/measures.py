@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_posswap.comparison.encoders import measure_masked, measure_pseudo, measure_retrieval
+from hf_posswap.comparison.encoders import measure_masked, measure_pseudo, measure_retrieval, measure_vectors
 from hf_posswap.comparison.needles import measure_passkey
 from hf_posswap.comparison.work import Unit, Work, document_losses, key_of, losses_by_length
 from hf_posswap.errors import DataError
@@ -219,4 +219,5 @@ MEASURES: dict[str, Measure] = {
     "mlm_pos": measure_masked,
     "pseudo_ppl": measure_pseudo,
     "retrieval": measure_retrieval,
+    "vectors": measure_vectors,
 }

@@ -26,9 +26,10 @@ METRICS = (
     "mlm_pos",
     "pseudo_ppl",
     "retrieval",
+    "vectors",
 )
 DEFAULT_METRICS = METRICS[:6]
-ENCODER_METRICS = ("mlm_pos", "retrieval")
+ENCODER_METRICS = ("mlm_pos", "retrieval", "vectors")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class EvalSettings:
 
     Attributes:
         lengths: in tokens; None: 1, 2, 4 and 8 times the original window, as far as a model can run them.
-        metrics: names of `METRICS`; None: the first six for a causal model, mlm_pos and retrieval for an encoder.
+        metrics: names of `METRICS`; None: the first six for a causal model; mlm_pos, retrieval and vectors for
+            an encoder.
         documents: most documents to measure on.
         seed: of needles, bootstraps and permutations.
         depths: where needles stand, between 0 and 1.

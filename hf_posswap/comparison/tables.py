@@ -178,6 +178,10 @@ def _retrieved(rows: list[dict[str, Any]]) -> str:
     return ", ".join(f"{row['length']}: {row['accuracy']:.0%}" for row in rows)
 
 
+def _near(rows: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{row['length']}: {row['cosine']:.3f}" for row in rows)
+
+
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("far context", "far_context", _far),
     ("sliding window", "against_sliding", _sliding),
@@ -185,6 +189,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("effective length", "passkey", _effective),
     ("within the window", "short_reg", _short),
     ("retrieved", "retrieval", _retrieved),
+    ("near the base", "vectors", _near),
 )
 _MEANINGS = {
     "far context": "Far context: nats a token gained by all text beyond the window.",
@@ -192,6 +197,7 @@ _MEANINGS = {
     "found": "Found: share of passkeys.",
     "effective length": "Effective length: in tokens, by passkeys.",
     "within the window": "Within the window: change of the loss, in nats a token.",
+    "near the base": "Near the base: mean cosine of vectors to the base's, which reads what its window holds.",
     "retrieved": "Retrieved: share of passkey documents, by length.",
 }
 

@@ -15,6 +15,7 @@ from hf_posswap.report.words import (
     effective,
     far_said,
     length_change,
+    near_said,
     number,
     own_gaps,
     retrieved_said,
@@ -43,6 +44,8 @@ def _card(results: Results, place: int, name: str, model: dict[str, Any]) -> Mar
         said.append(effective(model["passkey"], results["window"]))
     if model.get("retrieval"):
         said.append(retrieved_said(model["retrieval"]))
+    if model.get("vectors"):
+        said.append(near_said(model["vectors"]))
     said += [f"{metric} was not measured: {why}" for metric, why in own_gaps(results, model)]
     held = "the others are held against it" if name == results["base"] and len(results["models"]) > 1 else None
     kind = "; ".join(filter(None, [_mechanism(model), held]))
@@ -139,6 +142,10 @@ def _retrieved(rows: Sequence[dict[str, Any]]) -> Cell:
     return Cell(f"{rows[-1]['accuracy']:.0%}", rows[-1]["accuracy"], f"at {rows[-1]['length']:,}")
 
 
+def _near(rows: Sequence[dict[str, Any]]) -> Cell:
+    return Cell(f"{rows[-1]['cosine']:.3f}", rows[-1]["cosine"], f"at {rows[-1]['length']:,}")
+
+
 _COLUMNS = (
     ("far context, nats gained", "far_context", _far),
     ("against the sliding window, nats", "against_sliding", _sliding),
@@ -146,6 +153,7 @@ _COLUMNS = (
     ("passkeys found", "passkey", _found),
     ("effective length", "passkey", _effective),
     ("documents found", "retrieval", _retrieved),
+    ("near the base, cosine", "vectors", _near),
     ("read, tokens/s", "cost", _speed),
 )
 

@@ -117,6 +117,18 @@ def retrieved_said(rows: list[dict[str, Any]]) -> str:
     return f"Of documents of {last['length']:,} tokens {last['accuracy']:.0%} are found ({sure})."
 
 
+def near_said(rows: list[dict[str, Any]]) -> str:
+    """Return how near an encoder's vectors are to the base's, by length, as a sentence.
+
+    Example:
+        >>> rows = [{"length": 512, "cosine": 0.98, "low": 0.97, "high": 0.99}]
+        >>> near_said([*rows, {"length": 1024, "cosine": 0.9, "low": 0.88, "high": 0.93}])
+        "Cosine of its vectors to the base's: 0.980 (0.970 to 0.990) at 512 tokens, 0.900 (0.880 to 0.930) at 1,024."
+    """
+    said = [f"{row['cosine']:.3f} ({row['low']:.3f} to {row['high']:.3f}) at {row['length']:,}" for row in rows]
+    return f"Cosine of its vectors to the base's: {', '.join([f'{said[0]} tokens', *said[1:]])}."
+
+
 def own_gaps(results: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the metrics that were not measured on `model` and why, but for what is said of all models alike."""
     common = common_gaps(results)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer, PreTrainedModel
 
-from hf_posswap.comparison import EvalSettings, evaluate
+from hf_posswap import patched
+from hf_posswap.comparison import Candidate, EvalSettings, compare, evaluate
 from hf_posswap.evaluation.masked import mask_groups, masked_losses
+from hf_posswap.report import render_html
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.'?,"
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
@@ -44,8 +46,43 @@ def test_masked_tokens_and_retrieval_by_length() -> None:
 def test_the_metrics_of_an_encoder_are_chosen_for_it() -> None:
     settings = EvalSettings(lengths=(64, 128), documents=2)
     results = evaluate(bert(), "alibi", documents=TEXTS, tokenizer=TOKENIZER, settings=settings).results
-    assert results["metrics"] == ["mlm_pos", "retrieval"]
+    assert results["metrics"] == ["mlm_pos", "retrieval", "vectors"]
     native, alibi = results["models"].values()
     assert "no length holds a passkey document" in native["not_measured"]["retrieval"]
     assert [row["length"] for row in alibi["retrieval"]] == [128]
     assert alibi["retrieval"][0]["documents"] == 50
+
+
+def test_vectors_are_held_against_those_of_the_base_by_length() -> None:
+    """As transformers computes them: of the base on what its window holds, of the swapped model on all of it."""
+    model = bert()
+    settings = EvalSettings(lengths=(32, 64, 128), metrics=("vectors",))
+    run = evaluate(model, "alibi", documents=TEXTS, tokenizer=TOKENIZER, settings=settings)
+    native, rows = (found.get("vectors") for found in run.results["models"].values())
+    assert native is None
+    assert [(row["length"], row["base_reads"]) for row in rows] == [(32, 32), (64, 64), (128, 64)]
+    with patched(bert(), "alibi", max_length=128) as swapped, torch.no_grad():
+        for row in rows:
+            cosines = []
+            for text in TEXTS:
+                ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+                new, old = (
+                    one.bert(torch.tensor([[2, *ids[: length - 2], 3]])).last_hidden_state.mean(1)
+                    for one, length in ((swapped, row["length"]), (model, row["base_reads"]))
+                )
+                cosines.append(float(torch.cosine_similarity(new, old)))
+            assert row["cosine"] == pytest.approx(sum(cosines) / len(cosines), abs=1e-5)
+            assert row["low"] <= row["cosine"] <= row["high"] <= 1 + 1e-6
+            assert row["documents"] == len(TEXTS)
+    page = render_html(run.results)
+    assert all(
+        f"{row['cosine']:.3f} ({row['low']:.3f} to {row['high']:.3f}) at {row['length']}" in page for row in rows
+    )
+    assert f"32: {rows[0]['cosine']:.3f}, 64: {rows[1]['cosine']:.3f}, 128: {rows[2]['cosine']:.3f}" in str(run)
+
+
+def test_an_encoder_is_as_near_to_itself_as_can_be() -> None:
+    settings = EvalSettings(lengths=(32, 64), metrics=("vectors",))
+    candidates = [Candidate(bert(), name="one"), Candidate(bert(), name="same")]
+    same = compare(candidates, documents=TEXTS, tokenizer=TOKENIZER, settings=settings).results["models"]["same"]
+    assert [row["cosine"] for row in same["vectors"]] == pytest.approx([1.0, 1.0], abs=1e-6)
