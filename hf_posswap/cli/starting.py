@@ -19,32 +19,43 @@ def quickstart(
         str | None,
         typer.Option(
             metavar="ID_OR_PATH",
-            help="A causal model to start from, a folder or a Hub id; without it a small one is trained and kept.",
+            help="A causal model to start from, a folder or a Hub id; without it the small one of the package.",
+            show_default=False,
+        ),
+    ] = None,
+    schemes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Of rope, alibi, sinusoidal; for a rotary model of yarn, ntk, alibi, nope. Without it all of them, or "
+            "for the small model rope and alibi.",
             show_default=False,
         ),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Steps that each swapped model is trained.", show_default=False),
+        typer.Option(metavar="N", help="Steps that each model is trained; without it 200.", show_default=False),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, ...")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of everything random: weights, data order, test cases.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of everything random: data order, test cases, the continuation.")] = 0,
     cache: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where the trained start model is kept; without it the user's cache folder.",
+            help="Where tokens are kept; without it the user's cache folder.",
             show_default=False,
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Swap the positions of a language model four ways, adapt each copy, and measure all far beyond the window.
+    """Swap the positions of a language model, adapt each copy by its recipe, and compare all far beyond the window.
 
-    Trains a small model with learned positions on Python's own documentation (or takes --model), swaps copies of it to
-    RoPE, sinusoidal, ALiBi and a longer learned table, trains each for the same few steps, and measures them at 1, 2, 4
-    and 8 times the window. In DIR come results.json, curves.csv, pictures, report.md, and the best model. Ctrl-C keeps
-    what is finished; the same command goes on from there. It needs the extra "plot" for the pictures.
+    Starts from a small GPT-2 with 128 learned positions that comes with the package (or takes --model), swaps copies of
+    it to RoPE and ALiBi, trains each by its recipe, as posswap train does, and a control without a swap by as many
+    tokens. Then it compares all at 1, 2, 4 and 8 times the window, as posswap compare does, beside the control's
+    sliding window, and loads the best one in a fresh process. In DIR come report.html, results.json, tables, pictures,
+    and a folder for each training. Ctrl-C keeps what is finished; the same command goes on from there. It needs the
+    extras "train" and "plot".
 
     Example: posswap quickstart --out first-results
     """
@@ -56,6 +67,7 @@ def quickstart(
         run_quickstart(
             out.expanduser(),
             model=source,
+            schemes=None if schemes is None else [name.strip() for name in schemes.split(",")],
             steps=steps,
             device=device,
             seed=seed,

@@ -15,7 +15,6 @@ import torch
 
 import hf_posswap
 from hf_posswap.errors import CheckpointError
-from hf_posswap.quickstart.base import on_device
 from hf_posswap.utils.auto_classes import TRUST, auto_tokenizer
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ def probe_logits(model: PreTrainedModel, prompt: np.ndarray) -> np.ndarray:
 
 
 def check_reload(
-    expected: np.ndarray,
     folder: Path,
     prompt: np.ndarray,
     *,
@@ -41,17 +39,18 @@ def check_reload(
     seed: int,
     device: torch.device,
     trust_remote_code: bool = False,
+    expected: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """Load `folder` in a fresh process, compare its logits with the `expected` ones, and continue `prompt` there.
+    """Load `folder` in a fresh process, compare its logits with those of this process, and continue `prompt` there.
 
     Args:
-        expected: what `probe_logits` gave of the model before it was saved.
         folder: the checkpoint.
         prompt: token ids [L].
         new_tokens: to generate.
         seed: of the sampling.
         device: to load it on.
         trust_remote_code: run code that the checkpoint brings: what the base brought was saved with it.
+        expected: what `probe_logits` gave of the model; None: it is loaded here too.
 
     Returns:
         The largest difference of the logits, the prompt's length, the new tokens and their text.
@@ -59,6 +58,8 @@ def check_reload(
     Raises:
         CheckpointError: the fresh process fails, or its logits differ.
     """
+    if expected is None:
+        expected = probe_logits(_loaded(folder, device, trust_remote_code), prompt)
     task = {"folder": str(folder), "prompt": prompt.tolist(), "new_tokens": new_tokens, "seed": seed}
     task[TRUST] = trust_remote_code
     with tempfile.TemporaryDirectory() as scratch:
@@ -69,7 +70,7 @@ def check_reload(
     difference = float(np.abs(expected - found).max())
     if not difference <= _TOLERANCE:  # NaN fails too
         raise CheckpointError(
-            f"{folder} loaded in a fresh process gives other logits than the model that was saved (difference "
+            f"{folder} loaded in a fresh process gives other logits than the model that was measured (difference "
             f"{difference:.3g}): the checkpoint is not the model. Please report this with the folder's config.json."
         )
     return {"max_logit_difference": difference, "prompt_tokens": len(prompt), **answer}
@@ -82,8 +83,7 @@ def run_task(text: str) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     task = json.loads(text)
-    model = hf_posswap.load(task["folder"], trust_remote_code=task[TRUST])
-    on_device(model, torch.device(task["device"]))
+    model = _loaded(Path(task["folder"]), torch.device(task["device"]), task[TRUST])
     tokenizer = auto_tokenizer(task["folder"], trust_remote_code=task[TRUST])
     prompt = torch.tensor([task["prompt"]], device=model.device)  # [1, L]
     torch.manual_seed(task["seed"])
@@ -106,6 +106,12 @@ def run_task(text: str) -> None:
         "text": tokenizer.decode(new),
     }
     Path(task["answer"]).write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _loaded(folder: Path, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
+    model = hf_posswap.load(folder, trust_remote_code=trust_remote_code)
+    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper loses the signature
+    return model.eval()
 
 
 def _run_fresh(task: dict[str, Any]) -> None:

@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from rich.console import Console
-
-from hf_posswap import __version__
-from hf_posswap.quickstart.base import Base, given_base, trained_base
+import hf_posswap
+from hf_posswap import Candidate, EvalSettings, __version__
+from hf_posswap.comparison.documents import read_documents
+from hf_posswap.comparison.pictures import require_pictures
+from hf_posswap.quickstart.base import Base, open_base, place_base
 from hf_posswap.quickstart.folder import claim_folder, open_folder
-from hf_posswap.quickstart.measure import make_yardstick, measured
-from hf_posswap.quickstart.pictures import draw_pictures
-from hf_posswap.quickstart.reload import check_reload, probe_logits
-from hf_posswap.quickstart.report import write_report
-from hf_posswap.quickstart.results import (
-    SCHEMA,
-    cautions,
-    choose_best,
-    command,
-    curves_csv,
-    describe_adaptation,
-    describe_data,
-    describe_model,
-    describe_passkey,
-    environment,
-)
+from hf_posswap.quickstart.recipes import BASE, CONTROL, Variant, choose_variants, command_of, training_recipe
+from hf_posswap.quickstart.reload import check_reload
 from hf_posswap.quickstart.settings import QuickstartSettings, resolve_device
 from hf_posswap.quickstart.show import show
-from hf_posswap.quickstart.variants import adapted_model, choose_variants, max_length
-from hf_posswap.training import Corpus, Windows, check_token_ids, python_corpus, token_stream
-from hf_posswap.utils.atomic_io import cache_folder, write_json, write_text
+from hf_posswap.quickstart.telling import TrainingReporter
+from hf_posswap.text.stdlib import python_corpus
+from hf_posswap.text.tokens import check_token_ids
+from hf_posswap.utils.atomic_io import write_json
 from hf_posswap.utils.progress import Reporter, quiet_transformers
 
-_LEAST_WINDOWS = 100
-_SPARE = 20  # times the text that the steps read, so that windows hardly overlap
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from rich.console import Console
+
+    from hf_posswap.comparison.documents import EvalDocuments
+
+RELOADED = "reload.json"
 
 
 @dataclass(frozen=True)
@@ -47,24 +42,29 @@ class QuickstartResult:
 
     Attributes:
         out: its folder.
-        results: the content of results.json.
-        files: names of the files for people and programs in `out`.
+        results: the content of results.json, as `posswap compare` writes it.
+        best: the swapped model that predicts best at the longest length it runs: its name.
+        reload: what a fresh process found of it: the largest difference of logits, and a continuation.
+        left_out: schemes that the model cannot take, and why.
     """
 
     out: Path
     results: dict[str, Any]
-    files: tuple[str, ...]
+    best: str
+    reload: dict[str, Any]
+    left_out: dict[str, str]
 
     @property
-    def best(self) -> Path:
+    def model(self) -> Path:
         """The folder of the best swapped model's checkpoint."""
-        return self.out / self.results["best"]["folder"]
+        return self.out / self.best / "model"
 
 
 def run_quickstart(
     out: Path,
     *,
     model: str | None = None,
+    schemes: Sequence[str] | None = None,
     steps: int | None = None,
     device: str = "auto",
     seed: int = 0,
@@ -72,26 +72,29 @@ def run_quickstart(
     console: Console | None = None,
     trust_remote_code: bool = False,
 ) -> QuickstartResult:
-    """Swap copies of a causal model to other position mechanisms, adapt each alike, measure all, save and reload.
+    """Swap copies of a causal model to other position mechanisms, adapt each alike, compare all, and reload the best.
 
-    Interrupted at any point, the same call goes on where it stopped.
+    Each copy is trained by a recipe of the package, as `posswap train` trains; all are measured as `posswap compare`
+    measures. Interrupted at any point, the same call goes on where it stopped.
 
     Args:
         out: folder for everything it makes.
-        model: path or Hub id of a causal model; None trains a small GPT-2 first, once, and keeps it.
+        model: path or Hub id of a causal model; None: the small GPT-2 that comes with the package.
+        schemes: to swap to, of rope, alibi and sinusoidal (of yarn, ntk, alibi and nope where `model` is rotary); None:
+            all of them, or rope and alibi where `model` is None.
         steps: of adaptation; None: 200.
         device: "auto", "cpu", "cuda", ...
         seed: of everything random.
-        cache: where trained bases are kept; None: $HF_POSSWAP_CACHE, or hf_posswap in the user's cache folder.
+        cache: where tokens are kept; None: $HF_POSSWAP_CACHE, or hf_posswap in the user's cache folder.
         console: where progress goes; None: standard output.
         trust_remote_code: run code that `model` brings, where it needs that to be loaded.
 
     Raises:
         CheckpointError: `model` cannot be read, `out` cannot be written or belongs to another run, the disk is full.
         DataError: `model` is no causal model, has no tokenizer, or no swap is possible.
-        MissingDependencyError: matplotlib is not installed.
-        OptionError: an impossible steps, seed or device.
-        NumericError: training or measuring gave something that is no number.
+        MissingDependencyError: matplotlib or what training needs is not installed.
+        OptionError, UnknownNameError: an impossible steps, seed, device or scheme.
+        NumericError, TrainingError: training or measuring gave something that is no number.
 
     Example:
         >>> run_quickstart(Path("results"), steps=0)
@@ -99,7 +102,8 @@ def run_quickstart(
             ...
         hf_posswap.errors.OptionError: steps is a whole number of at least 1, got 0.
     """
-    settings = QuickstartSettings(model=model, device=device, seed=seed, trust_remote_code=trust_remote_code)
+    wanted = None if schemes is None else tuple(schemes)
+    settings = QuickstartSettings(model, wanted, seed=seed, device=device, trust_remote_code=trust_remote_code)
     if steps is not None:
         settings = dataclasses.replace(settings, steps=steps)
     return run(Path(out), settings, cache=cache, console=console)
@@ -109,100 +113,116 @@ def run(
     out: Path, settings: QuickstartSettings, *, cache: Path | None = None, console: Console | None = None
 ) -> QuickstartResult:
     """Do what `run_quickstart` does, with every setting open."""
+    from rich.console import Console
+
     reporter = Reporter(console or Console())
     started = time.monotonic()
     device = resolve_device(settings.device)
-    _require_matplotlib()
+    require_pictures()
     with quiet_transformers():
-        corpus = python_corpus()
-        open_folder(out, _identity(settings, corpus))
+        open_folder(out, _identity(settings))
         try:
-            results = _run(out, settings, cache_folder(cache), corpus, device, reporter)
+            found = _run(out, settings, cache, device, reporter)
         except KeyboardInterrupt:
             reporter.line(f"stopped; what is finished is in {out}: the same command goes on from here")
             raise
-    files = _write(results, out)
-    show(results, out, reporter, time.monotonic() - started)
-    return QuickstartResult(out, results, tuple(files))
+    show(found.results, found.best, found.reload, out, reporter, time.monotonic() - started)
+    return found
 
 
 def _run(
-    out: Path, settings: QuickstartSettings, cache: Path, corpus: Corpus, device: torch.device, reporter: Reporter
-) -> dict[str, Any]:
-    """Do everything up to the numbers, and return them as results.json has them."""
-    if settings.model is None:
-        base = trained_base(corpus, settings, cache, device, reporter)
-    else:
-        base = given_base(settings.model, settings, device, reporter)
-    variants, left_out = choose_variants(base.model, max_length(base, settings))
+    out: Path, settings: QuickstartSettings, cache: Path | None, device: torch.device, reporter: Reporter
+) -> QuickstartResult:
+    base = open_base(settings, reporter)
+    variants, left_out = choose_variants(base, settings)
     for name, reason in left_out.items():
         reporter.line(f"{name}: left out: {reason}")
-    yardstick, skipped = make_yardstick(base, corpus, settings)
-    windows = _windows(base, corpus, settings)
-    claim_folder(out, _identity(settings, corpus))
-    new = min(settings.continuation, base.window)
-    prompt = yardstick.documents[0][: base.window - new // 2]
-    models: dict[str, Any] = {}
-    probes = {}
+    lengths = settings.lengths(base.window)
+    documents = read_documents(None, base.tokenizer, length=max(lengths), limit=settings.documents)
+    check_token_ids(base.model, documents.tokens)
+    claim_folder(out, _identity(settings))
+    source = place_base(base, settings, out)
+    candidates = [Candidate(source, name=BASE)]
     for variant in variants:
-        model, note = adapted_model(variant, base, windows, settings, out, reporter)
-        models[variant.name] = {"adaptation": note} | measured(variant.name, model, yardstick, settings, out, reporter)
-        probes[variant.name] = probe_logits(model, prompt)
-    best = choose_best(models)
-    reporter.line(f"{best['name']}: best at {best['length']} tokens; loading it in a fresh process")
-    reload = check_reload(
-        probes[best["name"]],
-        out / best["folder"],
+        model = _train(variant, base, settings, source, out, cache, device, reporter)
+        candidates.append(Candidate(model, name=variant.name))
+    reporter.line(f"comparing {', '.join(str(candidate.name) for candidate in candidates)}")
+    results = hf_posswap.compare(
+        candidates,
+        tokenizer=base.tokenizer,
+        out=out,
+        settings=EvalSettings(
+            lengths=lengths, metrics=settings.metrics, documents=settings.documents, seed=settings.seed
+        ),
+        device=device,
+        alone=True,
+        reporter=reporter,
+        trust_remote_code=settings.trust_remote_code,
+        against=CONTROL,
+        command=command(settings),
+    ).results
+    best = choose_best(results)
+    reporter.line(f"{best}: best of the swapped models at the longest length; loading it in a fresh process")
+    reload = _reload(out / best / "model", base, documents, settings, device)
+    write_json(out / RELOADED, {"best": best, "left_out": left_out, **reload})
+    return QuickstartResult(out, results, best, reload, left_out)
+
+
+def _train(
+    variant: Variant,
+    base: Base,
+    settings: QuickstartSettings,
+    source: str,
+    out: Path,
+    cache: Path | None,
+    device: torch.device,
+    reporter: Reporter,
+) -> Path:
+    """Train `variant`, or find it trained, and return the folder of its model."""
+    folder = out / variant.name
+    reporter.line(f"{variant.name}: {command_of(variant, base, settings, source, folder)}")
+    on_cpu = device.type == "cpu"
+    recipe = training_recipe(variant, base, settings, source, folder, on_cpu=on_cpu, cache=cache)
+    finished = hf_posswap.run_recipe(recipe, reporter=TrainingReporter(reporter, variant.name))
+    held_out = ", ".join(f"{loss:.3f} at {length} tokens" for length, loss in finished.report["nll"].items() if loss)
+    reporter.line(f"{variant.name}: trained, held-out loss {held_out}; its report: {folder / 'report.md'}")
+    return finished.model
+
+
+def choose_best(results: dict[str, Any]) -> str:
+    """Return the name of the swapped model with the lowest perplexity at the longest length that any of them runs."""
+    swapped = {name: model["ppl_prefix"] for name, model in results["models"].items() if model["plan"] is not None}
+    last = {name: (row["length"], -row["perplexity"]) for name, rows in swapped.items() for row in rows[-1:]}
+    return max(last, key=last.__getitem__)
+
+
+def command(settings: QuickstartSettings) -> str:
+    """Return the command that makes the same results again."""
+    words = ["posswap", "quickstart"]
+    if settings.model is not None:
+        words += ["--model", settings.model]
+    if settings.schemes is not None:
+        words += ["--schemes", ",".join(settings.schemes)]
+    words += ["--steps", str(settings.steps), "--seed", str(settings.seed), "--device", settings.device]
+    return shlex.join(words)
+
+
+def _reload(
+    folder: Path, base: Base, documents: EvalDocuments, settings: QuickstartSettings, device: torch.device
+) -> dict[str, Any]:
+    """Return what a fresh process finds of the model in `folder`, whose logits must be those of this process."""
+    new = min(settings.continuation, base.window)
+    prompt = documents.tokens[0][: base.window - new // 2]
+    return check_reload(
+        folder,
         prompt,
         new_tokens=new,
         seed=settings.seed,
         device=device,
         trust_remote_code=settings.trust_remote_code,
     )
-    return {
-        "schema": SCHEMA,
-        "protocols": ["ppl_prefix", "nll_pos", "hf_stride", "passkey"],
-        "command": command(settings),
-        "settings": settings.to_dict(),
-        "environment": environment(device),
-        "model": describe_model(base.model, base.source, base.window),
-        "data": describe_data(corpus, yardstick, len(windows.tokens)),
-        "notes": [*base.notes, *cautions(yardstick, base.tokenizer)],
-        "adaptation": describe_adaptation(base.model, windows, settings),
-        "lengths": list(yardstick.lengths),
-        "passkey": describe_passkey(yardstick, settings, skipped),
-        "models": models,
-        "left_out": left_out,
-        "best": best,
-        "reload": reload,
-    }
 
 
-def _identity(settings: QuickstartSettings, corpus: Corpus) -> dict[str, Any]:
+def _identity(settings: QuickstartSettings) -> dict[str, Any]:
     """Return what a folder is made for: results of anything else must not be mixed into it."""
-    return {"settings": settings.to_dict(), "hf_posswap": __version__, "corpus": corpus.digest}
-
-
-def _windows(base: Base, corpus: Corpus, settings: QuickstartSettings) -> Windows:
-    """Return the batches of adaptation, the same for every variant."""
-    batch = max(1, settings.step_tokens // base.window)
-    wanted = max(settings.steps * batch * _SPARE, _LEAST_WINDOWS) * base.window
-    stream = token_stream(corpus.train, base.tokenizer, min(settings.stream_tokens, wanted))
-    check_token_ids(base.model, stream)
-    return Windows(stream, base.window, batch, settings.seed + 1)
-
-
-def _write(results: dict[str, Any], out: Path) -> list[str]:
-    pictures = draw_pictures(results, out)
-    vectors = [Path(name).with_suffix(".svg").name for name in pictures]
-    write_text(out / "curves.csv", curves_csv(results))
-    write_text(out / "report.md", write_report(results))
-    write_json(out / "results.json", results)
-    return ["results.json", "curves.csv", "report.md", *pictures, *vectors]
-
-
-def _require_matplotlib() -> None:
-    """Find out now, and not after minutes of work, that no picture can be drawn."""
-    from hf_posswap.plotting.canvas import figure
-
-    figure(1, 1)
+    return {"settings": settings.to_dict(), "hf_posswap": __version__, "corpus": python_corpus().digest}

@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from hf_posswap.quickstart.pictures import SLIDING
-from hf_posswap.quickstart.variants import CONTROL
-from hf_posswap.utils.progress import Reporter
+from hf_posswap.comparison.tables import in_short
+from hf_posswap.report import PAGE
+
+if TYPE_CHECKING:
+    from hf_posswap.utils.progress import Reporter
 
 
-def show(results: dict[str, Any], out: Path, reporter: Reporter, seconds: float) -> None:
-    """Show the perplexities, the continuation, and where everything lies."""
-    window = results["model"]["window"]
-    table = Table(title=f"Perplexity by length (window {window} tokens)", title_justify="left")
+def show(
+    results: dict[str, Any], best: str, reload: dict[str, Any], out: Path, reporter: Reporter, seconds: float
+) -> None:
+    """Show the perplexities, what they say in short, the continuation, and what to type next."""
+    window, lengths = results["window"], results["lengths"]
+    title = f"Perplexity by length (window {window} tokens)"
+    table = Table(title=title, title_justify="left")
     table.add_column("model")
-    for length in results["lengths"]:
-        table.add_column(f"{length // window}x ({length})", justify="right")
-    for name, entry in results["models"].items():
-        table.add_row(
-            name, *("table ends" if "cannot_run" in row else f"{row['perplexity']:.3f}" for row in entry["lengths"])
-        )
-    sliding = results["models"][CONTROL]["sliding"]["lengths"]
-    table.add_row(SLIDING, *(f"{row['perplexity']:.3f}" for row in sliding), style="dim")
+    for length in lengths:
+        table.add_column(f"{length / window:g}x ({length})", justify="right")
+    for name, model in results["models"].items():
+        table.add_row(name, *_perplexities(model, lengths))
+    if sliding := results["sliding"]:
+        table.add_row(sliding["name"], *_perplexities(sliding, lengths), style="dim")
     reporter.console.print(table)
-    reload, best = results["reload"], results["best"]
-    past = reload["prompt_tokens"] + reload["new_tokens"] - window
-    reporter.line(f"\n{best['name']} continues a held-out text, {past} tokens past the window:")
+    for line in in_short(results):
+        reporter.line(line)
+    reporter.line(f"\n{best} continues a held-out text, past the window:")
     reporter.line(f"{reload['prompt_end']} >>> {reload['text']}\n")
     reporter.line(f"reloaded in a fresh process: logits differ by {reload['max_logit_difference']:.2g} at most")
-    reporter.line(f"best swapped model: {out / best['folder']}")
-    reporter.line(f"report: {out / 'report.md'} ({seconds:.0f} s)")
+    model = out / best / "model"
+    reporter.line(f"report: {out / PAGE} ({seconds:.0f} s)\n")
+    reporter.line("Next:")
+    reporter.line(f"  posswap explain {model}")
+    reporter.line(f"  posswap push {model} me/my-model --dry-run")
+    reporter.line(f"  python -c \"import hf_posswap; model = hf_posswap.load('{model}')\"")
+    reporter.line("  posswap quickstart --model my-gpt2 --out mine   # a model of yours")
+
+
+def _perplexities(model: dict[str, Any], lengths: list[int]) -> list[str]:
+    found = {row["length"]: f"{row['perplexity']:.3f}" for row in model["ppl_prefix"]}
+    ends = model.get("cannot_run", {})
+    return [found.get(length, "table ends" if str(length) in ends else "–") for length in lengths]

@@ -78,36 +78,6 @@ def token_stream(
     return np.concatenate(parts)
 
 
-def leading_tokens(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int
-) -> tuple[list[str], np.ndarray]:
-    """Return the names and the first `length` tokens, int32 [N, length], of the documents that have as many.
-
-    Args:
-        documents: in the order to take them.
-        tokenizer: of the model.
-        length: tokens of each.
-        limit: most documents to take.
-
-    Raises:
-        DataError: fewer than two documents are that long.
-
-    Example:
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
-        >>> texts = [Document("a", "long enough"), Document("b", "no"), Document("c", "also long")]
-        >>> leading_tokens(texts, byte_tokenizer(), length=4, limit=9)[0]
-        ['a', 'c']
-    """
-    long, _ = split_by_length(documents, tokenizer, length=length, limit=limit)
-    names, rows = [name for name, _ in long], [ids for _, ids in long]
-    if len(rows) < 2:
-        raise DataError(
-            f"{len(rows)} of {len(documents)} held-out documents have {length} tokens, at least 2 are needed: "
-            "give longer documents or measure shorter lengths."
-        )
-    return names, np.stack(rows)
-
-
 def split_by_length(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int
 ) -> tuple[list[tuple[str, np.ndarray]], list[tuple[str, np.ndarray]]]:

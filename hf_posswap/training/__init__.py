@@ -1,4 +1,4 @@
-"""Text, tokens and a training loop that goes on where it stopped."""
+"""Text and tokens; in the packages below, data, recipes and the engine that trains by them."""
 
 from hf_posswap.utils.public_names import attach_public_names
 

@@ -3,10 +3,5 @@ from hf_posswap.text.stdlib import Document as Document
 from hf_posswap.text.stdlib import python_corpus as python_corpus
 from hf_posswap.text.stdlib import split as split
 from hf_posswap.text.tokens import check_token_ids as check_token_ids
-from hf_posswap.text.tokens import leading_tokens as leading_tokens
 from hf_posswap.text.tokens import token_stream as token_stream
-from hf_posswap.training.loop import Trained as Trained
-from hf_posswap.training.loop import TrainSettings as TrainSettings
-from hf_posswap.training.loop import train as train
 from hf_posswap.training.tokenizer import byte_tokenizer as byte_tokenizer
-from hf_posswap.training.windows import Windows as Windows

@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in one call of under ten minutes, results under $OUT (default: gpu-results).
 #   bash recipes/bench/gpu.sh
 # 1. the gpu-marked tests  2. what only a GPU shows: RoPE, flex, merge, a training step, perplexity; events and peaks
-# 3. the quickstart on the GPU, base included
+# 3. the quickstart on the GPU
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 OUT=${OUT:-gpu-results}
@@ -17,5 +17,5 @@ PY
 timeout 200 python3 -m pytest -q -p no:cacheprovider -o addopts="" -m gpu tests/gpu tests/kernels 2>&1 | tee "$OUT/tests.txt" || status=1
 timeout 150 python3 -m recipes.bench.run gpu --out "$OUT/bench" 2>&1 | tee "$OUT/bench.txt" || status=1
 timeout 200 python3 -m hf_posswap.cli quickstart --out "$OUT/quickstart" --device cuda 2>&1 | tee "$OUT/quickstart.txt" || status=1
-rm -rf "$OUT/cache" "$OUT/quickstart/models" "$OUT/quickstart/nll"
+rm -rf "$OUT/cache" "$OUT"/quickstart/{base,control,rope,alibi,nll}
 exit $status

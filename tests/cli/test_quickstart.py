@@ -35,13 +35,28 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_writes_results_and_a_report(posswap: Posswap, small: Path, tmp_path: Path) -> None:
-    run = posswap("quickstart", "--model", small, "--steps", "2", "--out", tmp_path / "out", "--device", "cpu")
+    run = posswap(
+        "quickstart",
+        "--model",
+        small,
+        "--schemes",
+        "rope",
+        "--steps",
+        "2",
+        "--out",
+        tmp_path / "out",
+        "--device",
+        "cpu",
+    )
     assert run.returncode == 0, run.stderr
-    assert "rope: adapted" in run.stdout
+    assert "rope: posswap train learned-to-rope" in run.stdout
+    assert "posswap push" in run.stdout
+    settings = json.loads((tmp_path / "out" / "quickstart.json").read_text())["settings"]
+    assert (settings["steps"], settings["model"]) == (2, str(small))
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert results["settings"]["steps"] == 2
-    assert results["settings"]["model"] == str(small)
-    assert (tmp_path / "out" / "report.md").is_file()
+    assert list(results["models"]) == ["base", "control", "rope"]
+    assert results["made"]["command"].startswith("posswap quickstart --model")
+    assert (tmp_path / "out" / "report.html").is_file()
 
 
 def test_ctrl_c_ends_with_130_and_says_how_to_go_on(small: Path, tmp_path: Path) -> None:
@@ -52,7 +67,7 @@ def test_ctrl_c_ends_with_130_and_says_how_to_go_on(small: Path, tmp_path: Path)
     )
     assert process.stdout is not None
     while line := process.stdout.readline():
-        if line.startswith("base: perplexity"):
+        if line.startswith("control: first loss"):
             break
     time.sleep(1)  # into the training that follows
     process.send_signal(signal.SIGINT)

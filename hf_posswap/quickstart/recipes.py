@@ -1,0 +1,174 @@
+"""What is trained: a control, and copies with another position mechanism, each by a recipe of the package.
+
+The keys of recipes that the quickstart sets stand in this file alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hf_posswap
+from hf_posswap.errors import DataError, SchemeError, UnknownNameError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.quickstart.base import Base
+from hf_posswap.quickstart.settings import QuickstartSettings
+
+if TYPE_CHECKING:
+    from hf_posswap.training.config import Recipe
+
+BASE, CONTROL = "base", "control"
+_SMALL_MODEL = 20_000_000  # parameters, up to which the recipes' own rates do
+_LARGE_MODELS_RATE = 1e-4
+_WARMUP_SHARE = 0.1
+_CHECKPOINTS = 4
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One training.
+
+    Attributes:
+        name: of its folder and its line in every table.
+        recipe: of the package.
+        scheme: that is put in; "": the recipe says which, or none.
+        settings: what else differs from the recipe, KEY=VALUE.
+    """
+
+    name: str
+    recipe: str
+    scheme: str = ""
+    settings: tuple[str, ...] = ()
+
+
+_CONTROL = Variant(CONTROL, "control")
+_FOR_A_TABLE = (
+    Variant("rope", "learned-to-rope"),
+    Variant("alibi", "to-alibi"),
+    Variant("sinusoidal", "learned-to-sinusoidal"),
+)
+_QUICK = ("rope", "alibi")  # what five minutes on two cores suffice for
+# The package's model is far from done, so there is more to learn from the text than from a teacher, at a high rate; two
+# steps of three read far. The rates were chosen on Python's own tests, which are neither trained nor measured on.
+_OWN_SETTINGS = ("objective.kind=next-token", "optimizer.learning_rate=2e-3")
+_OWN_CONTROL = ("optimizer.learning_rate=1e-3",)
+# A rotary model has no table to centre; window and teacher are those of the recipes for tables.
+_FOR_ROTARY = (
+    Variant("yarn", "learned-to-rope", "yarn", ("swap.centre=false",)),
+    Variant("ntk", "learned-to-rope", "ntk", ("swap.centre=false",)),
+    Variant("alibi", "to-alibi", "alibi", ("swap.centre=false",)),
+    Variant("nope", "learned-to-rope", "nope", ("swap.centre=false",)),
+)
+
+
+def choose_variants(base: Base, settings: QuickstartSettings) -> tuple[list[Variant], dict[str, str]]:
+    """Return what to train, the control first, and why other schemes were left out, by name.
+
+    Raises:
+        UnknownNameError: a scheme is asked for that is none of these.
+        DataError: no swap is possible at all.
+    """
+    from hf_posswap.training.engine.preparing import chosen_scheme
+
+    has_table = hf_posswap.describe_positions(base.model).sites["embedding"] != "-"
+    known = {variant.name: variant for variant in (_FOR_A_TABLE if has_table else _FOR_ROTARY)}
+    kept, left_out = [], {}
+    for name in _wanted(settings, list(known)):
+        variant = known[name]
+        recipe = training_recipe(variant, base, settings, base.source, Path(variant.name))
+        try:
+            scheme = chosen_scheme(recipe)
+            assert scheme is not None
+            hf_posswap.plan_swap(base.model, scheme, max_length=recipe.swap.max_length)
+            kept.append(variant)
+        except (UnsupportedSwapError, UnsupportedModelError, SchemeError) as error:
+            left_out[variant.name] = str(error)
+    if not kept:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        raise DataError(f"no swap can be made in {type(base.model).__name__}: {reasons}")
+    return [_CONTROL, *kept], left_out
+
+
+def _wanted(settings: QuickstartSettings, known: list[str]) -> list[str]:
+    if settings.schemes is None:
+        return [name for name in known if settings.model is not None or name in _QUICK]
+    for name in settings.schemes:
+        if name not in known:
+            raise UnknownNameError("scheme of the quickstart for this model", name, known)
+    return [name for name in known if name in settings.schemes]
+
+
+def training_recipe(
+    variant: Variant,
+    base: Base,
+    settings: QuickstartSettings,
+    source: str,
+    out: Path,
+    *,
+    on_cpu: bool = True,
+    cache: Path | None = None,
+) -> Recipe:
+    """Return the recipe of `variant`, whole.
+
+    Args:
+        variant: which.
+        base: that it starts from.
+        settings: of the quickstart.
+        source: where the base lies.
+        out: folder of the training.
+        on_cpu: whether it runs there, or where the training finds a GPU.
+        cache: folder that keeps tokens; None: the user's.
+    """
+    values = [*recipe_settings(variant, base, settings), f"model.name={_yaml(source)}", f"out={_yaml(str(out))}"]
+    values += [f"compute.device={'cpu' if on_cpu else 'auto'}", "watch.report_to=[]", "watch.picture=false"]
+    if settings.trust_remote_code:
+        values.append("model.trust_remote_code=true")
+    if cache is not None:
+        values.append(f"data.cache={_yaml(str(cache))}")
+    recipe = hf_posswap.load_recipe(variant.recipe, values)
+    return dataclasses.replace(recipe, name=variant.name) if variant.scheme else recipe
+
+
+def recipe_settings(variant: Variant, base: Base, settings: QuickstartSettings) -> list[str]:
+    """Return what is set of a recipe of the package, KEY=VALUE, so that all variants read as many tokens a step."""
+    longest = base.window * max(settings.multiples)
+    rows = max(1, settings.step_tokens // longest)  # of the longest length
+    whole = variant.name == CONTROL  # reads its own window alone
+    pieces = longest // base.window
+    shares = f"{pieces}, 1" if settings.model is not None else f"{pieces}, 1, 1"
+    source = "{path: python}"
+    if settings.training_documents is not None:
+        source = f"{{path: python, documents: {settings.training_documents}}}"
+    values = [
+        f"data.sources=[{source}]",
+        f"data.length={base.window if whole else longest}",
+        f"data.cut=[{1 if whole else shares}]",
+        f"data.seed={settings.seed}",
+        f"optimizer.batch={rows * pieces if whole else rows}",
+        f"optimizer.steps={settings.steps}",
+        f"optimizer.warmup={max(1, round(_WARMUP_SHARE * settings.steps))}",
+        f"optimizer.seed={settings.seed}",
+        f"save.every={-(-settings.steps // _CHECKPOINTS)}",
+    ]
+    if not whole:
+        values.append(f"swap.max_length={longest}")
+    if variant.scheme:
+        values.append(f"swap.scheme={variant.scheme}")
+    if settings.model is None:
+        values += _OWN_CONTROL if whole else _OWN_SETTINGS
+    elif base.model.num_parameters() > _SMALL_MODEL:
+        values.append(f"optimizer.learning_rate={_LARGE_MODELS_RATE}")
+    return [*values, *variant.settings]
+
+
+def command_of(variant: Variant, base: Base, settings: QuickstartSettings, source: str, out: Path) -> str:
+    """Return the command that trains `variant` alone."""
+    named = [f"model.name={source}", *recipe_settings(variant, base, settings), f"out={out}"]
+    return shlex.join(["posswap", "train", variant.recipe, *named])
+
+
+def _yaml(text: str) -> str:
+    """Return `text` so that YAML reads it as it is."""
+    return "'" + text.replace("'", "''") + "'"
