@@ -52,8 +52,8 @@ _FOR_A_TABLE = (
 _QUICK = ("rope", "alibi")  # what five minutes on two cores suffice for
 # The package's model is far from done, so there is more to learn from the text than from a teacher, at a high rate; two
 # steps of three read far. The rates were chosen on Python's own tests, which are neither trained nor measured on.
-_OWN_SETTINGS = ("objective.kind=next-token", "optimizer.learning_rate=2e-3")
-_OWN_CONTROL = ("optimizer.learning_rate=1e-3",)
+_OWN_SETTINGS = ("objective.kind=next-token", "training.learning_rate=2e-3")
+_OWN_CONTROL = ("training.learning_rate=1e-3",)
 # A rotary model has no table to centre; window and teacher are those of the recipes for tables.
 _FOR_ROTARY = (
     Variant("yarn", "learned-to-rope", "yarn", ("swap.centre=false",)),
@@ -122,7 +122,7 @@ def training_recipe(
         cache: folder that keeps tokens; None: the user's.
     """
     values = [*recipe_settings(variant, base, settings), f"model.name={_yaml(source)}", f"out={_yaml(str(out))}"]
-    values += [f"compute.device={'cpu' if on_cpu else 'auto'}", "watch.report_to=[]", "watch.picture=false"]
+    values += [f"training.use_cpu={str(on_cpu).lower()}", "training.report_to=[]"]
     if settings.trust_remote_code:
         values.append("model.trust_remote_code=true")
     if cache is not None:
@@ -146,11 +146,11 @@ def recipe_settings(variant: Variant, base: Base, settings: QuickstartSettings) 
         f"data.length={base.window if whole else longest}",
         f"data.cut=[{1 if whole else shares}]",
         f"data.seed={settings.seed}",
-        f"optimizer.batch={rows * pieces if whole else rows}",
-        f"optimizer.steps={settings.steps}",
-        f"optimizer.warmup={max(1, round(_WARMUP_SHARE * settings.steps))}",
-        f"optimizer.seed={settings.seed}",
-        f"save.every={-(-settings.steps // _CHECKPOINTS)}",
+        f"training.per_device_train_batch_size={rows * pieces if whole else rows}",
+        f"training.max_steps={settings.steps}",
+        f"training.warmup_steps={max(1, round(_WARMUP_SHARE * settings.steps))}",
+        f"training.seed={settings.seed}",
+        f"training.save_steps={-(-settings.steps // _CHECKPOINTS)}",
     ]
     if not whole:
         values.append(f"swap.max_length={longest}")
@@ -159,7 +159,7 @@ def recipe_settings(variant: Variant, base: Base, settings: QuickstartSettings) 
     if settings.model is None:
         values += _OWN_CONTROL if whole else _OWN_SETTINGS
     elif base.model.num_parameters() > _SMALL_MODEL:
-        values.append(f"optimizer.learning_rate={_LARGE_MODELS_RATE}")
+        values.append(f"training.learning_rate={_LARGE_MODELS_RATE}")
     return [*values, *variant.settings]
 
 

@@ -97,7 +97,7 @@ def test_all_read_as_many_tokens_and_the_control_its_own_window(make: Any) -> No
 def test_larger_given_models_are_adapted_more_gently() -> None:
     def rate(model: Any) -> float:
         recipe = training_recipe(Variant("rope", "learned-to-rope"), base(model), GIVEN, "a/model", Path("out"))
-        return recipe.optimizer.learning_rate
+        return recipe.training.learning_rate
 
     with torch.device("meta"):
         large = GPT2LMHeadModel(GPT2Config())
