@@ -70,7 +70,7 @@ def read_peft(values: Mapping[str, Any] | None, problems: Problems) -> dict[str,
         problems.add("peft", str(error))
         return None
     kind = str(values.get(TYPE, "LORA")).upper()
-    if kind not in PROVED:
+    if kind not in PROVED or kind not in known:
         near = difflib.get_close_matches(kind, PROVED, n=1)
         there = "PEFT has it, and it is not proved here" if kind in known else "PEFT has no such"
         hint = f"Did you mean {near[0]}?" if near else f"Use {', '.join(PROVED[:-1])} or {PROVED[-1]}."

@@ -19,6 +19,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "output_dir": (None, "the recipe's `out` says the folder"),
     "logging_dir": (None, "the recipe's `out` says the folder"),
     "num_train_epochs": (None, "a training is as long as training.max_steps: windows are cut for exactly these"),
+    "warmup_ratio": (None, "training.warmup_steps below 1 is such a share of the steps"),
     "train_sampling_strategy": ("sequential", "windows are read in their order, so that a stop changes nothing"),
     "dataloader_in_order": (True, "windows are read in their order, so that a stop changes nothing"),
     "ignore_data_skip": (False, "a training that goes on would read its first windows again"),

@@ -17,7 +17,6 @@ from hf_posswap.errors import CheckpointError
 from hf_posswap.patching.apply.patch_model import swap_plan
 from hf_posswap.patching.tools.blending import finish_blend
 from hf_posswap.training.config import SENTENCES, Phase, Recipe
-from hf_posswap.training.config.checking import reporters
 from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.callbacks import Gradual, Health, Recovered, stage_done_at
 from hf_posswap.training.engine.checkpoints import differences
@@ -174,10 +173,9 @@ def _trainer(phase: Phase, run: Run, prepared: Prepared, place: Path) -> Posswap
         train_dataset=prepared.data.steps(training.max_steps, _rows(recipe, run)),
         eval_dataset=documents if measured else None,
     )
-    if "tensorboard" in reporters(recipe):
-        trainer.remove_callback(TensorBoardCallback)  # which writes among the checkpoints
-        if run.main:
-            trainer.add_callback(tensorboard_callback(place / "tensorboard"))
+    its_own = trainer.pop_callback(TensorBoardCallback)  # which writes among the checkpoints
+    if its_own is not None and run.main:
+        trainer.add_callback(tensorboard_callback(place / "tensorboard"))
     return trainer
 
 
