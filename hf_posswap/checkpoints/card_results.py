@@ -74,11 +74,15 @@ def _by_scheme(found: dict[str, Any]) -> dict[str, Any]:
         other = _OTHERS[0] if label == found["base"] and label not in _OTHERS else label
         name = plan["scheme"]["name"] if plan else other
         cannot = [{"length": int(length), "cannot_run": why} for length, why in model["cannot_run"].items()]
-        rows = sorted([*model.get("ppl_prefix", []), *cannot], key=lambda row: row["length"])
+        scores = model.get("ppl_prefix") or model.get("mlm_pos", {}).get("lengths", [])
+        rows = sorted([*scores, *cannot], key=lambda row: row["length"])
         if rows:
-            models.setdefault(name, {"lengths": rows, "verdict": _verdict(model.get("short_reg"), found["base"])})
+            verdict = _verdict(model.get("short_reg"), found["base"]) or _nearness(model.get("vectors"), found["base"])
+            models.setdefault(name, {"lengths": rows, "verdict": verdict})
     if not models:
-        raise CheckpointError("the results hold no perplexities (metric ppl_prefix), which a model card shows.")
+        raise CheckpointError(
+            "the results hold no perplexities (metric ppl_prefix, or mlm_pos of encoders), which a model card shows."
+        )
     return {"models": models, "lengths": found["lengths"], "data": {"text": public_name(found["data"]["source"])}}
 
 
@@ -88,6 +92,14 @@ def _verdict(short: Any, base: str) -> str | None:
     if not isinstance(loss, dict) or not _is_number(loss.get("difference")) or "verdict" not in loss:
         return None
     return f"In the window, against {base}: {loss['difference']:+.3f} nats a token, {loss['verdict']}."
+
+
+def _nearness(rows: Any, base: str) -> str | None:
+    """Return how near an encoder's vectors are to the base's, by length, in words; None: it was not measured."""
+    if not rows:
+        return None
+    said = ", ".join(f"{row['cosine']:.3f} at {row['length']:,} tokens" for row in rows)
+    return f"Mean cosine of its vectors to those of {base}: {said}."
 
 
 def _read(path: Path) -> Any:

@@ -144,7 +144,7 @@ def test_the_results_of_a_comparison_become_the_same(tmp_path: Path) -> None:
     base = next(line for line in written.text.splitlines() if line.startswith("| base |"))
     assert base.endswith("| cannot run |")
     (out / "results.json").write_text(json.dumps(found.results | {"models": {}}))
-    with pytest.raises(CheckpointError, match=r"hold no perplexities \(metric ppl_prefix\)"):
+    with pytest.raises(CheckpointError, match=r"hold no perplexities \(metric ppl_prefix, or mlm_pos of encoders\)"):
         read_results(out)
 
 

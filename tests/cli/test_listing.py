@@ -183,3 +183,15 @@ def test_every_class_is_listed_with_its_routes(posswap: Posswap, monkeypatch: py
     assert [name for name in listed if len(name) < 20 and name not in text] == []  # longer ones are folded
     supported = sum(entry["supported"] for entry in listed.values())
     assert f"{supported} of {len(listed)} classes can be swapped." in text
+
+
+def test_one_family_is_shown_with_where_its_positions_live() -> None:
+    shown = json.loads(CliRunner().invoke(app, ["families", "bart", "--json"]).stdout)
+    assert {part["stack"]: part["table"] for part in shown["parts"]} == {
+        part.name: part.table.path for part in FAMILIES.get("bart").parts if part.table is not None
+    }
+    text = CliRunner().invoke(app, ["families", "bart"], env=WIDE).stdout
+    assert [part["attention"] for part in shown["parts"] if part["attention"] not in text] == []
+    wrong = CliRunner().invoke(app, ["families", "brat"])
+    assert (wrong.exit_code, "or 'bart'?" in wrong.stderr) == (2, True)
+    assert "give one of the two" in CliRunner().invoke(app, ["families", "bart", "--classes"]).stderr

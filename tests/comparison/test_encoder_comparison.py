@@ -10,6 +10,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer, PreTrainedModel
 
 from hf_posswap import patched
+from hf_posswap.checkpoints.card_results import evaluation, read_results
 from hf_posswap.comparison import Candidate, EvalSettings, compare, evaluate
 from hf_posswap.evaluation.masked import mask_groups, masked_losses
 from hf_posswap.report import render_html
@@ -86,3 +87,12 @@ def test_an_encoder_is_as_near_to_itself_as_can_be() -> None:
     candidates = [Candidate(bert(), name="one"), Candidate(bert(), name="same")]
     same = compare(candidates, documents=TEXTS, tokenizer=TOKENIZER, settings=settings).results["models"]["same"]
     assert [row["cosine"] for row in same["vectors"]] == pytest.approx([1.0, 1.0], abs=1e-6)
+
+
+def test_the_card_of_an_encoder_has_its_perplexities_and_how_near_it_is() -> None:
+    settings = EvalSettings(lengths=(32, 128), metrics=("mlm_pos", "vectors"))
+    found = evaluate(bert(), "alibi", documents=TEXTS, tokenizer=TOKENIZER, settings=settings).results
+    text, entries = evaluation(read_results(found), "alibi", "fill-mask")
+    model = found["models"]["BertForMaskedLM+alibi"]
+    assert [entry.metric_value for entry in entries] == [row["perplexity"] for row in model["mlm_pos"]["lengths"]]
+    assert all(f"{row['cosine']:.3f} at {row['length']} tokens" in text for row in model["vectors"])
