@@ -28,7 +28,7 @@ from tests.contract.models import LENGTH, VOCABULARY, build
 
 pytestmark = pytest.mark.skipif(
     find_spec("llama_cpp") is None,
-    reason="llama-cpp-python is not installed, so no claim about llama.cpp is checked: run .ci/serving",
+    reason="llama-cpp-python is not installed, so no claim about it is tested: run .ci/serving",
 )
 LISTS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 BOUND = 1e-3  # nats; float32 on both sides
