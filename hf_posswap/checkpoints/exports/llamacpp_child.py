@@ -8,12 +8,13 @@ from __future__ import annotations
 import ctypes
 import sys
 
-import llama_cpp
 import numpy as np
 
 
 def main(path: str, tokens: str, logits: str, context: int) -> None:
     """Store the logits [L, V] of the tokens [L] in one batch."""
+    import llama_cpp
+
     ids = np.load(tokens)
     settings = llama_cpp.llama_model_default_params()
     settings.n_gpu_layers = 0
