@@ -47,7 +47,9 @@ PATCHING = (
 SHARED = LAYERS[0] | LAYERS[2]
 # What design and size keep out of each part, beyond the order of the layers.
 FORBIDDEN = {"schemes": {"transformers"}}
-OPTIONAL = {"peft", "datasets", "accelerate", "matplotlib", "lm_eval", "liger_kernel", "sentence_transformers"}
+OPTIONAL = {
+    "peft", "datasets", "accelerate", "matplotlib", "lm_eval", "liger_kernel", "sentence_transformers", "gguf",
+}  # fmt: skip
 HEAVY = OPTIONAL | {"typer", "rich"}
 
 
@@ -262,10 +264,14 @@ def test_every_import_is_a_declared_dependency() -> None:
     extras = project["optional-dependencies"]
     lines = [
         *project["dependencies"],
-        *(line for extra in ("train", "plot", "lm-eval", "sentences", "fused") for line in extras[extra]),
+        *(
+            line
+            for extra in ("train", "plot", "lm-eval", "sentences", "fused", "gguf", "serving-tests")
+            for line in extras[extra]
+        ),
     ]
     declared = {re.split(r"[^\w-]", line)[0] for line in lines}
-    homes = packages_distributions()
+    homes = {"llama_cpp": ["llama-cpp-python"]} | packages_distributions()  # .ci/serving alone installs it
     used = {found.target.partition(".")[0] for found in imports_of(ROOT / "hf_posswap")}
     outside = used - set(sys.stdlib_module_names) - {"hf_posswap"}
     # what runs on a GPU alone is not installed here: it goes by its name

@@ -18,8 +18,9 @@ def doctor(model: Model, trust_remote_code: TrustRemoteCode = False, json: Json 
     """Find the known position traps of a checkpoint, whoever made it.
 
     Reads the config, the names and shapes of the weights, and the tokenizer's settings; no weights are loaded, and
-    nothing is written. Each finding says where it is, what is wrong and what to do. The exit code is 0 where it is
-    clean or has notes alone, and 1 where there are errors or warnings.
+    nothing is written. Each finding says where it is, what is wrong and what to do. Then comes what each serving
+    program makes of it, as posswap export says it, and what to type. The exit code is 0 where it is clean or has notes
+    alone, and 1 where there are errors or warnings.
 
     Example: posswap doctor my-long-llama
     """
@@ -40,8 +41,12 @@ def _show(diagnosis: Diagnosis) -> None:
     checked = ", ".join(diagnosis.checked)
     show_pairs([("checkpoint", diagnosis.source), ("positions", diagnosis.positions), ("checked", checked)])
     show_text("")
-    if not diagnosis.findings:
+    if diagnosis.findings:
+        rows = [(finding.severity, finding.where, f"{finding.what} {finding.do}") for finding in diagnosis.findings]
+        show_table(["severity", "where", "what, and what to do"], rows)
+    else:
         show_text("Nothing found.")
-        return
-    rows = [(finding.severity, finding.where, f"{finding.what} {finding.do}") for finding in diagnosis.findings]
-    show_table(["severity", "where", "what, and what to do"], rows)
+    if diagnosis.serving:
+        show_text("")
+        served = [(each.target, each.verdict, each.command or each.why, each.engine) for each in diagnosis.serving]
+        show_table(["program", "positions", "type", "known from"], served)

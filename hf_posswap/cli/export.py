@@ -28,7 +28,22 @@ def export(
     target: Annotated[Target, typer.Option("--target", help="The program.", show_default=False)],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="DIR", help="Write the checkpoint for it to DIR.", show_default=False),
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            help="Write the checkpoint for it to DIR; for llamacpp also to a file, model.gguf.",
+            show_default=False,
+        ),
+    ] = None,
+    vocab: Annotated[
+        Path | None,
+        typer.Option(
+            "--vocab",
+            metavar="FILE",
+            help="For model.gguf: take the vocabulary from this file (convert_hf_to_gguf.py --vocab-only).",
+            show_default=False,
+        ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
@@ -36,8 +51,8 @@ def export(
     """Say what a serving program makes of a checkpoint's positions, and write it as the program wants it.
 
     exact: what transformers computes; approximate: near it, or equal up to some length; impossible: the program
-    refuses, or computes something else (exit code 3). The programs are not run: the verdict comes from their sources
-    and documentation.
+    refuses, or computes something else (exit code 3). Known from: the program's version that the verdict is about, and
+    whether it was run or its code read. Last comes what to type.
 
     Example: posswap export my-long-llama --target sglang -o my-long-llama-sglang
     """
@@ -46,12 +61,17 @@ def export(
         from hf_posswap.checkpoints.exports import export as run
 
         found = run(
-            source, target.value, None if out is None else out.expanduser(), trust_remote_code=trust_remote_code
+            source,
+            target.value,
+            None if out is None else out.expanduser(),
+            vocab=None if vocab is None else vocab.expanduser(),
+            trust_remote_code=trust_remote_code,
         )
     if json:
         show_json(found.to_dict())
     else:
-        show_pairs([("target", found.target), ("verdict", found.verdict), ("why", found.why)])
+        said = [("target", found.target), ("verdict", found.verdict), ("why", found.why), ("known from", found.engine)]
+        show_pairs([*said, *found.notes.items(), *([("type", found.command)] if found.command else [])])
         if found.changes:
             rows = [(name, str(before), str(after)) for name, (before, after) in found.changes.items()]
             show_text("")

@@ -1,4 +1,4 @@
-"""`export`: verdicts with their reasons, configs that mean the same, and GGUF metadata read back by `gguf` itself."""
+"""`export`: verdicts with their reasons, configs that mean the same, and GGUF files read back by `gguf` itself."""
 
 from __future__ import annotations
 
@@ -19,11 +19,19 @@ from typer.testing import CliRunner
 import hf_posswap
 from hf_posswap import patch_model
 from hf_posswap.checkpoints.doctor_checks import doctor
-from hf_posswap.checkpoints.exports import TARGETS, export
+from hf_posswap.checkpoints.exports import CLAIMS, TARGETS, export
+from hf_posswap.checkpoints.exports.claims import anything
+from hf_posswap.checkpoints.exports.claims_table import claims_markdown
 from hf_posswap.checkpoints.exports.gguf_keys import ARCHITECTURES
 from hf_posswap.checkpoints.exports.mechanism import stated
 from hf_posswap.cli import app
-from hf_posswap.errors import CheckpointError, UnknownNameError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.errors import (
+    CheckpointError,
+    OptionError,
+    UnknownNameError,
+    UnsupportedModelError,
+    UnsupportedSwapError,
+)
 from tests.contract.models import LENGTH, build
 from tests.contract.pairs import gap, logits, words
 
@@ -44,7 +52,7 @@ VERDICTS: dict[str, tuple[str, str | None, dict[str, Any], tuple[str, str, str, 
     "new theta": ("llama", "rope", {"base": 5e5}, ("exact", "exact", "exact", "exact")),
     "ntk": ("llama", "ntk", {"factor": 4.0}, ("exact", "exact", "exact", "exact")),
     "linear": ("llama", "linear", {"factor": 4.0}, ("exact", "exact", "exact", "impossible")),
-    "dynamic": ("llama", "dynamic", {"factor": 4.0}, ("approximate", "approximate", "approximate", "approximate")),
+    "dynamic": ("llama", "dynamic", {"factor": 4.0}, ("impossible", "approximate", "approximate", "approximate")),
     "yarn": ("llama", "yarn", {"factor": 4.0}, ("exact", "exact", "exact", "exact")),
     "yarn, other factor": (
         "llama",
@@ -62,23 +70,37 @@ VERDICTS: dict[str, tuple[str, str | None, dict[str, Any], tuple[str, str, str, 
         "llama",
         "yarn",
         {"factor": 4.0, "truncate": False},
-        ("exact", "exact", "approximate", "approximate"),
+        ("exact", "exact", "exact", "approximate"),
     ),
     "longrope": (
         "llama",
         "longrope",
         {"factor": 2.0} | LISTS,
-        ("approximate", "approximate", "impossible", "approximate"),
+        ("approximate", "approximate", "approximate", "approximate"),
     ),
     "angles": (
         "llama",
         "rope",
         {"frequencies": [1 / (i + 1) for i in range(8)]},
-        ("exact", "exact", "impossible", "approximate"),
+        ("exact", "exact", "exact", "approximate"),
     ),
     "llama3": ("llama", "llama3", {"factor": 4.0}, ("exact", "exact", "exact", "exact")),
-    "p_rope": ("llama", "p_rope", {}, ("exact", "exact", "impossible", "impossible")),
-    "nope": ("llama", "nope", {}, ("impossible", "impossible", "impossible", "impossible")),
+    "p_rope": ("llama", "p_rope", {}, ("exact", "exact", "exact", "impossible")),
+    "nope": ("llama", "nope", {}, ("exact", "impossible", "exact", "impossible")),
+    "nope, not a Llama": ("mistral", "nope", {}, ("impossible", "impossible", "exact", "impossible")),
+    "neox": ("gpt_neox", "linear", {"factor": 4.0}, ("exact", "exact", "exact", "impossible")),
+    "neox, other betas": (
+        "gpt_neox",
+        "yarn",
+        {"factor": 4.0, "beta_fast": 16},
+        ("exact", "exact", "impossible", "approximate"),
+    ),
+    "Self-Extend": (
+        "llama",
+        "self_extend",
+        {"window": 8, "group": 4},
+        ("impossible", "impossible", "approximate", "impossible"),
+    ),
     "a table": ("gpt2", "sinusoidal", {}, ("exact", "exact", "exact", "exact")),
     "gpt2 nope": ("gpt2", "nope", {}, ("exact", "exact", "exact", "exact")),
     "plugin": ("gpt2", "rope", {}, ("impossible", "impossible", "impossible", "impossible")),
@@ -100,6 +122,8 @@ def test_each_target_gets_the_verdict_it_should(case: str, tmp_path: Path) -> No
     assert tuple(each.verdict for each in found) == expected
     assert all(len(each.why) > 10 for each in found)
     assert not any(each.changes for each in found if each.verdict == "impossible")
+    assert [bool(each.command) for each in found] == [each.verdict != "impossible" for each in found]
+    assert not any("{" in each.why + each.command for each in found)
     assert export(folder, "transformers").verdict == "exact"
     if "plugin" in case:
         assert all("posswap to-native" in each.why for each in found)
@@ -121,8 +145,11 @@ ROPES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_is_written_means_the_same_to_transformers(scheme: str, target: str, tmp_path: Path) -> None:
     name, options = ROPES[scheme]
     folder = saved(tmp_path / "x", name, scheme, **options)
-    if export(folder, target).verdict == "impossible":
-        with pytest.raises(UnsupportedSwapError, match=f"{target} cannot run .*Nothing was written"):
+    possible = export(folder, target).verdict != "impossible"
+    loses = target == "llamacpp" and possible and (name == "gpt_neox" or scheme in ("longrope", "yarn"))
+    if loses or not possible:
+        refused = "converter would lose" if loses else f"{target} cannot run"
+        with pytest.raises(UnsupportedSwapError, match=f"{refused} .*Nothing was written"):
             export(folder, target, tmp_path / "out")
         assert not (tmp_path / "out").exists()
         return
@@ -162,7 +189,10 @@ def test_yarn_has_the_factor_of_transformers_in_every_spelling(options: dict[str
     assert (0.1 * math.log(4) + 1) * rope["attn_factor"] == pytest.approx(expected)
     assert "mscale" not in rope
     keys = export(folder, "llamacpp").gguf
-    assert (0.1 * math.log(4) + 1) * keys["llama.rope.scaling.attn_factor"] == pytest.approx(expected)
+    usual = keys.get("llama.rope.scaling.type") == "yarn"  # llama.cpp's own factor, and angles
+    assert usual == (not options)
+    assert (0.1 * math.log(4) + 1 if usual else keys["llama.rope.scaling.attn_factor"]) == pytest.approx(expected)
+    assert ("rope_freqs.weight" in keys) != usual
 
 
 def test_longrope_has_the_factor_of_transformers(tmp_path: Path) -> None:
@@ -196,51 +226,137 @@ def test_llama3_divisors_give_the_angles_of_transformers(tmp_path: Path) -> None
     assert divisors[-1] == 8.0
 
 
-GGUF_KEYS = {
-    "context_length": gguf.Keys.LLM.CONTEXT_LENGTH,
-    "rope.freq_base": gguf.Keys.Rope.FREQ_BASE,
-    "rope.dimension_count": gguf.Keys.Rope.DIMENSION_COUNT,
-    "rope.scaling.type": gguf.Keys.Rope.SCALING_TYPE,
-    "rope.scaling.factor": gguf.Keys.Rope.SCALING_FACTOR,
-    "rope.scaling.attn_factor": gguf.Keys.Rope.SCALING_ATTN_FACTOR,
-    "rope.scaling.original_context_length": gguf.Keys.Rope.SCALING_ORIG_CTX_LEN,
-    "rope.scaling.yarn_beta_fast": gguf.Keys.Rope.SCALING_YARN_BETA_FAST,
-    "rope.scaling.yarn_beta_slow": gguf.Keys.Rope.SCALING_YARN_BETA_SLOW,
+FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "linear": ("llama", "linear", {"factor": 4.0}),
+    "yarn": ("qwen2", "yarn", {"factor": 4.0}),
+    "yarn, other betas": ("mistral", "yarn", {"factor": 4.0, "beta_fast": 8}),
+    "longrope": ("llama", "longrope", {"factor": 2.0} | LISTS),
+    "p_rope": ("llama", "p_rope", {"p": 0.5}),
+    "neox": ("gpt_neox", "yarn", {"factor": 4.0}),
+    "table": ("gpt2", "sinusoidal", {}),
 }
 
 
-@pytest.mark.parametrize("scheme", ["rope", "linear", "yarn"])
-def test_gguf_itself_writes_and_reads_the_metadata(scheme: str, tmp_path: Path) -> None:
-    folder = saved(tmp_path / "x", "llama", scheme, max_length=4 * LENGTH)
-    made = export(folder, "llamacpp", tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "gguf-metadata.json").read_text()) == made.gguf
-    assert {key.removeprefix("llama.") for key in made.gguf} <= GGUF_KEYS.keys()
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    rope = made.gguf
-    writer.add_context_length(rope["llama.context_length"])
-    writer.add_rope_freq_base(rope["llama.rope.freq_base"])
-    writer.add_rope_dimension_count(rope["llama.rope.dimension_count"])
-    if scheme != "rope":
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["llama.rope.scaling.type"]))
-        writer.add_rope_scaling_factor(rope["llama.rope.scaling.factor"])
-    if scheme == "yarn":
-        writer.add_rope_scaling_attn_factors(rope["llama.rope.scaling.attn_factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["llama.rope.scaling.original_context_length"])
-        writer.add_rope_scaling_yarn_beta_fast(rope["llama.rope.scaling.yarn_beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(rope["llama.rope.scaling.yarn_beta_slow"])
-    writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    read = gguf.GGUFReader(tmp_path / "x.gguf")
+@pytest.mark.parametrize("case", list(FILES))
+def test_gguf_itself_reads_the_file(case: str, tmp_path: Path) -> None:
+    name, scheme, options = FILES[case]
+    folder = saved(tmp_path / "x", name, scheme, **options)
+    made = export(folder, "llamacpp", tmp_path / "model.gguf")
+    assert made.folder == tmp_path / "model.gguf"
+    assert made.command == f"llama-server -m {made.folder} -c {stated(read(folder)).length}"
+    assert set(made.notes) == {"weights", "vocabulary", "compared"}
+    read_back = gguf.GGUFReader(made.folder)
+    tensors = {tensor.name: tensor.data for tensor in read_back.tensors}
     for key, value in made.gguf.items():
-        field = read.get_field(GGUF_KEYS[key.removeprefix("llama.")].format(arch="llama"))
-        assert field is not None, key
-        found = field.contents()
-        assert found == value if isinstance(value, str) else found == pytest.approx(value)
-    expected = {"general.architecture"} | set(made.gguf)
-    assert {name for name in read.fields if not name.startswith("GGUF.")} == expected
+        if key in ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"):
+            np.testing.assert_allclose(tensors[key], np.array(value, dtype=np.float32))
+        else:
+            field = read_back.get_field(key)
+            assert field is not None, key
+            found = field.contents()
+            assert found == value if isinstance(value, str) else found == pytest.approx(value)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    words_table = model.get_input_embeddings().weight.detach().numpy()
+    np.testing.assert_array_equal(tensors["token_embd.weight"], words_table)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "x"]
+
+
+def read(folder: Path) -> Any:
+    return transformers.AutoConfig.from_pretrained(folder)
+
+
+def test_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    odd = saved(tmp_path / "x", "gpt_neox", "yarn", factor=4.0, beta_fast=16)
+    with pytest.raises(UnsupportedSwapError, match="reads no rope_freqs.weight"):
+        export(odd, "llamacpp", tmp_path / "m.gguf")
+    extended = saved(tmp_path / "y", "llama", "self_extend", window=8, group=4)
+    assert "--grp-attn-n 4 --grp-attn-w 8" in export(extended, "llamacpp").command
+    with pytest.raises(UnsupportedSwapError, match="nothing of .* is to be written for llamacpp"):
+        export(extended, "llamacpp", tmp_path / "m.gguf")
+    other = saved(tmp_path / "z", "cohere", None)
+    with pytest.raises(UnsupportedSwapError, match="use llama.cpp's convert_hf_to_gguf.py"):
+        export(other, "llamacpp", tmp_path / "m.gguf")
+    plain = saved(tmp_path / "p", "llama", None)
+    with pytest.raises(OptionError, match="vllm takes a folder"):
+        export(plain, "vllm", tmp_path / "m.gguf")
+    with pytest.raises(OptionError, match="a vocabulary goes into a .gguf file"):
+        export(plain, "llamacpp", tmp_path / "folder", vocab=tmp_path / "v.gguf")
+    (plain / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram"}}))
+    with pytest.raises(UnsupportedModelError, match="--vocab-only --outfile vocab.gguf, and give --vocab vocab.gguf"):
+        export(plain, "llamacpp", tmp_path / "m.gguf")
+    (tmp_path / "v.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"cannot read the vocabulary in .*v\.gguf"):
+        export(plain, "llamacpp", tmp_path / "m.gguf", vocab=tmp_path / "v.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_an_activation_that_llamacpp_lacks_is_refused(tmp_path: Path) -> None:
+    hf_posswap.save(build("llama", hidden_act="gelu"), tmp_path / "x")
+    with pytest.raises(UnsupportedSwapError, match="llama.cpp computes hidden_act 'silu' .* has 'gelu'"):
+        export(tmp_path / "x", "llamacpp", tmp_path / "m.gguf")
+
+
+def test_the_vocabulary_of_another_file_goes_along(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "v.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"<{i}>" for i in range(97)])
+    writer.add_token_scores([-float(i) for i in range(97)])
+    writer.add_bos_token_id(3)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
+        step()
+    folder = saved(tmp_path / "x", "llama", "nope")
+    made = export(folder, "llamacpp", tmp_path / "m.gguf", vocab=tmp_path / "v.gguf")
+    fields = gguf.GGUFReader(made.folder).fields
+    assert fields["tokenizer.ggml.tokens"].contents()[5] == "<5>"
+    assert fields["tokenizer.ggml.scores"].contents()[7] == -7.0
+    assert fields["tokenizer.ggml.bos_token_id"].contents() == 3
+    assert made.notes["vocabulary"] == "that of v.gguf"
+
+
+def test_every_program_has_a_row_for_everything_and_the_readme_shows_them() -> None:
+    shown = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    table = shown.partition("<!-- claims table -->")[2].partition("<!-- /claims table -->")[0].strip()
+    assert table == claims_markdown(), "run python recipes/claims_table.py"
+    assert CLAIMS.keys() == TARGETS.keys()
+    for rows in CLAIMS.values():
+        assert rows[-1].fits is anything
+        assert all(row.fits is not anything for row in rows[:-1])
+        assert [row.positions for row in rows if (row.verdict != "impossible") != bool(row.command)] == []
+        assert [row.positions for row in rows if row.verdict == "impossible" and row.roads] == []
+
+
+@pytest.mark.parametrize(("every", "verdict"), [(4, "exact"), (2, "impossible"), (3, "impossible")])
+def test_smollm3_goes_to_llamacpp_with_its_one_pattern_alone(every: int, verdict: str, tmp_path: Path) -> None:
+    model = patch_model(build("llama", num_hidden_layers=4), "rnope", every=every)
+    hf_posswap.to_native(model, "smollm3").save_pretrained(tmp_path / "x")
+    assert export(tmp_path / "x", "llamacpp").verdict == verdict
+    assert export(tmp_path / "x", "vllm").verdict == "exact"
+
+
+def test_a_sliding_window_is_told(tmp_path: Path) -> None:
+    hf_posswap.save(build("mistral", sliding_window=8), tmp_path / "x")
+    found = export(tmp_path / "x", "llamacpp")
+    assert found.verdict == "approximate"
+    assert "equal up to 8 tokens" in found.why
+    assert found.command == "llama-server -m model.gguf -c 8"
+
+
+def test_doctor_says_what_export_says(tmp_path: Path) -> None:
+    for number, (name, scheme, options) in enumerate(
+        [("llama", "nope", {}), ("llama", "alibi", {}), ("gpt2", None, {})]
+    ):
+        folder = saved(tmp_path / str(number), name, scheme, **options)
+        served = doctor(folder).serving
+        assert [each.target for each in served] == list(TARGETS)
+        for each in served:
+            found = export(folder, each.target)
+            assert (found.verdict, found.why, found.command, found.engine) == (
+                each.verdict,
+                each.why,
+                each.command,
+                each.engine,
+            )
+        assert f"vllm: {served[1].verdict}" in str(doctor(folder))
 
 
 def test_architectures_are_those_of_gguf() -> None:

@@ -109,7 +109,7 @@ def test_the_command_of_a_training_is_its_recipe() -> None:
     words = shlex.split(command_of(variant, start, GIVEN, "a/model", Path("out")))
     assert words[:3] == ["posswap", "train", "learned-to-rope"]
     said, made = load_recipe(words[2], words[3:]), training_recipe(variant, start, GIVEN, "a/model", Path("out"))
-    for part in ("model", "swap", "data", "train", "objective", "optimizer", "out"):
+    for part in ("model", "swap", "data", "trainable", "objective", "training", "out"):
         assert getattr(said, part) == getattr(made, part)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.checkpoints.doctor_checks.findings import Diagnosis, Finding, worst_first
+from hf_posswap.checkpoints.doctor_checks.findings import Diagnosis, Finding, Serving, worst_first
 from hf_posswap.checkpoints.doctor_checks.model_traps import (
     Layout,
     lay_out,
@@ -20,6 +20,10 @@ from hf_posswap.checkpoints.doctor_checks.model_traps import (
 from hf_posswap.checkpoints.doctor_checks.reading import Chart, read_chart
 from hf_posswap.checkpoints.doctor_checks.record_traps import adapter_findings, record_findings
 from hf_posswap.checkpoints.doctor_checks.rope_traps import rope_findings
+from hf_posswap.checkpoints.exports.claims_table import CLAIMS, filled
+from hf_posswap.checkpoints.exports.mechanism import stated
+from hf_posswap.checkpoints.exports.rules import judge
+from hf_posswap.errors import RecordError, UnsupportedModelError
 from hf_posswap.utils.auto_classes import TRUST
 
 
@@ -53,15 +57,16 @@ def doctor(source: str | Path, *, trust_remote_code: bool = False, **hub: Any) -
     findings = list(adapter_findings(chart))
     checked = ["adapter_config.json"] if chart.adapter is not None else []
     positions = "an adapter"
+    serving: tuple[Serving, ...] = ()
     if chart.config is not None:
-        positions, found, looked = _of_model(chart, hub | {TRUST: trust_remote_code})
+        positions, found, looked, serving = _of_model(chart, hub | {TRUST: trust_remote_code})
         findings += found
         checked += looked
-    return Diagnosis(str(source), positions, worst_first(findings), tuple(checked))
+    return Diagnosis(str(source), positions, worst_first(findings), tuple(checked), serving)
 
 
-def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], list[str]]:
-    """Return the mechanism in words, the findings, and what was looked at; `hub` says whether code may run, too."""
+def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], list[str], tuple[Serving, ...]]:
+    """Return the mechanism in words, findings, what was looked at, and servings; `hub` says whether code may run."""
     assert chart.config is not None
     checked = ["config.json"]
     findings = [finding for where, config in _configs(chart.config) for finding in rope_findings(config, where)]
@@ -80,7 +85,29 @@ def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], li
     if chart.tokenizer is not None:
         checked.append("tokenizer_config.json")
     unread = readable(chart)
-    return _positions(chart, layout), [*findings, *([unread] if unread else [])], checked
+    found = [*findings, *([unread] if unread else [])]
+    return _positions(chart, layout), found, checked, _serving(chart, layout)
+
+
+def _serving(chart: Chart, layout: Any) -> tuple[Serving, ...]:
+    """Return what each program makes of the checkpoint; () where its config or its positions cannot be told."""
+    if not isinstance(layout, Layout) or layout.sites is None:
+        return ()
+    try:
+        found = stated(layout.model.config)
+    except (UnsupportedModelError, RecordError):
+        return ()
+    judged = [judge(target, found) for target in CLAIMS]
+    return tuple(
+        Serving(
+            each.claim.target,
+            each.verdict,
+            each.why,
+            filled(each.claim.command, found, chart.source),
+            each.claim.source,
+        )
+        for each in judged
+    )
 
 
 def _configs(config: dict[str, Any], where: str = "config.json") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -28,6 +28,25 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Serving:
+    """What one program makes of the checkpoint, as `export` says it.
+
+    Attributes:
+        target: the program.
+        verdict: "exact", "approximate" or "impossible".
+        why: in words.
+        command: what to type; "" where nothing helps.
+        engine: the version that this is about, and whether it was run or read.
+    """
+
+    target: str
+    verdict: str
+    why: str
+    command: str
+    engine: str
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """All that was found. `print(diagnosis)` shows it.
 
@@ -36,12 +55,14 @@ class Diagnosis:
         positions: the position mechanism that it has, in words.
         findings: the worst first.
         checked: what was looked at.
+        serving: what serving programs make of it; () where its positions are not understood.
     """
 
     source: str
     positions: str
     findings: tuple[Finding, ...]
     checked: tuple[str, ...]
+    serving: tuple[Serving, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -56,12 +77,15 @@ class Diagnosis:
             "positions": self.positions,
             "checked": list(self.checked),
             "findings": [asdict(finding) for finding in self.findings],
+            "serving": [asdict(each) for each in self.serving],
         }
 
     def __str__(self) -> str:
         lines = [f"{self.source}: {self.positions}", f"checked: {', '.join(self.checked)}"]
         lines += [f"{f.severity}: {f.where}: {f.what} {f.do}" for f in self.findings]
-        return "\n".join(lines if self.findings else [*lines, "nothing found"])
+        if not self.findings:
+            lines.append("nothing found")
+        return "\n".join(lines + [f"{s.target}: {s.verdict}: {s.command or s.why} ({s.engine})" for s in self.serving])
 
 
 def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:

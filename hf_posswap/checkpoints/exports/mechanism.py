@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hf_posswap.errors import UnsupportedModelError
@@ -24,6 +24,9 @@ class Stated:
         length: positions that the model is meant for, in tokens.
         original: positions before any scaling, in tokens; None where nothing tells.
         scheme: name of the scheme that hf_posswap put in, or None.
+        settings: that scheme's fields; {} where there is none.
+        rotates: for each layer, whether it rotates, where the config says so layer by layer; () elsewhere.
+        window: of sliding attention, in tokens; None where all layers see all.
     """
 
     kind: Kind
@@ -32,6 +35,9 @@ class Stated:
     length: int
     original: int | None
     scheme: str | None
+    settings: dict[str, Any] = field(default_factory=dict)
+    rotates: tuple[bool, ...] = ()
+    window: int | None = None
 
     @property
     def rope_type(self) -> str:
@@ -90,4 +96,14 @@ def stated(config: Any) -> Stated:
     kind: Kind = "plugin" if plugin else "rope" if rope else "table"
     name = None if record is None else str(record.scheme["name"])
     model_type = config.model_type if record is None else record.base_type
-    return Stated(kind, model_type, {} if plugin else rope, length, original, name)
+    settings = {} if record is None else dict(record.scheme)
+    rotates = tuple(bool(layer) for layer in getattr(config, "no_rope_layers", None) or ())  # 1 there: it rotates
+    return Stated(kind, model_type, {} if plugin else rope, length, original, name, settings, rotates, _window(config))
+
+
+def _window(config: Any) -> int | None:
+    """Return the window of layers with sliding attention, in tokens; None where no layer has one."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    slides = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
+    return int(window) if window and slides else None

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.checkpoints.exports.gguf_keys import gguf_metadata, rope_freqs
+from hf_posswap.checkpoints.exports.claims_table import filled
+from hf_posswap.checkpoints.exports.gguf_file import GGUFFile, write_gguf
+from hf_posswap.checkpoints.exports.gguf_keys import divisors, gguf_metadata
 from hf_posswap.checkpoints.exports.mechanism import Stated, stated
 from hf_posswap.checkpoints.exports.rules import TARGETS, Judgement, judge
-from hf_posswap.errors import CheckpointError, UnknownNameError, UnsupportedSwapError
+from hf_posswap.errors import CheckpointError, OptionError, UnknownNameError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta, read_config
 from hf_posswap.utils.atomic_io import replacing, write_json
 
-GGUF_FILE = "gguf-metadata.json"
+_SUFFIX = ".gguf"
 
 
 @dataclass(frozen=True)
@@ -27,19 +29,25 @@ class Export:
         target: the program.
         verdict: "exact", "approximate" or "impossible".
         why: in words.
+        engine: the program's version that the verdict is about, and whether it was run or read.
+        command: what to type; "" where nothing helps.
         config: the config.json that the program wants.
         changes: where it differs from the checkpoint's: name, from what, to what.
-        gguf: for llama.cpp, metadata by key; {} otherwise.
-        folder: where it was written to, or None.
+        gguf: for llama.cpp, metadata and tensors of divisors by name; {} otherwise.
+        folder: where it was written to, a folder or a GGUF file; None where nothing was written.
+        notes: of a GGUF file, what was written and how it was compared, in words; {} otherwise.
     """
 
     target: str
     verdict: str
     why: str
+    engine: str
+    command: str
     config: dict[str, Any]
     changes: dict[str, tuple[Any, Any]]
     gguf: dict[str, Any]
     folder: Path | None
+    notes: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the export as JSON."""
@@ -49,25 +57,36 @@ class Export:
 
 
 def export(
-    source: str | Path, target: str, out: str | Path | None = None, *, trust_remote_code: bool = False
+    source: str | Path,
+    target: str,
+    out: str | Path | None = None,
+    *,
+    vocab: str | Path | None = None,
+    trust_remote_code: bool = False,
 ) -> Export:
     """Return what the program `target` makes of the positions of a checkpoint, and write it as the program wants it.
 
-    vLLM and SGLang were judged by their sources, text-generation-inference and llama.cpp by their documentation; none
-    of them was run here. Whether a program has the model's class at all is not judged.
+    The verdict is a row of a table (the README has it), which says of which version it is and whether that was run or
+    read. Whether a program has the model's class at all is not judged.
 
     Args:
         source: a folder; a Hub id where nothing is to be written.
         target: "transformers", "vllm", "sglang", "llamacpp" or "tgi".
-        out: a new folder: gets the checkpoint with the config that the program wants (for llamacpp the one that
-            convert_hf_to_gguf.py reads, and gguf-metadata.json); None writes nothing.
+        out: None writes nothing. A new folder gets the checkpoint with the config that the program wants (for llamacpp
+            the one that convert_hf_to_gguf.py reads). For llamacpp also a new file that ends
+            in .gguf (extra `gguf`): the model itself, with every rotation by fixed angles. Where llama-cpp-python is
+            installed, llama.cpp runs it and its outputs are compared before it is there.
+        vocab: for a .gguf file, another one that has the vocabulary; needed where the tokenizer is not of GPT-2's kind.
         trust_remote_code: run code that the checkpoint brings, where its config needs that.
 
     Raises:
         UnknownNameError: no such target.
-        UnsupportedSwapError: `out` was given and the verdict is "impossible".
+        OptionError: a .gguf file or `vocab` for another program than llama.cpp.
+        UnsupportedSwapError: `out` was given and the verdict is "impossible", or that kind of `out` cannot hold it.
         CheckpointError: the checkpoint cannot be read, or `out` not be written.
-        UnsupportedModelError: what its config says of positions is not understood here.
+        UnsupportedModelError: what its config says of positions is not understood here, or its tokenizer not.
+        MissingDependencyError: a .gguf file is asked for without the extra `gguf`.
+        SwapVerificationError: llama.cpp computes something else from the .gguf file.
 
     Example:
         >>> import tempfile
@@ -80,8 +99,14 @@ def export(
     """
     if target not in TARGETS:
         raise UnknownNameError("target", target, TARGETS)
-    if out is not None:
-        _check_places(Path(source), Path(out))
+    place = None if out is None else Path(out)
+    is_file = place is not None and place.suffix == _SUFFIX
+    if target != "llamacpp" and (is_file or vocab is not None):
+        raise OptionError(f"{target} takes a folder: a {_SUFFIX} file and a vocabulary are llama.cpp's (llamacpp).")
+    if vocab is not None and not is_file:
+        raise OptionError(f"a vocabulary goes into a {_SUFFIX} file: give out the name of one.")
+    if place is not None:
+        _check_places(Path(source), place, is_file)
     config = read_config(source, trust_remote_code=trust_remote_code)
     found = stated(config)
     judgement = judge(target, found)
@@ -89,12 +114,49 @@ def export(
     wanted = held if judgement.verdict == "impossible" else _wanted(held, found, judgement, target)
     changes = {n: (held.get(n), wanted.get(n)) for n in held.keys() | wanted.keys() if held.get(n) != wanted.get(n)}
     gguf = _gguf(config, found) if target == "llamacpp" else {}
-    folder = None
-    if out is not None:
-        if judgement.verdict == "impossible":
-            raise UnsupportedSwapError(f"{target} cannot run {str(source)!r}: {judgement.why} Nothing was written.")
-        folder = _write(Path(source), Path(out), wanted, gguf)
-    return Export(target, judgement.verdict, judgement.why, wanted, dict(sorted(changes.items())), gguf, folder)
+    notes: dict[str, str] = {}
+    if place is not None:
+        _check_road(str(source), target, judgement, is_file)
+        if is_file:
+            notes = _notes(write_gguf(Path(source), place, found, None if vocab is None else Path(vocab)))
+        else:
+            _write(Path(source), place, wanted)
+    command = filled(judgement.claim.command, found, str(source if place is None or is_file else place))
+    if is_file:
+        command = command.rpartition(" && ")[2].replace("model.gguf", str(place))
+    claim, ordered = judgement.claim, dict(sorted(changes.items()))
+    return Export(target, claim.verdict, judgement.why, claim.source, command, wanted, ordered, gguf, place, notes)
+
+
+def _check_road(source: str, target: str, judgement: Judgement, is_file: bool) -> None:
+    """Refuse to write what the program would not run rightly."""
+    if judgement.verdict == "impossible":
+        raise UnsupportedSwapError(f"{target} cannot run {source!r}: {judgement.why} Nothing was written.")
+    roads = judgement.claim.roads
+    if not roads:
+        raise UnsupportedSwapError(f"nothing of {source!r} is to be written for {target}: {judgement.why}")
+    if is_file and "gguf" not in roads:
+        raise UnsupportedSwapError(
+            f"a {_SUFFIX} file of {source!r} is not written here. Give a folder to -o, and use llama.cpp's "
+            "convert_hf_to_gguf.py on it. Nothing was written."
+        )
+    if not is_file and "folder" not in roads:
+        raise UnsupportedSwapError(
+            f"llama.cpp's converter would lose the positions of {source!r}: {judgement.why} Give -o the name of a "
+            f"{_SUFFIX} file. Nothing was written."
+        )
+
+
+def _check_places(source: Path, out: Path, is_file: bool) -> None:
+    """Raise a CheckpointError where nothing can be copied from `source`, or no folder be made at `out`."""
+    if not source.is_dir():
+        raise CheckpointError(f"{str(source)!r} is no folder: download the checkpoint first, and export the folder.")
+    if is_file:
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} is not empty; give a folder that is new.")
+    if out.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"{out} lies in the checkpoint itself; give another folder.")
 
 
 def _held(source: Path) -> dict[str, Any]:
@@ -118,27 +180,17 @@ def _gguf(config: Any, found: Stated) -> dict[str, Any]:
     """Return llama.cpp's metadata, with the divisors of the angles where they are a tensor of their own."""
     if found.kind == "plugin":
         return {}
-    width = describe_positions(on_meta(config)).geometry.rotary_dim
-    metadata = gguf_metadata(found, width)
-    divisors = rope_freqs(found, width) if metadata and width else None
-    return metadata | ({"rope_freqs.weight": divisors} if divisors else {})
+    geometry = describe_positions(on_meta(config)).geometry
+    metadata = gguf_metadata(found, geometry.rotary_dim)
+    return metadata | (divisors(config, found, geometry.head_dim) if metadata else {})
 
 
-def _check_places(source: Path, out: Path) -> None:
-    """Raise a CheckpointError where nothing can be copied from `source`, or to `out`."""
-    if not source.is_dir():
-        raise CheckpointError(f"{str(source)!r} is no folder: download the checkpoint first, and export the folder.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} is not empty; give a folder that is new.")
-    if out.resolve().is_relative_to(source.resolve()):
-        raise CheckpointError(f"{out} lies in the checkpoint itself; give another folder.")
-
-
-def _write(source: Path, out: Path, config: dict[str, Any], gguf: dict[str, Any]) -> Path:
+def _write(source: Path, out: Path, config: dict[str, Any]) -> None:
     """Copy the checkpoint to `out` with another config.json, whole or not at all."""
     with replacing(out) as temporary:
         shutil.copytree(source, temporary)
         write_json(temporary / "config.json", config)
-        if gguf:
-            write_json(temporary / GGUF_FILE, gguf)
-    return out
+
+
+def _notes(made: GGUFFile) -> dict[str, str]:
+    return {"weights": made.weights, "vocabulary": made.vocabulary, "compared": made.compared}

@@ -1,0 +1,66 @@
+"""All claims about serving programs in one table, which `export`, `doctor` and the README read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_posswap.checkpoints.exports.claims import Claim
+from hf_posswap.checkpoints.exports.claims_llamacpp import LLAMACPP
+from hf_posswap.checkpoints.exports.claims_servers import SGLANG, TGI, TRANSFORMERS, VLLM
+from hf_posswap.checkpoints.exports.mechanism import Stated
+
+CLAIMS: dict[str, tuple[Claim, ...]] = {
+    "transformers": TRANSFORMERS,
+    "vllm": VLLM,
+    "sglang": SGLANG,
+    "llamacpp": LLAMACPP,
+    "tgi": TGI,
+}
+"""By program, the rows in order: the first that fits a checkpoint is the one about it; the last fits all."""
+
+
+def claim_for(target: str, stated: Stated) -> Claim:
+    """Return the row about a checkpoint's positions in the program `target`."""
+    return next(claim for claim in CLAIMS[target] if claim.fits(stated))
+
+
+def filled(text: str, stated: Stated, folder: str = "DIR") -> str:
+    """Return the words of a row, {length} and the like filled in with what the checkpoint states.
+
+    Args:
+        text: `why` or `command` of a row.
+        stated: the mechanism.
+        folder: of the checkpoint, as it is to be typed.
+    """
+    known = stated.original is not None and stated.scheme is not None
+    values: dict[str, Any] = {
+        "folder": folder,
+        "length": stated.length,
+        "original": stated.original or stated.length,
+        "window": stated.settings.get("window", stated.window),
+        "group": stated.settings.get("group"),
+        "scheme": stated.scheme,
+        "model": stated.model_type,
+        "type": stated.rope_type,
+        "checked": "It is, in the exported config." if known else "Which it is here nothing tells: check it.",
+    }
+    return text.format(**values)
+
+
+def claims_markdown() -> str:
+    """Return the table for the README."""
+    head = ["program", "positions", "models", "verdict", "why, and what to type", "known from"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    names = {name: "{" + name + "}" for name in ("folder", "length", "original", "window", "group", "scheme", "model")}
+    shown = names | {"folder": "DIR", "length": "LENGTH", "original": "ORIGINAL", "window": "W", "group": "N"}
+    shown |= {"scheme": "the scheme", "model": "model", "type": "it", "checked": ""}
+    for target, claims in CLAIMS.items():
+        for claim in claims:
+            why = claim.why.format(**shown).strip()
+            typed = f" `{claim.command.format(**shown)}`" if claim.command else ""
+            lines.append(_line([target, claim.positions, claim.models, claim.verdict, why + typed, claim.source]))
+    return "\n".join(lines)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -1,0 +1,161 @@
+"""What the table says of llama.cpp, by llama.cpp: each row that is "run by a test", on the outputs of the file written.
+
+`.ci/serving` installs llama-cpp-python. A version other than the table's fails `test_the_version_is_that_of_the_table`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+
+import hf_posswap
+from hf_posswap import patch_model
+from hf_posswap.checkpoints.exports import CLAIMS, export
+from hf_posswap.checkpoints.exports.claims import Claim
+from hf_posswap.checkpoints.exports.claims_llamacpp import ENGINE
+from hf_posswap.checkpoints.exports.claims_table import claim_for
+from hf_posswap.checkpoints.exports.gguf_proof import run_llamacpp
+from hf_posswap.checkpoints.exports.mechanism import stated
+from hf_posswap.errors import SwapVerificationError
+from tests.contract.models import LENGTH, VOCABULARY, build
+
+pytestmark = pytest.mark.skipif(
+    find_spec("llama_cpp") is None,
+    reason="llama-cpp-python is not installed, so no claim about it is tested: run .ci/serving",
+)
+LISTS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+BOUND = 1e-3  # nats; float32 on both sides
+GELU_BOUND = 2e-2  # nats; llama.cpp looks GELU up in a table in half precision, in the stock GPT-2 as well
+WRONG = 0.5  # nats; what another mechanism is at least off by on these weights
+
+# model, swap, its options
+CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "llama": ("llama", None, {}),
+    "theta": ("llama", "rope", {"base": 5e5}),
+    "ntk": ("llama", "ntk", {"factor": 4.0}),
+    "linear": ("llama", "linear", {"factor": 4.0}),
+    "yarn": ("llama", "yarn", {"factor": 4.0}),
+    "yarn, beta 16": ("llama", "yarn", {"factor": 4.0, "beta_fast": 16}),
+    "yarn, attention 1.5": ("mistral", "yarn", {"factor": 4.0, "attention_factor": 1.5}),
+    "yarn, not truncated": ("qwen2", "yarn", {"factor": 4.0, "truncate": False}),
+    "ntk_by_parts": ("llama", "ntk_by_parts", {"factor": 4.0}),
+    "resonance_yarn": ("llama", "resonance_yarn", {"factor": 4.0}),
+    "angles": ("mistral", "rope", {"frequencies": [1 / (i + 1) for i in range(8)]}),
+    "llama3": ("llama", "llama3", {"factor": 4.0}),
+    "llama3, qwen2": ("qwen2", "llama3", {"factor": 4.0}),
+    "p_rope": ("llama", "p_rope", {}),
+    "p_rope, qwen2": ("qwen2", "p_rope", {}),
+    "nope": ("llama", "nope", {}),
+    "longrope": ("llama", "longrope", {"factor": 2.0} | LISTS),
+    "dynamic": ("llama", "dynamic", {"factor": 4.0}),
+    "gpt2": ("gpt2", None, {}),
+    "gpt2 sinusoidal": ("gpt2", "sinusoidal", {"max_length": 4 * LENGTH}),
+    "gpt2 nope": ("gpt2", "nope", {}),
+    "neox": ("gpt_neox", None, {}),
+    "neox ntk": ("gpt_neox", "ntk", {"factor": 4.0}),
+    "neox linear": ("gpt_neox", "linear", {"factor": 4.0}),
+    "neox yarn": ("gpt_neox", "yarn", {"factor": 4.0}),
+}
+
+
+def saved(folder: Path, case: str) -> Path:
+    name, scheme, options = CASES[case]
+    model = build(name)
+    if scheme is not None:
+        patch_model(model, scheme, **options)
+    hf_posswap.save(model, folder)
+    return folder
+
+
+def row_of(folder: Path) -> Claim:
+    return claim_for("llamacpp", stated(transformers.AutoConfig.from_pretrained(folder)))
+
+
+def apart(folder: Path, path: Path, length: int) -> float:
+    """Return how far log probabilities of llama.cpp are from transformers' at most, in nats, on `length` tokens."""
+    ids = torch.randint(5, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0].double().log_softmax(-1)
+    found = run_llamacpp(path, ids, length).double().log_softmax(-1)
+    assert found.isfinite().all()
+    return float((found - expected).abs().max())
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_the_file_computes_what_transformers_does(case: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "x", case)
+    made = export(folder, "llamacpp", tmp_path / "m.gguf")
+    assert row_of(folder).known == "tested"
+    assert "log probabilities" in made.notes["compared"]
+    bound = GELU_BOUND if case.startswith(("gpt2", "neox")) else BOUND
+    whole = stated(transformers.AutoConfig.from_pretrained(folder)).length
+    lengths = {"longrope": [whole], "dynamic": [LENGTH // 2, LENGTH]}.get(case, [LENGTH // 2, LENGTH, whole])
+    assert max(apart(folder, tmp_path / "m.gguf", length) for length in lengths) < bound
+
+
+def test_every_row_that_says_so_is_tested(tmp_path: Path) -> None:
+    met = {row_of(saved(tmp_path / str(number), case)).positions for number, case in enumerate(CASES)}
+    assert {row.positions for row in CLAIMS["llamacpp"] if row.known == "tested"} <= met
+
+
+def test_the_version_is_that_of_the_table() -> None:
+    assert f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}" == ENGINE
+
+
+@pytest.mark.parametrize(("case", "length"), [("longrope", LENGTH), ("dynamic", 4 * LENGTH)])
+def test_where_it_is_said_to_differ_it_does(case: str, length: int, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "x", case)
+    export(folder, "llamacpp", tmp_path / "m.gguf")
+    assert row_of(folder).verdict == "approximate"
+    assert apart(folder, tmp_path / "m.gguf", length) > WRONG
+
+
+@pytest.mark.parametrize("case", ["yarn, beta 16", "angles", "p_rope", "nope", "llama3, qwen2"])
+def test_without_its_divisors_the_file_is_wrong(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "x", case)
+    monkeypatch.setattr("hf_posswap.checkpoints.exports.gguf_file.divisors", lambda *_: {})
+    with pytest.raises(SwapVerificationError, match="nats from the model's, more than 0.001. Nothing was written"):
+        export(folder, "llamacpp", tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_a_broken_file_ends_no_process_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF and nothing else")
+    with pytest.raises(SwapVerificationError, match=r"llama.cpp cannot run m.gguf \(exit 1\): the file does not load"):
+        run_llamacpp(tmp_path / "m.gguf", torch.arange(5), 5)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.float16, "F16"), (torch.bfloat16, "BF16")])
+def test_weights_of_16_bits_stay_so(dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
+    hf_posswap.save(patch_model(build("llama"), "p_rope").to(dtype), tmp_path / "x")
+    made = export(tmp_path / "x", "llamacpp", tmp_path / "m.gguf")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(made.folder).tensors}
+    assert kinds["blk.0.attn_q.weight"] == made.notes["weights"] == kind
+    assert kinds["blk.0.attn_norm.weight"] == kinds["rope_freqs.weight"] == "F32"
+    assert made.notes["compared"].startswith("llama.cpp gives the model's")
+
+
+def test_gpt2s_tokenizer_goes_along(tmp_path: Path) -> None:
+    import llama_cpp
+    from tokenizers import ByteLevelBPETokenizer
+
+    text = ["The quick brown fox doesn't jump over 12345 lazy dogs.\n\n  Ünïcödé, 数字 and tabs\there"] * 3
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(text, vocab_size=300, min_frequency=1, special_tokens=["<|endoftext|>"])
+    hf_posswap.save(build("gpt2", vocab_size=320), tmp_path / "x")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<|endoftext|>")
+    fast.save_pretrained(tmp_path / "x")
+    made = export(tmp_path / "x", "llamacpp", tmp_path / "m.gguf")
+    assert made.notes["vocabulary"].startswith("byte-level BPE")
+    opened = llama_cpp.Llama(str(made.folder), vocab_only=True, verbose=False)
+    for words in [*text, "dogs  dogs\n jump<|endoftext|>over", "it's 7 o'clock"]:
+        assert opened.tokenize(words.encode(), add_bos=False, special=True) == fast(words)["input_ids"]
+    assert opened.token_eos() == fast.eos_token_id
