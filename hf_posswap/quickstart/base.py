@@ -78,7 +78,7 @@ def place_base(base: Base, settings: QuickstartSettings, out: Path) -> str:
     """
     if settings.model is not None:
         return base.source
-    folder = out / "base"
+    folder = out.resolve() / "base"  # the same from wherever the quickstart is called again
     if not folder.is_dir():
         with replacing(folder) as temporary:
             temporary.mkdir()

@@ -19,15 +19,7 @@ class Watched(transformers_trainer.SavingTrainer):
     """Notes what is called, and by whom it writes."""
 
     parent: str | None = None
-    schedules = 0
     written: list[Any]
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        if self.lr_scheduler is None:
-            self.schedules += 1
-            chosen = self.optimizer if optimizer is None else optimizer
-            self.take_scheduler(torch.optim.lr_scheduler.LambdaLR(chosen, lambda step: 0.5))
-        return self.lr_scheduler
 
     def checkpoint_parent(self) -> str | None:
         return self.parent
@@ -47,7 +39,7 @@ def trainer(tmp_path: Path) -> Watched:
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
     arguments = TrainingArguments(
         str(tmp_path / "run"), max_steps=1, save_steps=1, use_cpu=True, report_to=[], learning_rate=0.125,
-        disable_tqdm=True,
+        disable_tqdm=True, lr_scheduler_type="constant_with_warmup", warmup_steps=2,
     )  # fmt: skip
     made = Watched(model, arguments, train_dataset=ROWS)
     made.written = []
@@ -78,10 +70,12 @@ def test_current_learning_rate(trainer: Watched) -> None:
     assert trainer.current_learning_rate() == 0.125 / 2
 
 
-def test_take_scheduler(trainer: Watched) -> None:
-    trainer.train()
-    trainer.train()
-    assert trainer.schedules == 2  # each training begins with a schedule of its own
+def test_torch_compile_is_left_to_the_engine(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], torch_compile=True)
+    ours = transformers_trainer.SavingTrainer(model, arguments)
+    assert ours.args.torch_compile
+    assert ours.accelerator.state.dynamo_plugin.backend.value == "NO"
 
 
 def test_use_one_gpu(trainer: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

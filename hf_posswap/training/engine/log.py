@@ -115,7 +115,8 @@ class Watch(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
-        at = {name.rpartition("_at_")[2]: nll for name, nll in (metrics or {}).items() if "_at_" in name}
+        named = [(name.partition("loss_at_")[2], nll) for name, nll in (metrics or {}).items()]
+        at = {length: nll for length, nll in named if length}
         self.log.write({"step": state.global_step, "nll": at})
 
     def on_train_end(
