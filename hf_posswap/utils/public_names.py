@@ -23,10 +23,10 @@ def attach_public_names(package: str, file: str) -> tuple[Callable[[str], Any], 
         file: its `__file__`, beside which the stub lies.
 
     Example:
-        >>> import hf_posswap.plotting
-        >>> _, _, names = attach_public_names("hf_posswap.plotting", hf_posswap.plotting.__file__)
+        >>> import hf_posswap.report
+        >>> _, _, names = attach_public_names("hf_posswap.report", hf_posswap.report.__file__)
         >>> names[:3]
-        ['Cell', 'Curve', 'Point']
+        ['PAGE', 'check_results', 'render_html']
     """
     homes = read_homes(package, Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
 

@@ -34,6 +34,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_writes_results_and_a_report(posswap: Posswap, small: Path, tmp_path: Path) -> None:
     run = posswap(
         "quickstart",

@@ -140,7 +140,7 @@ def child(out: Path, settings: QuickstartSettings, cache: Path, before: str = ""
     return [sys.executable, "-c", before + _CHILD.format(settings=settings.to_dict(), out=str(out), cache=str(cache))]
 
 
-@pytest.mark.parametrize("after", ["checkpoints/checkpoint-2", "report.json"])
+@pytest.mark.parametrize("after", ["checkpoints/checkpoint-2", pytest.param("report.json", marks=pytest.mark.slow)])
 def test_killed_and_started_again_it_ends_with_the_same_bits(
     finished: QuickstartResult, cache: Path, tmp_path: Path, console: Console, tiny: QuickstartSettings, after: str
 ) -> None:
@@ -222,6 +222,7 @@ def test_a_model_that_cannot_be_used_is_one_clear_error(
     assert "already carries a swap (rope(" in refused(str(tmp_path / "swapped"))
 
 
+@pytest.mark.slow
 def test_a_given_model_with_a_longer_window_is_capped_and_said_so(
     tmp_path: Path, cache: Path, console: Console, tiny: QuickstartSettings
 ) -> None:

@@ -104,7 +104,7 @@ def test_supports_does_not_swallow_mistakes() -> None:
     config = TINY["gpt2"].config()
     with pytest.raises(UnknownNameError, match="Did you mean 'alibi'"):
         supports(config, "alibbi")
-    with pytest.raises(OptionError, match="no option 'slope'"):
+    with pytest.raises(OptionError, match="no field 'slope'"):
         supports(config, "alibi", slope=1)
     assert not supports(TINY[TOY_MODEL].config(), "rope")
 
