@@ -35,7 +35,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         "## Commands",
         "",
-        *_commands(rows),
+        *_commands(rows, result.get("remark")),
     ]
     return "\n".join(lines) + "\n"
 
@@ -129,8 +129,8 @@ def _plain(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _commands(rows: list[dict[str, Any]]) -> list[str]:
-    """Return all commands, bases and controls once, $WORK being a folder of your choice."""
+def _commands(rows: list[dict[str, Any]], remark: str | None) -> list[str]:
+    """Return all commands, bases and controls once, $WORK being a folder of your choice, after what a person adds."""
     lines, said = [], set()
     for row in rows:
         for what in ("base", "search", "recipe", "control"):
@@ -139,4 +139,4 @@ def _commands(rows: list[dict[str, Any]]) -> list[str]:
                 said.add(command)
                 name = row["base"] if what == "base" else row["recipe"]
                 lines.append(f"- {what} {name if what != 'control' else 'of ' + name}: `{command}`")
-    return ["$WORK is a folder of your choice.", "", *lines]
+    return [" ".join(filter(None, ("$WORK is a folder of your choice.", remark))), "", *lines]

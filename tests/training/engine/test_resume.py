@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,13 @@ def kill_when(process: Any, due: Callable[[], bool]) -> bool:
 
 
 def logged(folder: Path) -> int:
-    """Return the lines in the logs of a run."""
-    paths = [
-        Path(root) / "log.jsonl" for root, _, files in os.walk(folder) if "log.jsonl" in files
-    ]  # folders come and go
-    return sum(len(path.read_bytes().splitlines()) for path in paths)
+    """Return the lines in the logs of a run, whose folders come and go meanwhile."""
+    lines = 0
+    for root, _, files in os.walk(folder):
+        if "log.jsonl" in files:
+            with suppress(FileNotFoundError):
+                lines += len((Path(root) / "log.jsonl").read_bytes().splitlines())
+    return lines
 
 
 @pytest.mark.parametrize(
