@@ -74,6 +74,8 @@ from hf_posswap.search.longrope import search_longrope as search_longrope
 from hf_posswap.search.pairs import rank_pairs as rank_pairs
 from hf_posswap.search.pairs import select_pairs as select_pairs
 from hf_posswap.search.result import LongRopeSearch as LongRopeSearch
+from hf_posswap.search.rotation import RotationFit as RotationFit
+from hf_posswap.search.rotation import fit_rotation as fit_rotation
 from hf_posswap.training.config.load import load_recipe as load_recipe
 
 __version__: str

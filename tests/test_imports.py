@@ -26,7 +26,8 @@ LAYERS = (
     {"patching"},
     {"checkpoints", "plotting"},
     {"training", "evaluation", "report"},
-    {"adapting", "comparison", "search"},
+    {"comparison", "search"},
+    {"adapting"},
     {"harness"},
     {FACADE},  # the public names
     {"quickstart", "selfcheck"},

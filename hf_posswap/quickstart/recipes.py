@@ -56,10 +56,10 @@ _OWN_SETTINGS = ("objective.distill.weight=0.8", "training.learning_rate=1.5e-3"
 _OWN_CONTROL = ("training.learning_rate=1e-3",)
 # A rotary model has no table to centre; window and teacher are those of the recipes for tables.
 _FOR_ROTARY = (
-    Variant("yarn", "learned-to-rope", "yarn", ("swap.centre=false",)),
-    Variant("ntk", "learned-to-rope", "ntk", ("swap.centre=false",)),
-    Variant("alibi", "to-alibi", "alibi", ("swap.centre=false",)),
-    Variant("nope", "learned-to-rope", "nope", ("swap.centre=false",)),
+    Variant("yarn", "learned-to-rope", "yarn", ("swap.centre=false", "swap.fit=0")),
+    Variant("ntk", "learned-to-rope", "ntk", ("swap.centre=false", "swap.fit=0")),
+    Variant("alibi", "to-alibi", "alibi", ("swap.centre=false", "swap.fit=0")),
+    Variant("nope", "learned-to-rope", "nope", ("swap.centre=false", "swap.fit=0")),
 )
 
 

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_posswap.errors import DataError, SchemeError, UnsupportedModelError, UnsupportedSwapError
-from hf_posswap.families.sites import Sites, TokenTable
-from hf_posswap.patching.plan.plan_swap import plan_swap, unwrap
-from hf_posswap.schemes import Learned, PerLayer, Scheme, make_scheme
+from hf_posswap.errors import SchemeError
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.schemes import PerLayer, Scheme, make_scheme
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.common.bias import LinearBias
-from hf_posswap.search.documents import token_rows
 from hf_posswap.search.profiles import distances_of, normal_matrix, score_profiles
-from hf_posswap.text.tokens import check_token_ids
+from hf_posswap.search.tables import BESIDE_TABLE, check_rows, check_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,8 +67,8 @@ def fit_bias(model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], toke
     """
     target: Any = unwrap(model)
     asked = _checked_scheme(scheme)
-    sites = _checked_sites(target, asked)
-    rows = _checked_rows(tokens, target, sites)
+    sites = check_table(target, asked, _OWNER)
+    rows = check_rows(tokens, target, sites)
     geometry = sites.geometry
     resolved = asked.resolve(geometry, None)
     assert isinstance(resolved, LinearBias)
@@ -78,7 +76,7 @@ def fit_bias(model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], toke
     distances = distances_of(geometry, max(map(len, rows)))
     features = resolved.features(distances, geometry)  # [F, N]
     matrix = normal_matrix(features, distances, [len(row) for row in rows])
-    wanted = score_profiles(target, Learned() + Alibi(), geometry, rows, layers, {})
+    wanted = score_profiles(target, BESIDE_TABLE, geometry, rows, layers, {})
     found: dict[int, Scheme] = {}
     for layer in layers:
         held = score_profiles(target, Alibi(), geometry, rows, [layer], found)[layer]
@@ -103,35 +101,3 @@ def _checked_scheme(scheme: Any) -> LinearBias:
         if getattr(asked, name) != getattr(type(asked), name):
             raise SchemeError(f"{_OWNER}: {name} of {asked.name} is what the fit finds; leave it out.")
     return asked
-
-
-def _checked_sites(model: Any, scheme: LinearBias) -> Sites:
-    plan = plan_swap(model, scheme)
-    sites, name = plan.sites, type(model).__name__
-    table, beside = sites.main.table, sites.main.inside is not None or plan.record.relative is not None
-    if len(sites.stacks) > 1 or model.config.is_encoder_decoder:
-        raise UnsupportedSwapError(f"{_OWNER} fits models of one stack, and {name} is an encoder and a decoder.")
-    if not isinstance(table, TokenTable) or table.computed or beside:
-        has = "other positions beside it" if table is not None and beside else "none"
-        raise UnsupportedSwapError(
-            f"{_OWNER} fits a bias to what a learned position table does, and {name} has {has}. What works: GPT-2, "
-            "OPT, BERT, RoBERTa and their kind."
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise UnsupportedModelError(f"{_OWNER} runs the model, and its weights are on meta: load it with its weights.")
-    plan_swap(model, Learned() + Alibi())
-    return sites
-
-
-def _checked_rows(tokens: Any, model: Any, sites: Sites) -> list[Any]:
-    rows, length = token_rows(tokens), sites.geometry.original_length
-    for index, row in enumerate(rows):
-        check_token_ids(model, row)
-        if len(row) > length:
-            raise DataError(f"tokens[{index}] has {len(row)} tokens, and the position table ends at {length}; cut it.")
-        padding = sites.main.padding_id
-        if padding is not None and (row == padding).any():
-            raise DataError(f"tokens[{index}] holds padding (id {padding}), which positions skip; leave it out.")
-    if max(map(len, rows)) < 2:
-        raise DataError("tokens has rows of one token alone: a fit compares two keys of a query; give longer rows.")
-    return rows

@@ -49,21 +49,44 @@ def score_profiles(
         UnsupportedSwapError: layers that run more than once in a forward, or not at all.
     """
     longest = max(map(len, rows))
-    with evaluating(model), torch.no_grad(), patched(model, scheme):
-        edit = next(edit for edit in model._posswap.plan.edits if isinstance(edit, AddMechanism))
-        carried = _ByLayer(geometry, watched, biases, longest)
-        model.set_submodule(edit.path, carried)
-        for row in rows:
-            ids = torch.from_numpy(row.astype(np.int64))[None].to(model.device)
-            plain = {"use_cache": False} if geometry.causal else {}
-            model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), **plain)
-        runs = {carried.watch_of(layer).runs for layer in watched}
-        if runs != {len(rows)}:
-            raise UnsupportedSwapError(
-                f"the attention layers of {type(model).__name__} do not run once in a forward each, so that what their "
-                "scores are cannot be told: layers that share their weights have one bias in common."
-            )
-        return {layer: carried.watch_of(layer).profile for layer in watched}
+    watches = {layer: ProfileWatch(geometry, longest) for layer in watched}
+    with patched(model, scheme):
+        acting = {layer: bias.mechanism(geometry) for layer, bias in biases.items()}
+        read_watched(model, Mechanism(), acting | watches, geometry, rows)
+    return {layer: watch.profile for layer, watch in watches.items()}
+
+
+def read_watched(
+    model: Any, others: Mechanism, inside: dict[int, Any], geometry: Geometry, rows: Sequence[np.ndarray]
+) -> None:
+    """Have the swapped `model` read each of `rows` from its start, with other mechanisms inside its attention.
+
+    Args:
+        model: swapped, with something inside its attention; it is left as it was.
+        others: what acts in the layers that `inside` does not name.
+        inside: layer to what acts in it: a mechanism, or a `LayerWatch`, which has none act.
+        geometry: of the model.
+        rows: token ids, one text each.
+
+    Raises:
+        UnsupportedSwapError: watched layers that run more than once in a forward, or not at all.
+    """
+    path = next(edit.path for edit in model._posswap.plan.edits if isinstance(edit, AddMechanism))
+    own = model.get_submodule(path)
+    with evaluating(model), torch.no_grad():
+        try:
+            model.set_submodule(path, _ByLayer([inside.get(layer, others) for layer in range(geometry.num_layers)]))
+            for row in rows:
+                ids = torch.from_numpy(row.astype(np.int64))[None].to(model.device)
+                plain = {"use_cache": False} if geometry.causal else {}
+                model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), **plain)
+        finally:
+            model.set_submodule(path, own)
+    if {watch.runs for watch in inside.values() if isinstance(watch, LayerWatch)} != {len(rows)}:
+        raise UnsupportedSwapError(
+            f"the attention layers of {type(model).__name__} do not run once in a forward each, so that what their "
+            "scores are cannot be told: layers that share their weights have one bias in common."
+        )
 
 
 def normal_matrix(features: Tensor, distances: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -91,48 +114,83 @@ def normal_matrix(features: Tensor, distances: Tensor, lengths: Sequence[int]) -
     return total
 
 
-class _ByLayer(Mechanism):
-    """Watches some layers, lets schemes act in others, and leaves the rest without positions."""
+def centred_sums(scores: Tensor, distances: Tensor) -> Tensor:
+    """Return the sums, by distance, of `scores` less their mean over the keys of each query.
 
-    def __init__(self, geometry: Geometry, watched: Sequence[int], biases: dict[int, Scheme], longest: int) -> None:
+    Args:
+        scores: of one head, [..., L, L], float64.
+        distances: [N], rising by one; pairs at others are not looked at.
+
+    Returns:
+        [..., N].
+
+    Example:
+        >>> centred_sums(torch.tensor([[5.0, 9.0], [1.0, 3.0]]), torch.arange(2)).tolist()
+        [1.0, -1.0]
+    """
+    place, seen = pairs_of(scores.shape[-1], distances, scores.device)
+    means = (scores * seen).sum(dim=-1, keepdim=True) / seen.sum(dim=-1, keepdim=True)
+    return sums_at(place, (scores - means)[..., seen], len(distances))
+
+
+def pairs_of(length: int, distances: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which pairs of a query and a key are at one of `distances`, bool [L, L], and for each at which, [P]."""
+    at = torch.arange(length, device=device)
+    place = at[:, None] - at - int(distances[0])
+    seen = (place >= 0) & (place < len(distances))
+    return place[seen], seen
+
+
+def sums_at(place: Tensor, values: Tensor, count: int) -> Tensor:
+    """Return the sums [..., N] of `values` [..., P] that have the same `place` [P]."""
+    return values.new_zeros(*values.shape[:-1], count).index_add_(-1, place, values)
+
+
+class _ByLayer(Mechanism):
+    """Has each layer do with its own mechanism."""
+
+    def __init__(self, layers: Sequence[Mechanism]) -> None:
         super().__init__()
-        inside = {layer: scheme.mechanism(geometry) for layer, scheme in biases.items()}
-        inside |= {layer: _Watch(geometry, longest) for layer in watched}
-        self.layers = nn.ModuleList([inside.get(layer, Mechanism()) for layer in range(geometry.num_layers)])
+        self.layers = nn.ModuleList(layers)
 
     def for_layer(self, layer: int) -> Mechanism:
         found = self.layers[layer]
         assert isinstance(found, Mechanism)
         return found
 
-    def watch_of(self, layer: int) -> _Watch:
-        found = self.layers[layer]
-        assert isinstance(found, _Watch)
-        return found
 
-
-class _Watch(Mechanism):
-    """Adds up what scores are less their mean over each query's, by distance."""
+class LayerWatch(Mechanism):
+    """Looks at what the scores of one layer are made of, and has no mechanism act there: a subclass says at what."""
 
     watches = True
 
-    def __init__(self, geometry: Geometry, longest: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.causal, self.runs = geometry.causal, 0
-        self.distances = distances_of(geometry, longest)
-        self.profile = torch.zeros(geometry.num_heads, len(self.distances), dtype=torch.float64, device="cpu")
+        self.runs = 0
 
     def watch(self, query: Tensor, key: Tensor, scaling: float | None) -> None:
         self.runs += 1
-        share, length = query.shape[1] // key.shape[1], query.shape[2]
-        factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-        at = torch.arange(length, device=query.device)
-        away = at[:, None] - at  # [L, L]
-        seen = away >= 0 if self.causal else torch.ones_like(away, dtype=torch.bool)
-        place = (away - int(self.distances[0]))[seen]
-        for head in range(query.shape[1]):  # one at a time: all pairs are held
-            scores = (query[0, head].double() @ key[0, head // share].double().T) * factor
-            means = (scores * seen).sum(dim=1, keepdim=True) / seen.sum(dim=1, keepdim=True)
-            centred = (scores - means)[seen]
-            sums = torch.zeros_like(self.profile[head], device=query.device).index_add_(0, place, centred)
-            self.profile[head] += sums.cpu()
+        self.look(query[0], key[0], query.shape[-1] ** -0.5 if scaling is None else scaling)
+
+    def look(self, query: Tensor, key: Tensor, scaling: float) -> None:
+        """Look at the queries [H, L, D] and keys [G, L, D] of one text; a score is scaling q k."""
+        raise NotImplementedError
+
+
+class ProfileWatch(LayerWatch):
+    """Adds up what scores are less their mean over each query's, by distance."""
+
+    def __init__(self, geometry: Geometry, longest: int) -> None:
+        super().__init__()
+        self.distances = distances_of(geometry, longest)
+        self.profile = torch.zeros(geometry.num_heads, len(self.distances), dtype=torch.float64, device="cpu")
+
+    def look(self, query: Tensor, key: Tensor, scaling: float) -> None:
+        share = len(query) // len(key)
+        for head in range(len(query)):  # one at a time: all pairs are held
+            scores = (query[head].double() @ key[head // share].double().T) * scaling
+            self.look_at_scores(head, scores)
+
+    def look_at_scores(self, head: int, scores: Tensor) -> None:
+        """Look at the scores of one head, [L, L]."""
+        self.profile[head] += centred_sums(scores, self.distances).cpu()

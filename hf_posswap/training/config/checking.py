@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from hf_posswap.checkpoints.hub import checked_repo_id
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import Scheme, make_scheme
+from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.training.config.problems import Problem
 from hf_posswap.training.config.settings import SENTENCES, Recipe, SchemeValue, StageSettings
 from hf_posswap.training.config.stages import scheme_of
@@ -28,7 +29,7 @@ def check(recipe: Recipe) -> list[Problem]:
         ['training.warmup_steps: 2000 steps of warm-up in a training of 1000.']
     """
     checks = (
-        *(_model, _swap, _gradual, _objective, _trainable, _refused, _training, _computing),
+        *(_model, _swap, _fit, _gradual, _objective, _trainable, _refused, _training, _computing),
         *(_hub, _rest, _evaluation, _missing, _stages),
     )
     return [problem for found in checks for problem in found(recipe)]
@@ -54,6 +55,7 @@ def _swap(recipe: Recipe) -> Iterator[Problem]:
         "swap.max_length": swap.max_length is not None,
         "swap.relative": swap.relative is not None,
         "swap.centre": swap.centre,
+        "swap.fit": swap.fit > 0,
         "swap.gradual_steps": swap.gradual_steps > 0,
         "trainable.what": recipe.trainable.what in ("positions", "new_rows"),
         "objective.kind": recipe.objective.kind in ("distill", "embedding"),
@@ -61,6 +63,22 @@ def _swap(recipe: Recipe) -> Iterator[Problem]:
     }
     for key in (key for key, wants in wanting.items() if wants):
         yield Problem(key, "needs a swap, and swap.scheme is none.", ("swap.scheme",))
+
+
+def _fit(recipe: Recipe) -> Iterator[Problem]:
+    key, swap = "swap.fit", recipe.swap
+    if swap.fit < 0:
+        yield Problem(key, f"expected a number of windows from 0, got {swap.fit}.")
+    if swap.fit < 1:
+        return
+    if recipe.stages:
+        yield Problem(key, "every stage would fit anew; leave one of fit and stages out.", ("stages",))
+    if swap.gradual_steps:
+        said = "a fitted mechanism starts whole, and a gradual one from 0; leave one of fit and gradual_steps out."
+        yield Problem(key, said, ("swap.gradual_steps",))
+    if recipe.peft is not None and isinstance(_made(swap.scheme), RotaryScheme):
+        said = "a fitted rotation changes the base's own queries and keys, which adapters do not hold; leave one out."
+        yield Problem(key, said, ("peft",))
 
 
 def _gradual(recipe: Recipe) -> Iterator[Problem]:

@@ -50,6 +50,9 @@ class SwapSettings:
             them, and all that other models take.
         centre: move the mean of the position table into the token embeddings first, so that the swap takes positions
             alone: see hf_posswap.centre_table.
+        fit: windows of the training text on which the new mechanism is fitted to what the position table did, before
+            any training; 0: none. alibi and t5 begin with the nearest bias (hf_posswap.fit_bias), rope and its kind
+            with partial below 1 with the nearest queries and keys (hf_posswap.fit_rotation).
         gradual_steps: steps over which the share of the new mechanism grows from 0 to 1; 0: it is put in at once.
     """
 
@@ -58,6 +61,7 @@ class SwapSettings:
     site: Literal["auto", "attention"] = "auto"
     relative: Literal["keep", "drop"] | None = None
     centre: bool = False
+    fit: int = 0
     gradual_steps: int = 0
 
 

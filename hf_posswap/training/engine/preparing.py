@@ -28,6 +28,7 @@ from hf_posswap.training.data import TokenData, build_data, prove_packing
 from hf_posswap.training.data.sources import check_source
 from hf_posswap.training.distill import make_teacher
 from hf_posswap.training.engine.arguments import on_cpu
+from hf_posswap.training.engine.fitting import first_windows, fit_scheme, fit_weights
 from hf_posswap.training.engine.gates import check_held_out, check_positions, probe, short_windows
 from hf_posswap.training.engine.identity import base_identity
 from hf_posswap.training.engine.memory import refuse_too_much, training_need
@@ -116,17 +117,22 @@ def prepare(
     start = measure_start(recipe, model, batch, causal=causal, window=window, pooling=pooling)
     short = short_windows(data.held_out, window)
     short_before = probe(model, {"input_ids": short, "labels": short}, causal=True) if causal else 0.0
+    fitted_to = first_windows(data.train, recipe.swap.fit, window) if recipe.swap.fit else []
     if scheme is not None:
+        scheme = fit_scheme(model, scheme, fitted_to, services) if fitted_to else scheme
         plan = swap_plan(patch_model(model, scheme, **how))
+    teacher = make_teacher(model) if recipe.objective.kind in ("distill", "embedding") else None
+    fitted = fit_weights(model, fitted_to, services) if fitted_to else ""
     said = [] if plan is None else [f"swap verified: {', '.join(verify_swap(model).checks)}"]
     if mean is not None:
         said.append(f"the table's mean, of norm {float(mean.norm()):.2g}, went into the token embeddings")
+    if fitted:
+        said.append(fitted)
     if recipe.gates.start and not resumes and weights is None:
         said.append(start.check(model, plan, recipe.gates.start_above))
         prove_packing(model, data)
         several = f" of each length: {', '.join(map(str, recipe.data.lengths))}" if len(recipe.data.lengths) > 1 else ""
         said.append(f"data.packing {recipe.data.packing} proved on one batch{several}")
-    teacher = make_teacher(model) if recipe.objective.kind in ("distill", "embedding") else None
     model = prepare_trainable(model, recipe.trainable, recipe.peft)
     if weights is not None:
         load_weights(model, weights)

@@ -9,10 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_posswap.schemes import Scheme
 from hf_posswap.utils.progress import Reporter
 
 Evaluate = Callable[[Any, Sequence[np.ndarray], Sequence[int], int], dict[int, float]]
 """From a model, held-out documents, lengths and the most documents to read, to the loss a token at each length."""
+FitBias = Callable[[Any, Scheme, Sequence[np.ndarray]], Scheme]
+"""From an unswapped model, a scheme and rows of token ids, to the scheme fitted to the model's table."""
+FitRotation = Callable[[Any, Sequence[np.ndarray]], object]
+"""From a swapped model, whose weights it changes, and rows of token ids, to what says in words how near it came."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +27,12 @@ class Services:
     Attributes:
         evaluate: measures a model; None: a recipe that asks for it is refused.
         free_bytes: says what is free on a device; None: memory is not checked.
+        fit_bias, fit_rotation: fit a new mechanism to a table; None: a recipe that asks for it is refused.
         reporter: shows lines and bars on the main process; None: nothing is shown.
     """
 
     evaluate: Evaluate | None = None
     free_bytes: Callable[[torch.device], int | None] | None = None
+    fit_bias: FitBias | None = None
+    fit_rotation: FitRotation | None = None
     reporter: Reporter | None = None

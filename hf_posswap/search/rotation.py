@@ -1,0 +1,329 @@
+"""Fitting a rotation to what a learned table did, before any training: what turns begins as positions alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_posswap.errors import NotPatchedError, SchemeError, UnsupportedSwapError
+from hf_posswap.geometry import Geometry
+from hf_posswap.patching.apply.patch_model import patched, unpatch_model
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.sites.attention.edits import AddMechanism
+from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.search.heads import Projection, balanced_bases, find_projections
+from hf_posswap.search.profiles import (
+    LayerWatch,
+    ProfileWatch,
+    centred_sums,
+    distances_of,
+    normal_matrix,
+    pairs_of,
+    read_watched,
+    sums_at,
+)
+from hf_posswap.search.tables import BESIDE_TABLE, check_rows, check_table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_OWNER = "fit_rotation"
+_NEGLIGIBLE = 1e-10
+"""Directions of the normal matrix that are smaller than this share of the largest are none: a constant for all keys."""
+_EVEN = 0.05
+"""Share of the weights of distances that is spread evenly; the rest follows the attention paid to each."""
+_BEYOND = 0.2
+"""Weight of all distances beyond the table together; those within it have 1."""
+_RIDGE = 1e-4
+"""Penalty on the squared amplitudes, so that no two waves cancel within the table and run wild beyond it."""
+_MOST_BEYOND = 4096
+"""Most distances beyond the table that are looked at, evenly spread."""
+_ALLOWED = 1e-3
+"""Most by which queries and keys may miss what the change of basis says, as a share of the largest."""
+
+
+@dataclass(frozen=True)
+class RotationFit:
+    """What `fit_rotation` found.
+
+    Attributes:
+        explained: for each layer and head, the share of the variance over distances of what the table did that the
+            rotation now does, distances weighted by the attention paid to them: 1 is all.
+        dropped: for each layer and head, the share of the squared scores between words that went with the dimensions
+            that turn now.
+    """
+
+    explained: tuple[tuple[float, ...], ...]
+    dropped: tuple[tuple[float, ...], ...]
+
+    def __str__(self) -> str:
+        explained, dropped = (np.asarray(values) for values in (self.explained, self.dropped))
+        return (
+            f"rotation fitted to the table in {explained.size} heads: it does {explained.mean():.0%} of what the table "
+            f"did by distance (least {explained.min():.0%}), and {dropped.mean():.1e} of the squared scores of words "
+            "went"
+        )
+
+
+@torch.no_grad()
+def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
+    """Give a model swapped from a learned table to a partial rotation the queries and keys that come nearest to it.
+
+    A swap alone turns the first R of the D dimensions of each head, which hold whatever they held, and takes away the
+    heads that looked by position. This starts nearer. For each layer and head:
+
+    1. A change of basis, q' = M q and k' = M^-T k, which keeps every score, orders the dimensions by what they add to
+       scores (see `hf_posswap.search.heads.balanced_bases`), the least first: content stays in the D - R dimensions
+       that do not turn, where it is matched at any distance as it was.
+    2. The R dimensions that turn get constant queries and keys, whose rotated product is a bias
+
+           b(d) = sum over pairs r of A_r cos(theta_r d - phi_r),
+
+       fitted by least squares to what the table added to the scores at each distance d, weighted by the attention that
+       the table's model pays to d, and to staying where it is beyond the table. b lies in the biases of the
+       projections.
+
+    Layers are fitted one after the other, so that each mends what those before it left. From then on queries and keys
+    are ordinary weights: training moves content into the part that turns where that pays. What the fit changes are
+    weights, as training does: `unpatch_model` gives the table back and not those. Call it before training, and after
+    `make_teacher` or whatever else still needs the unswapped model.
+
+    Args:
+        model: swapped in this process from a learned table to a scheme that turns by fixed angles a part of each head,
+            `patch_model(model, "rope", partial=0.5)`, and not trained since. `centre_table(model)` before the swap
+            keeps what the table adds to all tokens alike.
+        tokens: rows of token ids to read, one text a row, without padding, each within the original length; a few
+            thousand tokens do. The model reads all once for each layer.
+
+    Returns:
+        What was explained and what was dropped. The model is changed in place; after an error it is as it was.
+
+    Raises:
+        NotPatchedError: it carries no swap, or was loaded with it: what the table did is not known.
+        SchemeError: the scheme does not turn by fixed angles, or turns whole heads, so that no place is left for
+            content.
+        UnsupportedSwapError: it had no learned table, several stacks, heads that share keys, or projections that are
+            not known or have no bias.
+        UnsupportedModelError: its weights are on meta.
+        DataError: tokens that are no rows of the model's token ids, too long, padded, or all too short to compare.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=11, n_positions=16))
+        >>> model = patch_model(model, "rope", partial=0.5, max_length=64)
+        >>> fit = fit_rotation(model, torch.arange(32).view(2, 16) % 11)
+        >>> len(fit.explained), len(fit.explained[0])
+        (2, 2)
+    """
+    target: Any = unwrap(model)
+    scheme, base = _checked_scheme(target), _unswapped(target)
+    sites = check_table(base, BESIDE_TABLE, _OWNER)
+    geometry, rows = sites.geometry, check_rows(tokens, base, sites)
+    if geometry.num_kv_heads != geometry.num_heads:
+        raise UnsupportedSwapError(
+            f"{_OWNER}: {geometry.num_heads} query heads of {type(target).__name__} share {geometry.num_kv_heads} key "
+            "heads, and a change of basis is each head's own."
+        )
+    pairs = [
+        find_projections(target.get_submodule(path), geometry.num_heads, geometry.head_dim)
+        for path in sites.main.attention
+    ]
+    table = _watch_table(base, geometry, rows)
+    del base
+    waves = _Waves.of(scheme, geometry, max(map(len, rows)), target._posswap.plan.max_length)
+    matrix = normal_matrix(torch.eye(len(waves.near), dtype=torch.float64), waves.near, [len(row) for row in rows])
+    inverse = torch.linalg.pinv(matrix, rtol=_NEGLIGIBLE, hermitian=True)
+    before = [[part.read() for part in pair] for pair in pairs]
+    try:
+        found = [
+            _fit_layer(_states(target, geometry, rows, layer), pair, table[layer], inverse, waves, prove)
+            for layer, pair in enumerate(pairs)
+            for prove in [lambda layer=layer: _states(target, geometry, rows[:1], layer)]
+        ]
+    except BaseException:
+        for pair, kept in zip(pairs, before, strict=True):
+            for part, values in zip(pair, kept, strict=True):
+                part.write(*values)
+        raise
+    explained, dropped = zip(*found, strict=True)
+    return RotationFit(tuple(map(tuple, explained)), tuple(map(tuple, dropped)))
+
+
+def _checked_scheme(model: Any) -> RotaryScheme:
+    patch = getattr(model, "_posswap", None)
+    if patch is None or not patch.can_undo:
+        held = "carries no swap" if patch is None else "was loaded with its swap, and what its table did is gone"
+        raise NotPatchedError(
+            f"{_OWNER}: {type(model).__name__} {held}. Load the base, patch_model(model, 'rope', partial=0.5), and fit."
+        )
+    scheme = patch.plan.scheme
+    if not isinstance(scheme, RotaryScheme) or not scheme.is_fixed:
+        raise SchemeError(
+            f"{_OWNER} fits schemes that turn by fixed angles, such as rope:partial=0.5, and the model carries "
+            f"{patch.plan.named}. The bias of alibi and t5: fit_bias."
+        )
+    if scheme.filled("partial") >= 1:
+        raise SchemeError(
+            f"{_OWNER}: {scheme.name} turns whole heads, and what turns is to hold positions: no place is left for "
+            f"content. Swap to {scheme.name}:partial=0.5."
+        )
+    return scheme
+
+
+def _unswapped(model: Any) -> Any:
+    base = copy.deepcopy(model)
+    return unpatch_model(base)
+
+
+class _TableWatch(ProfileWatch):
+    """Adds up, beside the scores, the attention paid to each distance."""
+
+    def __init__(self, geometry: Geometry, longest: int) -> None:
+        super().__init__(geometry, longest)
+        self.attention = torch.zeros_like(self.profile)
+
+    def look_at_scores(self, head: int, scores: Tensor) -> None:
+        super().look_at_scores(head, scores)
+        place, seen = pairs_of(len(scores), self.distances, scores.device)
+        paid = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        self.attention[head] += sums_at(place, paid[seen], len(self.distances)).cpu()
+
+
+class _StateWatch(LayerWatch):
+    """Keeps the queries [H, L, D] and the keys [H, L, D] of each text, float64 on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[tuple[Tensor, Tensor]] = []
+        self.scaling = 1.0
+
+    def look(self, query: Tensor, key: Tensor, scaling: float) -> None:
+        self.states.append((query.double().cpu(), key.double().cpu()))
+        self.scaling = scaling
+
+
+def _watch_table(base: Any, geometry: Geometry, rows: Sequence[np.ndarray]) -> list[_TableWatch]:
+    """Return what was seen of each layer of the unswapped model."""
+    watches = [_TableWatch(geometry, max(map(len, rows))) for _ in range(geometry.num_layers)]
+    with patched(base, BESIDE_TABLE):
+        read_watched(base, Mechanism(), dict(enumerate(watches)), geometry, rows)
+    return watches
+
+
+def _states(model: Any, geometry: Geometry, rows: Sequence[np.ndarray], layer: int) -> _StateWatch:
+    """Return what layer `layer` of the swapped model makes of each text, not turned; the layers before it do turn."""
+    watch = _StateWatch()
+    path = next(edit.path for edit in model._posswap.plan.edits if isinstance(edit, AddMechanism))
+    read_watched(model, model.get_submodule(path), {layer: watch}, geometry, rows)
+    return watch
+
+
+@dataclass(frozen=True)
+class _Waves:
+    """The functions of distance that a rotation can add to scores, cos(theta d) and sin(theta d), and a constant.
+
+    Attributes:
+        theta: radians per position, [R/2], float64.
+        factor: on all scores of what turns.
+        first, second: the dimensions of a head that make a pair, each [R/2].
+        near: distances within the texts, [N].
+        beyond: distances that the model is to reach with the swap, [M].
+    """
+
+    theta: Tensor
+    factor: float
+    first: Tensor
+    second: Tensor
+    near: Tensor
+    beyond: Tensor
+
+    @classmethod
+    def of(cls, scheme: RotaryScheme, geometry: Geometry, longest: int, reach: int | None) -> _Waves:
+        angles = scheme.angles(geometry)
+        theta = angles.exact.cpu()
+        pairs, at = len(theta), torch.arange(len(theta))
+        first, second = (at, at + pairs) if scheme.layout == "half" else (2 * at, 2 * at + 1)
+        near = distances_of(geometry, longest)
+        count = min(max((reach or longest) - longest, 0), _MOST_BEYOND)
+        beyond = torch.linspace(longest, max((reach or longest) - 1, longest), count).round()
+        if not geometry.causal:
+            beyond = torch.cat([-beyond.flip(0), beyond])
+        return cls(theta, float(angles.attention_factor) ** 2, first, second, near, beyond)
+
+    def fit(self, wanted: Tensor, attention: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine amplitudes [R/2] of a head whose table adds `wanted` [N], and the share explained.
+
+        Args:
+            wanted: by distance, up to a constant.
+            attention: paid to each distance, [N].
+        """
+        count, pairs = len(self.near), len(self.theta)
+        weight = (1 - _EVEN) * attention / attention.sum() + _EVEN / count
+        edge = max(count // 4, 1)  # where the table ends, what it adds has long settled
+        ends = torch.where(self.beyond < 0, wanted[:edge].mean(), wanted[-edge:].mean())
+        target, distances = torch.cat([wanted, ends]), torch.cat([self.near, self.beyond])
+        weights = torch.cat([weight, torch.full_like(ends, _BEYOND / max(len(ends), 1))])
+        turns = self.theta[:, None] * distances
+        waves = torch.cat([turns.cos(), turns.sin(), torch.ones(1, len(distances), dtype=torch.float64)])
+        penalty = torch.full((2 * pairs + 1,), _RIDGE, dtype=torch.float64)
+        penalty[-1] = 0.0
+        solved = torch.linalg.solve((waves * weights) @ waves.T + penalty.diag(), (waves * weights) @ target)
+        missed = wanted - solved @ waves[:, :count]
+        variance = (weight * (wanted - (weight * wanted).sum()) ** 2).sum()
+        explained = 1 - (weight * missed**2).sum() / variance.clamp(min=torch.finfo(torch.float64).tiny)
+        return solved[:-1].unflatten(0, (2, pairs)), explained
+
+
+def _fit_layer(
+    seen: _StateWatch,
+    pair: tuple[Projection, Projection],
+    table: _TableWatch,
+    inverse: Tensor,
+    waves: _Waves,
+    read_again: Any,
+) -> tuple[list[float], list[float]]:
+    """Write the fitted projections of a layer, and return the shares explained and dropped of each head."""
+    bases = balanced_bases(*(torch.cat(parts, dim=1) for parts in zip(*seen.states, strict=True)))
+    weights = []
+    for part, basis in zip(pair, bases, strict=True):
+        weight, bias = part.read()
+        weights.append((basis @ weight, (basis @ bias[..., None])[..., 0]))
+        part.write(*weights[-1])
+    _prove_basis(seen.states[0], bases, read_again().states[0])
+    turning = torch.cat([waves.first, waves.second])
+    profile, squares = torch.zeros_like(table.profile), []
+    for query, key in ([x @ basis.mT for x, basis in zip(state, bases, strict=True)] for state in seen.states):
+        squares.append(query.square().mean(dim=1) * key.var(dim=1, correction=0))  # [H, D]
+        query[..., turning], key[..., turning] = 0.0, 0.0
+        profile += centred_sums(query @ key.mT * seen.scaling, table.distances)
+    share = torch.stack(squares).mean(dim=0)
+    dropped = share[:, turning].sum(dim=1) / share.sum(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+    wanted = (table.profile - profile) @ inverse  # [H, N]
+    fitted = [waves.fit(wanted[head], table.attention[head]) for head in range(len(wanted))]
+    waves_of = torch.stack([amplitudes for amplitudes, _ in fitted]) / (seen.scaling * waves.factor)  # [H, 2, R/2]
+    size, phase = waves_of.norm(dim=1).sqrt(), torch.atan2(waves_of[:, 1], waves_of[:, 0])  # [H, R/2] each
+    for part, (weight, bias), angle in zip(pair, weights, (torch.zeros_like(phase), phase), strict=True):
+        weight[:, turning] = 0.0
+        bias[:, waves.first], bias[:, waves.second] = size * angle.cos(), size * angle.sin()
+        part.write(weight, bias)
+    return [float(explained) for _, explained in fitted], dropped.tolist()
+
+
+def _prove_basis(before: tuple[Tensor, Tensor], bases: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> None:
+    """Raise UnsupportedSwapError unless queries and keys changed as their projections did."""
+    for old, basis, new in zip(before, bases, after, strict=True):
+        expected = old @ basis.mT
+        moved = float((new - expected).abs().max() / expected.abs().max())
+        if not moved <= _ALLOWED:
+            raise UnsupportedSwapError(
+                f"{_OWNER}: queries and keys miss the change of basis of their projections by {moved:.1e} of the "
+                "largest: something stands between these and the scores. The model is as it was."
+            )
