@@ -39,7 +39,7 @@ from hf_posswap.training.engine.checkpoints import (
 )
 from hf_posswap.utils.progress import Reporter
 from tests import forked
-from tests.training.engine_runs import assert_same_weights, recipe, trained
+from tests.training.engine_runs import FITTING, assert_same_weights, recipe, trained
 
 STAGES = [{"max_steps": 6, "recovered": 50.0, "least_steps": 4, "check_every": 2}, {"max_steps": 5, "length": 64}]
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -55,17 +55,18 @@ TRAININGS: dict[str, dict[str, Any]] = {
         "objective": {"kind": "distill", "distill": {"teacher": "sliding", "weight": 0.9}},
         "training": {"max_steps": 12, "per_device_train_batch_size": 2},
     },
+    "fitted": {"swap": {"scheme": {"name": "rope", "partial": 0.5}, "fit": 4}, "objective": {"kind": "distill"}},
     "bloom": {},
     "gptj": {"swap": {"scheme": {"name": "alibi"}}},
 }
-SLOW = ("adapter", "gradual", "stages")
+SLOW = ("adapter", "gradual", "stages", "fitted")
 KINDS = {"stages": "llama", "adapter": "llama", "bloom": "bloom", "gptj": "gptj"}
 
 
 def _run_silently(wanted: Recipe) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
-    run_recipe(wanted)
+    run_recipe(wanted, FITTING)
 
 
 def start(wanted: Recipe) -> Any:
@@ -101,7 +102,7 @@ def logged(folder: Path) -> int:
         "bloom",
         "gptj",
         "mixed",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("adapter", "gradual", "stages")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW),
     ],
 )
 def test_killed_and_called_again_it_ends_with_the_same_weights(tmp_path: Path, kind: str) -> None:
@@ -112,7 +113,7 @@ def test_killed_and_called_again_it_ends_with_the_same_weights(tmp_path: Path, k
     folder = Path(wanted.out)
     for lines in (3, 6):
         assert kill_when(start(wanted), lambda: logged(folder) >= lines)  # noqa: B023
-    done = run_recipe(wanted)
+    done = run_recipe(wanted, FITTING)
     assert_same_weights(whole, done)
     for left, right in zip(sorted(whole.folder.rglob("log.jsonl")), sorted(folder.rglob("log.jsonl")), strict=True):
         # every step stands in the log once, with the same loss

@@ -1,0 +1,89 @@
+"""`swap.fit`: the swap begins fitted to what the table did, on the first windows of the training text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_posswap
+from hf_posswap import fit_bias, fit_rotation, patch_model, run_recipe
+from hf_posswap.errors import ConfigError, PosswapError, SchemeError, UnsupportedSwapError
+from tests.training.engine_runs import assert_same_weights, recipe, write_model
+
+HALF = {"name": "rope", "partial": 0.5}
+
+
+def windows(place: Path, **values: Any) -> list[Any]:
+    """Return the windows without padding that a recipe trains on first."""
+    from hf_posswap.text.tokens import load_tokenizer
+    from hf_posswap.training.data import build_data
+
+    wanted = recipe(place, **values)
+    data = build_data(wanted.data, load_tokenizer(Path(wanted.model.name), instead=""), causal=True, scheme_length=256)
+    items = [data.train[item] for item in range(8)]
+    return [item["input_ids"] for item in items if item["attention_mask"].all()][:4]
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5"])
+def test_a_bias_begins_as_fit_bias_has_it(tmp_path: Path, scheme: str) -> None:
+    fitted = run_recipe(recipe(tmp_path / "fitted", swap={"scheme": {"name": scheme}, "fit": 4}))
+    by_hand = fit_bias(hf_posswap.load(tmp_path / "fitted" / "gpt2"), scheme, windows(tmp_path / "fitted"))
+    file = tmp_path / "scheme.json"
+    file.write_text(json.dumps(by_hand.to_dict()))
+    assert_same_weights(
+        fitted, run_recipe(recipe(tmp_path / "fitted", f"swap.scheme={file}", f"out={tmp_path / 'two'}"))
+    )
+    assert "the bias of each layer and head fitted to what the table did on 128 tokens" in said(fitted)
+
+
+def test_a_rotation_begins_as_fit_rotation_has_it_and_its_teacher_as_it_was(tmp_path: Path) -> None:
+    still = {"training": {"max_steps": 1, "learning_rate": 1e-30, "warmup_steps": 0}, "objective": {"kind": "distill"}}
+    fitted = run_recipe(recipe(tmp_path, swap={"scheme": HALF, "fit": 4}, **still))
+    model = patch_model(hf_posswap.load(tmp_path / "gpt2"), "rope", partial=0.5, max_length=256)
+    found = fit_rotation(model, windows(tmp_path))
+    kept = hf_posswap.load(fitted.model).state_dict()
+    torch.testing.assert_close(dict(kept), dict(model.state_dict()), atol=1e-6, rtol=1e-6)
+    assert str(found) in said(fitted)
+    own = hf_posswap.load(tmp_path / "gpt2")  # a teacher changed with it would be as far from itself as the student
+    ids = torch.stack(windows(tmp_path))[:, :32]
+    assert not torch.equal(own(ids).logits, model(ids).logits)
+
+
+def said(finished: Any) -> str:
+    """Return what the gates of the training found."""
+    return "\n".join(finished.report["phases"][0]["gates"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (("swap.fit=-1",), "swap.fit: expected a number of windows from 0, got -1"),
+        (("swap.fit=4", "swap.gradual_steps=2"), "a fitted mechanism starts whole"),
+        (("swap.fit=4", "swap.scheme=null", "swap.max_length=null"), "swap.fit: needs a swap"),
+        (("swap.fit=4", "peft.r=2"), "which adapters do not hold"),
+        (("swap.fit=4", "stages=[{max_steps: 2}]"), "every stage would fit anew"),
+    ],
+)
+def test_what_does_not_go_together_is_said_by_name(tmp_path: Path, settings: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        recipe(tmp_path, *settings)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind", "error", "problem"),
+    [
+        ("kerple", "gpt2", ConfigError, "nothing of kerple is fitted to a table"),
+        ("rope", "gpt2", SchemeError, "swap.fit: .* turns whole heads.*Or swap.fit=0"),
+        ("yarn:partial=0.5", "llama", UnsupportedSwapError, "swap.fit: .*LlamaForCausalLM has none.*Or swap.fit=0"),
+    ],
+)
+def test_what_has_no_fit_is_refused_with_the_way_on(
+    tmp_path: Path, scheme: str, kind: str, error: type[PosswapError], problem: str
+) -> None:
+    write_model(tmp_path / kind, kind)
+    with pytest.raises(error, match=problem):
+        run_recipe(recipe(tmp_path, f"swap.scheme={scheme}", "swap.fit=2", kind=kind))
