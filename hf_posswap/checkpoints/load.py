@@ -14,6 +14,7 @@ from hf_posswap.compat.transformers_auto import auto_mapping
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.patching.apply.applied import AppliedSwap
 from hf_posswap.patching.apply.submodel_guard import guard_saving
+from hf_posswap.patching.inspect.bounds import Bounds, bounds_in, refuse_endless
 from hf_posswap.patching.inspect.describe import model_class_of, read_config
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import swapped_class
@@ -24,6 +25,9 @@ from hf_posswap.utils.hub_session import hub_reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_OTHER_WEIGHTS = {"gguf_file", "state_dict", "subfolder", "variant"}
+"""Arguments of `from_pretrained` that have it take other weights than those in the folder itself."""
 
 
 @hub_reading
@@ -44,7 +48,8 @@ def load(
         kwargs: for `from_pretrained`: dtype, device_map, attn_implementation, revision, token, ...
 
     Raises:
-        CheckpointError: nothing readable is there, or weights are missing or do not fit.
+        CheckpointError: nothing readable is there, or weights are missing or do not fit, or config.json asks for a
+            model far larger than they are: that is refused before any memory is taken.
         RemoteCodeError: it needs code, which was not asked for.
         RecordError: its swap cannot be read, or its config and weights are not what the swap leaves behind.
 
@@ -73,6 +78,9 @@ def load(
         chosen = swapped_class(chosen)
     try:
         with refused_code(source, trust_remote_code):
+            elsewhere = kwargs.keys() & _OTHER_WEIGHTS
+            bounds = Bounds() if elsewhere else bounds_in(source, config)
+            refuse_endless(chosen, config, bounds, trust_remote_code=trust_remote_code)
             model, info = chosen.from_pretrained(
                 str(source), config=config, output_loading_info=True, trust_remote_code=trust_remote_code, **kwargs
             )

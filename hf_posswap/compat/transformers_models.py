@@ -5,6 +5,7 @@ All are alike in transformers 5.14 to 5.23, but for what says otherwise.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -96,6 +97,22 @@ def give_config_class(config: Any, cls: type) -> None:
     dataclasses without slots). Without it a config would have to be built anew, by code of its own that may change it.
     """
     config.__class__ = cls
+
+
+def model_under_construction(name: str) -> Any:
+    """Return the model whose constructor sets `name`, the first that it sets of its config; None: it is set otherwise.
+
+    It is to be asked by the `__setattr__` of the config's class, which looks at who called it.
+
+    Touches `_attn_implementation_internal`, which `PreTrainedModel.__init__` sets before a model has anything: a setter
+    of the config or of the model sets it elsewhere. Without it a stock class would build the model of a swapped config
+    unswapped, without a word.
+    """
+    frame = inspect.currentframe()
+    caller = None if frame is None or frame.f_back is None else frame.f_back.f_back
+    if name != "_attn_implementation_internal" or caller is None or caller.f_code.co_name != "__init__":
+        return None
+    return caller.f_locals.get("self")
 
 
 def config_validators(cls: type) -> tuple[Any, ...]:

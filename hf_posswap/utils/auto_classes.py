@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.errors import OptionError, RemoteCodeError
+from hf_posswap.errors import CheckpointError, OptionError, RemoteCodeError
 
+MOST_LAYERS = 2**16
+"""Of a config that is read: a hundred times the layers of any model."""
 TRUST = "trust_remote_code"
 _TOKENIZER_FILES: dict[str, tuple[str, ...]] = {"tokenizer_config.json": ("tokenizer_class",)}
 _PROCESSOR_FILES: dict[str, tuple[str, ...]] = {
@@ -35,10 +37,12 @@ def auto_config(source: str | Path, *, trust_remote_code: bool, **hub: Any) -> A
     Raises:
         RemoteCodeError: it needs code, which was not asked for.
         OptionError: `trust_remote_code` is neither True nor False.
+        CheckpointError: it asks for so many layers that its class would fill the memory with a list of them.
     """
     from transformers import AutoConfig
 
     with refused_code(source, trust_remote_code):
+        refuse_endless_lists(source, _object_in(source, "config.json", hub))
         return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code, **hub)
 
 
@@ -95,6 +99,31 @@ def _refuse_stand_in(source: str | Path, files: dict[str, tuple[str, ...]], hub:
         named = [values[key] for key in keys if isinstance(values.get(key), str)]
         if values.get("auto_map") and not any(_is_stock(name) for name in named):
             raise RemoteCodeError(source)
+
+
+def refuse_endless_lists(source: str | Path, config: dict[str, Any]) -> None:
+    """Refuse a config.json with a number of layers, in any config inside it, of which a list would fill the memory.
+
+    Config classes make such lists as they read the file: an entry for each layer, which says how it attends.
+
+    Args:
+        source: where the file lies, to be named.
+        config: what is in the file.
+
+    Raises:
+        CheckpointError: which number, and what it is.
+    """
+    waiting: list[Any] = [config]
+    while waiting:
+        value = waiting.pop()
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(child, dict | list):
+                waiting.append(child)
+            elif isinstance(child, int) and child > MOST_LAYERS and "layer" in str(key):
+                raise CheckpointError(
+                    f"config.json of {str(source)!r} says {key}: {child}, and {MOST_LAYERS} layers are the most that "
+                    "are read: check it against the model it was made from."
+                )
 
 
 def _is_stock(name: str) -> bool:

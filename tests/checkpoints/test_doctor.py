@@ -20,9 +20,9 @@ import hf_posswap
 from hf_posswap import patch_model
 from hf_posswap.checkpoints.adapters import add_adapter
 from hf_posswap.checkpoints.doctor_checks import Diagnosis, doctor
-from hf_posswap.checkpoints.doctor_checks.reading import header_shapes
 from hf_posswap.cli import app
 from hf_posswap.errors import CheckpointError
+from hf_posswap.utils.weight_shapes import header_shapes
 from tests.contract.models import LENGTH, build
 
 THETA = {"rope_theta": 10000.0}

@@ -186,6 +186,30 @@ def test_opt_lacks_final_norm() -> None:
         assert (OPTModel(config).decoder.final_layer_norm is None) == lacks
 
 
+def test_model_under_construction() -> None:
+    seen: list[tuple[str, Any]] = []
+
+    class Asking(GPT2Config):
+        """Notes what is set, and by the constructor of which model."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            seen.append((name, transformers_models.model_under_construction(name)))
+            super().__setattr__(name, value)
+
+    config = Asking(**TINY.to_diff_dict())
+    assert {built for _, built in seen} == {None}
+    seen.clear()
+    model = GPT2Model(config)
+    assert [built for _, built in seen if built is not None] == [model]
+    assert seen[0][1] is model  # before the model has anything
+    seen.clear()
+    model.set_attn_implementation("eager")
+    config._attn_implementation = "sdpa"
+    config._experts_implementation = "eager"
+    assert {built for _, built in seen} == {None}
+    assert len(seen) > 2
+
+
 def test_without_origin() -> None:
     inner = {"_commit_hash": "a", "layers": 2}
     values = {"transformers_version": "5", "_name_or_path": "here", "text_config": inner, "architectures": ["A"]}

@@ -17,7 +17,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import hf_posswap
 from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG, SIDECAR
 from hf_posswap.checkpoints.adapters_load import adapter_source
-from hf_posswap.checkpoints.doctor_checks.reading import header_shapes
 from hf_posswap.comparison import EvalSettings, evaluate
 from hf_posswap.evaluation.store import ARRAYS, LINES, RunStore
 from hf_posswap.report import render_html
@@ -25,6 +24,7 @@ from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import DataSettings, Source, build_data
 from hf_posswap.training.engine.checkpoints import SEAL, newest, seal
 from hf_posswap.training.engine.weights import load_weights
+from hf_posswap.utils.weight_shapes import header_shapes
 from tests.fuzz.hostile import BUDGETS, damaged, fuzz, mutated, plant, survives, values
 
 

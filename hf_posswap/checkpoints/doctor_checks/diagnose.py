@@ -71,7 +71,7 @@ def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], li
     checked = ["config.json"]
     findings = [finding for where, config in _configs(chart.config) for finding in rope_findings(config, where)]
     with _quiet():
-        findings += record_findings(chart.config)
+        findings += record_findings(chart)
         layout = (
             None if any("posswap" in f.where and f.severity == "error" for f in findings) else lay_out(chart, **hub)
         )

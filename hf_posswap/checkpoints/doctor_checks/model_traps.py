@@ -11,15 +11,17 @@ from typing import Any
 import torch
 
 from hf_posswap.checkpoints.doctor_checks.findings import Finding
-from hf_posswap.checkpoints.doctor_checks.reading import Chart, Shapes
+from hf_posswap.checkpoints.doctor_checks.reading import Chart
 from hf_posswap.errors import RemoteCodeError, UnsupportedModelError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import get
 from hf_posswap.families.rope_config import inv_freq_names
 from hf_posswap.families.sites import Sites
+from hf_posswap.patching.inspect.bounds import bounds_by, refuse_endless
 from hf_posswap.patching.inspect.describe import model_class_of, read_config
 from hf_posswap.patching.record.model_class import swapped_class
 from hf_posswap.patching.record.record import native_config_class
+from hf_posswap.utils.weight_shapes import Shapes
 
 _SHOWN = 4
 
@@ -45,6 +47,7 @@ def lay_out(chart: Chart, **hub: Any) -> Layout | Finding:
         named = model_class_of(config)
         if native_config_class(config) is not config_class:
             named = swapped_class(named)
+        refuse_endless(named, config, bounds_by(chart.shapes, config))
         with torch.device("meta"):
             model = named(copy.deepcopy(config))
     except RemoteCodeError:

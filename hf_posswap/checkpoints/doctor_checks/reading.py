@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_posswap.compat.transformers_files import file_of
 from hf_posswap.errors import CheckpointError
-
-Shapes = dict[str, tuple[int, ...]]
-_MOST_HEADER = 100_000_000  # bytes: the bound of safetensors itself
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+from hf_posswap.utils.weight_shapes import Shapes, folder_shapes
 
 
 @dataclass(frozen=True)
@@ -55,24 +51,6 @@ def read_chart(source: str | Path, **hub: Any) -> Chart:
     return Chart(str(source), config, adapter, sidecar, tokenizer, shapes)
 
 
-def header_shapes(path: Path) -> Shapes:
-    """Return names and shapes of the tensors in a safetensors file, from its header alone.
-
-    Raises:
-        CheckpointError: it has no such header.
-    """
-    try:
-        with path.open("rb") as file:
-            size = struct.unpack("<Q", file.read(8))[0]
-            if size > min(_MOST_HEADER, path.stat().st_size - 8):
-                raise ValueError(f"a header of {size} bytes")
-            header = json.loads(file.read(size))
-        found = {name: tuple(map(int, entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
-        raise CheckpointError(f"{path} has no readable safetensors header: {error}. Copy or make it again.") from error
-    return found
-
-
 def _json_of(source: str | Path, name: str, hub: dict[str, Any]) -> dict[str, Any] | None:
     path = _path_of(source, name, hub)
     if path is None:
@@ -98,26 +76,7 @@ def _path_of(source: str | Path, name: str, hub: dict[str, Any]) -> Path | None:
 
 
 def _shapes_of(source: str | Path, hub: dict[str, Any]) -> Shapes | None:
-    if not Path(source).is_dir():
-        return _shapes_on_hub(str(source), hub)
-    index = _json_of(source, _INDEX, hub)
-    names = [_WEIGHTS] if index is None else sorted(set(_files_in(index, str(source))))
-    paths = [Path(source) / name for name in names]
-    if index is None and not paths[0].is_file():
-        return None
-    shapes: Shapes = {}
-    for path in paths:
-        shapes |= header_shapes(path)
-    return shapes
-
-
-def _files_in(index: dict[str, Any], source: str) -> list[str]:
-    """Return the files that an index names: beside it, nowhere else."""
-    mapping = index.get("weight_map")
-    names = list(mapping.values()) if isinstance(mapping, dict) else None
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise CheckpointError(f"{_INDEX} of {source!r} must map each weight to a file beside it.")
-    return names
+    return folder_shapes(Path(source)) if Path(source).is_dir() else _shapes_on_hub(str(source), hub)
 
 
 def _shapes_on_hub(source: str, hub: dict[str, Any]) -> Shapes | None:

@@ -12,16 +12,19 @@ from hf_posswap.checkpoints.doctor_checks.findings import Finding
 from hf_posswap.checkpoints.doctor_checks.reading import Chart
 from hf_posswap.errors import RecordError
 from hf_posswap.patching.edits.settings import EditConfig
+from hf_posswap.patching.inspect.bounds import bounds_by, within
 from hf_posswap.patching.inspect.describe import model_class_of
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.refusals import POSSWAP_MODEL_TYPE, read
+from hf_posswap.utils.auto_classes import refuse_endless_lists
 
 _WHERE = "config.json: posswap"
 
 
-def record_findings(config: dict[str, Any]) -> Iterator[Finding]:
-    """Give the traps in the record of a config.json; none where there is no record and none is due."""
+def record_findings(chart: Chart) -> Iterator[Finding]:
+    """Give the traps in the record of a checkpoint's config.json; none where there is no record and none is due."""
+    config = chart.config or {}
     kind = config.get("model_type")
     if "posswap" not in config:
         if kind == POSSWAP_MODEL_TYPE:
@@ -39,10 +42,10 @@ def record_findings(config: dict[str, Any]) -> Iterator[Finding]:
         what += "the mechanism would be lost in silence." if record.route == "plugin" else "it would not load."
         yield Finding("error", "config.json", what, f"Write model_type: {due}.")
         return
-    yield from _against_config(record, config)
+    yield from _against_config(record, config, chart)
 
 
-def _against_config(record: SwapRecord, config: dict[str, Any]) -> Iterator[Finding]:
+def _against_config(record: SwapRecord, config: dict[str, Any], chart: Chart) -> Iterator[Finding]:
     """Give the config values that are not what carrying out the recorded swap would write."""
     from transformers import CONFIG_MAPPING
 
@@ -51,12 +54,13 @@ def _against_config(record: SwapRecord, config: dict[str, Any]) -> Iterator[Find
         yield Finding("error", _WHERE, what, "Use the transformers that the checkpoint was made with.")
         return
     try:
+        refuse_endless_lists(chart.source, config)
         native: Any = CONFIG_MAPPING[record.base_type].from_dict(
             {key: value for key, value in read(config).items() if key != "posswap"}
             | {"model_type": record.base_type}
             | record.original
         )
-        with torch.device("meta"):
+        with within(bounds_by(chart.shapes, native), native), torch.device("meta"):
             skeleton = model_class_of(native)(native)
         plan = plan_swap(skeleton, record.choice(), **record.arguments)
     except Exception as error:  # config classes and models, their validators and code of their own may raise anything

@@ -23,6 +23,7 @@ from hf_posswap.families.rope_config import config_at, parameters_of
 from hf_posswap.families.sites import Sites, TokenTable
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.applied import AppliedSwap
+from hf_posswap.patching.inspect.bounds import Bounds, bounds_in, within
 from hf_posswap.patching.inspect.config_errors import architectures_of, building_from
 from hf_posswap.patching.inspect.recorded import config_problems, recorded_plan, refuse_lie
 from hf_posswap.patching.plan.plan_swap import plan_swap, unwrap
@@ -290,12 +291,13 @@ def on_meta(model: Any, *, trust_remote_code: bool = False) -> Any:
     is_named = isinstance(model, (str, Path))
     config = read_config(model, trust_remote_code=trust_remote_code) if is_named else model
     model_class = model_class_of(config)
+    bounds = bounds_in(model, config) if is_named else Bounds()
     if getattr(config, "posswap", None) is None:
-        with building_from(config), torch.device("meta"):
+        with building_from(config), within(bounds, config), torch.device("meta"):
             return model_class(config)
-    skeleton, plan = recorded_plan(config, model_class)
+    skeleton, plan = recorded_plan(config, model_class, bounds)
     if plan.route == "native":
-        with building_from(config), torch.device("meta"):
+        with building_from(config), within(bounds, config), torch.device("meta"):
             stock = model_class(copy.deepcopy(config))
         refuse_lie(plan, list(config_problems(stock, skeleton, plan)))
     skeleton._posswap = AppliedSwap(plan, skeleton.config)

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from hf_posswap.errors import PosswapError, RecordError
+from hf_posswap.errors import CheckpointError, PosswapError, RecordError
 from hf_posswap.families.rope_config import config_at, parameters_of
 from hf_posswap.patching.edits.settings import EditConfig, changed_settings
+from hf_posswap.patching.inspect.bounds import Bounds, within
 from hf_posswap.patching.plan.adaptation import as_trained
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
@@ -26,22 +27,24 @@ from hf_posswap.schemes.rope import RotaryScheme
 _SHOWN = 4
 
 
-def recorded_plan(config: Any, model_class: Any) -> tuple[Any, SwapPlan]:
+def recorded_plan(config: Any, model_class: Any, bounds: Bounds | None = None) -> tuple[Any, SwapPlan]:
     """Return the model before the swap that `config` records, on meta, and the plan of that swap.
 
     Args:
         config: of a swapped model, its record with it.
         model_class: of the model.
+        bounds: of what it may be, by its weights; None: those of any model.
 
     Raises:
+        CheckpointError: the model does not stay within `bounds`.
         RecordError: the record cannot be carried out, or not by the route that it names, or on another kind of model.
     """
     record = SwapRecord.from_dict(config.posswap)
     try:
-        with torch.device("meta"):
+        with within(bounds or Bounds(), config), torch.device("meta"):
             skeleton = model_class(native_config(config))
         plan = plan_swap(skeleton, record.choice(), **record.arguments)
-    except RecordError:
+    except (RecordError, CheckpointError):
         raise
     except Exception as error:  # a class of transformers may raise anything at the values that a record calls original
         first = (str(error).strip() or type(error).__name__).splitlines()[0]

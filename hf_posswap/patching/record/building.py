@@ -19,11 +19,15 @@ class _ReachedSwapError(BaseException):
 
 
 def build_native(model: Any, config: Any) -> Any:
-    """Return a fresh model of the class that `model` had before any swap, for a native `config`.
+    """Return a fresh model of the class that `model` had before any swap, for a native `config`; see `build_class`."""
+    return build_class(native_class(type(model)), config)
+
+
+def build_class(cls: Any, config: Any) -> Any:
+    """Return a fresh model of a stock class, or of a subclass of one, for a native `config`.
 
     Where the class patches itself in its constructor, the model is what it is when it comes to that.
     """
-    cls = native_class(type(model))
     token = _building.set(cls)
     try:
         return cls(config)
@@ -34,6 +38,6 @@ def build_native(model: Any, config: Any) -> Any:
 
 
 def stop_if_building(model: Any) -> None:
-    """End the construction of `model` here, where it is one that `build_native` makes."""
+    """End the construction of `model` here, where it is one that `build_class` makes."""
     if _building.get() is type(model):
         raise _ReachedSwapError(model)

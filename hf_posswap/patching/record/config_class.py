@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.compat.transformers_models import config_validators, give_config_class
+from hf_posswap.compat.transformers_models import config_validators, give_config_class, model_under_construction
 from hf_posswap.errors import PluginWarning, RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.record import SwapRecord, native_config_class
 from hf_posswap.patching.record.refusals import POSSWAP_MODEL_TYPE, architecture_of, read, written
@@ -65,9 +65,30 @@ def _from_dict(cls: Any, /, config_dict: dict[str, Any], **kwargs: Any) -> Any:
 
 
 def _set_attribute(self: Any, name: str, value: Any) -> None:
+    built = model_under_construction(name)
+    if built is not None:
+        _refuse_stock(self, type(built))
     if name == "architectures" and value:  # saving a model sets it to the name of its class
         value = [architecture_of(one) for one in value]
     self.posswap_native.__setattr__(self, name, value)
+
+
+def _refuse_stock(config: Any, built: Any) -> None:
+    """Refuse to be the config of a model that a stock class, or a subclass of one, builds: it would not be swapped.
+
+    A swapped class builds its model from the native config and puts the swap in. A model of the user's own may be built
+    from a swapped config where its class asks for no config class of transformers: what it holds refuses by itself.
+    """
+    asked = getattr(built, "config_class", None)
+    ours = isinstance(asked, type) and issubclass(config.posswap_native, asked)
+    if not ours or getattr(config, "posswap", None) is None:
+        return
+    raise RecordError(
+        f"{built.__name__}(config) builds a model without the swap that this config records (config.posswap): only the "
+        "classes of swapped models put it in. Use type(model)(config), or an Auto class, as "
+        "AutoModelForCausalLM.from_config(config); or hf_posswap.load for a checkpoint. For a model without the swap, "
+        "take the config that it had before."
+    )
 
 
 def _to_json_string(self: Any, use_diff: bool = True) -> str:

@@ -15,6 +15,7 @@ the same with another attention given by hand                   `POSSWAP_ROPE_TY
 `from_pretrained(folder, config=a_native_config)`               the marked weights, `SENTINEL_SHAPE`
 `stock.load_state_dict(load_file(weights))`                     the marked weights, `SENTINEL_SHAPE`
 `stock.load_state_dict(swapped.state_dict())`                   `RefusedElsewhere`
+`LlamaForCausalLM(swapped.config)`                              the config's class, `plugin_config_class`
 ==============================================================  ======================================================
 """
 

@@ -1,0 +1,142 @@
+"""What a config may ask for: its model is laid out without numbers first, and refused where it would be endless.
+
+Anyone may have written a config.json, with any number in it. On the meta device no number of a tensor takes memory, but
+every module does; and what no checkpoint holds (masks, sinusoids, weights of layers that are not there) is made in real
+memory once a model is loaded, before anything compares it with the files.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from hf_posswap.compat.transformers_auto import auto_mapping
+from hf_posswap.compat.transformers_models import without_initialising
+from hf_posswap.errors import CheckpointError
+from hf_posswap.patching.record.building import build_class
+from hf_posswap.patching.record.model_class import native_class
+from hf_posswap.patching.record.record import native_config, native_config_class
+from hf_posswap.patching.record.schema import LONGEST
+from hf_posswap.utils.weight_shapes import Shapes, folder_shapes
+
+MOST_MODULES = 2**18
+"""Of a model whose weights are not at hand: more than the Switch Transformer has, with 2048 experts in each layer."""
+MOST_BUFFER_BYTES = 2**33
+"""Of masks and tables that a model computes for itself: several times those of the families that keep a mask."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The most that a model may be.
+
+    Attributes:
+        modules: that it is built of.
+        numbers: in all of its parameters; None: nobody knows.
+        beside: what they go by, in words.
+    """
+
+    modules: int = MOST_MODULES
+    numbers: int | None = None
+    beside: str = "no model of transformers comes near that"
+
+
+def bounds_by(shapes: Shapes | None, config: Any) -> Bounds:
+    """Return what a model may be whose weights have these `shapes`: more than they are, for heads and parts made anew.
+
+    Args:
+        shapes: of a checkpoint's weights, by name; None: they are not known.
+        config: of the model, which says whether weights are packed.
+    """
+    if shapes is None:
+        return Bounds()
+    held = sum(map(math.prod, shapes.values()))
+    packed = 32 if getattr(config, "quantization_config", None) else 4
+    beside = f"its weights are {len(shapes)} tensors of {held} numbers in all"
+    return Bounds(min(MOST_MODULES, 4096 + 16 * len(shapes)), 2**24 + packed * held, beside)
+
+
+def bounds_in(source: str | Path, config: Any) -> Bounds:
+    """Return what the model of `config` may be by the weights in the folder `source`; a Hub id's are not asked for."""
+    try:
+        return bounds_by(folder_shapes(Path(source)), config)
+    except CheckpointError:  # whoever reads the weights says so
+        return Bounds()
+
+
+@contextmanager
+def within(bounds: Bounds, config: Any) -> Iterator[None]:
+    """Let one model be built in the block, by this thread, from `config`, if it stays within `bounds`.
+
+    Raises:
+        CheckpointError: says how it goes beyond them.
+    """
+    thread, seen = threading.get_ident(), {"modules": 0, "numbers": 0, "bytes": 0, "longest": 0}
+
+    def count(name: str, more: int, most: int | None, what: str) -> None:
+        if threading.get_ident() != thread:
+            return
+        seen[name] += more
+        if most is not None and seen[name] > most:
+            raise CheckpointError(
+                f"this {type(config).__name__} asks for a model with more than {most} {what}, and {bounds.beside}: "
+                "check the sizes in config.json."
+            )
+
+    def of_module(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        count("modules", 1, bounds.modules, "modules")
+
+    def of_parameter(parent: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        count("numbers", 0 if parameter is None else parameter.numel(), bounds.numbers, "numbers in its weights")
+
+    def of_buffer(parent: nn.Module, name: str, buffer: Tensor | None) -> None:
+        if buffer is None:
+            return
+        longest = max(buffer.shape, default=0)
+        count("longest", max(0, longest - seen["longest"]), LONGEST, "entries in a table that it computes")
+        count("bytes", buffer.nbytes, MOST_BUFFER_BYTES, "bytes of masks and tables that it computes")
+
+    hooks = [
+        register_module_module_registration_hook(of_module),
+        register_module_parameter_registration_hook(of_parameter),
+        register_module_buffer_registration_hook(of_buffer),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def refuse_endless(model_class: Any, config: Any, bounds: Bounds, **options: Any) -> None:
+    """Refuse a `config` whose model, before any swap, does not stay within `bounds`.
+
+    Args:
+        model_class: of transformers, swapped or not, or an Auto class.
+        config: not changed.
+        bounds: of the model.
+        options: for `from_config` of an Auto class.
+
+    Raises:
+        CheckpointError: says how it goes beyond them.
+    """
+    config_class: Any = type(config)
+    plain = native_config(config) if native_config_class(config) is not config_class else copy.deepcopy(config)
+    with within(bounds, plain), without_initialising(), torch.device("meta"):
+        if auto_mapping(model_class) is None:
+            build_class(native_class(model_class), plain)
+        else:
+            model_class.from_config(plain, **options)

@@ -1,0 +1,63 @@
+"""Names and shapes of weights in safetensors files, from their headers alone: never the numbers."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import CheckpointError
+
+Shapes = dict[str, tuple[int, ...]]
+_MOST_HEADER = 100_000_000  # bytes: the bound of safetensors itself
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def header_shapes(path: Path) -> Shapes:
+    """Return names and shapes of the tensors in a safetensors file, from its header alone.
+
+    Raises:
+        CheckpointError: it has no such header.
+    """
+    try:
+        with path.open("rb") as file:
+            size = struct.unpack("<Q", file.read(8))[0]
+            if size > min(_MOST_HEADER, path.stat().st_size - 8):
+                raise ValueError(f"a header of {size} bytes")
+            header = json.loads(file.read(size))
+        found = {name: tuple(map(int, entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
+        raise CheckpointError(f"{path} has no readable safetensors header: {error}. Copy or make it again.") from error
+    return found
+
+
+def folder_shapes(folder: Path) -> Shapes | None:
+    """Return names and shapes of the weights of a checkpoint in `folder`, of one file or many; None: no safetensors.
+
+    Raises:
+        CheckpointError: a file, or the index of many, cannot be read.
+    """
+    if (folder / _INDEX).is_file():
+        names = _files_in(folder)
+    elif (folder / _WEIGHTS).is_file():
+        names = [_WEIGHTS]
+    else:
+        return None
+    shapes: Shapes = {}
+    for name in names:
+        shapes |= header_shapes(folder / name)
+    return shapes
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Return the files that the index in `folder` names: beside it, nowhere else."""
+    try:
+        index: Any = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {_INDEX} of {str(folder)!r}: {error}") from error
+    mapping = index.get("weight_map") if isinstance(index, dict) else None
+    names = list(mapping.values()) if isinstance(mapping, dict) else None
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise CheckpointError(f"{_INDEX} of {str(folder)!r} must map each weight to a file beside it.")
+    return sorted(set(names))
