@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -115,6 +116,11 @@ for share in ["", "1/3", "2/3", "3/3"]:
     found[share] = names.found
 print("FOUND", json.dumps(found))
 """
+
+
+def test_searches_for_garbage_pass_over_what_was_there_before_the_tests() -> None:
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > len(gc.get_objects())
 
 
 def test_shares_are_disjoint_and_together_everything() -> None:
