@@ -64,12 +64,36 @@ def run_recipe(recipe: Recipe, *, reporter: Reporter | None = None) -> Finished:
 
     services = engine.Services(
         evaluate=nll_at_lengths,
+        near=vectors_at_lengths,
         free_bytes=available_bytes,
         fit_bias=fit_bias,
         fit_rotation=fit_rotation,
         reporter=reporter,
     )
     return engine.run_recipe(recipe, services)
+
+
+def vectors_at_lengths(
+    model: Any, base: Any, tokenizer: Any, documents: Sequence[np.ndarray], lengths: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return how near an encoder's vectors are to its base's at each length, as JSON.
+
+    Args:
+        model: an encoder, or a PEFT model around one.
+        base: what it came from.
+        tokenizer: of both.
+        documents: token ids of each.
+        lengths: tokens to read of each document.
+
+    Raises:
+        DataError: no document is as long as the longest length.
+    """
+    from dataclasses import asdict
+
+    from hf_posswap.evaluation import near_the_base
+    from hf_posswap.patching.plan.plan_swap import unwrap
+
+    return [asdict(score) for score in near_the_base(unwrap(model), unwrap(base), tokenizer, documents, lengths)]
 
 
 def nll_at_lengths(model: Any, documents: Sequence[np.ndarray], lengths: Sequence[int], limit: int) -> dict[int, float]:

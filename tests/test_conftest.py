@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import shutil
 import subprocess
@@ -94,18 +96,43 @@ def test_this_process_is_offline_and_modest(worker_id: str) -> None:
         assert torch.get_num_threads() == 1
 
 
-def test_shares_are_disjoint_and_together_everything() -> None:
-    def collected(*options: str) -> list[str]:
-        command = [sys.executable, "-m", "pytest", "-n0", "-q", "--collect-only", "-p", "no:cacheprovider", *options]
-        out = subprocess.run(
-            [*command, "tests/schemes/test_rope_types.py"], cwd=ROOT, capture_output=True, text=True, timeout=200
-        )
-        assert out.returncode in (0, 5), out.stdout + out.stderr
-        return [line for line in out.stdout.splitlines() if "::" in line]
+COLLECTING = """
+import json
+import sys
 
-    shares = [collected("--share", f"{k}/3") for k in (1, 2, 3)]
-    assert all(shares)
-    assert sorted(sum(shares, [])) == sorted(collected())
+import pytest
+
+
+class Names:
+    def pytest_collection_finish(self, session):
+        self.found = [item.nodeid for item in session.items]
+
+
+found = {}
+for share in ["", "1/3", "2/3", "3/3"]:
+    names = Names()
+    given = ["--share", share] if share else []
+    pytest.main(["-n0", "-qq", "--collect-only", "-p", "no:cacheprovider", *given, *sys.argv[1:]], plugins=[names])
+    found[share] = names.found
+print("FOUND", json.dumps(found))
+"""
+
+
+def test_searches_for_garbage_pass_over_what_was_there_before_the_tests() -> None:
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > len(gc.get_objects())
+
+
+def test_shares_are_disjoint_and_together_everything() -> None:
+    """One process collects four times: most of what a collection takes is to import what is tested."""
+    command = [sys.executable, "-c", COLLECTING, "tests/schemes/test_rope_types.py"]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert "FOUND" in out.stdout, out.stdout + out.stderr
+    found = json.loads(out.stdout.rpartition("FOUND")[2])
+    everything = found.pop("")
+    assert len(everything) > 10
+    assert all(found.values())
+    assert sorted(sum(found.values(), [])) == sorted(everything)
 
 
 def test_a_share_that_is_none_is_refused() -> None:

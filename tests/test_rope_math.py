@@ -155,7 +155,7 @@ def test_a_large_tensor_is_rotated_in_one_buffer_to_the_same_bits(
         found.append((turned, *torch.autograd.grad((turned * weight).sum(), wide)))
     for part, whole in zip(*found, strict=True):
         assert torch.equal(part, whole)
-    double = [x.double() for x in (wide.detach(), *table)]
+    double = [x.double() for x in (wide.detach()[:1, :2, :5], *(part[:1, ..., :5, :] for part in table))]
 
     def in_double(x: Tensor) -> Tensor:
         return rotate(x, CosSin(double[1], double[2]), layout)

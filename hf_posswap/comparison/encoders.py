@@ -13,9 +13,9 @@ from hf_posswap.errors import DataError
 from hf_posswap.evaluation.frames import special_frame
 from hf_posswap.evaluation.masked import mask_groups, masked_losses, pseudo_perplexity
 from hf_posswap.evaluation.perplexity import loss_by_position, perplexity_by_length
-from hf_posswap.evaluation.retrieval import FILLER, embed, retrieval_at_length
-from hf_posswap.evaluation.statistics import ratio_interval
+from hf_posswap.evaluation.retrieval import FILLER, retrieval_at_length
 from hf_posswap.evaluation.store import unit_key
+from hf_posswap.evaluation.vectors import leading_tokens, vector_cosine, vector_score
 
 _SHARE = 0.15
 _PSEUDO_TOKENS = 64
@@ -80,10 +80,9 @@ def measure_vectors(work: Work) -> list[dict[str, Any]] | None:
     cosines = iter(work.values("vectors", [unit for length in work.lengths for unit in _vector_units(work, length)]))
     rows = []
     for length in work.lengths:
-        found = np.array([next(cosines)["cosine"] for _ in work.documents.digests])
-        low, high = ratio_interval(found, np.ones(len(found)), seed=work.settings.seed)
-        row = {"length": length, "base_reads": _base_reads(work, length), "documents": len(found)}
-        rows.append(row | {"cosine": float(found.mean()), "low": low, "high": high})
+        found = [next(cosines)["cosine"] for _ in work.documents.digests]
+        score = vector_score(length, _base_reads(work, length), found, seed=work.settings.seed)
+        rows.append(dataclasses.asdict(score))
     return rows
 
 
@@ -95,20 +94,12 @@ def _base_reads(work: Work, length: int) -> int:
 
 def _vector_units(work: Work, length: int) -> list[Unit]:
     """Return a unit a document: the cosine of the two models' vectors of its first `length` tokens."""
-    before, after = special_frame(work.tokenizer)
-    reads, around = _base_reads(work, length), len(before) + len(after)
-    if reads <= around:
-        raise DataError(f"a text of {reads} tokens holds nothing beside the special ones.")
+    frame, reads = special_frame(work.tokenizer), _base_reads(work, length)
     return [
         Unit(
             {"metric": "vectors", "pooling": "mean", "base": key_of(work)},
-            {"document": digest, "length": length, "base_reads": reads, "frame": [before, after]},
-            partial(
-                _cosine,
-                work,
-                [*before, *map(int, document[: length - around]), *after],
-                [*before, *map(int, document[: reads - around]), *after],
-            ),
+            {"document": digest, "length": length, "base_reads": reads, "frame": list(frame)},
+            partial(_cosine, work, leading_tokens(document, length, frame), leading_tokens(document, reads, frame)),
             (length, reads),
         )
         for digest, document in zip(work.documents.digests, work.documents.tokens, strict=True)
@@ -117,10 +108,7 @@ def _vector_units(work: Work, length: int) -> list[Unit]:
 
 def _cosine(work: Work, whole: list[int], leading: list[int]) -> dict[str, float]:
     assert work.base is not None
-    new, old = embed(work.subject.model, [whole])[0], embed(work.base.model, [leading])[0]
-    if new.shape != old.shape:
-        raise DataError(f"vectors of {len(new)} and of {len(old)} numbers cannot be held against each other.")
-    return {"cosine": float(new @ old)}
+    return {"cosine": vector_cosine(work.subject.model, work.base.model, whole, leading)}
 
 
 def _refuse_causal(work: Work) -> None:

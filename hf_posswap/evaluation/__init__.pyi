@@ -63,6 +63,8 @@ from hf_posswap.evaluation.statistics import ratio_interval as ratio_interval
 from hf_posswap.evaluation.statistics import wilson_interval as wilson_interval
 from hf_posswap.evaluation.store import RunStore as RunStore
 from hf_posswap.evaluation.store import unit_key as unit_key
+from hf_posswap.evaluation.vectors import VectorScore as VectorScore
+from hf_posswap.evaluation.vectors import near_the_base as near_the_base
 from hf_posswap.evaluation.windows import Window as Window
 from hf_posswap.evaluation.windows import sliding_windows as sliding_windows
 from hf_posswap.evaluation.windows import window_losses as window_losses

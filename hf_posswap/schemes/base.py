@@ -19,7 +19,7 @@ from hf_posswap.kernels.merge import Region
 from hf_posswap.registry import Registry
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.piece import Piece
-from hf_posswap.utils.scheme_text import scheme_and_fields, unknown_field
+from hf_posswap.utils.scheme_text import respelled, scheme_and_fields, unknown_field
 
 Kind = Literal["rotary", "bias", "table", "none", "mixed"]
 
@@ -370,8 +370,17 @@ def _from_dict(scheme: dict[str, Any], options: dict[str, Any]) -> tuple[str, di
     """Return the name in `scheme`, and its fields joined with `options`."""
     name = scheme.get("name")
     if not isinstance(name, str):
-        raise SchemeError(f"a scheme's dict needs its name under 'name', as Scheme.to_dict writes it; got {scheme!r}.")
+        raise SchemeError(
+            f"a scheme's dict needs its name under 'name', as Scheme.to_dict writes it; got {scheme!r}.{_meant(scheme)}"
+        )
     return name, _joined(name, "a dict", {key: value for key, value in scheme.items() if key != "name"}, options)
+
+
+def _meant(scheme: dict[str, Any]) -> str:
+    """Return how the scheme is written that such a dict seems to mean: {"yarn": {"factor": 4}}."""
+    named = next((key for key in scheme if key in SCHEMES), None)
+    right = respelled(repr(scheme), dict(SCHEMES.items())) or named
+    return "" if right is None else f" Did you mean {right!r}?"
 
 
 def _from_text(text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -29,6 +29,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("refused", _marked(pairs, lambda pair: pair.model in TINY, metafunc.config), indirect=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what one parameter, that is marked `few`, makes of the pairs that are none of these."""
+    for item in items:
+        pair = getattr(item, "callspec", None) and item.callspec.params.get("pair")  # type: ignore[attr-defined]
+        few = item.get_closest_marker("few") and not item.get_closest_marker("slow")
+        if isinstance(pair, Pair) and few and not is_one_of_few(pair):
+            item.add_marker(pytest.mark.exhaustive)
+
+
 def is_one_of_few(pair: Pair) -> bool:
     """Return whether the pair runs a point in every run that asks the same of all schemes which ask for positions."""
     return is_daily(pair) and pair.scheme in FEW

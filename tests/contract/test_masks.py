@@ -24,7 +24,8 @@ COUNTS_EMBEDDINGS_OTHERWISE = ("esm",)
 """Models whose own code reads other rows of its table for embeddings than for the tokens that they are of."""
 CONVOLVED = ("convbert",)
 """Models whose own code convolves padding with the words: it is seen beside attention, whatever the positions."""
-IMPLEMENTATIONS = ("sdpa", "eager")
+IMPLEMENTATIONS = ("sdpa", pytest.param("eager", marks=pytest.mark.few))
+"""Both for the few: that the two agree is asked of every scheme below."""
 
 not_convolved = pytest.mark.pairs(lambda pair: pair.model not in CONVOLVED)
 
@@ -136,6 +137,7 @@ def test_sdpa_equals_eager_and_the_choice_is_kept(pair: Pair) -> None:
     assert gap(pair.logits(other, IDS), sdpa) == 0
 
 
+@pytest.mark.few
 def test_embeddings_in_place_of_ids(pair: Pair) -> None:
     if pair.model in COUNTS_EMBEDDINGS_OTHERWISE and pair.tabled:
         assert gap(embedded(pair, pair.native()), pair.logits(pair.native(), IDS)) > NOISE
@@ -151,6 +153,7 @@ def embedded(pair: Pair, model: Any) -> Tensor:
         return model(**pair.given(inputs_embeds=embeddings, attention_mask=torch.ones_like(IDS))).logits
 
 
+@pytest.mark.few
 def test_no_mask_at_all_equals_all_ones(pair: Pair) -> None:
     model = pair.specimen()
     ids = words(2, LENGTH - 3)

@@ -61,7 +61,7 @@ def test_bfloat16_keeps_angles_in_float32(pair: Pair, when: str) -> None:
 
 
 @once
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.few), "after"])
 def test_bfloat16_is_close_to_float32(pair: Pair, when: str) -> None:
     found, exact = pair.logits(cast(pair, when), IDS), pair.logits(rounded(pair), IDS)
     assert found.dtype == torch.bfloat16

@@ -17,7 +17,7 @@ from tests.contract.pairs import CHANGE, LONGER, NOISE, Pair, gap, logits, once,
 from tests.contract.stacks import HEARD
 
 CHUNKS = {"steps": [1] * LONGER, "chunks": [7, 1, 9, 2, 40]}
-CACHES = ("dynamic", "static")
+CACHES = ("dynamic", pytest.param("static", marks=pytest.mark.few))
 UNSTATIC = ("led",)
 """Models whose own code masks a static cache wrongly."""
 
@@ -131,6 +131,7 @@ def test_generating_from_padded_sources_equals_one_by_one(pair: Pair, beams: int
         assert row.tolist() == expected.tolist()
 
 
+@pytest.mark.few
 @pytest.mark.pairs(lambda pair: pair.tiny.generates and pair.cached and (pair.placed or pair.relative))
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_padded_batch_steps_through_a_cache(pair: Pair, kind: str) -> None:

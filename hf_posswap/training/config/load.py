@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posswap.errors import CheckpointError, ConfigError
 from hf_posswap.training.config.problems import Problems
 from hf_posswap.training.config.reading import override, read_yaml
+from hf_posswap.training.config.scheme_texts import JSON
 from hf_posswap.training.config.shipped import find_recipe
 from hf_posswap.utils.atomic_io import read_json
 
@@ -87,7 +88,7 @@ def _with_schemes(values: Mapping[str, Any], problems: Problems) -> dict[str, An
 def _with_scheme(values: Mapping[str, Any], key: str, problems: Problems) -> dict[str, Any]:
     held = dict(values)
     named = held.get("scheme")
-    if isinstance(named, str) and named.endswith(".json"):
+    if isinstance(named, str) and named.endswith(JSON):
         try:
             held["scheme"] = read_json(Path(named).expanduser())
         except CheckpointError as error:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import ConfigError, UnknownNameError
+from hf_posswap.training.config.scheme_texts import scheme_mapping, takes_fields
 from hf_posswap.training.config.shipped import find_recipe
 
 INCLUDE = "include"
 _ARGUMENTS = {"lr_scheduler_type": "lr_scheduler_kwargs", "optim": "optim_args"}
 """Keys whose other value leaves nothing of the arguments that belong to them."""
-_FIRST = ("training.lr_scheduler_type=", "training.optim=", "peft.peft_type=")
+_FIRST = ("swap.scheme=", "training.lr_scheduler_type=", "training.optim=", "peft.peft_type=")
+_SCHEME = "scheme"
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -121,6 +123,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         {'a': {'b': 3, 'c': 2}, 'd': []}
         >>> merge({"scheme": {"name": "yarn", "factor": 4}}, {"scheme": {"name": "rope"}})
         {'scheme': {'name': 'rope'}}
+        >>> merge({"scheme": "yarn:factor=4"}, {"scheme": {"base": 5e5}})
+        {'scheme': {'name': 'yarn', 'factor': 4.0, 'base': 500000.0}}
         >>> merge({"optim": "sgd", "optim_args": "momentum=0.9"}, {"optim": "adafactor"})
         {'optim': 'adafactor'}
     """
@@ -128,6 +132,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = {key: value for key, value in below.items() if key not in outdated}
     for key, value in above.items():
         old = merged.get(key)
+        if key == _SCHEME and takes_fields(old) and isinstance(value, Mapping):
+            old = scheme_mapping(old)
         if isinstance(old, list) and isinstance(value, Mapping):
             merged[key] = _with_items(old, value, key)
             continue
@@ -198,6 +204,8 @@ def _nested(setting: str, values: Mapping[str, Any]) -> dict[str, Any]:
             held = held[int(key)] if key.isdigit() and int(key) < len(held) else {}
         else:
             held = held.get(key, {})
+        if key == _SCHEME and takes_fields(held):
+            held = scheme_mapping(held)
         if not isinstance(held, Mapping | list):
             raise ConfigError(f"{setting!r}: {'.'.join(keys[: number + 1])} is {held!r}, which has no keys.")
     for key in reversed(keys):

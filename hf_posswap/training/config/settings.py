@@ -42,8 +42,8 @@ class SwapSettings:
     """What is put in place of the model's position mechanism.
 
     Attributes:
-        scheme: a name, a name with fields: {name: yarn, factor: 4}, or a .json file that posswap search wrote; none: no
-            swap, for a control.
+        scheme: a name, a name with fields: "yarn:factor=4,base=500000" or {name: yarn, factor: 4}, or a .json file that
+            posswap search wrote; none: no swap, for a control.
         max_length: tokens that the swapped model is meant for; none: as patch_model has it.
         site: auto, or always inside attention.
         relative: keep or drop the relative positions that DeBERTa has inside attention beside its table; none: keep

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hf_posswap.training.config.reading import merge
+from hf_posswap.training.config.scheme_texts import scheme_mapping
 from hf_posswap.training.config.settings import Recipe, SchemeValue, StageSettings
 
 
@@ -61,11 +60,5 @@ def scheme_of(recipe: Recipe, stage: StageSettings) -> SchemeValue:
     """Return the scheme of a stage: the recipe's, with the fields that the stage gives, or another one."""
     if stage.scheme is None:
         return recipe.swap.scheme
-    below, above = _as_mapping(recipe.swap.scheme), _as_mapping(stage.scheme)
+    below, above = scheme_mapping(recipe.swap.scheme), scheme_mapping(stage.scheme)
     return merge({"scheme": below}, {"scheme": above})["scheme"]
-
-
-def _as_mapping(scheme: SchemeValue) -> Mapping[str, Any]:
-    if scheme is None:
-        return {}
-    return {"name": scheme} if isinstance(scheme, str) else scheme

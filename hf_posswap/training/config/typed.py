@@ -210,6 +210,8 @@ def _unknown(cls: Any, place: Place, value: Any, problems: Problems, key: str) -
     near = difflib.get_close_matches(name, known, n=1)
     told = known if len(known) <= 24 else [*known[:12], "... (posswap train --keys)"]
     hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(told)}."
+    if "=" in name:
+        hint = 'Inside braces a comma ends a value: put a text with commas in quotes, "yarn:factor=4,base=500000".'
     problems.add(where, f"no such key. {hint}", doubts=named((*place[:-1], near[0]), key) if near else where)
 
 

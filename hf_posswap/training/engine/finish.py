@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from hf_posswap.checkpoints.load import load
 from hf_posswap.checkpoints.push import push
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.record.training import TrainingRecord
 from hf_posswap.patching.verify.verify_swap import verify_swap
-from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.theirs import with_a_part
-from hf_posswap.training.data import build_data
-from hf_posswap.training.engine.arguments import on_cpu
-from hf_posswap.training.engine.evaluating import OF_TOKENS, lengths_of
 from hf_posswap.training.engine.log import RunLog
+from hf_posswap.training.engine.measuring import held_out_loss, held_out_vectors
 from hf_posswap.training.engine.phase import LOG, PhaseResult, Run
 from hf_posswap.training.engine.picture import draw_losses
 from hf_posswap.training.engine.recording import leave_record
@@ -63,7 +57,8 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
     """Prove and measure the saved model, and write what came of the run: it is there before anything is pushed."""
     model = load(saved, dtype="auto", trust_remote_code=recipe.model.trust_remote_code)
     swapped = getattr(unwrap(model), "_posswap", None) is not None
-    nll = _nll(recipe, run, model)
+    plan = results[-1].plan
+    nll = held_out_loss(recipe, run, model)
     seconds, tokens = (sum(getattr(result, name) for result in results) for name in ("train_runtime", "tokens"))
     report = {
         "model": str(recipe.model.name),
@@ -75,6 +70,7 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
         "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
         "verified": verify_swap(model).checks if swapped else {},
         "nll": nll,
+        "vectors": held_out_vectors(recipe, run, model, reach=None if plan is None else plan["max_length"]),
         "training": leave_record(recipe, results, nll, saved, base=str(_without_folder(recipe.model.name))).to_dict(),
         "card": _for_card(recipe),
     }
@@ -91,30 +87,6 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
 def _write(run: Run, report: dict[str, Any]) -> None:
     write_text(run.folder / "report.md", as_markdown(report))
     write_json(run.folder / REPORT, report)
-
-
-def _nll(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
-    """Return the loss at each length of the recipe; None where the model ends before it.
-
-    Where the recipe names no length, that is one (`own_length`); nothing where it cannot be had at little cost: of
-    encoders, and of models that one device may not hold.
-    """
-    by_itself = not recipe.evaluation.lengths
-    if by_itself and (recipe.objective.kind not in OF_TOKENS or run.services.evaluate is None or run.launch.shards):
-        return {}
-    assert run.services.evaluate is not None
-    named = recipe.model.tokenizer or recipe.model.name
-    trusted = recipe.model.trust_remote_code
-    words = load_tokenizer(named, instead="name one as model.tokenizer", trust_remote_code=trusted)
-    plain = dataclasses.replace(recipe.data, packing="none", cut=(1,))  # whole documents, however training cut them
-    data = build_data(plain, words, causal=True, scheme_length=plain.length)
-    if not on_cpu(recipe):
-        model.to("cuda" if torch.cuda.is_available() else "mps")
-    lengths = lengths_of(recipe, data.held_out)
-    if not lengths:
-        return {}
-    found = run.services.evaluate(model, data.held_out, lengths, recipe.evaluation.documents)
-    return {str(length): found.get(length) for length in lengths}
 
 
 def _push(recipe: Recipe, saved: Path) -> str | None:
@@ -172,6 +144,12 @@ def as_markdown(report: dict[str, Any]) -> str:
             length: "the model ends before it" if nll is None else f"{nll:.4f}" for length, nll in report["nll"].items()
         }
         lines += [f"| {length} | {nll} |" for length, nll in shown.items()]
+    if report.get("vectors"):  # not in the reports of older runs
+        lines += ["", "| tokens read | by the base | cosine of vectors to the base's |", "|---|---|---|"]
+        lines += [
+            f"| {row['length']} | {row['base_reads']} | {row['cosine']:.4f} ({row['low']:.4f} to {row['high']:.4f}) |"
+            for row in report["vectors"]
+        ]
     if report["verified"]:
         lines += ["", "The saved model, loaded again: " + "; ".join(f"{k}: {v}" for k, v in report["verified"].items())]
     if report.get("pushed"):

@@ -18,6 +18,8 @@ FitBias = Callable[[Any, Scheme, Sequence[np.ndarray]], Scheme]
 """From an unswapped model, a scheme and rows of token ids, to the scheme fitted to the model's table."""
 FitRotation = Callable[[Any, Sequence[np.ndarray]], object]
 """From a swapped model, whose weights it changes, and rows of token ids, to what says in words how near it came."""
+Near = Callable[[Any, Any, Any, Sequence[np.ndarray], Sequence[int]], list[dict[str, Any]]]
+"""From an encoder, its base, their tokenizer, documents and lengths, to a row a length: how near its vectors are."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,14 @@ class Services:
 
     Attributes:
         evaluate: measures a model; None: a recipe that asks for it is refused.
+        near: holds an encoder's vectors against those of its base; None: the report does not say it.
         free_bytes: says what is free on a device; None: memory is not checked.
         fit_bias, fit_rotation: fit a new mechanism to a table; None: a recipe that asks for it is refused.
         reporter: shows lines and bars on the main process; None: nothing is shown.
     """
 
     evaluate: Evaluate | None = None
+    near: Near | None = None
     free_bytes: Callable[[torch.device], int | None] | None = None
     fit_bias: FitBias | None = None
     fit_rotation: FitRotation | None = None
