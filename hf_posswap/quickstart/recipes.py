@@ -15,6 +15,9 @@ import hf_posswap
 from hf_posswap.errors import DataError, SchemeError, UnknownNameError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.quickstart.base import Base
 from hf_posswap.quickstart.settings import QuickstartSettings
+from hf_posswap.schemes.base import Scheme
+from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.search.rotation import rotation_problem
 
 if TYPE_CHECKING:
     from hf_posswap.training.config import Recipe
@@ -82,13 +85,20 @@ def choose_variants(base: Base, settings: QuickstartSettings) -> tuple[list[Vari
             scheme = chosen_scheme(recipe)
             assert scheme is not None
             hf_posswap.plan_swap(base.model, scheme, max_length=recipe.swap.max_length)
-            kept.append(variant)
+            kept.append(_without_impossible_fit(variant, base, recipe.swap.fit, scheme))
         except (UnsupportedSwapError, UnsupportedModelError, SchemeError) as error:
             left_out[variant.name] = str(error)
     if not kept:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise DataError(f"no swap can be made in {type(base.model).__name__}: {reasons}")
     return [_CONTROL, *kept], left_out
+
+
+def _without_impossible_fit(variant: Variant, base: Base, windows: int, scheme: Scheme) -> Variant:
+    """Return `variant`, which begins fitted to the base's table only where that can be."""
+    if not windows or not isinstance(scheme, RotaryScheme) or rotation_problem(base.model) is None:
+        return variant
+    return dataclasses.replace(variant, settings=(*variant.settings, "swap.fit=0"))
 
 
 def _wanted(settings: QuickstartSettings, known: list[str]) -> list[str]:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_posswap.errors import NotPatchedError, SchemeError, UnsupportedSwapError
+from hf_posswap.errors import NotPatchedError, SchemeError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.families.sites import Sites
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.patch_model import patched, unpatch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -127,15 +128,7 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
     scheme, base = _checked_scheme(target), _unswapped(target)
     sites = check_table(base, BESIDE_TABLE, _OWNER)
     geometry, rows = sites.geometry, check_rows(tokens, base, sites)
-    if geometry.num_kv_heads != geometry.num_heads:
-        raise UnsupportedSwapError(
-            f"{_OWNER}: {geometry.num_heads} query heads of {type(target).__name__} share {geometry.num_kv_heads} key "
-            "heads, and a change of basis is each head's own."
-        )
-    pairs = [
-        find_projections(target.get_submodule(path), geometry.num_heads, geometry.head_dim)
-        for path in sites.main.attention
-    ]
+    pairs = _pairs(target, sites)
     table = _watch_table(base, geometry, rows)
     del base
     waves = _Waves.of(scheme, geometry, max(map(len, rows)), target._posswap.plan.max_length)
@@ -155,6 +148,27 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
         raise
     explained, dropped = zip(*found, strict=True)
     return RotationFit(tuple(map(tuple, explained)), tuple(map(tuple, dropped)))
+
+
+def rotation_problem(model: PreTrainedModel) -> str | None:
+    """Return why nothing could be fitted in the unswapped `model` by `fit_rotation`; None: it could."""
+    try:
+        _pairs(model, check_table(unwrap(model), BESIDE_TABLE, _OWNER))
+    except (UnsupportedSwapError, UnsupportedModelError) as error:
+        return str(error)
+    return None
+
+
+def _pairs(model: Any, sites: Sites) -> list[tuple[Projection, Projection]]:
+    """Return the projections of queries and keys in each layer."""
+    geometry = sites.geometry
+    if geometry.num_kv_heads != geometry.num_heads:
+        raise UnsupportedSwapError(
+            f"{_OWNER}: {geometry.num_heads} query heads of {type(model).__name__} share {geometry.num_kv_heads} key "
+            "heads, and a change of basis is each head's own."
+        )
+    attention = [model.get_submodule(path) for path in sites.main.attention]
+    return [find_projections(module, geometry.num_heads, geometry.head_dim) for module in attention]
 
 
 def _checked_scheme(model: Any) -> RotaryScheme:

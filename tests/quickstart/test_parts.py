@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_posswap
 from hf_posswap.errors import CheckpointError, DataError, OptionError, UnknownNameError
@@ -68,11 +68,21 @@ def test_schemes_go_by_what_the_model_has_and_what_it_can_take() -> None:
         "rope",
         "sinusoidal",
     ]
-    kept, left_out = choose_variants(base(gpt2(n_embd=6)), GIVEN)  # heads of 3 dimensions have no pairs to rotate
+    kept, left_out = choose_variants(base(gpt2(n_embd=2)), GIVEN)  # heads of 1 dimension have no pairs to rotate
     assert [variant.name for variant in kept] == ["control", "alibi", "sinusoidal"]
-    assert "3" in left_out["rope"]
+    assert "head_dim 1" in left_out["rope"]
     with pytest.raises(UnknownNameError, match="unknown scheme of the quickstart for this model 'rope'.*yarn"):
         choose_variants(base(llama()), dataclasses.replace(GIVEN, schemes=("rope",)))
+
+
+def test_a_model_whose_heads_cannot_be_fitted_starts_without() -> None:
+    shape = {"hidden_size": 16, "num_heads": 2, "num_layers": 1, "attention_types": [[["global"], 1]]}
+    neo = GPTNeoForCausalLM(GPTNeoConfig(vocab_size=257, max_position_embeddings=16, **shape)).eval()  # without biases
+    for model, fitted in ((neo, False), (gpt2(), True)):
+        kept, _ = choose_variants(base(model), dataclasses.replace(GIVEN, schemes=("rope", "alibi")))
+        settings = {variant.name: variant.settings for variant in kept}
+        assert ("swap.fit=0" not in settings["rope"]) is fitted
+        assert "swap.fit=0" not in settings["alibi"]
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
