@@ -31,6 +31,11 @@ class Projection:
     heads: int
     head_dim: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self._parts()[0].dtype
+
     def read(self) -> tuple[Tensor, Tensor]:
         """Return weight [H, D, E] and bias [H, D], float64 on the CPU."""
         weight, bias = self._parts()

@@ -48,6 +48,7 @@ _MOST_BEYOND = 4096
 """Most distances beyond the table that are looked at, evenly spread."""
 _ALLOWED = 1e-3
 """Most by which queries and keys may miss what the change of basis says, as a share of the largest."""
+_EXACT_ENOUGH = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
         NotPatchedError: it carries no swap, or was loaded with it: what the table did is not known.
         SchemeError: the scheme does not turn by fixed angles, or turns whole heads, so that no place is left for
             content.
-        UnsupportedSwapError: it had no learned table, several stacks, heads that share keys, or projections that are
-            not known or have no bias.
+        UnsupportedSwapError: it had no learned table, several stacks, heads that share keys, projections that are not
+            known or have no bias, or weights of another dtype than float32 and float64.
         UnsupportedModelError: its weights are on meta.
         DataError: tokens that are no rows of the model's token ids, too long, padded, or all too short to compare.
 
@@ -135,12 +136,13 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
     matrix = normal_matrix(torch.eye(len(waves.near), dtype=torch.float64), waves.near, [len(row) for row in rows])
     inverse = torch.linalg.pinv(matrix, rtol=_NEGLIGIBLE, hermitian=True)
     before = [[part.read() for part in pair] for pair in pairs]
+    found = []
     try:
-        found = [
-            _fit_layer(_states(target, geometry, rows, layer), pair, table[layer], inverse, waves, prove)
-            for layer, pair in enumerate(pairs)
-            for prove in [lambda layer=layer: _states(target, geometry, rows[:1], layer)]
-        ]
+        for layer, pair in enumerate(pairs):
+            seen = _states(target, geometry, rows, layer)
+            bases = _change_bases(pair, seen)
+            _prove_bases(seen.states[0], bases, _states(target, geometry, rows[:1], layer).states[0])
+            found.append(_fit_layer(seen, bases, pair, table[layer], inverse, waves))
     except BaseException:
         for pair, kept in zip(pairs, before, strict=True):
             for part, values in zip(pair, kept, strict=True):
@@ -168,7 +170,14 @@ def _pairs(model: Any, sites: Sites) -> list[tuple[Projection, Projection]]:
             "heads, and a change of basis is each head's own."
         )
     attention = [model.get_submodule(path) for path in sites.main.attention]
-    return [find_projections(module, geometry.num_heads, geometry.head_dim) for module in attention]
+    pairs = [find_projections(module, geometry.num_heads, geometry.head_dim) for module in attention]
+    coarse = next((part.dtype for pair in pairs for part in pair if part.dtype not in _EXACT_ENOUGH), None)
+    if coarse is not None:
+        raise UnsupportedSwapError(
+            f"{_OWNER} changes the bases of heads, which {coarse} cannot hold: load {type(model).__name__} with "
+            "dtype=torch.float32."
+        )
+    return pairs
 
 
 def _checked_scheme(model: Any) -> RotaryScheme:
@@ -296,22 +305,33 @@ class _Waves:
         return solved[:-1].unflatten(0, (2, pairs)), explained
 
 
+def _change_bases(pair: tuple[Projection, Projection], seen: _StateWatch) -> tuple[Tensor, Tensor]:
+    """Write the projections of a layer in balanced coordinates, and return their bases."""
+    bases = balanced_bases(*(torch.cat(parts, dim=1) for parts in zip(*seen.states, strict=True)))
+    for part, basis in zip(pair, bases, strict=True):
+        weight, bias = part.read()
+        part.write(basis @ weight, (basis @ bias[..., None])[..., 0])
+    return bases
+
+
 def _fit_layer(
     seen: _StateWatch,
+    bases: tuple[Tensor, Tensor],
     pair: tuple[Projection, Projection],
     table: _TableWatch,
     inverse: Tensor,
     waves: _Waves,
-    read_again: Any,
 ) -> tuple[list[float], list[float]]:
-    """Write the fitted projections of a layer, and return the shares explained and dropped of each head."""
-    bases = balanced_bases(*(torch.cat(parts, dim=1) for parts in zip(*seen.states, strict=True)))
-    weights = []
-    for part, basis in zip(pair, bases, strict=True):
-        weight, bias = part.read()
-        weights.append((basis @ weight, (basis @ bias[..., None])[..., 0]))
-        part.write(*weights[-1])
-    _prove_basis(seen.states[0], bases, read_again().states[0])
+    """Write the fitted projections of a layer, and return the shares explained and dropped of each head.
+
+    Args:
+        seen: of the layer, before its bases changed.
+        bases: that its projections have now.
+        pair: the projections of queries and keys.
+        table: what the unswapped model showed of the layer.
+        inverse: of the normal matrix of all distances.
+        waves: what the rotation can do.
+    """
     turning = torch.cat([waves.first, waves.second])
     profile, squares = torch.zeros_like(table.profile), []
     for query, key in ([x @ basis.mT for x, basis in zip(state, bases, strict=True)] for state in seen.states):
@@ -324,14 +344,15 @@ def _fit_layer(
     fitted = [waves.fit(wanted[head], table.attention[head]) for head in range(len(wanted))]
     waves_of = torch.stack([amplitudes for amplitudes, _ in fitted]) / (seen.scaling * waves.factor)  # [H, 2, R/2]
     size, phase = waves_of.norm(dim=1).sqrt(), torch.atan2(waves_of[:, 1], waves_of[:, 0])  # [H, R/2] each
-    for part, (weight, bias), angle in zip(pair, weights, (torch.zeros_like(phase), phase), strict=True):
+    for part, angle in zip(pair, (torch.zeros_like(phase), phase), strict=True):
+        weight, bias = part.read()
         weight[:, turning] = 0.0
         bias[:, waves.first], bias[:, waves.second] = size * angle.cos(), size * angle.sin()
         part.write(weight, bias)
     return [float(explained) for _, explained in fitted], dropped.tolist()
 
 
-def _prove_basis(before: tuple[Tensor, Tensor], bases: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> None:
+def _prove_bases(before: tuple[Tensor, Tensor], bases: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> None:
     """Raise UnsupportedSwapError unless queries and keys changed as their projections did."""
     for old, basis, new in zip(before, bases, after, strict=True):
         expected = old @ basis.mT
