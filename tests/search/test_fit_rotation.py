@@ -231,6 +231,10 @@ def rotary() -> Any:
     return swapped(LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **shape)))
 
 
+def half_precision() -> Any:
+    return swapped(random_model("gpt2").to(torch.bfloat16))
+
+
 def two_stacks() -> Any:
     shape = {
         "d_model": 32,
@@ -253,6 +257,7 @@ def two_stacks() -> Any:
         (whole_heads, SchemeError, "turns whole heads"),
         (one_key_head, UnsupportedSwapError, "4 query heads of GPTBigCodeForCausalLM share 1 key heads"),
         (no_biases, UnsupportedSwapError, "its Linear has no bias"),
+        (half_precision, UnsupportedSwapError, "which torch.bfloat16 cannot hold: load GPT2LMHeadModel with"),
         (rotary, UnsupportedSwapError, "LlamaForCausalLM has none"),
         (two_stacks, UnsupportedSwapError, "an encoder and a decoder"),
     ],
