@@ -35,6 +35,7 @@ def draw_goals(result: dict[str, Any], path: Path) -> None:
         ax.set_yticks(range(len(result["rows"])), [row["recipe"] for row in result["rows"]])
         ax.set_ylim(len(result["rows"]) - 0.5, -0.5)
         ax.set_xlabel(f"nats a token, {said}", fontsize=8)
+        ax.locator_params(axis="x", nbins=5)  # so that numbers do not touch
         canvas.title(ax, head, "95 % intervals; the bar is allowed")
     with replacing(path) as temporary:
         picture.savefig(temporary, format="png", metadata={"Software": None})
