@@ -108,9 +108,11 @@ def model_under_construction(name: str) -> Any:
     of the config or of the model sets it elsewhere. Without it a stock class would build the model of a swapped config
     unswapped, without a word.
     """
+    if name != "_attn_implementation_internal":  # first: a forward that sets something else may be compiled
+        return None
     frame = inspect.currentframe()
     caller = None if frame is None or frame.f_back is None else frame.f_back.f_back
-    if name != "_attn_implementation_internal" or caller is None or caller.f_code.co_name != "__init__":
+    if caller is None or caller.f_code.co_name != "__init__":
         return None
     return caller.f_locals.get("self")
 

@@ -187,8 +187,14 @@ def _row(name: str, pairs: list[tuple[Run, Run]], base: Subject, texts: Texts, s
         {key: np.mean([one.means[key] for one in controls], axis=0) for key in controls[0].means},
         np.mean([one.sliding for one in controls], axis=0),
     )
-    scheme = models[0].config.posswap["scheme"]["name"]
+    scheme = _name(models[0].config.posswap["scheme"])
     return {"recipe": name, "scheme": scheme, **judge(scheme, base, control, mean, after)}
+
+
+def _name(scheme: dict[str, Any]) -> str:
+    """Return the name that a scheme of a record goes by: of layers that differ in numbers alone, theirs."""
+    names = {layer["name"] for layer in scheme["layers"].values()} if scheme["name"] == "per_layer" else set()
+    return str(names.pop() if len(names) == 1 else scheme["name"])
 
 
 app = script(main)

@@ -37,7 +37,7 @@ def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str]
         ...     path = Path(folder) / "mine.yaml"
         ...     _ = path.write_text("model: {name: gpt2}\\nswap: {scheme: rope}")
         ...     load_recipe(path, ["swap.max_length=4096"]).swap
-        SwapSettings(scheme='rope', max_length=4096, site='auto', relative=None, centre=False, gradual_steps=0)
+        SwapSettings(scheme='rope', max_length=4096, site='auto', relative=None, centre=False, fit=0, gradual_steps=0)
         >>> load_recipe({"model": {"name": "gpt2"}}, ["training.max_steps=50"]).training.max_steps
         50
         >>> load_recipe("yarn", ["model.name=my-llama", "swap.scheme.factor=16"]).swap.scheme
