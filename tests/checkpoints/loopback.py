@@ -204,6 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send(status, content, length, {"Content-Type": "application/json", **(headers or {})})
 
     def _drip(self, content: bytes) -> None:
+        content = content.ljust(64)  # blanks after JSON mean nothing, and the shortest answer lasts, too
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
