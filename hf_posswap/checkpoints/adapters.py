@@ -21,7 +21,7 @@ from hf_posswap.checkpoints.adapters_positions import (
     refuse_lost_positions,
     swapped_base,
 )
-from hf_posswap.errors import MissingDependencyError
+from hf_posswap.errors import MissingDependencyError, UnsupportedSwapError
 from hf_posswap.patching.record.training import NAME as TRAINING
 from hf_posswap.utils.atomic_io import write_json
 
@@ -115,6 +115,11 @@ def write_sidecars(model: Any, folder: Path) -> None:
     for path in [folder / ADAPTER_CONFIG, *folder.glob(f"*/{ADAPTER_CONFIG}")]:
         if not path.is_file():
             continue
+        if base._posswap.fitted:
+            raise UnsupportedSwapError(
+                f"fit_rotation has changed queries and keys of {type(base).__name__}, which an adapter does not hold: "
+                "hf_posswap.save the fitted model, load it again, and train adapters on that."
+            )
         config = json.loads(path.read_text(encoding="utf-8"))
         name = base.name_or_path or None
         held = {"version": SIDECAR_VERSION, "base": name, "base_is_swapped": on_disk, "record": base.config.posswap}

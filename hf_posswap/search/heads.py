@@ -37,10 +37,12 @@ class Projection:
         return self._parts()[0].dtype
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return weight [H, D, E] and bias [H, D], float64 on the CPU."""
+        """Return copies of weight [H, D, E] and bias [H, D], float64 on the CPU."""
         weight, bias = self._parts()
         shape = (self.heads, self.head_dim)
-        return weight.double().cpu().unflatten(0, shape), bias.double().cpu().unflatten(0, shape)
+        held = (part.to("cpu", torch.float64, copy=True) for part in (weight, bias))  # never the model's own numbers
+        weight, bias = (part.unflatten(0, shape) for part in held)
+        return weight, bias
 
     @torch.no_grad()
     def write(self, weight: Tensor, bias: Tensor) -> None:

@@ -94,8 +94,8 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
 
     Layers are fitted one after the other, so that each mends what those before it left. From then on queries and keys
     are ordinary weights: training moves content into the part that turns where that pays. What the fit changes are
-    weights, as training does: `unpatch_model` gives the table back and not those. Call it before training, and after
-    `make_teacher` or whatever else still needs the unswapped model.
+    weights: `unpatch_model` and `make_teacher` refuse such a model from then on, and so does saving an adapter on it.
+    Call it before training, and after whatever else still needs the unswapped model.
 
     Args:
         model: swapped in this process from a learned table to a scheme that turns by fixed angles a part of each head,
@@ -108,7 +108,7 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
         What was explained and what was dropped. The model is changed in place; after an error it is as it was.
 
     Raises:
-        NotPatchedError: it carries no swap, or was loaded with it: what the table did is not known.
+        NotPatchedError: it carries no swap, was loaded with it, or is fitted already: what the table did is not known.
         SchemeError: the scheme does not turn by fixed angles, or turns whole heads, so that no place is left for
             content.
         UnsupportedSwapError: it had no learned table, several stacks, heads that share keys, projections that are not
@@ -148,6 +148,7 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
             for part, values in zip(pair, kept, strict=True):
                 part.write(*values)
         raise
+    target._posswap.fitted = True
     explained, dropped = zip(*found, strict=True)
     return RotationFit(tuple(map(tuple, explained)), tuple(map(tuple, dropped)))
 
@@ -187,6 +188,8 @@ def _checked_scheme(model: Any) -> RotaryScheme:
         raise NotPatchedError(
             f"{_OWNER}: {type(model).__name__} {held}. Load the base, patch_model(model, 'rope', partial=0.5), and fit."
         )
+    if patch.fitted:
+        raise NotPatchedError(f"{_OWNER}: {type(model).__name__} is fitted already. Load the base, and swap it anew.")
     scheme = patch.plan.scheme
     if not isinstance(scheme, RotaryScheme) or not scheme.is_fixed:
         raise SchemeError(

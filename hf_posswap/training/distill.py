@@ -57,7 +57,7 @@ def make_teacher(model: Any) -> Any:
         model: swapped in this process, its weights not yet trained, without adapters.
 
     Raises:
-        ConfigError: it carries no swap, or was loaded with one: what was there before is not known.
+        ConfigError: it carries no swap, was loaded with one, or was fitted: what was there before is not known.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -75,6 +75,11 @@ def make_teacher(model: Any) -> Any:
         raise ConfigError(
             f"distillation learns from the unswapped model, and {type(unwrap(model)).__name__} {held}: start from the "
             "unswapped checkpoint."
+        )
+    if patch.fitted:
+        raise ConfigError(
+            "distillation learns from the unswapped model, and fit_rotation has changed this "
+            f"{type(unwrap(model)).__name__}: make the teacher before the fit."
         )
     teacher = copy.deepcopy(unwrap(model))
     unpatch_model(teacher)

@@ -27,9 +27,11 @@ from transformers import (
 
 import hf_posswap
 from hf_posswap import Yarn, centre_table, fit_rotation, patch_model, unpatch_model, verify_swap
+from hf_posswap.checkpoints.adapters import write_sidecars
 from hf_posswap.errors import DataError, NotPatchedError, PosswapError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.search.heads import find_projections
+from hf_posswap.training.distill import make_teacher
 
 WORDS, LENGTH, FAR, HEADS, WIDTH = 13, 24, 96, 2, 8
 BASE, PARTIAL = 30.0, 0.5
@@ -298,3 +300,27 @@ def test_an_error_half_way_leaves_the_model_as_it_was(monkeypatch: pytest.Monkey
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
     ids = texts(2)
     torch.testing.assert_close(logits(unpatch_model(model), ids), logits(random_model("gpt2"), ids), rtol=0, atol=0)
+
+
+def test_what_needs_the_unswapped_model_is_refused_after_a_fit(tmp_path: Any) -> None:
+    model = swapped(random_model("gpt2"))
+    fit_rotation(model, texts())
+    for ask in (unpatch_model, make_teacher, lambda fitted: fit_rotation(fitted, texts())):
+        with pytest.raises(PosswapError, match="fitted|before the fit"):
+            ask(model)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedSwapError, match="which an adapter does not hold"):
+        write_sidecars(model, tmp_path)
+    verify_swap(model)
+    hf_posswap.save(model, tmp_path / "fitted")
+
+
+def test_an_error_half_way_gives_back_float64_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_posswap.search import rotation
+
+    model = swapped(random_model("gpt2").double())
+    before = copy.deepcopy(model.state_dict())
+    monkeypatch.setattr(rotation, "_prove_bases", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fit_rotation(model, texts())
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)

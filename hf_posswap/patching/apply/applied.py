@@ -22,6 +22,8 @@ class AppliedSwap:
         saved: what each edit took out of the model, in the order of the plan's edits; None for a model that was loaded
             swapped: what was there before is not known.
         offloaded: what puts weights back to where accelerate had them.
+        fitted: whether weights of the model itself were fitted to the swap (`fit_rotation`), so that undoing it would
+            not give back what was there before.
         guard: handle of the hook that keeps a whole around the model from being saved without the record.
     """
 
@@ -29,6 +31,7 @@ class AppliedSwap:
     config: Any
     saved: list[Saved] | None = None
     offloaded: list[OffloadAgain] = field(default_factory=list)
+    fitted: bool = False
     guard: RemovableHandle | None = None
 
     @property

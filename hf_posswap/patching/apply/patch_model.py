@@ -141,7 +141,7 @@ def unpatch_model(model: M) -> M:
 
     Raises:
         NotPatchedError: the model carries no swap, or was loaded from a swapped checkpoint, which does not hold the
-            original mechanism's weights.
+            original mechanism's weights; or `fit_rotation` has changed its weights since.
         UnsupportedSwapError: inference mode is on.
         ModelInUseError: a forward of the model is running, or another thread changes it.
     """
@@ -154,6 +154,11 @@ def unpatch_model(model: M) -> M:
             raise NotPatchedError(
                 f"{type(target).__name__} was loaded from a checkpoint saved after the swap to {patch.plan.named}: "
                 "the original mechanism is not in it. Load the base checkpoint instead."
+            )
+        if patch.fitted:
+            raise NotPatchedError(
+                f"{type(target).__name__} was fitted to the swap to {patch.plan.named} (fit_rotation): its queries and "
+                "keys are no longer those of the original mechanism. Load the base checkpoint instead."
             )
         refuse_wrapped_parts(target)
         refuse_nested_swaps(target)

@@ -46,6 +46,7 @@ def make_probe(model: Any, tokens: int, seed: int) -> Probe:
 def _checked(twin: Any, tokens: int, seed: int, precision: torch.dtype) -> dict[str, str]:
     """Return what was found by each check on `twin`, a copy of a model of `precision` that is free to be changed."""
     swap, probe = twin._posswap, make_probe(twin, tokens, seed)
+    swap.fitted = False  # the copy may be taken apart whatever its weights are
     out = probe.run(twin)
     if not torch.isfinite(out).all():
         raise SwapVerificationError(f"the swapped model gives {probe.outputs} that are not finite.")
