@@ -18,10 +18,11 @@ from hf_posswap.checkpoints.adapters_positions import (
     is_swapped,
     lies_on_disk,
     position_modules,
+    refuse_changed_base,
     refuse_lost_positions,
     swapped_base,
 )
-from hf_posswap.errors import MissingDependencyError, UnsupportedSwapError
+from hf_posswap.errors import MissingDependencyError
 from hf_posswap.patching.record.training import NAME as TRAINING
 from hf_posswap.utils.atomic_io import write_json
 
@@ -83,6 +84,7 @@ class _SavesSwap:
         self.owner = owner
 
     def __call__(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> Any:
+        refuse_changed_base(self.owner)
         refuse_lost_positions(self.owner)
         out = type(self.owner).save_pretrained(self.owner, save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
@@ -95,7 +97,10 @@ def save_with_swap(model: Any, folder: Path) -> None:
 
     Raises:
         CheckpointError: position parameters that were trained would be lost.
+        UnsupportedSwapError: the base has other weights in memory than where it is loaded from.
     """
+    if getattr(model, "peft_config", None) is not None:
+        refuse_changed_base(model)
     refuse_lost_positions(model)
     model.save_pretrained(folder)
     write_sidecars(model, folder)
@@ -115,11 +120,7 @@ def write_sidecars(model: Any, folder: Path) -> None:
     for path in [folder / ADAPTER_CONFIG, *folder.glob(f"*/{ADAPTER_CONFIG}")]:
         if not path.is_file():
             continue
-        if base._posswap.fitted:
-            raise UnsupportedSwapError(
-                f"fit_rotation has changed queries and keys of {type(base).__name__}, which an adapter does not hold: "
-                "hf_posswap.save the fitted model, load it again, and train adapters on that."
-            )
+        refuse_changed_base(base)
         config = json.loads(path.read_text(encoding="utf-8"))
         name = base.name_or_path or None
         held = {"version": SIDECAR_VERSION, "base": name, "base_is_swapped": on_disk, "record": base.config.posswap}

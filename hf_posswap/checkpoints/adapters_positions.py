@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from hf_posswap.compat.peft_wrappers import is_saved_with_adapter
-from hf_posswap.errors import CheckpointError, NotPatchedError
+from hf_posswap.errors import CheckpointError, NotPatchedError, UnsupportedSwapError
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable
+from hf_posswap.patching.tools.centring import CENTRED
 
 
 def is_swapped(model: Any) -> bool:
@@ -81,6 +82,29 @@ def refuse_lost_positions(model: Any) -> None:
             f"{', '.join(lost)}: trained position parameters that are not part of the adapter would be lost. Wrap the "
             f"model with modules_to_save={position_modules(base)} (hf_posswap.add_adapter does), or save the swapped "
             "base first, and put the adapter on what hf_posswap.load returns."
+        )
+
+
+def refuse_changed_base(model: Any) -> None:
+    """Refuse to save an adapter whose base has, in memory, other weights than the checkpoint that it would be put on.
+
+    Args:
+        model: a PEFT model, or the base inside it.
+
+    Raises:
+        UnsupportedSwapError: which function of this package changed them, and what to do.
+    """
+    if not is_swapped(model):
+        return
+    base = swapped_base(model)
+    changed = {
+        "fit_rotation has changed queries and keys": base._posswap.fitted,
+        "centre_table has changed the token embeddings": getattr(base, CENTRED, False),
+    }
+    for what in (what for what, was in changed.items() if was):
+        raise UnsupportedSwapError(
+            f"{what} of {type(base).__name__}, which an adapter does not hold: save the model with hf_posswap.save "
+            "before an adapter is put on it, load it again, and train adapters on that."
         )
 
 

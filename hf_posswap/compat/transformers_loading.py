@@ -72,3 +72,20 @@ class LoadingHooks:
         model._weight_conversions = [one for one in model._weight_conversions if one not in ours]
         cls.posswap_loaded(model)
         return found
+
+
+def ignored_on_load(model: Any) -> list[str]:
+    """Return the patterns of weights that a checkpoint may hold and `model` leaves out without a word.
+
+    Touches `PreTrainedModel._keys_to_ignore_on_load_unexpected`. Without it vLLM leaves out weights whose names only
+    look like such ones.
+    """
+    return sorted(model._keys_to_ignore_on_load_unexpected or ())
+
+
+def ignore_on_load(model: Any, patterns: list[str]) -> None:
+    """Have `model`, and no other of its class, leave out weights by `patterns` in place of its own.
+
+    Touches `PreTrainedModel._keys_to_ignore_on_load_unexpected`, as `ignored_on_load` does.
+    """
+    model._keys_to_ignore_on_load_unexpected = patterns

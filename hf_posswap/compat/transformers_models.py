@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 _OF_FILES = ("_name_or_path", "_commit_hash", "transformers_version")
+_OF_RUNNING = ("attn_implementation", "_attn_implementation")
 
 
 def without_initialising() -> AbstractContextManager[Any]:
@@ -127,11 +128,12 @@ def config_validators(cls: type) -> tuple[Any, ...]:
 
 
 def lasting_values(config: Any) -> dict[str, Any]:
-    """Return what `config` says of the model itself, and not of where it was loaded from or what wrote it.
+    """Return what `config` says of the model itself, and not of where it was loaded from, what wrote it or runs it.
 
-    Touches the same keys as `without_origin`.
+    Touches the same keys as `without_origin`, and those of the attention implementation.
     """
-    return without_origin(config.to_dict())
+    values = without_origin(config.to_dict())
+    return {key: value for key, value in values.items() if key not in _OF_RUNNING}
 
 
 def without_origin(values: dict[str, Any]) -> dict[str, Any]:

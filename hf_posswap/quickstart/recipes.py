@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hf_posswap
 from hf_posswap.errors import DataError, SchemeError, UnknownNameError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.patching.tools.centring import check_centring
 from hf_posswap.quickstart.base import Base
 from hf_posswap.quickstart.settings import QuickstartSettings
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.rope import RotaryScheme
-from hf_posswap.search.rotation import rotation_problem
+from hf_posswap.search import check_fit
 
 if TYPE_CHECKING:
     from hf_posswap.training.config import Recipe
+    from hf_posswap.training.config.settings import SwapSettings
 
 BASE, CONTROL = "base", "control"
 _SMALL_MODEL = 20_000_000  # parameters, up to which the recipes' own rates do
@@ -85,8 +88,9 @@ def choose_variants(base: Base, settings: QuickstartSettings) -> tuple[list[Vari
         try:
             scheme = chosen_scheme(recipe)
             assert scheme is not None
-            hf_posswap.plan_swap(base.model, scheme, max_length=recipe.swap.max_length)
-            kept.append(_without_impossible_fit(variant, base, recipe.swap.fit, scheme))
+            plan = hf_posswap.plan_swap(base.model, scheme, max_length=recipe.swap.max_length)
+            fitted = plan.scheme if isinstance(scheme, RotaryScheme) else scheme
+            kept.append(_with_possible_start(variant, base, recipe.swap, fitted))
         except (UnsupportedSwapError, UnsupportedModelError, SchemeError) as error:
             left_out[variant.name] = str(error)
     if not kept:
@@ -95,11 +99,22 @@ def choose_variants(base: Base, settings: QuickstartSettings) -> tuple[list[Vari
     return [_CONTROL, *kept], left_out
 
 
-def _without_impossible_fit(variant: Variant, base: Base, windows: int, scheme: Scheme) -> Variant:
-    """Return `variant`, which begins fitted to the base's table only where that can be."""
-    if not windows or not isinstance(scheme, RotaryScheme) or rotation_problem(base.model) is None:
-        return variant
-    return dataclasses.replace(variant, settings=(*variant.settings, "swap.fit=0"))
+def _with_possible_start(variant: Variant, base: Base, swap: SwapSettings, scheme: Scheme) -> Variant:
+    """Return `variant`, which begins centred and fitted to the base's table only where that can be."""
+    without = []
+    if swap.centre and not _can(check_centring, base.model):
+        without.append("swap.centre=false")
+    if swap.fit and not _can(check_fit, base.model, scheme):
+        without.append("swap.fit=0")
+    return dataclasses.replace(variant, settings=(*variant.settings, *without))
+
+
+def _can(check: Callable[..., None], *given: Any) -> bool:
+    try:
+        check(*given)
+    except (UnsupportedSwapError, UnsupportedModelError, SchemeError):
+        return False
+    return True
 
 
 def _wanted(settings: QuickstartSettings, known: list[str]) -> list[str]:

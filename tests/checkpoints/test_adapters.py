@@ -21,7 +21,7 @@ from hf_posswap import patch_model, verify_swap
 from hf_posswap.checkpoints.adapters import SIDECAR, add_adapter, carry_swap
 from hf_posswap.checkpoints.adapters_load import load_adapter
 from hf_posswap.checkpoints.adapters_positions import position_modules
-from hf_posswap.errors import CheckpointError, NotPatchedError, RecordError
+from hf_posswap.errors import CheckpointError, NotPatchedError, RecordError, UnsupportedSwapError
 from tests.contract.models import LENGTH, TINY, build
 from tests.contract.pairs import CHANGE, gap, logits, words
 
@@ -352,3 +352,24 @@ def test_a_table_that_is_trained_in_full_is_taken_back_too(tmp_path: Path) -> No
         assert torch.equal(each.weight, build("gpt2").transformer.wpe.weight)
     with model.disable_adapter():
         assert gap(logits(model, IDS), logits(build("gpt2"), IDS)) == 0
+
+
+@pytest.mark.parametrize("by_peft", [False, True])
+def test_an_adapter_on_a_centred_base_is_refused_until_that_base_is_saved(tmp_path: Path, by_peft: bool) -> None:
+    """The checkpoint that the adapter would name holds other token embeddings: it loaded with other logits."""
+    model = build("gpt2")
+    with torch.no_grad():
+        model.transformer.wpe.weight += 0.5 * torch.randn(model.config.n_embd)
+    model.save_pretrained(tmp_path / "base")
+    model = hf_posswap.load(tmp_path / "base")
+    hf_posswap.centre_table(model)
+    patch_model(model, "alibi")
+    for one in (model, copy.deepcopy(model)):
+        adapted = add_adapter(one, lora("gpt2"))
+        with pytest.raises(UnsupportedSwapError, match="centre_table has changed the token embeddings of GPT2LMHeadMo"):
+            adapted.save_pretrained(tmp_path / "adapter") if by_peft else hf_posswap.save(adapted, tmp_path / "adapter")
+        assert not (tmp_path / "adapter").exists()
+    hf_posswap.save(adapted.merge_and_unload(), tmp_path / "centred")
+    again = add_adapter(hf_posswap.load(tmp_path / "centred"), lora("gpt2")).eval()
+    hf_posswap.save(again, tmp_path / "adapter")
+    assert torch.equal(logits(hf_posswap.load(tmp_path / "adapter").eval(), IDS), logits(again, IDS))

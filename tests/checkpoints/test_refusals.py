@@ -10,13 +10,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import GPT2LMHeadModel, LlamaForCausalLM
+from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_posswap
 from hf_posswap.errors import CheckpointError, UnsupportedSwapError
 from hf_posswap.patching.record.record import native_config
 from hf_posswap.patching.record.refusals import KEPT_DTYPE, REFUSED_ATTENTION, REFUSED_DTYPE, weight_to_mark
 from tests.checkpoints import fresh
+from tests.checkpoints.test_model_class import in_a_fresh_process
 from tests.contract.pairs import Pair, supported_pairs
 from tests.toys.registration import TOY_MODEL, TOY_SCHEME
 
@@ -95,6 +96,36 @@ def test_torch_saves_and_loads_weights_of_a_swapped_model(tmp_path: Path) -> Non
     again = type(model)(model.config)
     again.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
     assert all(torch.equal(one, other) for one, other in zip(again.parameters(), model.parameters(), strict=True))
+
+
+LOADS = """
+import torch, {first}
+try:
+    state = torch.load({path!r}, weights_only=True)
+    from transformers import LlamaConfig, LlamaForCausalLM
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=8, intermediate_size=8, vocab_size=11)
+    LlamaForCausalLM(config).load_state_dict(state)
+except Exception as error:
+    print(type(error).__name__, " ".join(str(error).split()))
+else:
+    print("loaded without a word")
+"""
+
+
+@pytest.mark.parametrize("first", ["sys", "hf_posswap"])
+def test_a_stock_model_takes_no_weights_that_torch_saved(tmp_path: Path, first: str) -> None:
+    """They were taken without a word: the shapes are those of the stock class."""
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=8, intermediate_size=8, vocab_size=11)
+    model = hf_posswap.patch_model(LlamaForCausalLM(config), "alibi")
+    path = tmp_path / "weights.pt"
+    torch.save(model.state_dict(), path)
+    for weights_only in (True, False):
+        with pytest.raises(CheckpointError, match="that hf_posswap has swapped"):
+            LlamaForCausalLM(config).load_state_dict(torch.load(path, weights_only=weights_only))
+        model.load_state_dict(torch.load(path, weights_only=weights_only))
+    said = in_a_fresh_process(LOADS.format(first=first, path=str(path)))
+    assert said.startswith("UnpicklingError" if first == "sys" else "CheckpointError")
+    assert "hf_posswap" in said
 
 
 def marked(folder: Path) -> dict[str, list[int]]:

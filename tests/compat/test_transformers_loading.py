@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from hf_posswap.compat.transformers_loading import LoadingHooks
+from hf_posswap.compat.transformers_loading import LoadingHooks, ignore_on_load, ignored_on_load
 
 TINY = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)
 TABLE = "wpe.weight"
@@ -121,3 +121,16 @@ def test_hooks_that_nobody_overrides_change_nothing(stock: Any, tmp_path: Path) 
     for one in (built, loaded, filled):
         assert same(one, stock)
         assert torch.equal(one.state_dict()[TABLE], stock.state_dict()[TABLE])
+
+
+def test_ignored_on_load_is_what_loading_leaves_out_without_a_word() -> None:
+    model = GPT2Model(TINY)
+    assert any("attn.bias" in pattern for pattern in ignored_on_load(model))
+    assert ignored_on_load(nn.Module.__new__(Plain)) == ignored_on_load(model)
+
+
+def test_ignore_on_load_is_for_one_model_alone() -> None:
+    model, other = GPT2Model(TINY), GPT2Model(TINY)
+    before = ignored_on_load(other)
+    ignore_on_load(model, ["nothing"])
+    assert (ignored_on_load(model), ignored_on_load(other)) == (["nothing"], before)

@@ -160,6 +160,8 @@ def test_lasting_values(tmp_path: Path) -> None:
     assert transformers_models.lasting_values(one)["n_positions"] == 16
     one.n_positions = 32
     assert transformers_models.lasting_values(one) != transformers_models.lasting_values(other)
+    one.attn_implementation = "eager"  # as in the values of a swapped config, which are meant to be refused
+    assert "attn_implementation" not in transformers_models.lasting_values(one)
 
 
 @pytest.mark.parametrize("kind", ["big_bird", "megatron_bert", "rembert", "roformer"])

@@ -22,6 +22,7 @@ from hf_posswap.quickstart.recipes import CONTROL, Variant, choose_variants, com
 from hf_posswap.quickstart.reload import check_reload, probe_logits
 from hf_posswap.quickstart.run import choose_best, command
 from hf_posswap.quickstart.settings import QuickstartSettings, resolve_device
+from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.config import load_recipe
@@ -83,6 +84,24 @@ def test_a_model_whose_heads_cannot_be_fitted_starts_without() -> None:
         settings = {variant.name: variant.settings for variant in kept}
         assert ("swap.fit=0" not in settings["rope"]) is fitted
         assert "swap.fit=0" not in settings["alibi"]
+
+
+def test_a_model_that_computes_its_table_starts_neither_centred_nor_fitted(tmp_path: Path) -> None:
+    model = tiny_model("xglm", meta=False, vocab_size=257)
+    kept, left_out = choose_variants(base(model), GIVEN)
+    settings = {variant.name: variant.settings for variant in kept}
+    assert settings == {name: ("swap.centre=false", "swap.fit=0") for name in ("rope", "alibi")} | {CONTROL: ()}
+    assert "computes its sinusoids itself" in left_out["sinusoidal"]
+    for variant in kept:
+        swap = training_recipe(variant, base(model), GIVEN, "a/model", tmp_path).swap
+        assert (swap.centre, swap.fit) == (False, 0)
+
+
+def test_a_model_in_half_precision_starts_neither_centred_nor_fitted_by_rotation() -> None:
+    kept, _ = choose_variants(base(gpt2().to(torch.bfloat16)), dataclasses.replace(GIVEN, schemes=("rope", "alibi")))
+    settings = {variant.name: variant.settings for variant in kept}
+    assert settings["rope"] == ("swap.centre=false", "swap.fit=0")
+    assert settings["alibi"] == ("swap.centre=false",)
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])

@@ -7,19 +7,23 @@ is.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from hf_posswap.compat.torch_modules import computes
 from hf_posswap.errors import ModelInUseError, UnsupportedSwapError
+from hf_posswap.patching.plan.plan_swap import unwrap
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,31 @@ class _Change:
     what: str
 
 
-_changes: dict[threading.Thread, _Change] = {}
+_changes: dict[threading.Thread, list[_Change]] = {}
+"""What each thread changes, the outermost first."""
 _table = threading.Lock()
 
 
+def alone(*, parameters: bool = True) -> Callable[[F], F]:
+    """Return what makes a function of a model, its first argument, hold that model by `changing` from end to end.
+
+    Args:
+        parameters: as in `changing`.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def held(model: Any, *args: Any, **kwargs: Any) -> Any:
+            with changing(unwrap(model), function.__name__, parameters=parameters):
+                return function(model, *args, **kwargs)
+
+        return cast(F, held)
+
+    return decorate
+
+
 @contextmanager
-def changing(model: nn.Module, what: str) -> Iterator[None]:
+def changing(model: nn.Module, what: str, *, parameters: bool = True) -> Iterator[None]:
     """Change the positions of `model` in the block, alone: forwards that begin meanwhile in other threads are refused.
 
     It costs forwards nothing: the gates stand only while the block lasts, and what runs is read from the stacks of the
@@ -45,15 +68,17 @@ def changing(model: nn.Module, what: str) -> Iterator[None]:
     Args:
         model: the transformers model, inside any adapters.
         what: the function that changes it, for messages.
+        parameters: whether it makes parameters, which under inference mode would be of no use.
 
     Raises:
-        UnsupportedSwapError: inference mode is on: parameters that are made there never train.
+        UnsupportedSwapError: inference mode is on, and parameters are made: there they never train.
         ModelInUseError: a forward or `generate` of the model is running, in this thread or another, or another thread
             is changing its positions.
     """
-    _refuse_inference_mode(what)
+    if parameters:
+        _refuse_inference_mode(what)
     me = threading.current_thread()
-    if me in _changes and _changes[me].model is model:
+    if any(one.model is model for one in _changes.get(me, ())):
         yield
         return
     with _taken(model, what, me), _gated(model, what, me):
@@ -72,23 +97,22 @@ def _refuse_inference_mode(what: str) -> None:
 @contextmanager
 def _taken(model: nn.Module, what: str, me: threading.Thread) -> Iterator[None]:
     """Hold `model` and all in it, as other threads see it, until the block ends."""
-    outer = _changes.get(me)
     with _table:
-        for thread, other in _changes.items():
-            if thread is not me and _share(model, other):
+        for thread, changes in _changes.items():
+            other = next((one for one in changes if thread is not me and _share(model, one)), None)
+            if other is not None:
                 raise ModelInUseError(
                     f"{what} meets {other.what} of the same {type(other.model).__name__} in thread {thread.name!r}: "
                     "change a model's positions in one thread, before others use it."
                 )
-        _changes[me] = _Change(model, frozenset(model.modules()), what)
+        _changes.setdefault(me, []).append(_Change(model, frozenset(model.modules()), what))
     try:
         yield
     finally:
         with _table:
-            if outer is None:
+            _changes[me].pop()
+            if not _changes[me]:
                 del _changes[me]
-            else:
-                _changes[me] = outer
 
 
 def _share(model: nn.Module, other: _Change) -> bool:

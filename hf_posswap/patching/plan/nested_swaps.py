@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_posswap.errors import AlreadyPatchedError
+from hf_posswap.patching.record.part_class import is_part
 from hf_posswap.patching.record.record import native_config_class
 
 
@@ -22,8 +23,11 @@ def refuse_nested_swaps(model: Any) -> None:
             f"{inner!r} of this {name} already carries {part._posswap.plan.named}: call "
             f"unpatch_model(model.get_submodule({inner!r})) first."
         )
-    if "_posswap" not in vars(model) and native_config_class(model.config) is not type(model.config):
+    if "_posswap" in vars(model):
+        return
+    if is_part(model) or native_config_class(model.config) is not type(model.config):
+        record = getattr(model.config, "posswap", None)  # a tower's config has none
+        to = "" if record is None else f", to {record['scheme']['name']}"
         raise AlreadyPatchedError(
-            f"this {name} is a part of a model that carries a swap, to {model.config.posswap['scheme']['name']}: call "
-            "unpatch_model on the whole model first."
+            f"this {name} is a part of a model that carries a swap{to}: call unpatch_model on the whole model first."
         )

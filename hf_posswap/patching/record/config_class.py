@@ -11,10 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hf_posswap.compat.transformers_attention import IMPLEMENTATION
 from hf_posswap.compat.transformers_models import config_validators, give_config_class, model_under_construction
 from hf_posswap.errors import PluginWarning, RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.record import SwapRecord, native_config_class
-from hf_posswap.patching.record.refusals import POSSWAP_MODEL_TYPE, architecture_of, read, written
+from hf_posswap.patching.record.refusals import (
+    POSSWAP_MODEL_TYPE,
+    REFUSED_ATTENTION,
+    REFUSED_IN_MEMORY,
+    architecture_of,
+    read,
+    written,
+)
 from hf_posswap.patching.record.remote_code import AUTO_MAP, code_files
 
 _told: list[Callable[[Any], None]] = []
@@ -51,6 +59,7 @@ def _made(native: Any) -> Any:
         "__setattr__": _set_attribute,
         "from_dict": classmethod(_from_dict),
         "posswap_native": native,
+        "to_dict": _to_dict,
         "to_json_file": _to_json_file,
         "to_json_string": _to_json_string,
         "validate": _validate,
@@ -70,6 +79,8 @@ def _set_attribute(self: Any, name: str, value: Any) -> None:
         _refuse_stock(self, type(built))
     if name == "architectures" and value:  # saving a model sets it to the name of its class
         value = [architecture_of(one) for one in value]
+    if name in REFUSED_IN_MEMORY and value == REFUSED_ATTENTION:  # from `to_dict`, and meant for other classes
+        value = getattr(self, IMPLEMENTATION, None)
     self.posswap_native.__setattr__(self, name, value)
 
 
@@ -89,6 +100,11 @@ def _refuse_stock(config: Any, built: Any) -> None:
         "AutoModelForCausalLM.from_config(config); or hf_posswap.load for a checkpoint. For a model without the swap, "
         "take the config that it had before."
     )
+
+
+def _to_dict(self: Any) -> dict[str, Any]:
+    values: dict[str, Any] = self.posswap_native.to_dict(self)
+    return values if getattr(self, "posswap", None) is None else values | REFUSED_IN_MEMORY
 
 
 def _to_json_string(self: Any, use_diff: bool = True) -> str:

@@ -24,6 +24,7 @@ from hf_posswap.compat.transformers_loading import LoadingHooks
 from hf_posswap.compat.transformers_models import let_record_outputs
 from hf_posswap.errors import RecordError
 from hf_posswap.patching.record.config_class import on_new_config_class, plugin_config_class
+from hf_posswap.patching.record.part_class import give_part_class, is_part, leave_part_class
 from hf_posswap.patching.record.record import SwapRecord, native_config
 from hf_posswap.patching.record.refusals import architecture_of, mark, refuse_elsewhere, unmark, weight_to_mark
 
@@ -153,10 +154,16 @@ def swapped_class(native: Any) -> Any:
 def take_swapped_class(model: Any, attention: Iterable[str]) -> None:
     """Make a model whose swap only hf_posswap runs, and its base model, instances of their swapped classes.
 
+    What else in it is a transformers model and swapped becomes an instance of its class of parts.
+
     Args:
         model: after the swap.
         attention: paths of the first attention module of each swapped stack.
     """
+    attention = tuple(attention)
+    for part in _inner_models(model):
+        if any(path.startswith(f"{part}.") for path in attention):
+            give_part_class(model.get_submodule(part))
     parts = _parts(model)
     marked = {weight_to_mark(model, path) for path in attention}
     for prefix, part in reversed(parts):  # the innermost first
@@ -168,7 +175,10 @@ def take_swapped_class(model: Any, attention: Iterable[str]) -> None:
 
 
 def leave_swapped_class(model: Any) -> None:
-    """Give a model, and its base model, their own classes back."""
+    """Give a model, its base model and the parts in it their own classes back."""
+    for path in _inner_models(model):
+        if is_part(part := model.get_submodule(path)):
+            leave_part_class(part)
     for _, part in _parts(model):
         part.__dict__.pop(MARKED, None)
         if part.__class__ is not native_class(type(part)):
@@ -222,6 +232,15 @@ def _parts(model: Any) -> list[tuple[str, Any]]:
     base = model.base_model
     inner = base is not model and base.config is model.config
     return [("", model), *([(f"{model.base_model_prefix}.", base)] if inner else [])]
+
+
+def _inner_models(model: Any) -> list[str]:
+    """Return the paths of the transformers models in `model`, but for its base model, where that shares its config."""
+    from transformers import PreTrainedModel
+
+    known = {id(part) for _, part in _parts(model)}
+    modules = model.named_modules()
+    return [path for path, one in modules if isinstance(one, PreTrainedModel) and id(one) not in known]
 
 
 def _mark(model: Any, state: dict[str, Any], prefix: str) -> None:

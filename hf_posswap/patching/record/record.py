@@ -7,11 +7,12 @@ import reprlib
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+from hf_posswap.compat.transformers_attention import IMPLEMENTATION, attention_implementation
 from hf_posswap.compat.transformers_models import give_config_class
 from hf_posswap.errors import PosswapError, RecordError
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.patching.record.migrations import RECORD_VERSION, migrate
-from hf_posswap.patching.record.refusals import stock_name
+from hf_posswap.patching.record.refusals import REFUSED_ATTENTION, stock_name
 from hf_posswap.patching.record.schema import check_record
 from hf_posswap.schemes import Scheme, make_scheme
 
@@ -119,6 +120,8 @@ def native_config(config: Any) -> Any:
     native = copy.deepcopy(config)
     give_config_class(native, native_config_class(config))
     del native.posswap
+    if attention_implementation(native) == REFUSED_ATTENTION:  # a stock config, made from what `to_dict` gives
+        setattr(native, IMPLEMENTATION, None)
     native.architectures = native.architectures and [stock_name(name) for name in native.architectures]
     for name, value in record.original.items():
         part, _, leaf = name.rpartition(".")

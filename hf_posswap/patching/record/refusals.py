@@ -15,21 +15,25 @@ the same with another attention given by hand                   `POSSWAP_ROPE_TY
 `from_pretrained(folder, config=a_native_config)`               the marked weights, `SENTINEL_SHAPE`
 `stock.load_state_dict(load_file(weights))`                     the marked weights, `SENTINEL_SHAPE`
 `stock.load_state_dict(swapped.state_dict())`                   `RefusedElsewhere`
+the same by way of `torch.save` and `torch.load`                `RefusedElsewhere`
+the same with a part: an encoder, a tower, a language model     `RefusedElsewhere`, by the class of parts
 `LlamaForCausalLM(swapped.config)`                              the config's class, `plugin_config_class`
+`LlamaForCausalLM(LlamaConfig(**swapped.config.to_dict()))`     `REFUSED_IN_MEMORY`
 ==============================================================  ======================================================
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 
 from hf_posswap.compat.peft_wrappers import name_without_adapter
 from hf_posswap.compat.torch_modules import state_metadata
-from hf_posswap.errors import CheckpointError, UnsupportedSwapError
+from hf_posswap.compat.transformers_attention import IMPLEMENTATION
+from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.utils.refused_weights import RefusedElsewhere
 
 POSSWAP_MODEL_TYPE = "posswap"
 """The model_type in config.json: the Auto classes know it where hf_posswap is imported, and nowhere else."""
@@ -37,6 +41,9 @@ ARCHITECTURE_PREFIX = "Posswap"
 """Begins the names in `architectures`, on disk and in memory: see `architecture_of`."""
 REFUSED_ATTENTION = "posswap (pip install hf-posswap, then hf_posswap.load)"
 """The attn_implementation in config.json: the constructor of every stock model refuses it and shows this text."""
+REFUSED_IN_MEMORY = {"attn_implementation": REFUSED_ATTENTION, IMPLEMENTATION: REFUSED_ATTENTION}
+"""What `config.to_dict()` of a swapped model has besides: a stock config made from it asks for that attention, whether
+the values go to its constructor or, as `update` does, are set one by one."""
 POSSWAP_ROPE_TYPE = "posswap (pip install hf-posswap)"
 """The rope_type of a rotary model whose rotation is not the native one: it is in no table of rope functions."""
 SENTINEL_SHAPE = (1,)
@@ -75,7 +82,7 @@ def stock_name(architecture: str) -> str:
 
 def written(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a native config.json as those of a plugin checkpoint."""
-    kept = {key: value for key, value in values.items() if key != "auto_map"}
+    kept = {key: value for key, value in values.items() if key not in ("auto_map", *REFUSED_IN_MEMORY)}
     refused = {"model_type": POSSWAP_MODEL_TYPE, "attn_implementation": REFUSED_ATTENTION}
     return kept | refused | {"architectures": [architecture_of(name) for name in values.get("architectures") or []]}
 
@@ -142,39 +149,6 @@ def unmark(state: dict[str, Any], names: dict[str, int], prefix: str = "") -> No
         held = state.get(prefix + name)
         if isinstance(held, Tensor) and held.dim() == dimensions + 1 and held.shape[0] == 1:
             state[prefix + name] = held.squeeze(0)
-
-
-class RefusedElsewhere(dict[str, Any]):
-    """What torch keeps beside a state dict about one module; only the swapped class of that module takes it.
-
-    The weights in memory have the shapes of the stock class, which accelerate and exporters count on.
-
-    Args:
-        values: that torch has there.
-        name: of the stock class.
-    """
-
-    def __init__(self, values: dict[str, Any], name: str) -> None:
-        super().__init__(values)
-        self.name = name
-
-    def get(self, *_: Any) -> NoReturn:
-        """Refuse to be read, as torch does where it loads.
-
-        Raises:
-            CheckpointError: always.
-        """
-        raise CheckpointError(
-            f"these weights are those of a {self.name} that hf_posswap has swapped, and the model that was to load "
-            "them is not: it would be wrong without a word. Load them into a swapped one, as type(model)(model.config) "
-            "makes it; or, if that is what you want, into this one as dict(state_dict)."
-        )
-
-    def __deepcopy__(self, memo: Any) -> RefusedElsewhere:
-        return RefusedElsewhere(dict(self), self.name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, (list(map(list, self.items())),)  # what torch.load takes without being told
 
 
 def refuse_elsewhere(state: Any, prefix: str, name: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_posswap.compat.peft_wrappers import original_of, trained_copies_of
 from hf_posswap.errors import NotPatchedError, SchemeError
-from hf_posswap.patching.apply.guard import changing
+from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.apply.patch_model import patch_model, swap_plan, unpatch_model
 from hf_posswap.patching.edits.edit import Edit
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -22,6 +22,7 @@ from hf_posswap.schemes.blend import Blend
 M = TypeVar("M", bound=nn.Module)
 
 
+@alone(parameters=False)
 def set_blend(model: Any, weight: float) -> None:
     """Set the share of the new mechanism in a model that was patched with `blend`; the config's record follows.
 
@@ -32,6 +33,7 @@ def set_blend(model: Any, weight: float) -> None:
     Raises:
         NotPatchedError: the model carries no blend.
         SchemeError: weight is no number in [0, 1].
+        ModelInUseError: a forward of the model is running, or another thread changes it.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -55,6 +57,7 @@ def set_blend(model: Any, weight: float) -> None:
     target.config.posswap = target._posswap.plan.record.to_dict()
 
 
+@alone()  # from end to end: between its two swaps there is neither mechanism
 def finish_blend(model: M, *, max_length: int | None = None) -> M:
     """Leave the new mechanism alone behind, with all that it has learned, and return the model.
 
@@ -75,19 +78,18 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
             f"the blend stands at weight {scheme.weight:g}: ending it now would change the model at one blow; "
             "call set_blend(model, 1.0) first."
         )
-    with changing(target, "finish_blend"):  # from end to end: between its two swaps there is neither mechanism
-        learned = {name: tensor.detach().clone() for name, tensor in _new_tensors(target, plan).items()}
-        unpatch_model(model)
-        try:
-            length = max_length or (plan.max_length if scheme.old == "rotary" else None)
-            new = dataclasses.replace(plan, schemes=_new_schemes(plan)).choice
-            patch_model(model, new, **plan.record.arguments | {"max_length": length})
-        except BaseException:
-            patch_model(model, plan.choice, **plan.record.arguments)
-            _fill(_new_tensors(target, _plan(target)), learned)
-            raise
-        if learned:
-            _fill(_new_tensors(target, swap_plan(target)), learned)
+    learned = {name: tensor.detach().clone() for name, tensor in _new_tensors(target, plan).items()}
+    unpatch_model(model)
+    try:
+        length = max_length or (plan.max_length if scheme.old == "rotary" else None)
+        new = dataclasses.replace(plan, schemes=_new_schemes(plan)).choice
+        patch_model(model, new, **plan.record.arguments | {"max_length": length})
+    except BaseException:
+        patch_model(model, plan.choice, **plan.record.arguments)
+        _fill(_new_tensors(target, _plan(target)), learned)
+        raise
+    if learned:
+        _fill(_new_tensors(target, swap_plan(target)), learned)
     return model
 
 

@@ -10,15 +10,19 @@ from torch import Tensor, nn
 from hf_posswap.errors import AlreadyPatchedError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.sites import Stack, TokenTable
+from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.preconditions import refuse_wrapped_parts
 
+CENTRED = "_posswap_centred"
+"""Attribute of a model whose token embeddings hold the mean of its table; its checkpoint's may not."""
 _PROBED = 16
 """Most tokens of each of the two sequences on which it is proved that the outputs stay."""
 _ALLOWED = 1e-3
 """Most by which an output may move, as a share of the largest output: float32 rounds."""
 
 
+@alone(parameters=False)
 @torch.no_grad()
 def centre_table(model: Any) -> Tensor:
     """Move the mean row of the position table of `model` into its token embeddings, and return that row [E].
@@ -29,6 +33,9 @@ def centre_table(model: Any) -> Tensor:
     has always seen: the swapped model starts nearer to what it was, and adapts in fewer tokens. Call it before
     `patch_model`. It is proved on a small input, and taken back where the outputs moved.
 
+    What it changes are weights. An adapter on the swapped model is not saved from then on: the base that it names has
+    others. Save the model and load it again before an adapter is put on it.
+
     Args:
         model: of one stack that reads tokens, with a position table, in float32 or float64, not swapped.
 
@@ -36,6 +43,7 @@ def centre_table(model: Any) -> Tensor:
         UnsupportedSwapError: another kind of model, weights of another dtype, or outputs that would not stay.
         UnsupportedModelError: no family describes the model.
         AlreadyPatchedError: it carries a swap.
+        ModelInUseError: a forward of the model is running, or another thread changes it.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -47,12 +55,7 @@ def centre_table(model: Any) -> Tensor:
         'plugin'
     """
     model = unwrap(model)
-    if getattr(model, "_posswap", None) is not None:
-        raise AlreadyPatchedError(
-            f"{type(model).__name__} carries a swap: call centre_table before patch_model, or unpatch_model first."
-        )
-    refuse_wrapped_parts(model)
-    stack, table, words = _parts(model)
+    stack, table, words = _checked_parts(model)
     mean = table[stack.table_offset :].mean(dim=0)
     kept = table.clone(), words.clone()
     before = _outputs(model, stack)
@@ -65,7 +68,22 @@ def centre_table(model: Any) -> Tensor:
             f"centre_table: the outputs of {type(model).__name__} would move by {moved:.1e} of the largest, more than "
             f"rounding does: its table and its token embeddings are not simply added. The model is as it was."
         )
+    setattr(model, CENTRED, True)
     return mean
+
+
+def check_centring(model: Any) -> None:
+    """Refuse a `model` whose table `centre_table` could not centre; its errors, but for outputs that would not stay."""
+    _checked_parts(unwrap(model))
+
+
+def _checked_parts(model: Any) -> tuple[Stack, Tensor, Tensor]:
+    if getattr(model, "_posswap", None) is not None:
+        raise AlreadyPatchedError(
+            f"{type(model).__name__} carries a swap: call centre_table before patch_model, or unpatch_model first."
+        )
+    refuse_wrapped_parts(model)
+    return _parts(model)
 
 
 def _parts(model: Any) -> tuple[Stack, Tensor, Tensor]:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from hf_posswap.errors import NotPatchedError
+from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.schemes.layered import RNoPE
@@ -22,6 +23,7 @@ def logit_scale_of(model: Any) -> float:
     return scheme.logit_scale
 
 
+@alone(parameters=False)
 def set_logit_scale(model: Any, logit_scale: float) -> None:
     """Set c of 1 + c ln s, which multiplies the attention scores of layers without positions; the record follows.
 
@@ -33,6 +35,7 @@ def set_logit_scale(model: Any, logit_scale: float) -> None:
     Raises:
         NotPatchedError: the model carries no such swap.
         SchemeError: an impossible c.
+        ModelInUseError: a forward of the model is running, or another thread changes it.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

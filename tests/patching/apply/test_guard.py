@@ -267,3 +267,98 @@ def test_a_change_while_another_thread_generates_is_refused() -> None:
         done.set()
         thread.join()
     patch_model(model, "alibi")
+
+
+def learned(**changes: Any) -> Any:
+    model = tiny("gpt2")
+    return patch_model(model, **changes) if changes else model
+
+
+WORKS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "fit_rotation": (
+        lambda: learned(scheme="rope", partial=0.5, max_length=96),
+        lambda model: hf_posswap.fit_rotation(model, IDS),
+    ),
+    "fit_bias": (learned, lambda model: hf_posswap.fit_bias(model, "alibi", IDS)),
+    "centre_table": (learned, hf_posswap.centre_table),
+    "rank_pairs": (lambda: tiny("llama"), lambda model: hf_posswap.rank_pairs(model, IDS)),
+    "search_longrope": (
+        lambda: tiny("llama"),
+        lambda model: hf_posswap.search_longrope(
+            model, torch.arange(256).view(2, -1) % 32, 2.0, population=8, iterations=1, progress=False
+        ),
+    ),
+    "fit_logit_scale": (
+        lambda: learned(scheme=hf_posswap.NoPE(logit_scale=0.0)),
+        lambda model: hf_posswap.fit_logit_scale(model, torch.arange(256).view(2, -1) % 32, 96),
+    ),
+    "set_logit_scale": (
+        lambda: learned(scheme=hf_posswap.NoPE(logit_scale=0.0)),
+        lambda model: hf_posswap.set_logit_scale(model, 0.2),
+    ),
+    "set_blend": (
+        lambda: learned(scheme=Blend(new=hf_posswap.Rope())),
+        lambda model: hf_posswap.set_blend(model, 0.5),
+    ),
+    "finish_blend": (lambda: learned(scheme=Blend(new=hf_posswap.Rope(), weight=1.0)), finish_blend),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_changes_a_model_is_refused_while_another_thread_changes_or_runs_it(name: str) -> None:
+    make, work = WORKS[name]
+    model = make()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with changing(model, "patch_model"):
+        error = in_a_thread(lambda: work(model))
+    assert isinstance(error, ModelInUseError), error
+    assert str(error).startswith(f"{name} meets patch_model of the same {type(model).__name__} in thread 'MainThread'")
+    errors: list[Any] = []
+    handle = model.register_forward_hook(lambda *_: errors.append(in_a_thread(lambda: work(model))))
+    logits(model)
+    handle.remove()
+    assert [type(one) for one in errors] == [ModelInUseError]
+    assert str(errors[0]).startswith(f"{name} inside a forward of the same {type(model).__name__}")
+    after = model.state_dict()
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+    work(model)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in WORKS if name not in ("finish_blend", "set_blend", "set_logit_scale")]
+)
+def test_forwards_of_other_threads_are_refused_as_long_as_a_model_is_fitted(name: str) -> None:
+    """A forward would compute a mechanism that the fit tries, and that is soon taken back."""
+    make, work = WORKS[name]
+    model = make()
+    expected, seen = logits(model), list[Any]()
+
+    def look(module: Any, arguments: Any, output: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and len(seen) < 6:
+            seen.append(in_a_thread(lambda: logits(model)))
+
+    handle = model.base_model.register_forward_hook(look)
+    work(model)
+    handle.remove()
+    assert seen
+    assert all(isinstance(one, ModelInUseError) for one in seen), seen
+    if name not in ("fit_rotation", "centre_table"):
+        assert torch.equal(logits(model), expected)
+
+
+def test_a_model_is_held_while_its_thread_changes_another_one() -> None:
+    model, other = tiny("llama"), tiny("llama")
+    with changing(model, "fit_rotation"), changing(other, "unpatch_model"):
+        error = in_a_thread(lambda: patch_model(model, "alibi"))
+    assert "patch_model meets fit_rotation of the same" in str(error)
+    patch_model(model, "alibi")
+
+
+def test_shares_and_scales_are_set_under_inference_mode() -> None:
+    model = learned(scheme=Blend(new=hf_posswap.Rope()))
+    other = learned(scheme=hf_posswap.NoPE(logit_scale=0.0))
+    with torch.inference_mode():
+        hf_posswap.set_blend(model, 0.5)
+        hf_posswap.set_logit_scale(other, 0.3)
+        hf_posswap.centre_table(tiny("gpt2"))
+    assert model.config.posswap["scheme"]["weight"] == 0.5
