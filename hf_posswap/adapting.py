@@ -59,13 +59,14 @@ def run_recipe(recipe: Recipe, *, reporter: Reporter | None = None) -> Finished:
         (['128', '32'], 'rope')
     """
     from hf_posswap.evaluation.memory import available_bytes
-    from hf_posswap.search import fit_bias, fit_rotation
+    from hf_posswap.search import check_fit, fit_bias, fit_rotation
     from hf_posswap.training import engine
 
     services = engine.Services(
         evaluate=nll_at_lengths,
         near=vectors_at_lengths,
         free_bytes=available_bytes,
+        check_fit=check_fit,
         fit_bias=fit_bias,
         fit_rotation=fit_rotation,
         reporter=reporter,

@@ -1,4 +1,4 @@
-"""Print the README's table of models that see images: their classes, and what each scheme becomes in them.
+"""Print the table of models that see images: their classes, and what each scheme becomes in them.
 
     python recipes/image_table.py
 

@@ -1,10 +1,10 @@
-"""Write the README's table of what works with what, from what the light contract found.
+"""Write the table of what works with what, from what the light contract found.
 
     pytest -m slow tests/contract/test_light.py   # writes support/, one file a model class
-    python recipes/support_table.py               # rewrites the region of README.md
-    python recipes/support_table.py --check       # changes nothing; exit code 1: the README is stale
+    python recipes/support_table.py               # rewrites the region of .docs/pages/support.md
+    python recipes/support_table.py --check       # changes nothing; exit code 1: the page is stale
 
-Exit code 2: the files or the README cannot be used; the message says why.
+Exit code 2: the files or the page cannot be used; the message says why.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _left_out(rows: list[Row], able: list[Row]) -> list[str]:
 
 
 def _folded(title: str, items: list[str]) -> str:
-    return "\n".join([f"<details><summary>{title}</summary>", "", *items, "", "</details>"])
+    return "\n".join(['<details markdown="1">', f"<summary>{title}</summary>", "", *items, "", "</details>"])
 
 
 def _line(cells: list[str]) -> str:
@@ -138,37 +138,37 @@ def _flat(text: str) -> str:
     return " ".join(text.partition(" Families: ")[0].split())
 
 
-def replace_region(readme: str, table: str) -> str:
-    """Return `readme` with `table` between the markers.
+def replace_region(page: str, table: str) -> str:
+    """Return `page` with `table` between the markers.
 
     Raises:
         DataError: the markers are missing, doubled or in the wrong order.
     """
-    before, begin, rest = readme.partition(BEGIN)
+    before, begin, rest = page.partition(BEGIN)
     old, end, after = rest.partition(END)
     if not begin or not end or BEGIN in rest or END in after:
-        raise DataError(f"the README needs {BEGIN} and {END} once each, in this order.")
+        raise DataError(f"the page needs {BEGIN} and {END} once each, in this order.")
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 def main(
     support: Annotated[Path, typer.Option(help="What the light contract wrote.")] = ROOT / "support",
-    readme: Annotated[Path, typer.Option(help="The file to rewrite.")] = ROOT / "README.md",
+    page: Annotated[Path, typer.Option(help="The file to rewrite.")] = ROOT / ".docs" / "pages" / "support.md",
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit code 1 where it is stale.")] = False,
 ) -> None:
-    """Write the README's support table from what the light contract found."""
+    """Write the support table from what the light contract found."""
     try:
-        old = readme.read_text(encoding="utf-8")
+        old = page.read_text(encoding="utf-8")
         new = replace_region(old, render(read_rows(support)))
         if check and new != old:
-            typer.echo(f"{readme.name} is stale: run python recipes/support_table.py", err=True)
+            typer.echo(f"{page.name} is stale: run python recipes/support_table.py", err=True)
             raise typer.Exit(1)
         if new != old:
-            write_text(readme, new)
+            write_text(page, new)
     except (PosswapError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
-    typer.echo(f"{readme.name}: {'as the light contract found it' if new == old else 'rewritten'}")
+    typer.echo(f"{page.name}: {'as the light contract found it' if new == old else 'rewritten'}")
 
 
 if __name__ == "__main__":

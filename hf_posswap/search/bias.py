@@ -8,33 +8,37 @@ import torch
 from torch import Tensor
 
 from hf_posswap.errors import SchemeError
+from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.schemes import PerLayer, Scheme, make_scheme
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.common.bias import LinearBias
-from hf_posswap.search.profiles import distances_of, normal_matrix, score_profiles
-from hf_posswap.search.tables import BESIDE_TABLE, check_rows, check_table
+from hf_posswap.search.profiles import distances_of, score_profiles
+from hf_posswap.search.table_effect import NEGLIGIBLE, distance_weights, inverse_of_distances, watch_table
+from hf_posswap.search.tables import check_rows, check_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _OWNER = "fit_bias"
-_NEGLIGIBLE = 1e-10
-"""Directions of the normal matrix that are smaller than this share of the largest are none: a constant for all keys."""
 
 
+@alone()
 def fit_bias(model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], tokens: Any) -> PerLayer:
     """Return `scheme` with the bias, for each layer and head, that comes nearest to what the position table does.
 
     Where the model's table is, a layer's scores are s_ij = scaling q_i k_j; in the same model without it, biases in the
     layers before, they are r_ij. The bias b(i - j) of that layer and head is the least-squares fit of their difference,
 
-        argmin over b, c of the sum of (s_ij - r_ij - b(i - j) - c_i)^2,
+        a = argmin over a, c of the sum of (s_ij - r_ij - a(i - j) - c_i)^2,
+    b = argmin over b, c of the sum over d of w_d (a(d) - b(d) - c)^2,
 
-    over all pairs of a query i and a key j that causality allows, of all texts, c_i being free, as a softmax does not
-    see it. The layers are fitted one after the other, so that each mends what those before it left. For "alibi"
-    b(d) = -m |d| with m >= 0; for "t5" a number for each bucket, where buckets that no text shows have the next
-    nearer's. What is found has six significant digits, is in the record of the swap, and is never fitted again.
+    the first over all pairs of a query i and a key j that causality allows, of all texts, a being any function, and
+    c_i free, as a softmax does not see it; in the second w_d is the attention that the table's model pays to distance
+    d, and a twentieth of all weight is spread evenly. The layers are fitted one after the other, so that each mends
+    what those before it left. For "alibi" b(d) = -m |d| with m >= 0; for "t5" a number for each bucket, where buckets
+    that no text shows have the next nearer's. What is found has six significant digits, is in the record of the swap,
+    and is never fitted again.
 
     The swap takes the whole table away, the mean of its rows too: `centre_table(model)` before the fit keeps that.
 
@@ -54,6 +58,7 @@ def fit_bias(model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], toke
         UnsupportedModelError: no family describes it, or its weights are on meta.
         DataError: tokens that are no rows of the model's token ids, too long, padded, or all too short to compare.
         AlreadyPatchedError: it carries a swap.
+        ModelInUseError: a forward of the model is running, or another thread changes it.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -72,25 +77,31 @@ def fit_bias(model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], toke
     geometry = sites.geometry
     resolved = asked.resolve(geometry, None)
     assert isinstance(resolved, LinearBias)
-    layers = range(geometry.num_layers)
     distances = distances_of(geometry, max(map(len, rows)))
     features = resolved.features(distances, geometry)  # [F, N]
-    matrix = normal_matrix(features, distances, [len(row) for row in rows])
-    wanted = score_profiles(target, BESIDE_TABLE, geometry, rows, layers, {})
+    inverse = inverse_of_distances(distances, rows)
+    table = watch_table(target, geometry, rows)
     found: dict[int, Scheme] = {}
-    for layer in layers:
+    for layer in range(geometry.num_layers):
         held = score_profiles(target, Alibi(), geometry, rows, [layer], found)[layer]
-        weights = _solved(matrix, features, wanted[layer] - held)
-        found[layer] = resolved.with_weights(weights, geometry)
+        wanted = (table[layer].profile - held) @ inverse  # [H, N]
+        weights = [_solved(features, *pair) for pair in zip(wanted, table[layer].attention, strict=True)]
+        found[layer] = resolved.with_weights(torch.stack(weights), geometry)
     return PerLayer(layers=found)  # type: ignore[arg-type]
 
 
-def _solved(matrix: Tensor, features: Tensor, profile: Tensor) -> Tensor:
-    """Return the weights [H, F] that solve the normal equations, the smallest of them; NaN for features that are 0."""
-    sums = features @ profile.T  # [F, H]
-    weights = torch.linalg.pinv(matrix, rtol=_NEGLIGIBLE, hermitian=True) @ sums
+def check_bias(model: PreTrainedModel, scheme: Scheme) -> None:
+    """Refuse what `fit_bias` could not fit in the unswapped `model`; its errors, but for those about tokens."""
+    check_table(unwrap(model), _checked_scheme(scheme), _OWNER)
+
+
+def _solved(features: Tensor, wanted: Tensor, attention: Tensor) -> Tensor:
+    """Return the weights [F] of a head, the smallest that fit `wanted` [N] best; NaN for features [F, N] that are 0."""
+    free = torch.cat([features, torch.ones_like(wanted)[None]])
+    weighted = free * distance_weights(attention)
+    weights = (torch.linalg.pinv(weighted @ free.T, rtol=NEGLIGIBLE, hermitian=True) @ (weighted @ wanted))[:-1]
     weights[~features.any(dim=1)] = torch.nan
-    return weights.T
+    return weights
 
 
 def _checked_scheme(scheme: Any) -> LinearBias:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_posswap.compat.peft_wrappers import is_adapted
 from hf_posswap.errors import UnsupportedSwapError
 
 _PAIRS = (("q_proj", "k_proj"), ("query", "key"), ("q_lin", "k_lin"))
@@ -61,7 +62,8 @@ def find_projections(attention: nn.Module, heads: int, head_dim: int) -> tuple[P
     """Return the projections that make the queries and the keys of `attention`.
 
     Raises:
-        UnsupportedSwapError: they are not found, or have no bias, in which constant vectors could lie.
+        UnsupportedSwapError: they are not found, or lie in an adapter, or have no bias, in which constant vectors could
+            lie.
     """
     children = {path.rpartition(".")[2]: module for path, module in attention.named_modules()}
     width = heads * head_dim
@@ -79,6 +81,11 @@ def find_projections(attention: nn.Module, heads: int, head_dim: int) -> tuple[P
         found = Projection(fused, 0, heads, head_dim), Projection(fused, width, heads, head_dim)
     for part in found:
         module = part.module
+        if is_adapted(module):
+            raise UnsupportedSwapError(
+                f"{type(attention).__name__}: an adapter lies around its queries or keys, and they are to be fitted "
+                "themselves. Fit the model before an adapter is put on it, or merge_and_unload() first."
+            )
         if not isinstance(module, nn.Linear | Conv1D) or getattr(module, "bias", None) is None:
             raise UnsupportedSwapError(
                 f"{type(attention).__name__}: its {type(module).__name__} has no bias, and what a head is to score by "

@@ -15,6 +15,7 @@ import numpy as np
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.evaluation import measure_losses
+from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.tools.logit_scale import logit_scale_of, set_logit_scale
 from hf_posswap.schemes.common import checks
@@ -46,6 +47,7 @@ class LogitScaleFit:
     length: int
 
 
+@alone(parameters=False)
 def fit_logit_scale(
     model: PreTrainedModel,
     texts: Any,
@@ -73,6 +75,7 @@ def fit_logit_scale(
         NotPatchedError: the model has no logit scale.
         SchemeError: a length within the original one, an impossible maximum or tolerance.
         DataError: texts that are too short or of another model.
+        ModelInUseError: a forward of the model is running, or another thread changes it.
 
     Example:
         >>> import torch

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.search.documents import leading_documents
 from hf_posswap.search.fitness import evaluating
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+@alone()
 def search_longrope(
     model: PreTrainedModel,
     texts: Any,
@@ -70,6 +72,7 @@ def search_longrope(
         AlreadyPatchedError: the model carries a swap.
         CheckpointError: the state cannot be read or written, or belongs to another search: which part differs.
         NumericError: a loss that is not finite.
+        ModelInUseError: a forward of the model is running, or another thread changes it.
 
     Example:
         >>> import torch

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hf_posswap.errors import DataError, SchemeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.sites import Sites
 from hf_posswap.geometry import Geometry
+from hf_posswap.patching.apply.guard import changing
 from hf_posswap.patching.plan.plan_swap import plan_swap, unwrap
 from hf_posswap.schemes import PRope
 from hf_posswap.schemes.common import checks
@@ -71,7 +72,8 @@ def rank_pairs(model: PreTrainedModel, tokens: Any = None) -> Tensor:
                 f"tokens[{index}] has {len(row)} tokens, and the model was made for {sites.geometry.original_length}: "
                 "its norms beyond that say little; cut the row."
             )
-    query, key = watched_norms(target, sites.geometry, rows)
+    with changing(target, "rank_pairs"):
+        query, key = watched_norms(target, sites.geometry, rows)
     return _by_key_head(query, key)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from hf_posswap.patching.apply.patch_model import patched
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.search.fitness import evaluating
+from hf_posswap.search.tables import shared_layers
 
 
 def distances_of(geometry: Geometry, longest: int) -> Tensor:
@@ -83,35 +83,7 @@ def read_watched(
         finally:
             model.set_submodule(path, own)
     if {watch.runs for watch in inside.values() if isinstance(watch, LayerWatch)} != {len(rows)}:
-        raise UnsupportedSwapError(
-            f"the attention layers of {type(model).__name__} do not run once in a forward each, so that what their "
-            "scores are cannot be told: layers that share their weights have one bias in common."
-        )
-
-
-def normal_matrix(features: Tensor, distances: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the sums over all queries of X X^T, X being `features` of the keys of a query less their mean over these.
-
-    Args:
-        features: functions of each distance, [F, N], float64.
-        distances: [N], rising by one.
-        lengths: of the rows, in tokens.
-
-    Returns:
-        [F, F].
-    """
-    before = torch.nn.functional.pad(features.cumsum(dim=1), (1, 0))  # [F, N + 1]
-    zero, causal = int(-distances[0]), int(distances[0]) == 0
-    total = features.new_zeros(len(features), len(features))
-    for length, times in Counter(lengths).items():
-        query = torch.arange(length)
-        first = zero + (torch.zeros_like(query) if causal else query - length + 1)  # each query's nearest to -infinity
-        last = zero + query
-        number = last - first + 1  # keys of each query
-        sums = before[:, last + 1] - before[:, first]  # [F, L]
-        occurring = (length - distances.abs()).clamp(min=0).double()  # queries that have a key at each distance
-        total += times * ((features * occurring) @ features.T - (sums / number) @ sums.T)
-    return total
+        raise UnsupportedSwapError(shared_layers(type(model).__name__))
 
 
 def centred_sums(scores: Tensor, distances: Tensor) -> Tensor:

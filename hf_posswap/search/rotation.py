@@ -11,35 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_posswap.errors import NotPatchedError, SchemeError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.errors import NotPatchedError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.sites import Sites
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.apply.patch_model import patched, unpatch_model
+from hf_posswap.patching.apply.guard import alone
+from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.sites.attention.edits import AddMechanism
-from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.search.heads import Projection, balanced_bases, find_projections
-from hf_posswap.search.profiles import (
-    LayerWatch,
-    ProfileWatch,
-    centred_sums,
-    distances_of,
-    normal_matrix,
-    pairs_of,
-    read_watched,
-    sums_at,
-)
+from hf_posswap.search.profiles import LayerWatch, centred_sums, distances_of, read_watched
+from hf_posswap.search.table_effect import TableWatch, distance_weights, inverse_of_distances, watch_table
 from hf_posswap.search.tables import BESIDE_TABLE, check_rows, check_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _OWNER = "fit_rotation"
-_NEGLIGIBLE = 1e-10
-"""Directions of the normal matrix that are smaller than this share of the largest are none: a constant for all keys."""
-_EVEN = 0.05
-"""Share of the weights of distances that is spread evenly; the rest follows the attention paid to each."""
 _BEYOND = 0.2
 """Weight of all distances beyond the table together; those within it have 1."""
 _RIDGE = 1e-4
@@ -74,6 +62,7 @@ class RotationFit:
         )
 
 
+@alone()
 @torch.no_grad()
 def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
     """Give a model swapped from a learned table to a partial rotation the queries and keys that come nearest to it.
@@ -115,6 +104,7 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
             known or have no bias, or weights of another dtype than float32 and float64.
         UnsupportedModelError: its weights are on meta.
         DataError: tokens that are no rows of the model's token ids, too long, padded, or all too short to compare.
+        ModelInUseError: a forward of the model is running, or another thread changes it.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -130,11 +120,10 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
     sites = check_table(base, BESIDE_TABLE, _OWNER)
     geometry, rows = sites.geometry, check_rows(tokens, base, sites)
     pairs = _pairs(target, sites)
-    table = _watch_table(base, geometry, rows)
+    table = watch_table(base, geometry, rows)
     del base
     waves = _Waves.of(scheme, geometry, max(map(len, rows)), target._posswap.plan.max_length)
-    matrix = normal_matrix(torch.eye(len(waves.near), dtype=torch.float64), waves.near, [len(row) for row in rows])
-    inverse = torch.linalg.pinv(matrix, rtol=_NEGLIGIBLE, hermitian=True)
+    inverse = inverse_of_distances(waves.near, rows)
     before = [[part.read() for part in pair] for pair in pairs]
     found = []
     try:
@@ -153,13 +142,10 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
     return RotationFit(tuple(map(tuple, explained)), tuple(map(tuple, dropped)))
 
 
-def rotation_problem(model: PreTrainedModel) -> str | None:
-    """Return why nothing could be fitted in the unswapped `model` by `fit_rotation`; None: it could."""
-    try:
-        _pairs(model, check_table(unwrap(model), BESIDE_TABLE, _OWNER))
-    except (UnsupportedSwapError, UnsupportedModelError) as error:
-        return str(error)
-    return None
+def check_rotation(model: PreTrainedModel, scheme: RotaryScheme) -> None:
+    """Refuse what `fit_rotation` could not fit after a swap of the unswapped `model` to `scheme`; its errors."""
+    _check_angles(scheme, str(scheme))
+    _pairs(model, check_table(unwrap(model), scheme, _OWNER))
 
 
 def _pairs(model: Any, sites: Sites) -> list[tuple[Projection, Projection]]:
@@ -190,11 +176,14 @@ def _checked_scheme(model: Any) -> RotaryScheme:
         )
     if patch.fitted:
         raise NotPatchedError(f"{_OWNER}: {type(model).__name__} is fitted already. Load the base, and swap it anew.")
-    scheme = patch.plan.scheme
+    return _check_angles(patch.plan.scheme, patch.plan.named)
+
+
+def _check_angles(scheme: Any, named: str) -> RotaryScheme:
     if not isinstance(scheme, RotaryScheme) or not scheme.is_fixed:
         raise SchemeError(
-            f"{_OWNER} fits schemes that turn by fixed angles, such as rope:partial=0.5, and the model carries "
-            f"{patch.plan.named}. The bias of alibi and t5: fit_bias."
+            f"{_OWNER} fits schemes that turn by fixed angles, such as rope:partial=0.5, and this is "
+            f"{named}. The bias of alibi and t5: fit_bias."
         )
     if scheme.filled("partial") >= 1:
         raise SchemeError(
@@ -209,20 +198,6 @@ def _unswapped(model: Any) -> Any:
     return unpatch_model(base)
 
 
-class _TableWatch(ProfileWatch):
-    """Adds up, beside the scores, the attention paid to each distance."""
-
-    def __init__(self, geometry: Geometry, longest: int) -> None:
-        super().__init__(geometry, longest)
-        self.attention = torch.zeros_like(self.profile)
-
-    def look_at_scores(self, head: int, scores: Tensor) -> None:
-        super().look_at_scores(head, scores)
-        place, seen = pairs_of(len(scores), self.distances, scores.device)
-        paid = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
-        self.attention[head] += sums_at(place, paid[seen], len(self.distances)).cpu()
-
-
 class _StateWatch(LayerWatch):
     """Keeps the queries [H, L, D] and the keys [H, L, D] of each text, float64 on the CPU."""
 
@@ -234,14 +209,6 @@ class _StateWatch(LayerWatch):
     def look(self, query: Tensor, key: Tensor, scaling: float) -> None:
         self.states.append((query.double().cpu(), key.double().cpu()))
         self.scaling = scaling
-
-
-def _watch_table(base: Any, geometry: Geometry, rows: Sequence[np.ndarray]) -> list[_TableWatch]:
-    """Return what was seen of each layer of the unswapped model."""
-    watches = [_TableWatch(geometry, max(map(len, rows))) for _ in range(geometry.num_layers)]
-    with patched(base, BESIDE_TABLE):
-        read_watched(base, Mechanism(), dict(enumerate(watches)), geometry, rows)
-    return watches
 
 
 def _states(model: Any, geometry: Geometry, rows: Sequence[np.ndarray], layer: int) -> _StateWatch:
@@ -292,7 +259,7 @@ class _Waves:
             attention: paid to each distance, [N].
         """
         count, pairs = len(self.near), len(self.theta)
-        weight = (1 - _EVEN) * attention / attention.sum() + _EVEN / count
+        weight = distance_weights(attention)
         edge = max(count // 4, 1)  # where the table ends, what it adds has long settled
         ends = torch.where(self.beyond < 0, wanted[:edge].mean(), wanted[-edge:].mean())
         target, distances = torch.cat([wanted, ends]), torch.cat([self.near, self.beyond])
@@ -321,7 +288,7 @@ def _fit_layer(
     seen: _StateWatch,
     bases: tuple[Tensor, Tensor],
     pair: tuple[Projection, Projection],
-    table: _TableWatch,
+    table: TableWatch,
     inverse: Tensor,
     waves: _Waves,
 ) -> tuple[list[float], list[float]]:

@@ -39,10 +39,20 @@ def check_table(model: Any, scheme: Scheme, owner: str) -> Sites:
             f"{owner} fits to what a learned position table does, and {name} has {has}. What works: GPT-2, OPT, BERT, "
             "RoBERTa and their kind."
         )
+    if sites.main.spec.layers_share and len(sites.main.attention) < model.config.num_hidden_layers:
+        raise UnsupportedSwapError(shared_layers(name))
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedModelError(f"{owner} runs the model, and its weights are on meta: load it with its weights.")
     plan_swap(model, BESIDE_TABLE)
     return sites
+
+
+def shared_layers(name: str) -> str:
+    """Return what is wrong with the layers of a model of the class called `name` that do not run once each."""
+    return (
+        f"the attention layers of {name} do not run once in a forward each, so that what their scores are cannot be "
+        "told: layers that share their weights have one bias in common."
+    )
 
 
 def check_rows(tokens: Any, model: Any, sites: Sites) -> list[np.ndarray]:

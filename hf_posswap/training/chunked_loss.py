@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_posswap.errors import DataError, OptionError
-from hf_posswap.training.head import Head, run_apart
+from hf_posswap.training.head import Apart, run_apart
 
 IGNORED = -100
 ChunkLoss = Callable[[Tensor, slice], Tensor]
@@ -82,9 +82,11 @@ def _loss(model: Any, inputs: dict[str, Any], targets: Tensor, chunk: int, num_i
     if num_items is None and not len(wanted):
         raise DataError("no token of this batch is counted: its labels are all -100. Give text to predict.")
 
-    def use(states: Tensor, head: Head) -> Tensor:
+    def use(apart: Apart) -> Tensor:
+        states = apart.states
+
         def chunk_loss(some: Tensor, where: slice) -> Tensor:
-            return summed_cross_entropy(head(some).float(), wanted[where].to(some.device))
+            return summed_cross_entropy(apart.head(some).float(), wanted[where].to(some.device))
 
         total = sum_in_chunks(chunk_loss, states.flatten(0, 1)[counted.to(states.device)], chunk)
         return total / (len(wanted) if num_items is None else _on(num_items, total))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -14,7 +15,7 @@ from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.training.chunked_loss import IGNORED, sum_in_chunks
-from hf_posswap.training.head import Head, run_apart, split
+from hf_posswap.training.head import Apart, chosen, run_apart, split
 from hf_posswap.training.sliding import sliding_states
 
 Teacher = Literal["window", "sliding"]
@@ -32,11 +33,16 @@ class DistillSettings:
             alone. sliding: all tokens, from windows of its own length that overlap by half, so that the model learns
             to do with one long text what the old one does with windows; where texts are longer than a window it reads
             nearly two tokens for each.
+        states: weight of the distance between both models' states after each layer but the last, added to the loss
+            (https://arxiv.org/abs/1909.10351, equation 8): squared, as a share of the variance of the teacher's over
+            the batch, the mean of layers and tokens. It tells every layer what to do, where the divergence tells the
+            last one alone. 0: none.
     """
 
     weight: float = 0.5
     temperature: float = 1.0
     teacher: Teacher = "window"
+    states: float = 0.0
 
     def __post_init__(self) -> None:
         problems = []
@@ -44,6 +50,8 @@ class DistillSettings:
             problems.append(f"weight lies above 0 and is at most 1, got {self.weight!r}")
         if not 0 < self.temperature < float("inf"):
             problems.append(f"temperature is a number above 0, got {self.temperature!r}")
+        if not 0 <= self.states < float("inf"):
+            problems.append(f"states is a number of at least 0, got {self.states!r}")
         if self.teacher not in get_args(Teacher):
             problems.append(f"teacher is one of {', '.join(get_args(Teacher))}, got {self.teacher!r}")
         if problems:
@@ -99,8 +107,9 @@ def distillation_loss(
     """Return cross-entropy on all tokens, mixed with KL(teacher || model) on those that the teacher reads.
 
     These are the first `window` tokens of each row; under `settings.teacher` "sliding" all of them. For each counted
-    token (1 - w) CE + w T^2 KL where the teacher reads, and CE beyond; both summed over the tokens and divided by their
-    number. Neither model holds the logits of more than `chunk` tokens.
+    token (1 - w) CE + w T^2 KL where the teacher reads, with `settings.states` times the distance of the states beside,
+    and CE beyond; both summed over the tokens and divided by their number. Neither model holds the logits of more than
+    `chunk` tokens.
 
     Args:
         model: that learns: a causal model, or a wrapper around one.
@@ -127,25 +136,39 @@ def distillation_loss(
     given = {name: value for name, value in inputs.items() if name != "labels"}
     taught = counted if settings.teacher == "sliding" else _first(counted, window)  # [B, L]
     beyond = counted & ~taught
+    hidden = settings.states > 0
     if settings.teacher == "sliding":
-        known, teacher_head = sliding_states(teacher, given, taught, window)  # [N, E]
+        known = sliding_states(teacher, given, taught, window, hidden=hidden)
     else:
-        known, teacher_head = _window_states(teacher, given, taught, window)
+        known = _window_states(teacher, given, taught, window, hidden=hidden)
     near_targets, far_targets = targets[taught], targets[beyond]
 
-    def use(states: Tensor, head: Head) -> Tensor:
+    def use(apart: Apart) -> Tensor:
         def near(some: Tensor, where: slice) -> Tensor:
             with torch.no_grad():
-                wanted = teacher_head(known[where])
-            return _mixed(head(some), wanted, near_targets[where], settings)
+                wanted = known.head(known.states[where])
+            return _mixed(apart.head(some), wanted, near_targets[where], settings)
 
         def far(some: Tensor, where: slice) -> Tensor:
-            return functional.cross_entropy(head(some).float(), far_targets[where], reduction="sum")
+            return functional.cross_entropy(apart.head(some).float(), far_targets[where], reduction="sum")
 
-        total = sum_in_chunks(near, states[taught], chunk) + sum_in_chunks(far, states[beyond], chunk)
+        ours = chosen(apart, taught)
+        total = sum_in_chunks(near, ours.states, chunk) + sum_in_chunks(far, apart.states[beyond], chunk)
+        if hidden:
+            total = total + settings.states * _apart_by(ours.hidden, known.hidden)
         return total / (counted.sum() if num_items is None else num_items)
 
-    return run_apart(model, given, use)
+    return run_apart(model, given, use, hidden=hidden)
+
+
+def _apart_by(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
+    """Return the sum over tokens of the squared distance of states [N, E], by their variance, the mean over layers."""
+    distances = []
+    for states, known in zip(ours, theirs, strict=True):
+        wanted = known.float()
+        variance = (wanted - wanted.mean(dim=0)).square().sum(dim=1).mean().clamp_min(torch.finfo(torch.float32).tiny)
+        distances.append((states.float() - wanted).square().sum() / variance)
+    return torch.stack(distances).mean() if len(ours[0]) else ours[0].sum()
 
 
 def _first(counted: Tensor, window: int) -> Tensor:
@@ -153,12 +176,11 @@ def _first(counted: Tensor, window: int) -> Tensor:
     return counted & (torch.arange(counted.shape[1], device=counted.device) < window)
 
 
-def _window_states(teacher: Any, given: dict[str, Any], taught: Tensor, window: int) -> tuple[Tensor, Head]:
-    """Return the teacher's states of the tokens `taught`, [N, E], all of them in its first window, and its head."""
+def _window_states(teacher: Any, given: dict[str, Any], taught: Tensor, window: int, *, hidden: bool) -> Apart:
+    """Return the teacher's states of the tokens `taught`, [N, E] each, all in its first window, and its head."""
     read = min(window, taught.shape[1])
     with torch.no_grad():
-        states, head = split(teacher, _teacher_inputs(given, read))
-    return states[taught[:, :read]], head
+        return chosen(split(teacher, _teacher_inputs(given, read), hidden=hidden), taught[:, :read])
 
 
 def _teacher_inputs(given: dict[str, Any], read: int) -> dict[str, Any]:

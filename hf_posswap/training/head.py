@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,20 @@ from hf_posswap.patching.plan.plan_swap import unwrap
 
 Head = Callable[[Tensor], Tensor]
 """From states [N, E] to logits [N, V]."""
+
+
+class Apart(NamedTuple):
+    """What a forward gives before its head.
+
+    Attributes:
+        states: of the body, [B, L, E].
+        head: makes logits of them.
+        hidden: states after each layer but the last, [B, L, E] each, where they were asked for.
+    """
+
+    states: Tensor
+    head: Head
+    hidden: tuple[Tensor, ...] = ()
 
 
 def inner_model(model: Any) -> Any:
@@ -43,18 +57,20 @@ def inner_model(model: Any) -> Any:
     return inner_model(model.module) if isinstance(model, nn.parallel.DistributedDataParallel) else unwrap(model)
 
 
-def run_apart(model: Any, inputs: dict[str, Any], use: Callable[[Tensor, Head], Tensor]) -> Tensor:
-    """Return what `use` makes of the body's states [B, L, E] and the head, computed inside the model's own forward.
+def run_apart(model: Any, inputs: dict[str, Any], use: Callable[[Apart], Tensor], *, hidden: bool = False) -> Tensor:
+    """Return what `use` makes of the body's states and the head, computed inside the model's own forward.
 
     So whatever stands around the forward (DDP, FSDP, autocast, PEFT) does its work.
 
     Args:
         model: with a language modelling head, possibly wrapped.
         inputs: arguments of its forward, without labels.
-        use: called once, with the states and the head.
+        use: called once.
+        hidden: whether it is given the states after each layer, too.
 
     Raises:
-        UnsupportedModelError: its body cannot be told from its head, or it adds a loss of its own.
+        UnsupportedModelError: its body cannot be told from its head, or it adds a loss of its own, or it does not tell
+            the states after its layers.
     """
     inner = inner_model(model)
     original = inner.forward
@@ -62,18 +78,19 @@ def run_apart(model: Any, inputs: dict[str, Any], use: Callable[[Tensor, Head], 
     def forward(*args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import CausalLMOutput
 
-        return CausalLMOutput(loss=use(*_split(inner, original, args, kwargs)))
+        return CausalLMOutput(loss=use(_split(inner, original, args, kwargs)))
 
     with _attribute(inner, "forward", forward):
-        return model(**inputs | without_cache(inner)).loss
+        return model(**inputs | _asked(inner, hidden)).loss
 
 
-def split(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Head]:
-    """Return the body's states [B, L, E] and the head of a model that nothing stands around but PEFT.
+def split(model: Any, inputs: dict[str, Any], *, hidden: bool = False) -> Apart:
+    """Return the body's states and the head of a model that nothing stands around but PEFT.
 
     Args:
         model: with a language modelling head.
         inputs: arguments of its forward, without labels.
+        hidden: whether the states after each layer are wanted, too.
 
     Raises:
         UnsupportedModelError: as `run_apart`.
@@ -81,17 +98,19 @@ def split(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Head]:
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)).eval()
-        >>> states, head = split(model, {"input_ids": torch.arange(10)[None]})
+        >>> states, head, _ = split(model, {"input_ids": torch.arange(10)[None]})
         >>> states.shape, head(states[0, :3]).shape
         (torch.Size([1, 10, 8]), torch.Size([3, 11]))
     """
     inner = inner_model(model)
-    return _split(inner, inner.forward, (), inputs | without_cache(inner))
+    return _split(inner, inner.forward, (), inputs | _asked(inner, hidden))
 
 
-def _split(
-    inner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, Head]:
+def _asked(inner: Any, hidden: bool) -> dict[str, Any]:
+    return without_cache(inner) | ({"output_hidden_states": True} if hidden else {})
+
+
+def _split(inner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Apart:
     with _captured(inner) as captured:
         result = original(*args, **kwargs)
     if not captured:
@@ -105,7 +124,19 @@ def _split(
             "its config, or hold all logits at once."
         )
     path, output, states = captured[0]
-    return states, _make_head(inner, original, path, output)
+    head = _make_head(inner, original, path, output)
+    if not kwargs.get("output_hidden_states"):
+        return Apart(states, head)
+    told = getattr(output, "hidden_states", None)
+    if told is None or len(told) < 3:
+        has = "does not tell the states after its layers" if told is None else "has one layer, and none before the last"
+        raise UnsupportedModelError(f"{type(inner).__name__} {has}: distill with states=0.")
+    return Apart(states, head, tuple(told[1:-1]))
+
+
+def chosen(apart: Apart, tokens: Tensor) -> Apart:
+    """Return what `apart` holds of `tokens`, bool [B, L]: states [N, E] each."""
+    return Apart(apart.states[tokens], apart.head, tuple(states[tokens] for states in apart.hidden))
 
 
 def without_cache(inner: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_posswap.errors import DataError
-from hf_posswap.training.head import Head, split
+from hf_posswap.training.head import Apart, chosen, split
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def windows_of(wanted: Tensor, begins: Tensor, size: int) -> Windows:
     return Windows(found // length, found % length, width, of_token, at)
 
 
-def sliding_states(teacher: Any, inputs: dict[str, Any], wanted: Tensor, size: int) -> tuple[Tensor, Head]:
-    """Return the teacher's states of the tokens of `wanted`, [N, E], and its head: from half-overlapping windows.
+def sliding_states(teacher: Any, inputs: dict[str, Any], wanted: Tensor, size: int, *, hidden: bool = False) -> Apart:
+    """Return the teacher's states of the tokens of `wanted`, [N, E] each, and its head: from half-overlapping windows.
 
     Each window begins at position 0, with nothing before it. No more tokens are read at once than `inputs` has.
 
@@ -77,6 +77,7 @@ def sliding_states(teacher: Any, inputs: dict[str, Any], wanted: Tensor, size: i
             an `attention_mask`, `position_ids` say where packed documents begin, and each is read by itself.
         wanted: which tokens, bool [B, L].
         size: tokens of a window.
+        hidden: whether the states after each layer are wanted, too.
 
     Raises:
         DataError: padding stands before text.
@@ -84,21 +85,20 @@ def sliding_states(teacher: Any, inputs: dict[str, Any], wanted: Tensor, size: i
     """
     ids = inputs["input_ids"]
     if not wanted.any():  # a process whose share of the batch counts nothing
-        states, head = split(teacher, {"input_ids": ids[:1, :1]})
-        return states[0, :0], head
+        return chosen(split(teacher, {"input_ids": ids[:1, :1]}, hidden=hidden), wanted[:1, :1])
     windows = windows_of(wanted, _begins(inputs), size)
     rows = windows.tokens(ids)  # [M, width]
     at_once = max(1, ids.numel() // windows.width)
-    known: Tensor | None = None
+    known: tuple[Tensor, ...] = ()
     with torch.no_grad():
         for first in range(0, len(rows), at_once):
-            states, head = split(teacher, {"input_ids": rows[first : first + at_once]})  # [.., width, E]
+            apart = split(teacher, {"input_ids": rows[first : first + at_once]}, hidden=hidden)
             here = (windows.of_token >= first) & (windows.of_token < first + at_once)
-            if known is None:
-                known = states.new_empty(len(here), states.shape[-1])
-            known[here] = states[windows.of_token[here] - first, windows.at[here]]
-    assert known is not None
-    return known, head
+            read = (apart.states, *apart.hidden)  # [.., width, E] each
+            known = known or tuple(states.new_empty(len(here), states.shape[-1]) for states in read)
+            for kept, states in zip(known, read, strict=True):
+                kept[here] = states[windows.of_token[here] - first, windows.at[here]]
+    return Apart(known[0], apart.head, known[1:])
 
 
 def _begins(inputs: dict[str, Any]) -> Tensor:

@@ -124,6 +124,8 @@ ROWS = (
     Row("encoder-mlm", "bert", demonstration=_UNLEARNED),
     Row("embedding", "bert", demonstration=_UNLEARNED),
 )
+MEASURED_ELSEWHERE = {"learned-to-t5": "recipes/studies/results/learned-to-t5/adaptation.md"}
+"""Recipes without a row here, and the results that another study has of them."""
 
 
 def row_settings(row: Row, sizes: Sizes, model: Path, scheme: Path | None) -> list[str]:

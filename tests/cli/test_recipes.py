@@ -110,6 +110,8 @@ def test_the_wheel_holds_the_recipes_and_nothing_that_is_not_the_package(built: 
     assert {name for name in package if not name.endswith(".pyc")} <= set(names)
     shipped = (ROOT / "hf_posswap" / "quickstart" / "model").iterdir()
     assert {path.relative_to(ROOT).as_posix() for path in shipped} <= set(names)
+    data = [path for kind in ("json", "css", "js") for path in (ROOT / "hf_posswap").rglob(f"*.{kind}")]
+    assert {path.relative_to(ROOT).as_posix() for path in data} <= set(names)
 
 
 def test_the_source_archive_holds_what_its_wheel_is_built_from(tmp_path: Path) -> None:

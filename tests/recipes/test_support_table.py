@@ -37,24 +37,24 @@ ROWS = [
 ]
 
 
-def run(folder: Path, rows: Any, *options: str, readme: str = FRAME) -> tuple[int, str, str]:
-    """Return the exit code, all output, and the README afterwards."""
+def run(folder: Path, rows: Any, *options: str, page: str = FRAME) -> tuple[int, str, str]:
+    """Return the exit code, all output, and the page afterwards."""
     (folder / "support").mkdir(exist_ok=True)
     for old in (folder / "support").iterdir():
         old.unlink()
     for index, held in enumerate(rows):
         (folder / "support" / f"{index}.json").write_text(held if isinstance(held, str) else json.dumps(held))
-    (folder / "README.md").write_text(readme)
-    paths = ["--support", str(folder / "support"), "--readme", str(folder / "README.md")]
+    (folder / "support.md").write_text(page)
+    paths = ["--support", str(folder / "support"), "--page", str(folder / "support.md")]
     result = CliRunner().invoke(app, [*paths, *options])
     assert isinstance(result.exception, SystemExit | None), result.exception
-    return result.exit_code, result.output, (folder / "README.md").read_text()
+    return result.exit_code, result.output, (folder / "support.md").read_text()
 
 
 def test_the_table_says_what_was_found(tmp_path: Path) -> None:
-    code, _, readme = run(tmp_path, ROWS)
+    code, _, page = run(tmp_path, ROWS)
     assert code == 0
-    table = readme.partition(BEGIN)[2].partition(END)[0]
+    table = page.partition(BEGIN)[2].partition(END)[0]
     lines = table.splitlines()
     assert "**3 of 4 classes** for causal, masked and sequence-to-sequence" in table
     assert "transformers 5.23.0 can be patched, 5 pairs of a class and a scheme." in table
@@ -69,18 +69,18 @@ def test_the_table_says_what_was_found(tmp_path: Path) -> None:
     assert "Classes that cannot be patched, and why (1)" in table
 
 
-def test_the_rest_of_the_readme_stays(tmp_path: Path) -> None:
-    _, _, readme = run(tmp_path, ROWS)
-    assert readme.startswith("# Title\n\n<!--")
-    assert readme.endswith("-->\n\nAfter.\n")
+def test_the_rest_of_the_page_stays(tmp_path: Path) -> None:
+    _, _, page = run(tmp_path, ROWS)
+    assert page.startswith("# Title\n\n<!--")
+    assert page.endswith("-->\n\nAfter.\n")
 
 
 def test_check_tells_stale_from_fresh_and_changes_nothing(tmp_path: Path) -> None:
     fresh = run(tmp_path, ROWS)[2]
-    assert run(tmp_path, ROWS, "--check", readme=fresh)[::2] == (0, fresh)
-    code, output, after = run(tmp_path, ROWS[:-1], "--check", readme=fresh)
+    assert run(tmp_path, ROWS, "--check", page=fresh)[::2] == (0, fresh)
+    code, output, after = run(tmp_path, ROWS[:-1], "--check", page=fresh)
     assert (code, after) == (1, fresh)
-    assert "README.md is stale: run python recipes/support_table.py" in output
+    assert "support.md is stale: run python recipes/support_table.py" in output
 
 
 @pytest.mark.parametrize(
@@ -96,24 +96,24 @@ def test_check_tells_stale_from_fresh_and_changes_nothing(tmp_path: Path) -> Non
     ],
 )
 def test_a_bad_file_is_refused_in_a_line(tmp_path: Path, rows: Any, message: str) -> None:
-    code, output, readme = run(tmp_path, rows)
-    assert (code, readme) == (2, FRAME)
+    code, output, page = run(tmp_path, rows)
+    assert (code, page) == (2, FRAME)
     assert message in output
     assert output.count("\n") == 1
 
 
-@pytest.mark.parametrize("readme", ["# Title\n", f"{END}\n{BEGIN}\n", f"{BEGIN}\n{BEGIN}\n{END}\n", FRAME + FRAME])
-def test_a_readme_without_the_markers_is_refused(tmp_path: Path, readme: str) -> None:
-    code, output, after = run(tmp_path, ROWS, readme=readme)
-    assert (code, after) == (2, readme)
+@pytest.mark.parametrize("page", ["# Title\n", f"{END}\n{BEGIN}\n", f"{BEGIN}\n{BEGIN}\n{END}\n", FRAME + FRAME])
+def test_a_page_without_the_markers_is_refused(tmp_path: Path, page: str) -> None:
+    code, output, after = run(tmp_path, ROWS, page=page)
+    assert (code, after) == (2, page)
     assert "once each, in this order" in output
 
 
 def test_missing_files_are_refused_in_a_line(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text(FRAME)
-    result = CliRunner().invoke(app, ["--support", str(tmp_path / "none"), "--readme", str(tmp_path / "README.md")])
+    (tmp_path / "support.md").write_text(FRAME)
+    result = CliRunner().invoke(app, ["--support", str(tmp_path / "none"), "--page", str(tmp_path / "support.md")])
     assert result.exit_code == 2
     assert "none" in result.output
-    result = CliRunner().invoke(app, ["--readme", str(tmp_path / "no-readme")])
+    result = CliRunner().invoke(app, ["--page", str(tmp_path / "no-page")])
     assert result.exit_code == 2
-    assert "no-readme" in result.output
+    assert "no-page" in result.output

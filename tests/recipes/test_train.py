@@ -38,8 +38,8 @@ TRAINED = [
     pytest.param(path, marks=pytest.mark.slow if path.stem in SHARED_CODE else [], id=path.stem) for path in RECIPES
 ]
 NAMES = {
-    "abf", "linear", "yarn", "longrope", "pose", "learned-to-rope", "learned-to-sinusoidal", "to-alibi", "drope",
-    "rnope", "staged", "gradual", "distill", "encoder-mlm", "embedding", "control",
+    "abf", "linear", "yarn", "longrope", "pose", "learned-to-rope", "learned-to-sinusoidal", "learned-to-t5",
+    "to-alibi", "drope", "rnope", "staged", "gradual", "distill", "encoder-mlm", "embedding", "control",
 }  # fmt: skip
 
 

@@ -315,6 +315,19 @@ def test_what_needs_the_unswapped_model_is_refused_after_a_fit(tmp_path: Any) ->
     hf_posswap.save(model, tmp_path / "fitted")
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_a_model_inside_an_adapter_is_refused_with_the_reason() -> None:
+    peft = pytest.importorskip("peft")
+    model = swapped(random_model("gpt2"))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    before = {name: weight.clone() for name, weight in adapted.state_dict().items()}
+    with pytest.raises(
+        UnsupportedSwapError, match="an adapter lies around its queries or keys.*before an adapter is put"
+    ):
+        fit_rotation(adapted, texts())
+    assert all(torch.equal(weight, before[name]) for name, weight in adapted.state_dict().items())
+
+
 def test_an_error_half_way_gives_back_float64_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_posswap.search import rotation
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import hf_posswap
-from hf_posswap.search import fit_bias, fit_rotation
+from hf_posswap.search import check_fit, fit_bias, fit_rotation
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.config import Recipe, make_recipe
 from hf_posswap.training.config.reading import merge, override
@@ -17,7 +17,7 @@ from hf_posswap.training.engine import Finished, Services, run_recipe
 from tests.training.tiny_models import tiny
 
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-FITTING = Services(fit_bias=fit_bias, fit_rotation=fit_rotation)
+FITTING = Services(check_fit=check_fit, fit_bias=fit_bias, fit_rotation=fit_rotation)
 """What the engine needs to fit a start."""
 
 

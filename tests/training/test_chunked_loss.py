@@ -17,7 +17,7 @@ from hf_posswap import add_adapter, patch_model
 from hf_posswap.errors import DataError, OptionError, UnsupportedModelError
 from hf_posswap.training.chunk_proof import chunking_problem
 from hf_posswap.training.chunked_loss import causal_loss, masked_loss, sum_in_chunks
-from hf_posswap.training.head import run_apart
+from hf_posswap.training.head import Apart, run_apart
 from tests.training.tiny_models import VOCABULARY, tiny
 
 SHAPE = {
@@ -251,9 +251,9 @@ def test_an_error_in_the_middle_leaves_the_model_whole() -> None:
     model, inputs = tiny("gpt2"), batch()
     body = model.transformer
 
-    def fails(states: Tensor, head: Any) -> Tensor:
+    def fails(apart: Apart) -> Tensor:
         with pytest.raises(RuntimeError, match="shape|size|mat"):
-            head(states.flatten(0, 1)[:, :5])
+            apart.head(apart.states.flatten(0, 1)[:, :5])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hf_posswap import patch_model
-from hf_posswap.errors import ConfigError, DataError
+from hf_posswap.errors import ConfigError, DataError, UnsupportedModelError
 from hf_posswap.training.distill import DistillSettings, distillation_loss, make_teacher
 from tests.training.tiny_models import VOCABULARY, WINDOW, tiny
 
@@ -70,6 +71,66 @@ def test_it_is_the_formula(kind: str, settings: DistillSettings, length: int) ->
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
+def outputs_of_blocks(model: Any, ids: Tensor) -> list[Tensor]:
+    """Return what each block but the last gives, [B, L, E] each, by hooks."""
+    blocks = model.transformer.h if hasattr(model, "transformer") else model.base_model.get_decoder().layers
+    found: list[Tensor] = []
+
+    def keep(_: Any, __: Any, output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+
+    hooks = [block.register_forward_hook(keep) for block in blocks]
+    model(input_ids=ids)
+    for hook in hooks:
+        hook.remove()
+    return found[:-1]
+
+
+@pytest.mark.parametrize("teacher", ["window", "sliding"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gptj"])
+def test_states_are_compared_after_each_layer_but_the_last(kind: str, teacher: Any) -> None:
+    model, native = pair(kind)
+    length = WINDOW + WINDOW // 2
+    inputs = batch(length)
+    how: dict[str, Any] = {"window": WINDOW, "chunk": 16}
+    without, with_states = (
+        distillation_loss(model, make_teacher(model), inputs, DistillSettings(teacher=teacher, states=states), **how)
+        for states in (0.0, 0.7)
+    )
+    ours = outputs_of_blocks(model, inputs["input_ids"])
+    with torch.no_grad():
+        theirs = outputs_of_blocks(native, inputs["input_ids"][:, :WINDOW])
+        later = outputs_of_blocks(native, inputs["input_ids"][:, WINDOW // 2 :])
+    counted = [
+        (row, t)
+        for row, t in np.ndindex(2, length - 1)
+        if inputs["labels"][row, t + 1] != -100 and (teacher == "sliding" or t < WINDOW)
+    ]
+    shares = []
+    for mine, first, second in zip(ours, theirs, later, strict=True):
+        known = {(row, t): first[row, t] if t < WINDOW else second[row, t - WINDOW // 2] for row, t in counted}
+        mean = torch.stack(list(known.values())).mean(0)
+        variance = sum(float(((state - mean) ** 2).sum()) for state in known.values()) / len(counted)
+        shares.append(sum(((mine[at] - state) ** 2).sum() for at, state in known.items()) / variance)
+    expected = 0.7 * sum(shares) / len(shares) / (inputs["labels"][:, 1:] != -100).sum()
+    torch.testing.assert_close(with_states - without, expected, rtol=1e-4, atol=1e-5)
+    found, wanted = (
+        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        for loss in (with_states - without, expected)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_a_model_of_one_layer_has_no_states_before_the_last() -> None:
+    model = tiny("gpt2", n_layer=1)
+    patch_model(model, "rope", max_length=2 * WINDOW)
+    settings = DistillSettings(states=1.0)
+    with pytest.raises(UnsupportedModelError, match="has one layer, and none before the last: distill with states=0"):
+        distillation_loss(model, make_teacher(model), batch(20), settings, window=WINDOW, chunk=16)
+
+
 def test_the_teacher_is_the_model_before_the_swap_and_does_not_learn() -> None:
     model, native = pair("gpt2")
     teacher = make_teacher(model)
@@ -126,6 +187,8 @@ def test_jumping_positions_are_for_the_model_and_packed_documents_for_both() -> 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"distill: weight lies above 0 .* got 0.0; temperature .* got -1.0"):
         DistillSettings(0.0, -1.0)
+    with pytest.raises(ConfigError, match=r"distill: states is a number of at least 0, got nan"):
+        DistillSettings(states=float("nan"))
     with pytest.raises(ConfigError, match="GPT2LMHeadModel carries no swap: start from the unswapped checkpoint"):
         make_teacher(tiny("gpt2"))
     model, _ = pair("gpt2")

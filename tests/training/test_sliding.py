@@ -49,7 +49,7 @@ def text(rows: int, length: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_each_token_is_read_in_its_window(kind: str, length: int) -> None:
     model, ids = tiny(kind), text(2, length)
-    states, head = sliding_states(model, {"input_ids": ids}, torch.ones_like(ids, dtype=torch.bool), WINDOW)
+    states, head, _ = sliding_states(model, {"input_ids": ids}, torch.ones_like(ids, dtype=torch.bool), WINDOW)
     found = head(states).view(2, length, -1)
     for row in range(2):
         torch.testing.assert_close(found[row], stock_logits(model, ids[row]), rtol=1e-4, atol=1e-4)
@@ -102,7 +102,7 @@ def test_no_more_is_read_at_once_than_is_given_and_padding_is_not_read() -> None
     wanted = mask.bool()
     wanted[:, -1] = False
     seen = watched(model)
-    states, head = sliding_states(model, {"input_ids": ids, "attention_mask": mask}, wanted, WINDOW)
+    states, head, _ = sliding_states(model, {"input_ids": ids, "attention_mask": mask}, wanted, WINDOW)
     assert [len(some) for some in seen] == [8]  # seven windows of the first row, one of the second
     full = sliding_states(model, {"input_ids": ids}, torch.ones_like(wanted), WINDOW)[0].view(2, 4 * WINDOW, -1)
     assert [some.numel() for some in seen[1:]] == [8 * WINDOW, 6 * WINDOW]
@@ -116,7 +116,7 @@ def test_packed_documents_are_read_each_by_itself() -> None:
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     assert positions.shape == ids.shape
     given_ = {"input_ids": ids, "position_ids": positions}
-    states, head = sliding_states(model, given_, torch.ones_like(ids, dtype=torch.bool), WINDOW)
+    states, head, _ = sliding_states(model, given_, torch.ones_like(ids, dtype=torch.bool), WINDOW)
     alone = torch.cat([stock_logits(model, document) for document in ids[0].split(lengths)])
     torch.testing.assert_close(head(states), alone, rtol=1e-4, atol=1e-4)
 

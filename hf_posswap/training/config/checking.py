@@ -29,7 +29,7 @@ def check(recipe: Recipe) -> list[Problem]:
         ['training.warmup_steps: 2000 steps of warm-up in a training of 1000.']
     """
     checks = (
-        *(_model, _swap, _fit, _gradual, _objective, _trainable, _refused, _training, _computing),
+        *(_model, _swap, _centre, _fit, _gradual, _objective, _trainable, _refused, _training, _computing),
         *(_hub, _rest, _evaluation, _missing, _stages),
     )
     return [problem for found in checks for problem in found(recipe)]
@@ -63,6 +63,14 @@ def _swap(recipe: Recipe) -> Iterator[Problem]:
     }
     for key in (key for key, wants in wanting.items() if wants):
         yield Problem(key, "needs a swap, and swap.scheme is none.", ("swap.scheme",))
+
+
+def _centre(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.swap.centre and recipe.peft is not None:
+        said = (
+            "it changes the base's own token embeddings, which adapters do not hold; leave one of centre and peft out."
+        )
+        yield Problem("swap.centre", said, ("peft",))
 
 
 def _fit(recipe: Recipe) -> Iterator[Problem]:

@@ -17,7 +17,6 @@ from hf_posswap.patching.apply.patch_model import patch_model, swap_plan
 from hf_posswap.patching.plan.plan_swap import plan_swap, unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.backends import MIN_QK_PAIRS
-from hf_posswap.patching.tools.centring import centre_table
 from hf_posswap.patching.verify.verify_swap import verify_swap
 from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.schemes.blend import Blend
@@ -28,7 +27,7 @@ from hf_posswap.training.data import TokenData, build_data, prove_packing
 from hf_posswap.training.data.sources import check_source
 from hf_posswap.training.distill import make_teacher
 from hf_posswap.training.engine.arguments import on_cpu
-from hf_posswap.training.engine.fitting import first_windows, fit_scheme, fit_weights
+from hf_posswap.training.engine.fitting import centre, check_start, first_windows, fit_scheme, fit_weights
 from hf_posswap.training.engine.gates import check_held_out, check_positions, probe, short_windows
 from hf_posswap.training.engine.identity import base_identity
 from hf_posswap.training.engine.memory import refuse_too_much, training_need
@@ -100,7 +99,8 @@ def prepare(
     how: dict[str, Any] = {"max_length": length, "site": recipe.swap.site, "relative": recipe.swap.relative}
     plan = None if scheme is None else plan_swap(model, scheme, **how)
     refuse_silent_errors(recipe, plan.scheme if plan else None, launch)
-    mean = centre_table(model) if recipe.swap.centre else None
+    check_start(model, scheme, plan, recipe.swap, services)
+    mean = centre(model) if recipe.swap.centre else None
     data = build_data(
         recipe.data,
         tokenizer,

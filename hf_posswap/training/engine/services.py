@@ -14,6 +14,8 @@ from hf_posswap.utils.progress import Reporter
 
 Evaluate = Callable[[Any, Sequence[np.ndarray], Sequence[int], int], dict[int, float]]
 """From a model, held-out documents, lengths and the most documents to read, to the loss a token at each length."""
+CheckFit = Callable[[Any, Scheme], None]
+"""Refuses, of an unswapped model and a scheme, what the two below could not fit."""
 FitBias = Callable[[Any, Scheme, Sequence[np.ndarray]], Scheme]
 """From an unswapped model, a scheme and rows of token ids, to the scheme fitted to the model's table."""
 FitRotation = Callable[[Any, Sequence[np.ndarray]], object]
@@ -30,13 +32,15 @@ class Services:
         evaluate: measures a model; None: a recipe that asks for it is refused.
         near: holds an encoder's vectors against those of its base; None: the report does not say it.
         free_bytes: says what is free on a device; None: memory is not checked.
-        fit_bias, fit_rotation: fit a new mechanism to a table; None: a recipe that asks for it is refused.
+        check_fit, fit_bias, fit_rotation: fit a new mechanism to a table, after a look whether that can be; None: a
+            recipe that asks for it is refused.
         reporter: shows lines and bars on the main process; None: nothing is shown.
     """
 
     evaluate: Evaluate | None = None
     near: Near | None = None
     free_bytes: Callable[[torch.device], int | None] | None = None
+    check_fit: CheckFit | None = None
     fit_bias: FitBias | None = None
     fit_rotation: FitRotation | None = None
     reporter: Reporter | None = None

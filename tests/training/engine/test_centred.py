@@ -39,5 +39,12 @@ def test_it_is_the_training_of_a_centred_checkpoint(tmp_path: Path, kind: str) -
 def test_there_must_be_a_swap_and_a_table(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="swap.centre: needs a swap, and swap.scheme is none."):
         recipe(tmp_path, "swap.scheme=null", "swap.max_length=null", "swap.centre=true")
-    with pytest.raises(UnsupportedSwapError, match="LlamaForCausalLM has none: there is no mean to keep."):
+    with pytest.raises(
+        UnsupportedSwapError, match="swap.centre: .*LlamaForCausalLM has none: there is no mean.*Or swap.centre="
+    ):
         trained(tmp_path, "swap.centre=true", kind="llama")
+
+
+def test_adapters_do_not_hold_what_it_changes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="swap.centre: it changes the base's own token embeddings, which adapters do"):
+        recipe(tmp_path, "swap.centre=true", "peft.r=2")

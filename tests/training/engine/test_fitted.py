@@ -12,6 +12,8 @@ import torch
 import hf_posswap
 from hf_posswap import fit_bias, fit_rotation, patch_model, run_recipe
 from hf_posswap.errors import ConfigError, PosswapError, SchemeError, UnsupportedSwapError
+from hf_posswap.testing.tiny import tiny_model
+from hf_posswap.training import byte_tokenizer
 from tests.training.engine_runs import assert_same_weights, recipe, write_model
 
 HALF = {"name": "rope", "partial": 0.5}
@@ -76,14 +78,56 @@ def test_what_does_not_go_together_is_said_by_name(tmp_path: Path, settings: tup
 @pytest.mark.parametrize(
     ("scheme", "kind", "error", "problem"),
     [
-        ("kerple", "gpt2", ConfigError, "nothing of kerple is fitted to a table"),
+        ("kerple", "gpt2", SchemeError, "swap.fit: nothing of kerple is fitted to a table.*Or swap.fit=0"),
         ("rope", "gpt2", SchemeError, "swap.fit: .* turns whole heads.*Or swap.fit=0"),
         ("yarn:partial=0.5", "llama", UnsupportedSwapError, "swap.fit: .*LlamaForCausalLM has none.*Or swap.fit=0"),
+        ("rope:partial=0.5", "xglm", UnsupportedSwapError, "swap.fit: .*XGLMForCausalLM has none.*Or swap.fit=0"),
+        ("alibi", "xglm", UnsupportedSwapError, "swap.fit: .*XGLMForCausalLM has none.*Or swap.fit=0"),
+        ("rope:partial=0.5", "gpt_neo", UnsupportedSwapError, "swap.fit: .* has no bias.*Or swap.fit=0"),
+        ("alibi", "albert", UnsupportedSwapError, "swap.fit: .* do not run once in a forward.*Or swap.fit=0"),
+        (
+            "alibi:slopes=0.5,0.5,0.5,0.5",
+            "gpt2",
+            SchemeError,
+            "swap.fit: .*slopes .* what the fit finds.*Or swap.fit=0",
+        ),
     ],
 )
 def test_what_has_no_fit_is_refused_with_the_way_on(
     tmp_path: Path, scheme: str, kind: str, error: type[PosswapError], problem: str
 ) -> None:
-    write_model(tmp_path / kind, kind)
+    save_tiny(tmp_path / kind, kind)
     with pytest.raises(error, match=problem):
         run_recipe(recipe(tmp_path, f"swap.scheme={scheme}", "swap.fit=2", kind=kind))
+    assert not (tmp_path / "cache").exists()  # no text was read
+
+
+def save_tiny(folder: Path, kind: str) -> None:
+    """Save a tiny model of a model type, or of a kind of the training tests, with its tokenizer."""
+    if kind in ("gpt2", "llama"):
+        write_model(folder, kind)
+        return
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<mask>", "pad_token": "<pad>"})
+    hf_posswap.save(tiny_model(kind, meta=False, vocab_size=300), folder, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "problem"),
+    [
+        ("xglm", (), "swap.centre: .*XGLMForCausalLM has none.*Or swap.centre=false"),
+        ("gpt2", ("model.dtype=bfloat16",), "swap.centre: .*bfloat16.*Or swap.centre=false"),
+        ("gpt2", ("model.dtype=bfloat16", "swap.centre=false"), "swap.fit: .*bfloat16.*Or swap.fit=0"),
+    ],
+)
+def test_the_recipe_for_tables_says_at_once_what_a_model_cannot_take_of_it(
+    tmp_path: Path, kind: str, settings: tuple[str, ...], problem: str
+) -> None:
+    save_tiny(tmp_path / kind, kind)
+    given = {"swap": {"scheme": HALF, "centre": True, "fit": 2}, "objective": {"kind": "distill"}}
+    with pytest.raises(UnsupportedSwapError, match=problem):
+        run_recipe(recipe(tmp_path, *settings, kind=kind, **given))
+    assert not (tmp_path / "cache").exists()
+    if kind == "xglm":
+        finished = run_recipe(recipe(tmp_path, "swap.centre=false", "swap.fit=0", kind=kind, **given))
+        assert hf_posswap.load(finished.model).config.posswap["scheme"]["name"] == "rope"

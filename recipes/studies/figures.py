@@ -1,0 +1,144 @@
+"""The figures that `posswap advise` rests on, from the results of the studies into the package.
+
+    python -m recipes.studies.figures            # after a study was run again
+    python -m recipes.studies.figures --check    # whether the package has those of the results
+
+Nothing is measured here: every number stands in recipes/studies/results/, and each figure names its file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_posswap.advice.candidates import CANDIDATES
+from hf_posswap.advice.figures import FILE, Base, Figure
+from hf_posswap.cli.outcome import script
+from hf_posswap.errors import DataError
+from hf_posswap.patching.inspect.describe import on_meta
+from hf_posswap.quickstart.base import SHIPPED
+from hf_posswap.utils.atomic_io import read_json, write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path("recipes/studies/results")
+PACKAGED = ROOT / "hf_posswap" / "advice" / FILE
+_ADAPTED = ("adaptation", "learned-to-t5/adaptation")
+"""Results of recipes.studies.adaptation."""
+_KINDS = {"gpt2": "learned", "llama": "rope", "bert": "encoder"}
+_BEFORE_FITS = {"learned-to-rope", "distill", "to-alibi"}
+"""Recipes that had no fitted start (swap.fit) when their effects were measured: the study's remark says so."""
+
+
+def main(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail where they differ.")] = False,
+) -> None:
+    """Write the figures, or check them."""
+    made = {"figures": [figure.to_dict() for figure in collect()]}
+    if not check:
+        write_json(PACKAGED, made)
+        typer.echo(f"{len(made['figures'])} figures in {PACKAGED.relative_to(ROOT)}")
+    elif read_json(PACKAGED) != made:
+        raise DataError(f"{PACKAGED.relative_to(ROOT)} is not what the results say: python -m recipes.studies.figures")
+
+
+def collect() -> list[Figure]:
+    """Return all figures, study by study."""
+    adapted = [figure for name in _ADAPTED for figure in _adaptation(name)]
+    return [*adapted, *_effects(), *_untrained(), *_quickstart()]
+
+
+def _held(name: str) -> tuple[str, dict[str, Any]]:
+    path = RESULTS / f"{name}.json"
+    return path.as_posix(), read_json(ROOT / path)
+
+
+def _from(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what a figure takes of a difference that a study measured."""
+    return {key: found[key] for key in ("difference", "low", "high", "documents")}
+
+
+def _adaptation(name: str) -> Iterator[Figure]:
+    source, held = _held(name)
+    kinds = {candidate.recipe: kind for kind, some in CANDIDATES.items() for candidate in some}
+    for row in held["rows"]:
+        base = Base(held["base"]["name"], kinds[row["recipe"]], held["base"]["parameters"], held["base"]["window"])
+        windows = held["texts"]["tokens of a piece"] // base.window
+        shared: dict[str, Any] = {"source": source, "subject": row["recipe"], "base": base, "tokens": held["tokens"]}
+        for whose in ("base", "control"):
+            found = _from(row[f"from_sliding_{whose}"])
+            yield Figure(against="sliding window", windows=windows, whose=f"{whose}'s", **found, **shared)
+        yield Figure(against="control in the window", windows=1, **_from(row["from_control"]), **shared)
+        yield Figure(against="base in the window", windows=1, **_from(row["from_base"]), **shared)
+        yield Figure(against="same tokens alone", windows=windows, **_from(row["far_text"]), **shared)
+
+
+def _effects() -> Iterator[Figure]:
+    source, held = _held("effects")
+    for row in held["rows"]:
+        if row["measure"] == "1 - cosine" or row["recipe"] in _BEFORE_FITS:  # no loss in nats; another recipe then
+            continue
+        texts, kind = row["texts"], _KINDS[row["base"]]
+        base = Base(f"a small {row['base']}", kind, row["parameters"], texts["window"])
+        shared: dict[str, Any] = {"source": source, "subject": row["recipe"], "base": base, "tokens": row["tokens"]}
+        shared["remark"] = f"a demonstration: {row['demonstration']}" if row["demonstration"] else ""
+        yield Figure(against="control in the window", windows=1, **_from(row["in_window"]), **shared)
+        if "last_window" in row:
+            windows = texts["tokens of a piece"] // texts["window"]
+            yield Figure(against="same tokens alone", windows=windows, **_from(row["last_window"]), **shared)
+
+
+def _untrained() -> Iterator[Figure]:
+    source, held = _held("untrained")
+    for block in held["bases"]:
+        base = Base(block["name"], block["kind"], block["parameters"], block["window"])
+        for row in block["rows"]:
+            if "refused" in row:
+                continue
+            shared: dict[str, Any] = {"source": source, "subject": row["start"], "base": base, "tokens": 0}
+            shared["windows"] = row["windows"]
+            yield Figure(against="sliding window", whose="base's", **_from(row["less_sliding"]), **shared)
+            yield Figure(against="base in the window", **_from(row["in_window"]), **shared)
+
+
+def _quickstart() -> Iterator[Figure]:
+    """Give what the quickstart's page says of each swap and the sliding window of its control."""
+    path = RESULTS / "quickstart.md"
+    page = (ROOT / path).read_text(encoding="utf-8")
+    steps = re.search(r"(\d+) steps of ([\d,]+) tokens", page)
+    documents = re.search(r"on (\d+) documents", page)
+    told = re.findall(r"^- (\w+): .*sliding window of control at ([\d,]+) tokens.*$", page, re.MULTILINE)
+    if steps is None or documents is None or not told:
+        raise DataError(f"{path} is not written as this script reads it: make the two agree.")
+    shipped = on_meta(SHIPPED)
+    base = Base("the quickstart's GPT-2", "learned", shipped.num_parameters(), shipped.config.n_positions)
+    for scheme, length in told:
+        line = next(line for line in page.splitlines() if line.startswith(f"- {scheme}:"))
+        row = next(line for line in page.splitlines() if line.startswith("|") and f" {scheme} |" in line)
+        interval = re.search(r"\(([+-]?[\d.]+) to ([+-]?[\d.]+), p = [^()]*\)\.?$", line)
+        difference = re.search(rf"([+-][\d.]+) at {length.replace(',', '')}", row)
+        if interval is None or difference is None:
+            raise DataError(f"{path} is not written as this script reads it: make the two agree.")
+        yield Figure(
+            path.as_posix(),
+            {"rope": "learned-to-rope", "alibi": "to-alibi"}[scheme],
+            "sliding window",
+            base,
+            int(length.replace(",", "")) // base.window,
+            float(difference[1]),
+            float(interval[1]),
+            float(interval[2]),
+            int(steps[1]) * int(steps[2].replace(",", "")),
+            int(documents[1]),
+            whose="control's",
+            remark="rates were chosen on the same documents",
+        )
+
+
+app = script(main)
+
+if __name__ == "__main__":
+    app()
