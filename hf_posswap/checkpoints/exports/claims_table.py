@@ -1,4 +1,4 @@
-"""All claims about serving programs in one table, which `export`, `doctor` and the README read."""
+"""All claims about serving programs in one table, which `export`, `doctor` and the page on serving read."""
 
 from __future__ import annotations
 
@@ -42,18 +42,21 @@ def filled(text: str, stated: Stated, folder: str = "DIR") -> str:
         "scheme": stated.scheme,
         "model": stated.model_type,
         "type": stated.rope_type,
+        "problem": stated.unpaged,
+        "dtype": " --dtype float32" if stated.dtype == "float32" else "",
         "checked": "It is, in the exported config." if known else "Which it is here nothing tells: check it.",
     }
     return text.format(**values)
 
 
 def claims_markdown() -> str:
-    """Return the table for the README."""
+    """Return the table for the page on serving."""
     head = ["program", "positions", "models", "verdict", "why, and what to type", "known from"]
     lines = [_line(head), _line(["---"] * len(head))]
     names = {name: "{" + name + "}" for name in ("folder", "length", "original", "window", "group", "scheme", "model")}
     shown = names | {"folder": "DIR", "length": "LENGTH", "original": "ORIGINAL", "window": "W", "group": "N"}
-    shown |= {"scheme": "the scheme", "model": "model", "type": "it", "checked": ""}
+    shown |= {"scheme": "the scheme", "model": "model", "type": "it", "checked": "", "dtype": ""}
+    shown["problem"] = "it says why"
     for target, claims in CLAIMS.items():
         for claim in claims:
             why = claim.why.format(**shown).strip()

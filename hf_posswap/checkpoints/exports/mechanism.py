@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hf_posswap.errors import UnsupportedModelError
+from hf_posswap.patching.inspect.describe import model_class_of
+from hf_posswap.patching.inspect.paged import paged_problem
+from hf_posswap.patching.inspect.recorded import recorded_plan
 from hf_posswap.patching.record.record import SwapRecord, native_config_class
 
 Kind = Literal["plugin", "table", "rope"]
@@ -27,6 +30,9 @@ class Stated:
         settings: that scheme's fields; {} where there is none.
         rotates: for each layer, whether it rotates, where the config says so layer by layer; () elsewhere.
         window: of sliding attention, in tokens; None where all layers see all.
+        unpaged: for "plugin", why a program with a paged cache and kernels of its own cannot compute it with
+            hf_posswap beside it, as the rest of a sentence; None: it can.
+        dtype: of the weights, as the config names it; None where it does not.
     """
 
     kind: Kind
@@ -38,6 +44,8 @@ class Stated:
     settings: dict[str, Any] = field(default_factory=dict)
     rotates: tuple[bool, ...] = ()
     window: int | None = None
+    unpaged: str | None = None
+    dtype: str | None = None
 
     @property
     def rope_type(self) -> str:
@@ -78,7 +86,7 @@ def stated(config: Any) -> Stated:
 
     Raises:
         UnsupportedModelError: it has rope parameters for each layer type, or neither rope parameters nor a length.
-        RecordError: its record cannot be read.
+        RecordError: its record cannot be read, or not be carried out.
     """
     values = getattr(config, "posswap", None)
     record = None if values is None else SwapRecord.from_dict(values)
@@ -98,7 +106,19 @@ def stated(config: Any) -> Stated:
     model_type = config.model_type if record is None else record.base_type
     settings = {} if record is None else dict(record.scheme)
     rotates = tuple(bool(layer) for layer in getattr(config, "no_rope_layers", None) or ())  # 1 there: it rotates
-    return Stated(kind, model_type, {} if plugin else rope, length, original, name, settings, rotates, _window(config))
+    return Stated(
+        kind,
+        model_type,
+        {} if plugin else rope,
+        length,
+        original,
+        name,
+        settings,
+        rotates,
+        _window(config),
+        paged_problem(recorded_plan(config, model_class_of(config))[1]) if plugin else None,
+        str(config.dtype).removeprefix("torch.") if getattr(config, "dtype", None) is not None else None,
+    )
 
 
 def _window(config: Any) -> int | None:

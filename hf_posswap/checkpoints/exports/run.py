@@ -66,8 +66,8 @@ def export(
 ) -> Export:
     """Return what the program `target` makes of the positions of a checkpoint, and write it as the program wants it.
 
-    The verdict is a row of a table (the README has it), which says of which version it is and whether that was run or
-    read. Whether a program has the model's class at all is not judged.
+    The verdict is a row of a table (the page on serving has it), which says of which version it is and whether that was
+    run or read. Whether a program has the model's class at all is not judged.
 
     Args:
         source: a folder; a Hub id where nothing is to be written.
@@ -166,7 +166,7 @@ def _held(source: Path) -> dict[str, Any]:
 def _wanted(held: dict[str, Any], found: Stated, judgement: Judgement, target: str) -> dict[str, Any]:
     """Return `held`, a config.json, with what the program wants."""
     wanted = copy.deepcopy(held)
-    if target != "transformers":
+    if target != "transformers" and found.kind != "plugin":
         wanted.pop("posswap", None)  # the record would no longer be what the config says
     if found.kind == "rope":
         rope = found.rope | judgement.rope

@@ -1,0 +1,137 @@
+"""What vLLM refuses before it serves: swapped checkpoints that it would compute wrongly, each by name."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from hf_posswap.checkpoints.exports.mechanism import Stated, stated
+from hf_posswap.errors import PositionRangeError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.patching.inspect.describe import model_class_of
+from hf_posswap.patching.inspect.paged import mechanisms_of, paged_problem
+from hf_posswap.patching.inspect.recorded import recorded_plan
+from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.patching.record.record import native_config_class
+from hf_posswap.patching.record.refusals import architecture_of, stock_name
+from hf_posswap.serving.head import head_problem
+from hf_posswap.serving.versions import version_problem
+
+_EXPORT = "posswap export DIR --target vllm says what vLLM makes of a checkpoint."
+
+
+def install_guard() -> None:
+    """Make vLLM ask `refuse_unservable` of each config that it is about to serve; once in a process."""
+    import vllm
+    from vllm.config import VllmConfig
+
+    native = VllmConfig.try_verify_and_update_config
+    if hasattr(native, "__wrapped__"):
+        return
+
+    @functools.wraps(native)
+    def verify(self: Any) -> Any:
+        if self.model_config is not None:
+            refuse_unservable(self, vllm.__version__)
+        return native(self)
+
+    VllmConfig.try_verify_and_update_config = verify
+
+
+def refuse_unservable(vllm_config: Any, version: str) -> None:
+    """Refuse a checkpoint that carries a swap and that vLLM would not compute as hf_posswap does.
+
+    Args:
+        vllm_config: what vLLM is about to serve, a `VllmConfig`.
+        version: of vLLM.
+
+    Raises:
+        UnsupportedSwapError: why, and what to do instead.
+        RecordError: its record cannot be carried out.
+    """
+    model = vllm_config.model_config
+    config = model.hf_config
+    if getattr(config, "posswap", None) is None:
+        return
+    config_class: Any = type(config)
+    if native_config_class(config) is config_class:
+        _refuse_native(model, config)
+        return
+    model_class = model_class_of(config)
+    plan = recorded_plan(config, model_class)[1]
+    problem = version_problem(version) or paged_problem(plan) or _option_problem(vllm_config, plan)
+    problem = problem or length_problem(plan, model.max_model_len, model.dtype) or head_problem(model_class, config)
+    if problem is not None:
+        raise UnsupportedSwapError(
+            f"vLLM cannot serve {plan.model} swapped to {plan.named}: {problem}. What works: hf_posswap.load and "
+            f"generate; posswap to-native where a stock model is exact. {_EXPORT}"
+        )
+
+
+def _refuse_native(model: Any, config: Any) -> None:
+    """Refuse a checkpoint that stock transformers runs, whose rotation vLLM would compute wrongly."""
+    try:
+        found = stated(config)
+    except UnsupportedModelError:  # rope parameters for each layer type: none of those is known to be wrong
+        return
+    problem = rope_problem(found, model.max_model_len, is_own=not model.using_transformers_backend())
+    if problem is not None:
+        raise UnsupportedSwapError(f"vLLM cannot serve {model.architecture} as it is swapped: {problem} {_EXPORT}")
+
+
+def rope_problem(found: Stated, length: int, *, is_own: bool) -> str | None:
+    """Return why vLLM cannot serve texts of `length` tokens with a stock model's rotation, in a sentence, or None.
+
+    Args:
+        found: what its config states.
+        length: the longest that is served, in tokens.
+        is_own: whether vLLM has a class of its own for the model; otherwise transformers' code runs in vLLM.
+    """
+    follows = found.rope_type == "dynamic" or (found.rope_type == "longrope" and not found.fixed_list)
+    if not follows or found.original is None or length <= found.original:
+        return None
+    if found.rope_type == "dynamic":
+        return (
+            f"beyond {found.original} tokens its angles follow the length (dynamic), where vLLM gives NaN, or mixes up "
+            f"the texts of a batch. Give --max-model-len {found.original}, or swap to yarn or ntk."
+        )
+    if is_own:
+        return None
+    return (
+        "its angles are of two lists (longrope), and vLLM's Transformers backend chooses one for all texts of a batch. "
+        f"Give --max-model-len {found.original}, or --model-impl vllm, or swap to longrope with pin=LENGTH."
+    )
+
+
+def _option_problem(vllm_config: Any, plan: SwapPlan) -> str | None:
+    """Return which of vLLM's options is not for a checkpoint swapped by `plan`, or None."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if model.architecture != architecture_of(stock_name(plan.model)):
+        return f"it would run as {model.architecture}, without the swap: leave --model-impl and --hf-overrides out"
+    if model.runner_type != "generate":
+        return "it is served for generating text alone, not for embeddings or classes"
+    if parallel.world_size > 1:
+        return "it is served by one device alone (--tensor-parallel-size 1 --pipeline-parallel-size 1)"
+    if model.is_moe or model.use_mla:
+        return "experts and latent attention (MLA) are not served"
+    return None
+
+
+def length_problem(plan: SwapPlan, length: int, dtype: torch.dtype) -> str | None:
+    """Return why texts of `length` tokens cannot be served in `dtype`, or None.
+
+    Positions that a scheme has no place for raise in the midst of serving, and vLLM ends at any error there.
+    """
+    if not plan.unbounded and length > plan.max_length:
+        return f"it is made for {plan.max_length} tokens, and has an end: give --max-model-len {plan.max_length}"
+    ends = torch.tensor([[0, length - 1]])  # [1, Q]
+    for _, _, mechanism in mechanisms_of(plan):
+        if not mechanism.rotates:
+            continue
+        table = mechanism.prepare(ends, ends.new_full((1, 1, 1, 1), length))
+        try:
+            mechanism.rotate_key(torch.zeros(1, 1, 2, mechanism.head_dim, dtype=dtype), table)
+        except PositionRangeError as error:
+            return f"texts of {length} tokens are too long: {error}".rstrip(".")
+    return None

@@ -1,0 +1,35 @@
+"""The entry point by which vLLM finds hf_posswap, in each of its processes."""
+
+from __future__ import annotations
+
+import logging
+
+MODEL = "hf_posswap.serving.vllm_model:PosswapForCausalLM"
+"""Where vLLM finds the class of swapped models."""
+
+_logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make vLLM know the names that `architectures` of swapped checkpoints has, and refuse what it cannot serve.
+
+    vLLM calls it in each process, before any config is read, and would end with any error that came from here: where
+    this vLLM has not what the plugin goes by, it is logged, and swapped checkpoints stay unknown to vLLM, which refuses
+    them.
+    """
+    try:
+        _register()
+    except Exception:
+        _logger.exception("hf_posswap cannot serve swapped checkpoints in this vLLM: they stay refused.")
+
+
+def _register() -> None:
+    from vllm import ModelRegistry
+
+    from hf_posswap.compat.transformers_auto import class_names
+    from hf_posswap.patching.record.refusals import architecture_of
+    from hf_posswap.serving.guard import install_guard
+
+    install_guard()
+    for name in set(class_names("CAUSAL_LM").values()):
+        ModelRegistry.register_model(architecture_of(name), MODEL)
