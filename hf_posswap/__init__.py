@@ -24,4 +24,11 @@ def _register(auto_config: Any) -> None:
     register(auto_config)
 
 
+def _let_torch_load(serialization: Any) -> None:
+    from hf_posswap.utils.refused_weights import let_torch_load
+
+    let_torch_load(serialization)
+
+
+after_import("torch.serialization", ready="add_safe_globals", action=_let_torch_load)
 after_import("transformers.models.auto.configuration_auto", ready="AutoConfig", action=_register)

@@ -25,10 +25,10 @@ LAYERS = (
     {"testing"},
     {"patching"},
     {"checkpoints", "plotting"},
-    {"training", "evaluation", "report"},
+    {"training", "evaluation", "report", "serving"},
     {"comparison", "search"},
-    {"adapting"},
-    {"harness"},
+    {"adapting", "advice"},
+    {"harness", "explorer"},
     {FACADE},  # the public names
     {"quickstart", "selfcheck"},
     {"cli"},
@@ -49,7 +49,7 @@ SHARED = LAYERS[0] | LAYERS[2]
 # What design and size keep out of each part, beyond the order of the layers.
 FORBIDDEN = {"schemes": {"transformers"}}
 OPTIONAL = {
-    "peft", "datasets", "accelerate", "matplotlib", "lm_eval", "liger_kernel", "sentence_transformers", "gguf",
+    "peft", "datasets", "accelerate", "matplotlib", "lm_eval", "liger_kernel", "sentence_transformers", "gguf", "vllm",
 }  # fmt: skip
 HEAVY = OPTIONAL | {"typer", "rich"}
 
@@ -267,7 +267,7 @@ def test_every_import_is_a_declared_dependency() -> None:
         *project["dependencies"],
         *(
             line
-            for extra in ("train", "plot", "lm-eval", "sentences", "fused", "gguf", "serving-tests")
+            for extra in ("train", "plot", "lm-eval", "sentences", "fused", "gguf", "vllm", "serving-tests")
             for line in extras[extra]
         ),
     ]

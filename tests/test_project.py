@@ -1,10 +1,8 @@
-"""The project as a whole: what the README prints is so, the public names are documented, no file leaks a machine."""
+"""The project as a whole: the CI runs the README's commands, public names are documented, no file leaks a machine."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import re
 import subprocess
 import tomllib
@@ -25,9 +23,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 # Folders of one machine, and the data beside the project, which only conftest.py may look for.
 MACHINE = re.compile(r"(?<![\w.~-])/(?:work|root|home|tmp|opt|Users|mnt)/|\.\./shared")
 CALLED = (FunctionType, classmethod, staticmethod, property)
-EXAMPLE = re.compile(r"<!-- example -->\n+```python\n(.*?)```\n+```text\n(.*?)```\n+<!-- /example -->", re.DOTALL)
-EXAMPLES = EXAMPLE.findall(README)
-INCLUDE = re.compile(r"<!-- file: (\S+) -->\n+```python\n(.*?)```", re.DOTALL)
 
 
 def tracked_files() -> list[Path]:
@@ -95,15 +90,6 @@ def test_the_top_level_holds_only_what_belongs_there() -> None:
     assert {name for name in names if not name.startswith(".")} == allowed
 
 
-@pytest.mark.parametrize("page", ["README.md", "tests/README.md", ".github/CONTRIBUTING.md", ".github/CHANGELOG.md"])
-def test_links_and_paths_in_the_pages_lead_somewhere(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
-    assert [link for link in links if link and not (ROOT / page).parent.joinpath(link).exists()] == []
-    paths = re.findall(r"`((?:hf_posswap|recipes|tests|\.ci)/[\w./-]+)`", text)
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
 def test_hooks_run_what_the_development_tools_hold() -> None:
     installed = {re.split(r"[^\w-]", line)[0] for line in PROJECT["optional-dependencies"]["dev"]}
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
@@ -112,28 +98,9 @@ def test_hooks_run_what_the_development_tools_hold() -> None:
     assert {hook["language"] for hook in hooks} == {"system"}, "a hook that downloads its tool may differ from the CI"
 
 
-def test_the_readme_has_examples() -> None:
-    assert EXAMPLES, "the README needs a python block and a text block between its example markers"
-    assert len(EXAMPLES) == README.count("<!-- example -->")
-
-
-@pytest.mark.parametrize(("code", "shown"), EXAMPLES, ids=lambda part: "")
-def test_the_readmes_examples_print_what_they_show(code: str, shown: str) -> None:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
-    assert printed.getvalue().rstrip() == shown.rstrip()
-
-
-def test_the_readme_shows_files_as_they_are() -> None:
-    shown = INCLUDE.findall(README)
-    assert shown, "the README shows the tested toys of a scheme and of a family under <!-- file: PATH --> lines"
-    for path, code in shown:
-        assert code == (ROOT / path).read_text(encoding="utf-8"), f"README.md shows an old {path}"
-
-
 def test_the_support_table_is_there() -> None:
-    table = README.partition("<!-- support table -->")[2].partition("<!-- /support table -->")[0]
+    page = (ROOT / ".docs" / "pages" / "support.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- support table -->")[2].partition("<!-- /support table -->")[0]
     assert "| scheme | kind | promises |" in table, "run the light contract, then python recipes/support_table.py"
 
 

@@ -32,6 +32,7 @@ MAY_LOAD = {
     "search": PATCHING | {"search", "evaluation", "text"},
     "training": CHECKPOINTS | {"training"},
     "adapting": {"adapting", "utils"},
+    "advice": CHECKPOINTS | {"advice", "evaluation", "search", "training"},
 }
 """Parts of the package that a name may load, by the part that is its home."""
 

@@ -129,7 +129,7 @@ print(model(torch.arange(40)[None]).logits.double().sum().item())
 
 
 def test_a_scheme_of_an_installed_package_does_all_that_others_do(tmp_path: Path) -> None:
-    """The README's toy, in a package of its own: listed, patched in, saved, loaded, and missed where it is not."""
+    """The toy of the pages, in a package of its own: listed, patched in, saved, loaded, and missed where it is not."""
     source = (ROOT / "tests" / "toys" / "window_toll.py").read_text(encoding="utf-8")
     (tmp_path / "site").mkdir()
     install(tmp_path / "site", "posswap_window_toll", "hf_posswap.schemes", "posswap_window_toll", source)

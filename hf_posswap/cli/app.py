@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from hf_posswap.cli import (
+    advising,
     comparing,
     doctor,
     evaluating,
@@ -71,6 +72,7 @@ def posswap(
 app.command()(listing.schemes)
 app.command()(listing.families)
 app.command(cls=SchemeCommand)(swapping.explain)
+app.command()(advising.advise)
 app.command(cls=SchemeCommand)(show.show)
 app.command(cls=SchemeCommand)(swapping.patch)
 app.command()(to_native.to_native)

@@ -21,6 +21,7 @@ from hf_posswap.cli.arguments import (
     source_of,
 )
 from hf_posswap.cli.completing import scheme_names
+from hf_posswap.cli.explaining import write_explanation
 from hf_posswap.cli.outcome import Code
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
 from hf_posswap.cli.target import checked_target, load_processor
@@ -33,7 +34,14 @@ if TYPE_CHECKING:
 
 
 def explain(
-    model: Model,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder with a checkpoint, or a Hub id; with --html it may be left out.",
+            show_default=False,
+        ),
+    ] = None,
     scheme: Annotated[
         str | None,
         typer.Argument(
@@ -46,6 +54,18 @@ def explain(
     max_length: MaxLength = None,
     site: SiteOption = Site.auto,
     relative: RelativeOption = None,
+    html: Annotated[
+        bool,
+        typer.Option(
+            "--html",
+            help="Write an interactive page that needs no network: what schemes do, drawn anew as sliders move; with "
+            "MODEL its plan, memory, cost, and the programs that honour the result.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="The page of --html.  [default: positions.html]"),
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
@@ -56,7 +76,16 @@ def explain(
     why not. With SCHEME it shows the plan, or the reason against it (exit code 3).
 
     Example: posswap explain meta-llama/Llama-3.2-1B yarn:factor=4
+
+    Example: posswap explain --html -o positions.html
     """
+    if html:
+        how = _how(max_length, site, relative)
+        return write_explanation(model, scheme, how, out, json=json, trust_remote_code=trust_remote_code)
+    if out is not None:
+        raise OptionError(f"--out {out} is for the page of --html: give both, or neither.")
+    if model is None:
+        raise OptionError("give a MODEL: a folder with a checkpoint, or a Hub id. posswap explain --html needs none.")
     if scheme is None and (max_length is not None or site is not Site.auto or relative is not None):
         said = "--max-length, --site and --relative say how to put in a scheme"
         raise OptionError(f"{said}: name one after MODEL.")

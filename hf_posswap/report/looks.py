@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+
 from hf_posswap.plotting.styles import SLIDING, STYLES, is_dashed, style_of
 from hf_posswap.report.markup import Markup, tag
 
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""What a page may load: nothing that is not in it."""
 _DASH = "M-6,0H6"
 
 
@@ -43,3 +47,8 @@ def colours() -> Markup:
     classes = " ".join(f".c{number} {{ --c: var(--c{number}); }}" for number in range(len(STYLES)))
     on_dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
     return Markup(f":root {{ {light} }}\n{on_dark}\n{classes}\n")
+
+
+def style_sheet() -> Markup:
+    """Return the style sheet of every page: the models' colours, and what a report looks like."""
+    return Markup(colours() + files("hf_posswap.report").joinpath("page.css").read_text(encoding="utf-8"))

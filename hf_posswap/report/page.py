@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.report.extras import cost, method, needles, protocols, tasks
-from hf_posswap.report.looks import colours
+from hf_posswap.report.looks import POLICY, style_sheet
 from hf_posswap.report.markup import Markup, json_script, tag
 from hf_posswap.report.sections import gain, offsets, perplexity, positions, retrieval
 from hf_posswap.report.verdicts import findings, overview, short_context
@@ -18,7 +18,6 @@ from hf_posswap.utils.atomic_io import write_text
 KIND, SCHEMAS = "hf_posswap evaluation", (1, 2)
 PAGE = "report.html"
 """The name of the page beside results.json."""
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _SECTIONS = (
     findings,
     perplexity,
@@ -89,12 +88,12 @@ def _page(results: dict[str, Any]) -> str:
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("link", rel="icon", href="data:,"),
         tag("title", f"{title}: hf_posswap"),
-        tag("style", colours(), _asset("page.css")),
+        tag("style", style_sheet()),
     )
     gaps = [f"{metric} was not measured: {why}" for metric, why in common_gaps(results)]
     notes = [tag("p", note, class_="warning") for note in [*results["notes"], *gaps]]

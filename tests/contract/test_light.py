@@ -1,4 +1,4 @@
-"""The light contract on every class; what it finds is written to support/, from which the README's table is made."""
+"""The light contract on every class; what it finds is written to support/, from which the support table is made."""
 
 from __future__ import annotations
 

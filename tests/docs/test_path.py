@@ -1,12 +1,9 @@
-"""The README's path, from a model to what is pushed, run as it is printed: on a tiny GPT-2 and with fewer steps."""
+"""The path of recipes.md, from a model to what is pushed, run as printed: on a tiny GPT-2 and with fewer steps."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,17 +13,17 @@ from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 import hf_posswap
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer
+from tests.docs.pages import blocks
+from tests.docs.place import environment
 
-ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-(PATH,) = re.findall(r"<!-- path -->\n```bash\n(.*?)```", README, re.DOTALL)
+(PATH,) = (block.code for block in blocks("path"))
 STEPS = "training.max_steps=1000"
 WINDOW = 1024
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Return a folder with the model and the texts that the README's path names."""
+    """Return a folder with the model and the texts that the path names."""
     set_seed(0)
     words = byte_tokenizer()
     small = {"vocab_size": len(words), "bos_token_id": 256, "eos_token_id": 256}
@@ -44,11 +41,9 @@ def place(tmp_path: Path) -> Path:
 @pytest.mark.timeout(1500)
 def test_from_a_model_to_what_is_pushed(place: Path) -> None:
     assert PATH.count(STEPS) == 1
-    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    environment = os.environ | paths | {"HF_POSSWAP_CACHE": str(place / "cache"), "COLUMNS": "200"}
     command = PATH.replace(STEPS, "training.max_steps=2 training.warmup_steps=1")
     run = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command], cwd=place, env=environment, capture_output=True, text=True
+        ["bash", "-euo", "pipefail", "-c", command], cwd=place, env=environment(place), capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr[-3000:]
     plan = hf_posswap.swap_plan(hf_posswap.load(place / "rope" / "model"))

@@ -1,9 +1,8 @@
-"""The README's loops of other libraries, run as they are printed, on tiny models and this Python's own text."""
+"""The loops of other libraries in loops.md, run as they are printed, on tiny models and this Python's own text."""
 
 from __future__ import annotations
 
 import json
-import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,16 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, set
 import hf_posswap
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer
+from tests.docs.pages import blocks
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
-LOOPS = dict(re.findall(r"<!-- loop: ([\w-]+) -->\n```python\n(.*?)```", README, re.DOTALL))
+LOOPS = {block.detail: block.code for block in blocks("loop")}
 NEEDS = {"trl": "trl", "sentences": "sentence_transformers", "lm-eval": "lm_eval"}
 WINDOW = 64
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the working folder, with the model, the encoder, the texts and the task that the README's loops name."""
+    """Return the working folder, with the model, the encoder, the texts and the task that the loops name."""
     set_seed(0)
     words = byte_tokenizer()
     small = {"vocab_size": len(words), "bos_token_id": 256, "eos_token_id": 256}
@@ -67,12 +66,12 @@ def encoder(folder: Path) -> None:
 
 
 def run(name: str) -> dict[str, Any]:
-    """Return the names that the README's loop `name` leaves behind; skip, loudly, where its library is missing."""
+    """Return the names that the loop `name` leaves behind; skip, loudly, where its library is missing."""
     if find_spec(NEEDS.get(name, "torch")) is None:
-        pytest.skip(f"{NEEDS[name]} is not installed: the README's loop with it is not tested")
+        pytest.skip(f"{NEEDS[name]} is not installed: the loop with it is not tested")
     names: dict[str, Any] = {"__name__": "__main__"}
     for part in ("start", name):
-        exec(compile(LOOPS[part], f"README.md, loop {part}", "exec"), names)
+        exec(compile(LOOPS[part], f"loops.md, loop {part}", "exec"), names)
     return names
 
 

@@ -1,0 +1,20 @@
+"""The regions of pages that are generated when the site is built: `<!-- generated: NAME -->` in a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from generated import command, error_list, images, pictures, public_names, recipes, schemes, walks
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "api": public_names.render,
+    "command": command.render,
+    "errors": error_list.render,
+    "images": images.render,
+    "pictures": pictures.render,
+    "recipes": recipes.render,
+    "schemes": schemes.render,
+    "traits": schemes.traits,
+    "walks": walks.render,
+}
+"""By name, what writes the region, as Markdown."""

@@ -1,0 +1,58 @@
+"""Which page of the site stands for which file of the repository, and links between files made links between pages."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ".docs/pages"
+_RESULTS = "recipes/studies/results"
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+
+PAGE_OF: dict[str, str] = {
+    "README.md": "index.md",
+    ".github/CHANGELOG.md": "changelog.md",
+    ".github/CONTRIBUTING.md": "contributing.md",
+    "tests/README.md": "tests.md",
+    f"{_RESULTS}/quickstart.md": "results/quickstart.md",
+    f"{_RESULTS}/adaptation.md": "results/adaptation.md",
+    f"{_RESULTS}/learned-to-t5/adaptation.md": "results/learned-to-t5.md",
+    f"{_RESULTS}/starts.md": "results/starts.md",
+    f"{_RESULTS}/effects.md": "results/effects.md",
+    "recipes/bench/results/table.md": "results/bench.md",
+    **{f"{PAGES}/{path.name}": path.name for path in sorted((ROOT / PAGES).glob("*.md"))},
+}
+"""Files of the repository, and the pages of the site that are made of them."""
+
+PICTURE_OF = {f"{_RESULTS}/{path.name}": f"results/{path.name}" for path in sorted((ROOT / _RESULTS).glob("*.png"))}
+"""Pictures of the repository, and where the site has them."""
+
+
+def source_of(page: str) -> str:
+    """Return the file of the repository that the site's `page` is made of."""
+    return next(source for source, place in PAGE_OF.items() if place == page)
+
+
+def led_on(markdown: str, source: str, place: str) -> str:
+    """Return the text of the file `source`, which is the site's page `place`, with links to pages of the site.
+
+    A link to a file that is no page keeps its words and loses its target. Code is left alone.
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        mark, words, link = found.groups()
+        if "://" in link or link.startswith(("#", "mailto:")):
+            return found[0]
+        path, hash_, anchor = link.partition("#")
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        if not (ROOT / file).exists():
+            return found[0]  # mkdocs will say that it leads nowhere
+        target = PAGE_OF.get(file) or PICTURE_OF.get(file)
+        if target is None:
+            return words
+        return f"{mark}[{words}]({posixpath.relpath(target, posixpath.dirname(place) or '.')}{hash_}{anchor})"
+
+    return "".join(part if part.startswith("```") else _LINK.sub(replaced, part) for part in _FENCE.split(markdown))

@@ -1,0 +1,1 @@
+"""What to use for which model, length and budget: rules that rest on the project's own measured figures."""

@@ -1,0 +1,136 @@
+"""What could be done about a model's length: schemes without training, and recipes, by the kind of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hf_posswap.advice.case import Case, Kind
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to read farther.
+
+    Attributes:
+        subject: of its figures.
+        title: in words.
+        scheme: as a command takes it, for a case.
+        recipe: that trains it; None: nothing is trained.
+        swap: keys of the recipe that say the swap, for a case.
+        windows: lengths of training in windows of the base; None: the whole length is read in training.
+        plan: scheme to plan with where `scheme` needs the weights' values.
+        fitted: whether only Python does it: a fit comes before the swap.
+    """
+
+    subject: str
+    title: str
+    scheme: Callable[[Case], str]
+    recipe: str | None = None
+    swap: Callable[[Case], tuple[str, ...]] = lambda case: ()
+    windows: int | None = None
+    plan: str | None = None
+    fitted: str = ""
+
+
+def _named(name: str) -> Callable[[Case], str]:
+    return lambda case: name
+
+
+def _scaled(name: str) -> Callable[[Case], str]:
+    return lambda case: f"{name}:factor={case.factor}"
+
+
+def _factor(case: Case) -> tuple[str, ...]:
+    return (f"swap.scheme.factor={case.factor}",)
+
+
+def _length(case: Case) -> tuple[str, ...]:
+    return (f"swap.max_length={case.length}",)
+
+
+_ROPE = (
+    *(
+        Candidate(name, f"{name} without training", _scaled(name))
+        for name in ("yarn", "ntk_by_parts", "ntk", "linear", "dynamic")
+    ),
+    *(Candidate(name, f"{name} without training", _named(name)) for name in ("self_extend", "rerope", "dual_chunk")),
+    Candidate("yarn", "YaRN, trained at the new length", _scaled("yarn"), "yarn", _factor),
+    Candidate(
+        "abf", "RoPE with a base of 500000, trained at the new length", _named("rope:base=500000"), "abf", _length
+    ),
+    Candidate("linear", "linear interpolation, trained at the new length", _scaled("linear"), "linear", _factor),
+    Candidate(
+        "pose", "linear interpolation, trained on short windows (PoSE)", _scaled("linear"), "pose", _factor, windows=1
+    ),
+)
+_FITTED = "fit_bias after centre_table, from Python"
+_LEARNED = (
+    Candidate("t5, fitted", "T5's bias fitted to the table, without training", _named("t5"), fitted=_FITTED),
+    Candidate("alibi, fitted", "ALiBi fitted to the table, without training", _named("alibi"), fitted=_FITTED),
+    Candidate(
+        "rope, fitted",
+        "RoPE in half of each head fitted to the table, without training",
+        _named("rope:partial=0.5"),
+        fitted="fit_rotation after the swap, from Python",
+    ),
+    Candidate("learned, tiled", "the table repeated, without training", _named("learned:extend=tile")),
+    Candidate(
+        "sinusoidal, ridge 100",
+        "sinusoids fitted to the table, without training",
+        _named("sinusoidal:ridge=100"),
+        plan="sinusoidal:scale=1",
+    ),
+    Candidate(
+        "learned-to-rope",
+        "RoPE in half of each head, fitted and trained with the base as teacher",
+        _named("rope:partial=0.5"),
+        "learned-to-rope",
+        _length,
+        windows=8,
+    ),
+    Candidate(
+        "to-alibi",
+        "ALiBi, fitted and trained with the base as teacher",
+        _named("alibi"),
+        "to-alibi",
+        _length,
+        windows=8,
+    ),
+    Candidate(
+        "learned-to-t5",
+        "T5's bias, fitted and trained with the base as teacher",
+        _named("t5"),
+        "learned-to-t5",
+        _length,
+        windows=8,
+    ),
+    Candidate(
+        "learned-to-sinusoidal",
+        "a sinusoidal table, fitted and trained with the base as teacher",
+        _named("sinusoidal:ridge=100"),
+        "learned-to-sinusoidal",
+        _length,
+        windows=8,
+        plan="sinusoidal:scale=1",
+    ),
+)
+_ENCODER = (
+    Candidate("encoder-mlm", "RoPE, trained on masked tokens", _named("rope"), "encoder-mlm", _length, windows=1),
+    Candidate(
+        "embedding",
+        "RoPE, trained to keep the vectors of the unswapped encoder",
+        _named("rope"),
+        "embedding",
+        _length,
+        windows=1,
+    ),
+)
+CANDIDATES: dict[Kind, tuple[Candidate, ...]] = {
+    "learned": _LEARNED,
+    "rope": _ROPE,
+    "encoder": _ENCODER,
+    "unlimited": (),
+    "other": (),
+}
+"""By the kind of the model, in no order: figures make the order."""

@@ -1,0 +1,143 @@
+"""What advice is asked for: the model, read from its config alone, the length, the budget, the serving program."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hf_posswap.checkpoints.exports.rules import TARGETS
+from hf_posswap.errors import AlreadyPatchedError, OptionError, UnknownNameError, UnsupportedModelError
+from hf_posswap.evaluation.reach import reach_of
+from hf_posswap.families.locating import locate
+from hf_posswap.patching.inspect.describe import PositionReport, describe_positions, model_class_of, on_meta
+
+Kind = Literal["learned", "rope", "encoder", "unlimited", "other"]
+_WRITTEN = "MODEL"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question.
+
+    Attributes:
+        name: of the model as it is typed in a command.
+        model: without weights, on meta.
+        report: of its positions.
+        kind: "learned": a causal model with a learned table; "rope": one with RoPE; "encoder": sees both sides, of
+            limited length; "unlimited": its own mechanism runs at any length; "other": what else.
+        parameters: how many numbers it has.
+        length: tokens that it is to read.
+        budget: tokens that may be trained on; 0: none.
+        serve: program that is to serve it; None: hf_posswap itself.
+    """
+
+    name: str
+    model: Any
+    report: PositionReport
+    kind: Kind
+    parameters: int
+    length: int
+    budget: int
+    serve: str | None
+
+    @property
+    def window(self) -> int:
+        """Its original length, in tokens."""
+        return self.report.limit
+
+    @property
+    def windows(self) -> float:
+        """How many of its windows it is to read."""
+        return self.length / self.window
+
+    @property
+    def factor(self) -> str:
+        """`windows` as a scheme's field has it."""
+        return f"{math.ceil(1000 * self.windows) / 1000:g}"
+
+    def fresh(self) -> Any:
+        """Return another model without weights, to be changed."""
+        return on_meta(copy.deepcopy(self.model.config))
+
+
+def read_case(model: Any, length: int, budget: float | None, serve: str | None) -> Case:
+    """Return the question, checked.
+
+    Args:
+        model: a model, its config, a class of transformers or its name, a folder with a config.json, or a Hub id.
+        length: tokens.
+        budget: tokens; None: 0.
+        serve: a name in `TARGETS`; None: nothing is said of programs.
+
+    Raises:
+        OptionError: an impossible length or budget, or a class that is neither of a model nor of a config.
+        UnknownNameError: no such program.
+        CheckpointError: `model` names no readable config.
+        RemoteCodeError: it names one that needs code: none is run.
+        UnsupportedModelError: no family describes the model, or it reads images.
+        AlreadyPatchedError: it carries a swap.
+    """
+    if isinstance(length, bool) or not isinstance(length, int) or length < 2:
+        raise OptionError(f"length is a whole number of tokens of at least 2, got {length!r}.")
+    if budget is not None and not (math.isfinite(budget) and budget >= 0):
+        raise OptionError(f"budget is a number of tokens of at least 0, got {budget!r}.")
+    if serve is not None and serve not in TARGETS:
+        raise UnknownNameError("program", serve, TARGETS)
+    name, source = named_source(model)
+    skeleton = on_meta(source)
+    report = describe_positions(skeleton)
+    if report.swapped is not None:
+        raise AlreadyPatchedError(
+            f"{report.model} already carries {report.swapped}: ask about the model without that swap. posswap explain "
+            "tells what it has, posswap compare what it is worth."
+        )
+    if locate(skeleton).main.inputs != "text":
+        raise UnsupportedModelError(f"{report.model} reads images: advice is of texts and their lengths in tokens.")
+    count = int(skeleton.num_parameters())
+    return Case(name, skeleton, report, _kind(skeleton, report), count, length, int(budget or 0), serve)
+
+
+def named_source(model: Any) -> tuple[str, Any]:
+    """Return the model's name for commands, and what it is read from: no code but that of transformers is run."""
+    import transformers
+
+    if isinstance(model, str) and "/" not in model and not Path(model).expanduser().is_dir():
+        model = getattr(transformers, model, model) if model[:1].isupper() else model
+    if isinstance(model, str | Path):
+        return str(model), model
+    if not isinstance(model, type):
+        return _written(getattr(getattr(model, "config", model), "name_or_path", "")), model
+    if issubclass(model, transformers.PreTrainedModel):
+        config: Any = model.config_class
+        return _WRITTEN, _with_class(config(), model)
+    if issubclass(model, transformers.PreTrainedConfig):
+        return _WRITTEN, model()
+    raise OptionError(f"{model.__name__} is a class of neither a model nor a config of transformers.")
+
+
+def _written(path: Any) -> str:
+    return str(path) if path else _WRITTEN
+
+
+def _with_class(config: Any, model_class: type) -> Any:
+    """Return the default config of a class, that class named in it."""
+    config.architectures = [model_class.__name__]
+    if model_class_of(config) is not model_class:
+        raise OptionError(f"{model_class.__name__} is no class of transformers that a config can name.")
+    return config
+
+
+def _kind(model: Any, report: PositionReport) -> Kind:
+    several = len(locate(model).stacks) > 1
+    if several or model.config.is_encoder_decoder:
+        return "unlimited" if reach_of(model).limit is None and report.sites["rotary"] == "-" else "other"
+    if report.sites["rotary"] != "-":
+        return "rope" if report.geometry.causal else "encoder"
+    if reach_of(model).limit is None:
+        return "unlimited"
+    if not report.native.startswith("learned"):
+        return "other"
+    return "learned" if report.geometry.causal else "encoder"

@@ -1,0 +1,56 @@
+"""A folder with what the pages name: tiny models, a tokenizer that reads bytes, and this Python's own texts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    ViTConfig,
+    ViTModel,
+    set_seed,
+)
+
+from hf_posswap.text.stdlib import python_corpus
+from hf_posswap.training import byte_tokenizer
+from tests.docs.pages import ROOT
+
+TEXT = 2000
+
+
+def furnish(folder: Path) -> None:
+    """Write my-gpt2 (128 positions), my-llama (64), my-vit, books/ and other-books/ into `folder`."""
+    set_seed(0)
+    words = byte_tokenizer()
+    small = {"vocab_size": len(words), "bos_token_id": 256, "eos_token_id": 256}
+    llama = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, tie_word_embeddings=True, **small,
+    )  # fmt: skip
+    vit = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    models: dict[str, PreTrainedModel] = {
+        "my-gpt2": GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=64, n_positions=128, **small)),
+        "my-llama": LlamaForCausalLM(llama),
+        "my-vit": ViTModel(ViTConfig(image_size=32, patch_size=8, **vit), add_pooling_layer=False),
+    }
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        if name != "my-vit":
+            words.save_pretrained(folder / name)
+    texts = [document.text for document in python_corpus().train if len(document.text) > TEXT]
+    for name, some in {"books": texts[:12], "other-books": texts[12:24]}.items():
+        (folder / name).mkdir()
+        for number, text in enumerate(some):
+            (folder / name / f"{number}.txt").write_text(text[:TEXT], encoding="utf-8")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a command in `folder`: this Python's programs, this checkout, a cache of its own."""
+    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    return os.environ | paths | {"HF_POSSWAP_CACHE": str(folder / "cache"), "COLUMNS": "200"}

@@ -1,0 +1,106 @@
+"""The built site: its pages are there, their links and anchors lead somewhere, and nothing is fetched from elsewhere.
+
+The site is built for these tests, unless HF_POSSWAP_SITE_DONE names the folder of one that was built before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+import hf_posswap
+from hf_posswap import errors
+from hf_posswap.cli.app import app
+from hf_posswap.schemes import SCHEMES
+from tests.docs.pages import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+FETCHED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src")}
+
+
+class Html(HTMLParser):
+    """What a page has: ids, links, and what a browser fetches for it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.ids |= {name for name in (values.get("id"), values.get("name")) if name}
+        for name, value in values.items():
+            if (tag, name) in FETCHED and value and values.get("rel") != "canonical":
+                self.fetched.append(value)
+            elif (tag, name) == ("a", "href") and value:
+                self.links.append(value)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the folder of the built site."""
+    if os.environ.get("HF_POSSWAP_SITE_DONE"):
+        yield Path(os.environ["HF_POSSWAP_SITE_DONE"])
+        return
+    if find_spec("mkdocs") is None or find_spec("material") is None or find_spec("mkdocstrings") is None:
+        pytest.skip("mkdocs is not installed (extra docs): the site is not built")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".docs/mkdocs.yml", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    yield folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[str, Html]:
+    """Return the pages of the site by their paths."""
+    return {path.relative_to(site).as_posix(): Html(path) for path in sorted(site.rglob("*.html"))}
+
+
+def test_every_page_is_there(pages: dict[str, Html]) -> None:
+    written = {f"{path.stem}.html" for path in (ROOT / ".docs" / "pages").glob("*.md")}
+    assert written | {"index.html", "changelog.html", "results/effects.html", "results/bench.html"} <= set(pages)
+
+
+def test_links_and_anchors_lead_somewhere(site: Path, pages: dict[str, Html]) -> None:
+    broken = []
+    for name, page in pages.items():
+        if name == "404.html":  # it is served for any address, and its links begin at the root
+            continue
+        for link in page.links:
+            path, _, anchor = unquote(link).partition("#")
+            if "://" in link or link.startswith(("mailto:", "javascript:")):
+                continue
+            target = (site / name).parent.joinpath(path).resolve() if path else site / name
+            target = target / "index.html" if target.is_dir() else target
+            known = pages.get(target.relative_to(site.resolve()).as_posix()) if path else page
+            if not target.exists() or (anchor and (known is None or anchor not in known.ids)):
+                broken.append(f"{name}: {link}")
+    assert broken == []
+
+
+def test_nothing_is_fetched_from_elsewhere(pages: dict[str, Html]) -> None:
+    assert {name: far for name, page in pages.items() if (far := [u for u in page.fetched if "//" in u])} == {}
+
+
+def test_what_is_generated_is_whole(site: Path, pages: dict[str, Html]) -> None:
+    assert {name for name, _ in SCHEMES.items()} <= pages["schemes.html"].ids
+    names = {f"hf_posswap.{name}" for name in hf_posswap.__all__} - {"hf_posswap.errors", "hf_posswap.__version__"}
+    assert names <= pages["api.html"].ids
+    commands = [command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands]
+    assert {f"posswap-{name}" for name in commands} <= pages["cli.html"].ids
+    known = {name.lower() for name, value in vars(errors).items() if isinstance(value, type)} - {"iterable"}
+    assert known <= pages["troubleshooting.html"].ids
+    text = "".join((site / name).read_text(encoding="utf-8") for name in pages)
+    assert re.findall(r"(?:<|&lt;)!-- generated: (?!NAME)\S*", text) == []
