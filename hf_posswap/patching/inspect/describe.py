@@ -322,8 +322,8 @@ def read_config(source: str | Path, *, trust_remote_code: bool = False, **kwargs
     except PosswapError:
         raise
     except Exception as error:  # config classes, their validators and code of their own may raise anything
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{str(source)!r} holds no readable model config (config.json): {first}") from error
+        said = " ".join(str(error).split()) or type(error).__name__  # validators write several lines
+        raise CheckpointError(f"{str(source)!r} holds no readable model config (config.json): {said}") from error
 
 
 def model_class_of(config: Any) -> Any:
