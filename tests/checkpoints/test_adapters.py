@@ -320,6 +320,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_it_loads_in_a_fresh_process(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

@@ -12,6 +12,8 @@ from tests.checkpoints import fresh
 from tests.contract.models import LENGTH
 from tests.contract.pairs import Pair, own_pairs, refusal, words
 
+pytestmark = pytest.mark.slow
+
 IDS = words(2, LENGTH + 8)
 TOLERANCE = 1e-6
 REFUSALS = {

@@ -152,6 +152,7 @@ def test_a_dry_run_sends_nothing(hub: Hub, speaker: Client) -> None:
 RETRIED = pytest.mark.slow  # the client tries again by itself, and waits between
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fault", "said"),
     [

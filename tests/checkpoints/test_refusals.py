@@ -51,6 +51,7 @@ def check_roads(root: Path) -> int:
     return len(found)
 
 
+@pytest.mark.slow
 def test_no_road_of_stock_classes_leads_to_an_unswapped_model(tmp_path: Path) -> None:
     store(list(A_FEW), tmp_path / "saved")
     assert check_roads(tmp_path / "saved") == len(A_FEW)
@@ -112,6 +113,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["sys", "hf_posswap"])
 def test_a_stock_model_takes_no_weights_that_torch_saved(tmp_path: Path, first: str) -> None:
     """They were taken without a word: the shapes are those of the stock class."""

@@ -69,6 +69,7 @@ def test_saved_again_it_has_todays_form(name: str, tmp_path: Path) -> None:
         assert not str(config["dtype"]).startswith("posswap")
 
 
+@pytest.mark.slow
 def test_the_code_that_was_saved_with_it_loads_it_where_the_package_is_missing(tmp_path: Path) -> None:
     (folder,) = (path.parent for path in RELEASED.glob("*/code.zip"))
     checkpoint = tmp_path / "checkpoint"

@@ -23,6 +23,7 @@ def test_json_is_the_advice(gpt2: Path) -> None:
     assert json.loads(run.stdout) == hf_posswap.advise(gpt2, 128, budget=1e7, serve="vllm").to_dict()
 
 
+@pytest.mark.slow
 def test_for_people_everything_is_said_in_80_columns(posswap: Posswap, gpt2: Path) -> None:
     run = posswap("advise", gpt2, "--length", "128", "--budget", "1e7")
     assert (run.returncode, run.stderr) == (0, "")

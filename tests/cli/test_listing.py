@@ -43,6 +43,7 @@ def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
     assert loaded_by(*arguments) == set()
 
 
+@pytest.mark.slow
 def test_listing_schemes_and_families_loads_torch_but_not_transformers() -> None:
     assert "torch" in loaded_by("schemes")
     assert "transformers" not in loaded_by("schemes")
@@ -164,6 +165,7 @@ def test_columns_fit_and_give_nothing_away(available: int) -> None:
         assert widths[2] == min(available - 33, len(rows[1][2]))
 
 
+@pytest.mark.slow
 def test_a_terminal_without_unicode_is_no_reason_to_die(posswap: Posswap) -> None:
     run = posswap("schemes", PYTHONIOENCODING="ascii")
     assert run.returncode == 0

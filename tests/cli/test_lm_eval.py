@@ -13,6 +13,8 @@ from hf_posswap.training import byte_tokenizer
 from tests.cli.conftest import Posswap
 from tests.cli.letters import letters
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: the harness is not tested")
 
 

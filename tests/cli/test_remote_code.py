@@ -192,6 +192,7 @@ def _yaml(values: dict[str, object]) -> str:
     return "".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["function", "included", "template", "metric"])
 def test_code_of_a_task_is_refused(posswap: Posswap, plain: Path, tmp_path: Path, how: str) -> None:
     task = hostile_task(tmp_path, how)
@@ -201,6 +202,7 @@ def test_code_of_a_task_is_refused(posswap: Posswap, plain: Path, tmp_path: Path
     assert "--trust-remote-code" in run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["function", "included"])
 def test_code_of_a_task_is_run_where_that_is_asked_for(posswap: Posswap, plain: Path, tmp_path: Path, how: str) -> None:
     task = hostile_task(tmp_path, how)

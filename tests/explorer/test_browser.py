@@ -14,6 +14,8 @@ from hf_posswap.explorer.page import write_page
 from hf_posswap.schemes import make_scheme
 from tests.explorer.conftest import Chromium
 
+pytestmark = pytest.mark.slow
+
 PICTURES = ("wavelengths", "scores", "relative", "bias", "turning", "table")
 LLAMA = LlamaConfig(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=50,

@@ -76,6 +76,7 @@ def test_plain_transformers_runs_what_is_native_and_refuses_the_rest(stored: Pat
                 assert "pip install hf-posswap" in str(gap), (case, way, gap)
 
 
+@pytest.mark.slow
 def test_bundled_code_loads_where_the_package_is_missing(stored: Path, tmp_path: Path) -> None:
     for case in ("SiglipVisionModel-rope_2d", "CLIPModel-alibi_2d"):
         (tmp_path / case).symlink_to(stored / case)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 Tally = Callable[[str, int, int], None]
 CHILD = Path(__file__).with_name("faults_child.py")
 _MOUNT = "mount -t tmpfs -o size={size} tmpfs {place}"

@@ -15,6 +15,8 @@ from hf_posswap.errors import OptionError
 from tests.checkpoints.loopback import Answer, Hub, running
 from tests.checkpoints.test_push import Client, client
 
+pytestmark = pytest.mark.slow
+
 Tally = Callable[[str, int, int], None]
 
 

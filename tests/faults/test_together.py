@@ -18,6 +18,8 @@ import hf_posswap
 from hf_posswap.utils import atomic_io
 from hf_posswap.utils.atomic_io import replacing, writable_folder
 
+pytestmark = pytest.mark.slow
+
 Tally = Callable[[str, int, int], None]
 CHILD = Path(__file__).with_name("faults_child.py")
 

@@ -29,6 +29,8 @@ from hf_posswap.quickstart.run import run
 from hf_posswap.training import byte_tokenizer, python_corpus
 from tests.quickstart.conftest import write_gpt2
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["base", "control", "rope", "sinusoidal"]
 

@@ -17,6 +17,8 @@ from hf_posswap.utils.atomic_io import read_json
 from recipes.studies import untrained
 from tests.training.engine_runs import write_model, write_texts
 
+pytestmark = pytest.mark.slow
+
 WINDOW = 64
 
 

@@ -21,6 +21,8 @@ from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeServic
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage")
 PHONE = {"deviceMetrics": {"width": 375, "height": 812, "pixelRatio": 2}}
 FIGURES = ("perplexity", "positions", "gain", "offsets", "cost")

@@ -203,6 +203,7 @@ def test_the_model_is_left_as_it_was(
         assert torch.equal(model.eval()(documents).logits, untouched(documents).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [2, 23, 24, 40, 58])  # 8 evaluations of 3 documents, and then 3 times 4
 def test_a_search_that_was_stopped_ends_as_an_unbroken_one(
     build: Build, documents: torch.Tensor, tmp_path: Path, read: int

@@ -136,6 +136,7 @@ except UnsupportedSwapError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_whole_is_not_pushed_to_the_hub(tmp_path: Path) -> None:
     with running() as hub:
         drop = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_posswap import CheckpointError
+from hf_posswap.errors import CheckpointError
 from hf_posswap.patching.inspect.config_errors import architectures_of
 
 
 @pytest.mark.parametrize("names", [5, [None], {"GPT2Model": 1}, "GPT2Model"])
 def test_architectures_that_are_no_list_of_names_are_refused(names: object) -> None:
-    with pytest.raises(CheckpointError, match="architectures of this SimpleNamespace must be a list of class names, got "):
+    with pytest.raises(
+        CheckpointError, match="architectures of this SimpleNamespace must be a list of class names, got "
+    ):
         architectures_of(SimpleNamespace(architectures=names))
 
 

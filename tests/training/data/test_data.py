@@ -114,6 +114,7 @@ def _in_a_process(folder: str, queue: Any) -> None:
     queue.put((len(found.train.stores[0].tokens), int(found.train[3]["input_ids"].sum())))
 
 
+@pytest.mark.slow
 def test_processes_that_ask_at_once_get_the_same(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     queue = context.Queue()

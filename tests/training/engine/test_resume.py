@@ -240,6 +240,7 @@ def test_another_config_of_the_base_is_named_by_its_key(tmp_path: Path) -> None:
         trained(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_same_files_written_again_are_the_same_training(tmp_path: Path) -> None:
     whole = trained(tmp_path, "out=" + str(tmp_path / "whole"))
     stopped(trained(tmp_path))
@@ -271,6 +272,7 @@ def test_a_finished_training_is_said_to_be_so(tmp_path: Path) -> None:
     assert "was finished before: it is not trained again, and its data and base are not looked at" in shown.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [1_000, 30_000, 110_000, 150_000, 250_000])
 def test_a_full_disk_is_said_and_the_same_call_goes_on_when_there_is_space(tmp_path: Path, largest: int) -> None:
     """Files that may not grow beyond a size stand for a disk that is full in the middle of one."""
