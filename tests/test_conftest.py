@@ -23,8 +23,6 @@ import pytest
 import torch
 from transformers.utils import logging
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_on_real_checkpoints(shared_checkpoints, name):
