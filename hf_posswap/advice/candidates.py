@@ -57,6 +57,14 @@ _ROPE = (
     *(Candidate(name, f"{name} without training", _named(name)) for name in ("self_extend", "rerope", "dual_chunk")),
     Candidate("yarn", "YaRN, trained at the new length", _scaled("yarn"), "yarn", _factor),
     Candidate(
+        "rope-to-yarn",
+        "YaRN, trained with the base's sliding window as teacher of every layer",
+        _scaled("yarn"),
+        "rope-to-yarn",
+        _factor,
+        windows=8,
+    ),
+    Candidate(
         "abf", "RoPE with a base of 500000, trained at the new length", _named("rope:base=500000"), "abf", _length
     ),
     Candidate("linear", "linear interpolation, trained at the new length", _scaled("linear"), "linear", _factor),

@@ -39,3 +39,31 @@ def draw_goals(result: dict[str, Any], path: Path) -> None:
         canvas.title(ax, head, "95 % intervals; the bar is allowed")
     with replacing(path) as temporary:
         picture.savefig(temporary, format="png", metadata={"Software": None})
+
+
+def draw_found(result: dict[str, Any], path: Path) -> None:
+    """Draw what `recipes.studies.retrieval` found, by length, and write it to `path` (PNG).
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        CheckpointError: the place cannot be written.
+    """
+    picture, (ax,) = canvas.figure(7.0, 4.0, columns=1)
+    names = list(dict.fromkeys(row["recipe"] for row in result["rows"]))
+    for row in result["rows"]:
+        colour = _CONTROL if row["recipe"] == "base" else canvas.COLOURS[1 + names.index(row["recipe"])]
+        line = "--" if row["state"] == "before training" else "-"
+        lengths = [float(multiple) for multiple in row["found"]]
+        shares = [found / asked for found, asked in row["found"].values()]
+        ax.plot(lengths, shares, line, marker="o", color=colour, label=f"{row['recipe']}, {row['state']}")
+    ax.axvline(1, color=_CONTROL, linewidth=0.5)
+    ax.set_xscale("log", base=2)
+    ticks = [float(multiple) for multiple in result["rows"][0]["found"]]
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.set_ylim(-0.03, 1.03)
+    ax.set_xlabel("windows of the base")
+    ax.set_ylabel("needles found")
+    ax.legend(fontsize=8, frameon=False)
+    canvas.title(ax, "Needles found by length", "passkeys at five depths")
+    with replacing(path) as temporary:
+        picture.savefig(temporary, format="png", metadata={"Software": None})

@@ -124,7 +124,9 @@ ROWS = (
     Row("encoder-mlm", "bert", demonstration=_UNLEARNED),
     Row("embedding", "bert", demonstration=_UNLEARNED),
 )
-MEASURED_ELSEWHERE = {"learned-to-t5": "recipes/studies/results/learned-to-t5/adaptation.md"}
+MEASURED_ELSEWHERE = {
+    name: f"recipes/studies/results/{name}/adaptation.md" for name in ("learned-to-t5", "rope-to-yarn")
+}
 """Recipes without a row here, and the results that another study has of them."""
 
 

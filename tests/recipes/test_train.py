@@ -39,7 +39,7 @@ TRAINED = [
 ]
 NAMES = {
     "abf", "linear", "yarn", "longrope", "pose", "learned-to-rope", "learned-to-sinusoidal", "learned-to-t5",
-    "to-alibi", "drope", "rnope", "staged", "gradual", "distill", "encoder-mlm", "embedding", "control",
+    "rope-to-yarn", "to-alibi", "drope", "rnope", "staged", "gradual", "distill", "encoder-mlm", "embedding", "control",
 }  # fmt: skip
 
 

@@ -1,0 +1,101 @@
+"""Text in which what stands far back must be found again: the pretraining of a base that finds needles.
+
+    python -m recipes.studies.puzzles puzzles --documents 60000
+    python recipes/pretrain.py llama finder --text puzzles --window 128 --width 128 --vocabulary 512 --tokens 6000000
+
+Small models learn to look back from text that asks for it at every turn, and from needles in filler hardly at all: one
+answer of five tokens is a small part of a window. So most documents are dense: names with numbers that are all asked
+for again, and lists that come twice. The rest are passkeys as `hf_posswap.evaluation` asks for them, its words around
+them, the filler of any length.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from hf_posswap.cli.outcome import script
+from hf_posswap.evaluation.passkey import FILLER, LARGEST_KEY, NEEDLE, QUESTION
+from hf_posswap.utils.atomic_io import writable_folder, write_text
+
+_NAMES = (
+    "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "knoll", "larch",
+    "maple", "north", "ocean", "prism", "quartz", "ridge", "stone", "tulip", "umbra", "valley", "willow", "zephyr",
+)  # fmt: skip
+IN_A_WINDOW = 7
+"""Halves of the filler's line that stand around a passkey in a window of 128 tokens."""
+_FILE = 10_000
+"""Documents of a file."""
+
+
+def pairs(random: np.random.Generator, filler: int) -> str:
+    """Return names with numbers, and then the same names in another order with theirs."""
+    count = int(random.integers(2, 8))
+    names = [str(name) for name in random.choice(_NAMES, count, replace=False)]
+    said = [f"{name} {random.integers(1, LARGEST_KEY + 1)}" for name in names]
+    again = [said[int(i)] for i in random.permutation(count)]
+    return f"{', '.join(said)}\n{_beyond(random, filler)}{', '.join(again)}\n"
+
+
+def copy(random: np.random.Generator, filler: int) -> str:
+    """Return a list of numbers and names, twice."""
+    count = int(random.integers(3, 11))
+    words = [
+        str(random.choice(_NAMES)) if random.random() < 0.3 else str(random.integers(1, 1000)) for _ in range(count)
+    ]
+    return f"{' '.join(words)}\n{_beyond(random, filler)}{' '.join(words)}\n"
+
+
+def passkey(random: np.random.Generator, filler: int) -> str:
+    """Return a passkey in up to `filler` halves of the filler's line, and the question with its answer."""
+    key = int(random.integers(1, LARGEST_KEY + 1))
+    lines = _lines(int(random.integers(0, filler + 1)))
+    before = int(random.integers(0, len(lines) + 1))
+    return f"{lines[:before]}{NEEDLE.format(key=key)}{lines[: len(lines) - before]}{QUESTION} {key}"
+
+
+def _lines(halves: int) -> str:
+    return (FILLER * (halves // 2 + 1))[: halves * len(FILLER) // 2]
+
+
+def _beyond(random: np.random.Generator, filler: int) -> str:
+    """Return filler between two halves of a dense document: none where all fits into a window of the base."""
+    lines = _lines(int(random.integers(0, filler - IN_A_WINDOW + 1)))
+    return f"{lines}\n" if lines else ""
+
+
+KINDS = {pairs: 0.4, copy: 0.2, passkey: 0.4}
+"""Shares of the documents."""
+
+
+def documents(count: int, filler: int, seed: int) -> list[str]:
+    """Return `count` documents that depend on the seed alone."""
+    random = np.random.default_rng(seed)
+    chosen = random.choice(len(KINDS), count, p=list(KINDS.values()))
+    return [list(KINDS)[kind](random, filler) for kind in chosen]
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="The folder to write into.")],
+    count: Annotated[int, typer.Option("--documents", help="How many.")] = 60_000,
+    filler: Annotated[
+        int, typer.Option(help="Most halves of the filler's line around a passkey, 12 tokens each.")
+    ] = IN_A_WINDOW,
+    seed: Annotated[int, typer.Option(help="Of all of them.")] = 0,
+) -> None:
+    """Write documents of puzzles, a text file each kilobyte or so would be many: JSON lines."""
+    import json
+
+    place = writable_folder(out)
+    lines = [json.dumps({"text": text}) for text in documents(count, filler, seed)]
+    for first in range(0, count, _FILE):
+        write_text(place / f"puzzles-{first // _FILE}.jsonl", "\n".join(lines[first : first + _FILE]) + "\n")
+
+
+app = script(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,194 @@
+"""Is a number that was said four windows ago found? Passkeys by length, before a swap, after it and after training.
+
+    python -m recipes.studies.puzzles near
+    python -m recipes.studies.puzzles far --documents 4000 --filler 74 --seed 1
+    python recipes/pretrain.py llama finder --text near --window 128 --width 128 --layers 3 --vocabulary 512 \\
+        --tokens 6000000 --batch 32 --learning-rate 3e-3
+    python -m recipes.studies.retrieval --base finder --train far --tokens 175000 --seeds 3 --out results
+
+The base is a folder with a causal model, or that of a run of recipes/pretrain.py, which finds needles inside its
+window: a model that does not can show nothing. Each recipe puts its scheme in for 8 windows and trains on windows of
+that length. The goal: of 100 needles at 4 windows at least 90 are found after training, where the base finds 95 of 100
+in its own window. Beside it stand the base as it is, and each swap before training. A run that was stopped goes on by
+the same command, and what did not change is not trained again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import hf_posswap
+from hf_posswap.cli.outcome import script
+from hf_posswap.comparison.candidates import fingerprint
+from hf_posswap.errors import DataError
+from hf_posswap.evaluation import RunStore, passkey_grid, reach_of, wilson_interval
+from hf_posswap.evaluation.passkey import PasskeyTask
+from hf_posswap.text.tokens import load_tokenizer
+from hf_posswap.training.config import load_recipe
+from hf_posswap.training.engine.preparing import chosen_scheme
+from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
+from recipes.studies.pictures import draw_found
+from recipes.studies.running import RECIPES, Run, make_run, source_settings, tokens_of, versions
+
+NAME = "retrieval"
+MULTIPLES = (0.5, 1, 2, 4, 8)
+"""Of the window: the lengths of prompt and answer together."""
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+IN_WINDOW, FAR, FAR_WINDOWS = 0.95, 0.9, 4
+"""Shares of needles that must be found: by the base up to its window, after training at so many windows."""
+_WARMUP = 0.05
+
+Cells = dict[str, list[int]]
+"""By multiple of the window: needles found, needles asked for."""
+
+
+def main(
+    base: Annotated[Path, typer.Option(help="A folder with a causal model, or of recipes/pretrain.py.")],
+    train: Annotated[list[str], typer.Option(help="As data.sources[].path: text with far needles.")],
+    tokens: Annotated[int, typer.Option(help="To train on.")],
+    out: Annotated[Path, typer.Option(help="The folder for JSON, table and picture.")],
+    recipe: Annotated[list[Path] | None, typer.Option(help="To judge; yarn and abf otherwise.")] = None,
+    seeds: Annotated[int, typer.Option(help="Trainings of each, from seed 0 on.")] = 1,
+    trials: Annotated[int, typer.Option(help="Needles of each length and each of 5 depths.")] = 20,
+    learning_rate: Annotated[float, typer.Option(help="Of all recipes.")] = 5e-4,
+    work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
+) -> None:
+    """Train recipes on far needles, and say how many are found by length."""
+    place = writable_folder((work or cache_folder(None) / "studies").expanduser().resolve())
+    folder = (base if (base / "config.json").is_file() else base / "model").resolve()
+    model = hf_posswap.load(folder).eval()
+    window = reach_of(model).window
+    task = PasskeyTask(load_tokenizer(folder, instead="save it beside the model"), header=False)
+    if window < task.shortest:
+        raise DataError(f"a passkey takes {task.shortest} tokens here, and the window of {base} has {window}.")
+    configs = recipe or [RECIPES / "yarn.yaml", RECIPES / "abf.yaml"]
+    shared = [f"model.name={folder}", source_settings(train), f"training.learning_rate={learning_rate}"]
+    runs = {config: list(_runs(config, shared, (window, tokens, seeds), place)) for config in configs}
+    with RunStore(place / "measured" / NAME) as store:
+        rows = [_row("base", "as it is", [model], task, window, trials, store)]
+        for config, of_config in runs.items():
+            swapped = hf_posswap.load(folder).eval()
+            first = of_config[0].recipe
+            scheme = chosen_scheme(first)
+            assert scheme is not None  # only a control has none
+            hf_posswap.patch_model(swapped, scheme, max_length=first.swap.max_length)
+            rows.append(_row(config.stem, "before training", [swapped], task, window, trials, store))
+            for run in of_config:
+                typer.echo(f"{config.stem}, seed {run.recipe.training.seed}: {tokens_of(run.recipe):,} tokens")
+                run.finish()
+            trained = [hf_posswap.load(run.model).eval() for run in of_config]
+            rows.append(_row(config.stem, "trained", trained, task, window, trials, store))
+    places = {place: "$WORK", folder: "$BASE", **{Path(path): f"$TEXT/{Path(path).name}" for path in train}}
+    result = {
+        "study": NAME,
+        "versions": versions(),
+        "base": {"name": base.name, "parameters": model.num_parameters(), "window": window},
+        "tokens": max(tokens_of(run.recipe) for of_config in runs.values() for run in of_config),
+        "seeds": seeds,
+        "rows": rows,
+        "goals": list(_goals(rows)),
+        "commands": [of_config[0].command(places) for of_config in runs.values()],
+    }
+    write_json(out / f"{NAME}.json", result)
+    write_text(out / f"{NAME}.md", markdown(result))
+    draw_found(result, out / f"{NAME}.png")
+    typer.echo(markdown(result))
+
+
+def _runs(config: Path, shared: Sequence[str], sizes: tuple[int, int, int], place: Path) -> Iterator[Run]:
+    """Give the trainings of a recipe, by seed.
+
+    Args:
+        config: of the recipe.
+        shared: settings of all.
+        sizes: window, tokens, seeds.
+        place: where they lie.
+    """
+    window, tokens, seeds = sizes
+    longest = int(MULTIPLES[-1] * window)
+    steps = tokens // longest
+    if steps < 1:
+        raise DataError(f"{tokens} tokens are less than one window of {longest}: give as many, or more.")
+    mine = [f"data.length={longest}", "data.packing=documents", f"training.max_steps={steps}"]
+    mine += ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=1"]
+    mine += [f"training.warmup_steps={int(_WARMUP * steps)}", "training.lr_scheduler_type=cosine"]
+    scheme = load_recipe(config).swap.scheme
+    scaled = isinstance(scheme, dict) and "factor" in scheme
+    mine.append(f"swap.scheme.factor={int(MULTIPLES[-1])}" if scaled else f"swap.max_length={longest}")
+    for seed in range(seeds):
+        yield make_run(config, [*shared, *mine, f"data.seed={seed}", f"training.seed={seed}"], place)
+
+
+def _row(
+    name: str, state: str, models: Sequence[Any], task: PasskeyTask, window: int, trials: int, store: RunStore
+) -> dict[str, Any]:
+    """Return how many needles `models`, of several seeds, find by length."""
+    held = [_found(model, task, window, trials, store) for model in models]
+    cells = {length: [sum(one[length][i] for one in held) for i in (0, 1)] for length in held[0]}
+    return {"recipe": name, "state": state, "found": cells}
+
+
+def _found(model: Any, task: PasskeyTask, window: int, trials: int, store: RunStore) -> Cells:
+    lengths = {f"{m:g}": int(m * window) for m in MULTIPLES}
+    limit = reach_of(model).limit
+    lengths = {m: n for m, n in lengths.items() if n >= task.shortest and (limit is None or n <= limit)}
+    named = {"what": NAME, "model": fingerprint(model), "lengths": lengths, "depths": DEPTHS, "trials": trials}
+
+    def measure() -> Cells:
+        cells: Cells = {}
+        for name, length in lengths.items():
+            grid = passkey_grid(model, task, lengths=[length], depths=DEPTHS, trials=trials)
+            cells[name] = [sum(cell.exact for cell in grid), sum(cell.trials for cell in grid)]
+        return cells
+
+    return dict(store.value(named, measure))
+
+
+def _goals(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    inside = [rows[0]["found"][m] for m in ("0.5", "1") if m in rows[0]["found"]]
+    share = sum(found for found, _ in inside) / sum(asked for _, asked in inside)
+    yield {"recipe": "base", "goal": "finds them in its window", "share": share, "reached": share >= IN_WINDOW}
+    for row in rows:
+        if row["state"] == "trained":
+            found, asked = row["found"].get(f"{FAR_WINDOWS}", (0, 1))
+            goal = f"finds them at {FAR_WINDOWS} windows"
+            yield {"recipe": row["recipe"], "goal": goal, "share": found / asked, "reached": found / asked >= FAR}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the result as a page."""
+    base, columns = result["base"], list(result["rows"][0]["found"])
+    asked = result["rows"][0]["found"][columns[0]][1]
+    lines = [
+        f"# retrieval: {result['tokens']:,} tokens on {base['name']}, {base['parameters'] / 1e6:.1f} M parameters, "
+        f"window {base['window']}",
+        "",
+        f"Passkeys found of {asked} for each length and seed, at five depths; {result['seeds']} seed(s). Brackets: the "
+        "95 % interval (Wilson).",
+        "",
+        "| recipe | state | " + " | ".join(f"{m} x {base['window']}" for m in columns) + " |",
+        "|---" * (2 + len(columns)) + "|",
+    ]
+    for row in result["rows"]:
+        cells = [_cell(*row["found"][m]) if m in row["found"] else "ends before" for m in columns]
+        lines.append(f"| {row['recipe']} | {row['state']} | {' | '.join(cells)} |")
+    lines += ["", "| recipe | goal | share | verdict |", "|---|---|---|---|"]
+    for goal in result["goals"]:
+        verdict = "reached" if goal["reached"] else "missed"
+        lines.append(f"| {goal['recipe']} | {goal['goal']} | {goal['share']:.1%} | {verdict} |")
+    return "\n".join([*lines, "", *(f"    {line}" for line in result["commands"]), ""])
+
+
+def _cell(found: int, asked: int) -> str:
+    low, high = wilson_interval(found, asked)
+    return f"{found / asked:.0%} [{low:.0%}, {high:.0%}]"
+
+
+app = script(main)
+
+if __name__ == "__main__":
+    app()
