@@ -1,3 +1,5 @@
+from hf_posswap.plotting.attention import AttentionLine as AttentionLine
+from hf_posswap.plotting.attention import draw_attention as draw_attention
 from hf_posswap.plotting.curves import Curve as Curve
 from hf_posswap.plotting.curves import Point as Point
 from hf_posswap.plotting.curves import draw_loss_by_position as draw_loss_by_position
