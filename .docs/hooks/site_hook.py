@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 from repository import PAGE_OF, PICTURE_OF, ROOT, led_on, source_of
 
 sys.path.insert(0, str(ROOT))  # mkdocs has it not; the folder of the recipes is no part of the installed package
-from generated import GENERATED, pictures  # noqa: E402
+from generated import GENERATED, explorer, pictures  # noqa: E402
 
 _REGION = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 _COMMENT = re.compile(r"^<!-- .* -->\n?", re.MULTILINE)
@@ -30,6 +30,7 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
     for place, path in pictures.drawn(Path(config.config_file_path).parent / "pictures").items():
         files.append(File.generated(config, place, abs_src_path=str(path)))
+    files.append(File.generated(config, explorer.PLACE, content=explorer.page()))
     return files
 
 

@@ -20,6 +20,7 @@ import pytest
 import hf_posswap
 from hf_posswap import errors
 from hf_posswap.cli.app import app
+from hf_posswap.explorer.page import render_page
 from hf_posswap.schemes import SCHEMES
 from tests.docs.pages import ROOT
 
@@ -92,6 +93,13 @@ def test_links_and_anchors_lead_somewhere(site: Path, pages: dict[str, Html]) ->
 
 def test_nothing_is_fetched_from_elsewhere(pages: dict[str, Html]) -> None:
     assert {name: far for name, page in pages.items() if (far := [u for u in page.fetched if "//" in u])} == {}
+
+
+def test_the_interactive_page_is_there_and_linked(site: Path, pages: dict[str, Html]) -> None:
+    assert (site / "explorer.html").read_text(encoding="utf-8") == render_page()
+    assert {name for name, page in pages.items() if "explorer.html" in page.links} >= {
+        "index.html", "schemes.html", "numbers.html",
+    }  # fmt: skip
 
 
 def test_what_is_generated_is_whole(site: Path, pages: dict[str, Html]) -> None:
