@@ -1,4 +1,4 @@
-"""The interactive page of schemes, as `posswap explain --html` writes it: the site has a copy, made when it is built."""
+"""The interactive page of schemes, as `posswap explain --html` writes it: the site has a copy."""
 
 from __future__ import annotations
 
