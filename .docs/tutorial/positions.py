@@ -9,7 +9,7 @@
 # ---
 
 # %% [markdown]
-# # Where does a word stand?
+# # Tutorial: where does a word stand?
 #
 # Attention is a wonderful reader with one odd defect: it cannot count. It looks at all words of a text at once, and by
 # itself it has no idea which came first. Everything that a transformer knows of order has to be put into it, and the
@@ -314,7 +314,7 @@ theta = 10000 ** (-torch.arange(0, D, 2).double() / D)  # radians a token, [D/2]
 
 
 def turn(x, place):
-    """Return x [..., D] at `place` [...]: each pair of dimensions turned by place * theta."""
+    """Return x [..., D] at `place` [...]: each pair turned by place * theta."""
     angle = torch.as_tensor(place)[..., None] * theta
     cos, sin = angle.cos(), angle.sin()
     one, other = x[..., 0::2], x[..., 1::2]
@@ -444,7 +444,7 @@ assert bool((torch.arange(1, 40) / 40 != torch.arange(1, 40) / 60).all())
 
 # %%
 def features(x, directions):
-    """Return Performer's positive features [N, M] of x [N, D], for directions [M, D]."""
+    """Return Performer's positive features [N, M] of x [N, D]."""
     half_square = x.square().sum(dim=1, keepdim=True) / 2
     return (x @ directions.T - half_square).exp() / math.sqrt(len(directions))
 
@@ -480,7 +480,7 @@ below = (phi_q @ phi_k.T).tril().sum(dim=1, keepdim=True)  # the denominators, [
 
 
 def weights(start=0):
-    """Return the weight of each value for each word [N, N], word 0 standing at `start`."""
+    """Return the weight of each value for each word [N, N], from `start` on."""
     at = start + torch.arange(N)
     scores = turn(phi_q, at) @ turn(phi_k, at).T
     return scores.tril() / below  # no word sees what comes after it

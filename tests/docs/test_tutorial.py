@@ -15,7 +15,7 @@ from tests.docs.pages import ROOT, links, text_of
 
 SCRIPT = ".docs/tutorial/positions.py"
 TEXT = text_of(SCRIPT)
-FIRST = "Where does a word stand?"
+FIRST = "Tutorial: where does a word stand?"
 
 
 @dataclass
