@@ -72,7 +72,8 @@ def add_inherited_fields(cls: type) -> None:
         return
     doc = inspect.cleandoc(written)
     own = _entries(_section(doc, "Attributes"))
-    fields = [field.name for base in cls.__mro__[1:] if dataclasses.is_dataclass(base) for field in _fields(base)]
+    bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+    fields = [field.name for base in bases for field in dataclasses.fields(base)]
     known = attribute_docs(cls)
     lacking = [name for name in dict.fromkeys(fields) if name in known and name not in own]
     if not lacking:
@@ -87,13 +88,11 @@ def add_inherited_fields(cls: type) -> None:
     cls.__doc__ = f"{head.rstrip()}\n\nAttributes:\n{lines}" + (f"\n{rest}\n" if rest else "")
 
 
-def _fields(base: type) -> tuple[dataclasses.Field[object], ...]:
-    return dataclasses.fields(base)  # type: ignore[arg-type]
-
-
 def _entry(name: str, text: str) -> str:
-    indents = {"initial_indent": " " * 4, "subsequent_indent": " " * 8}
-    return textwrap.fill(f"{name}: {text}", _WIDTH, break_long_words=False, break_on_hyphens=False, **indents)
+    wrapper = textwrap.TextWrapper(
+        _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False
+    )
+    return wrapper.fill(f"{name}: {text}")
 
 
 def _section(doc: str, name: str) -> str:
