@@ -17,6 +17,7 @@ PAGE_OF: dict[str, str] = {
     ".github/CHANGELOG.md": "changelog.md",
     ".github/CONTRIBUTING.md": "contributing.md",
     "tests/README.md": "tests.md",
+    ".docs/tutorial/positions.py": "tutorial.md",
     f"{_RESULTS}/quickstart.md": "results/quickstart.md",
     f"{_RESULTS}/adaptation.md": "results/adaptation.md",
     f"{_RESULTS}/learned-to-t5/adaptation.md": "results/learned-to-t5.md",

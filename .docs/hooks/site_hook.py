@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 from repository import PAGE_OF, PICTURE_OF, ROOT, led_on, source_of
 
 sys.path.insert(0, str(ROOT))  # mkdocs has it not; the folder of the recipes is no part of the installed package
-from generated import GENERATED, pictures  # noqa: E402
+from generated import GENERATED, explorer, pictures, tutorial  # noqa: E402
 
 _REGION = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 _COMMENT = re.compile(r"^<!-- .* -->\n?", re.MULTILINE)
@@ -24,12 +24,18 @@ _COMMENT = re.compile(r"^<!-- .* -->\n?", re.MULTILINE)
 def on_files(files: Any, config: Any) -> Any:
     """Add the texts and pictures of the repository that the site takes in, and what is drawn for it."""
     for source, page in PAGE_OF.items():
-        if not source.startswith(".docs/pages/"):
+        if not source.startswith((".docs/pages/", ".docs/tutorial/")):
             files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     for source, place in PICTURE_OF.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
     for place, path in pictures.drawn(Path(config.config_file_path).parent / "pictures").items():
         files.append(File.generated(config, place, abs_src_path=str(path)))
+    files.append(File.generated(config, explorer.PLACE, content=explorer.page()))
+    told = tutorial.made(Path(config.config_file_path).parent / "pictures" / "tutorial")
+    files.append(File.generated(config, tutorial.PLACE, content=told.page))
+    files.append(File.generated(config, tutorial.NOTEBOOK, content=told.notebook))
+    for place, picture in told.pictures.items():
+        files.append(File.generated(config, place, content=picture))
     return files
 
 

@@ -32,7 +32,7 @@ _ENOUGH = "it reads this length as it is"
 
 @dataclass(frozen=True)
 class Advice:
-    """What to use, why, what else there is, and what is not known. `print(advice)` shows it.
+    """What `advise` says: what to use, why, what else there is, what is not known. `print(advice)` shows it.
 
     Attributes:
         model: class and mechanism, in words.

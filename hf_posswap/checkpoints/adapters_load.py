@@ -97,6 +97,21 @@ def load_adapter(
         CheckpointError: no readable adapter is there, or its weights do not fit.
         RecordError: it was trained on another mechanism: both are named.
         MissingDependencyError: peft is not installed.
+
+    Example:
+        >>> import copy, tempfile
+        >>> from peft import LoraConfig
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import add_adapter, patch_model
+        >>> base = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> swapped = patch_model(base, "rope")
+        >>> trained = add_adapter(
+        ...     copy.deepcopy(swapped), LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+        ... )
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trained.save_pretrained(folder)
+        ...     type(load_adapter(swapped, folder)).__name__
+        'PeftModel'
     """
     found = adapter_source(source, **hub)
     if found is None:

@@ -32,7 +32,7 @@ PICTURES = "pictures"
 
 @dataclass(frozen=True)
 class PushReport:
-    """What a push uploaded, or would. `print(report)` shows it.
+    """What `push` uploaded, or would. `print(report)` shows it.
 
     Attributes:
         repo_id: on the Hub.

@@ -40,6 +40,16 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
     Raises:
         CheckpointError: the folder holds something (with `overwrite`: something that is no part of a checkpoint), or
             cannot be written; or weights are offloaded, and no device map says where.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import load, patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saved = save(patch_model(model, "alibi"), Path(folder) / "model")
+        ...     load(saved).config.posswap["scheme"]["name"]
+        'alibi'
     """
     path = Path(folder)
     settle(path)

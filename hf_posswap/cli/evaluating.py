@@ -162,7 +162,7 @@ def eval_settings(
     from hf_posswap.comparison import EvalSettings
 
     return EvalSettings(
-        lengths=_whole_numbers(lengths),
+        lengths=whole_numbers(lengths),
         metrics=None if metrics is None else tuple(name.strip() for name in metrics.split(",")),
         documents=documents,
         trials=trials,
@@ -172,7 +172,12 @@ def eval_settings(
     )
 
 
-def _whole_numbers(text: str | None) -> tuple[int, ...] | None:
+def whole_numbers(text: str | None) -> tuple[int, ...] | None:
+    """Return the lengths that --lengths writes, "512,1024"; None where it is left out.
+
+    Raises:
+        OptionError: no whole numbers.
+    """
     if text is None:
         return None
     try:

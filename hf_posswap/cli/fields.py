@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
-import re
 from typing import Any
 
+from hf_posswap.utils.docstrings import attribute_docs
 from hf_posswap.utils.scheme_text import describe_type, field_kinds, is_layers, is_scheme
 
 
@@ -55,49 +54,3 @@ def _plain(default: Any, kind: Any) -> Any:
     if is_scheme(kind):
         return default.name if default == type(default)() else default.to_dict()
     return list(default) if isinstance(default, tuple) else default
-
-
-def attribute_docs(cls: type) -> dict[str, str]:
-    """Return what the "Attributes:" sections of the docstrings of `cls` and its bases say, by name.
-
-    Example:
-        >>> class Scheme:
-        ...     '''A scheme.
-        ...
-        ...     Attributes:
-        ...         factor: how far it
-        ...             stretches.
-        ...     '''
-        >>> attribute_docs(Scheme)
-        {'factor': 'how far it stretches.'}
-    """
-    out: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if base is not object and base.__dict__.get("__doc__"):
-            out |= _entries(_section(inspect.cleandoc(base.__dict__["__doc__"]), "Attributes"))
-    return out
-
-
-def description(cls: type) -> str:
-    """Return the docstring of `cls` before its first section."""
-    before, *_ = re.split(r"(?m)^(?:Attributes|Args|Examples?|Raises|Returns):\s*$", inspect.getdoc(cls) or "")
-    return before.strip()
-
-
-def _section(doc: str, name: str) -> str:
-    """Return the indented lines under `name:` in a cleaned docstring."""
-    found = re.search(rf"(?m)^{name}:\s*\n((?:[ \t]+.*\n?|\s*\n)*)", doc + "\n")
-    return inspect.cleandoc("\n" + found.group(1)) if found else ""
-
-
-def _entries(section: str) -> dict[str, str]:
-    """Return the entries "name: text" of a section; further lines of a text are indented."""
-    out: dict[str, str] = {}
-    name = ""
-    for line in section.splitlines():
-        start = re.match(r"(\w+)(?: \([^)]*\))?:\s*(.*)", line)
-        if start:
-            name, out[start.group(1)] = start.group(1), start.group(2)
-        elif name and line.strip():
-            out[name] = f"{out[name]} {line.strip()}"
-    return out

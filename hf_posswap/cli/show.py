@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hf_posswap.cli.arguments import SCHEME_HELP, Json, TrustRemoteCode, make_scheme, source_of
+from hf_posswap.cli.attention import ATTENTION, check_asked, draw_attention_of
 from hf_posswap.cli.completing import scheme_names
+from hf_posswap.cli.evaluating import Device, Text
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import DataError
 
@@ -18,9 +21,9 @@ if TYPE_CHECKING:
 
 def show(
     schemes: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(metavar="SCHEME...", help=SCHEME_HELP, show_default=False, autocompletion=scheme_names),
-    ],
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The folder for the pictures.")] = Path(
         "posswap-pictures"
     ),
@@ -29,7 +32,8 @@ def show(
         typer.Option(
             metavar="NAME",
             help="Draw this one, as often as needed: wavelengths, scores, relative, turning, bias, table, waves, "
-            "similarity, similarity-by-distance, token; without it all that say something of the schemes.",
+            "similarity, similarity-by-distance, token; without it all of these that say something of the schemes. Or "
+            "attention, of --model, which is run for it.",
             show_default=False,
         ),
     ] = None,
@@ -37,7 +41,8 @@ def show(
         str | None,
         typer.Option(
             metavar="ID_OR_PATH",
-            help="In the shape of this model, and with its position table; without it in that of the numbers below.",
+            help="In the shape of this model, and with its position table beside its replacements; without it in the "
+            "shape of the numbers below.",
             show_default=False,
         ),
     ] = None,
@@ -46,26 +51,64 @@ def show(
     length: Annotated[int, typer.Option(metavar="N", help="Tokens that the model was made for.")] = 512,
     factor: Annotated[float, typer.Option(metavar="X", help="How many times longer it is to read.")] = 4.0,
     dark: Annotated[bool, typer.Option("--dark", help="For a dark page.")] = False,
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Attention: draw this one too, such as a copy that was trained after its swap, as often as needed; "
+            "NAME=MODEL says what it is called.",
+            show_default=False,
+        ),
+    ] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Attention: a row a layer, six at most.")] = False,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="Attention: tokens to read; without it the model's window and FACTOR times it, up to 8192.",
+            show_default=False,
+        ),
+    ] = None,
+    text: Text = None,
+    documents: Annotated[int, typer.Option(metavar="N", help="Attention: most texts to read.")] = 4,
+    device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
-    """Draw what position schemes do: no model is needed, and none is run.
+    """Draw what position schemes do: no model is needed, and none is run unless attention is asked for.
 
     Wavelengths against the window, scores by distance, the distances that attention sees, pairs turning in the plane,
     biases, tables and their likenesses, one token at three places. Several schemes share a sheet where they compare.
     Each picture is written as PNG and SVG. It needs the extra "plot".
 
+    --picture attention runs --model on texts, as it is and with each scheme put in, and draws the attention that keys
+    get by their distance.
+
     Example: posswap show rope yarn:factor=4 alibi --out pictures
+
+    Example: posswap show rope alibi --model gpt2 --picture attention --text books/
     """
-    made = [make_scheme(scheme) for scheme in schemes]
+    chosen, pictures = schemes or [], list(picture or ())
+    made = [make_scheme(scheme) for scheme in chosen]
+    reads = ATTENTION in pictures
+    check_asked(reads, model, {"--beside": beside, "--layers": layers, "--lengths": lengths, "--text": text})
+    others = [name for name in pictures if name != ATTENTION]
+    folder = out.expanduser()
     with quiet_library():
         from hf_posswap.plotting import draw_positions
         from hf_posswap.plotting.positions.numbers import sample_geometry
 
-        shape: dict[str, Any] = {"geometry": sample_geometry(heads, dim, length)}
-        if model is not None:
-            shape = _shape_of(source_of(model), trust_remote_code)
-        drawn = draw_positions(made, out.expanduser(), pictures=picture or (), factor=factor, dark=dark, **shape)
+        drawn: list[Drawn] = []
+        if others or not reads:
+            shape: dict[str, Any] = {"geometry": sample_geometry(heads, dim, length)}
+            if model is not None:
+                shape = _shape_of(source_of(model), trust_remote_code)
+            drawn += draw_positions(made, folder, pictures=others, factor=factor, dark=dark, **shape)
+        if reads and model is not None:
+            drawn += draw_attention_of(
+                model, chosen, beside or [], folder, lengths=lengths, documents=text, limit=documents, factor=factor,
+                by_layer=layers, dark=dark, device=device, trust_remote_code=trust_remote_code,
+            )  # fmt: skip
     return show_json([_plain(one) for one in drawn]) if json else _show(drawn)
 
 
@@ -90,7 +133,7 @@ def _plain(drawn: Drawn) -> dict[str, Any]:
     return {"picture": drawn.name, "file": str(drawn.path), "summary": drawn.summary, "said": list(drawn.said)}
 
 
-def _show(drawn: tuple[Drawn, ...]) -> None:
+def _show(drawn: Sequence[Drawn]) -> None:
     for one in drawn:
         show_pairs([(str(one.path), one.summary)])
         show_text(*(f"  {line}" for line in one.said), "")

@@ -12,9 +12,10 @@ import typer
 
 from hf_posswap.cli.arguments import TrustRemoteCode
 from hf_posswap.cli.completing import training_names
-from hf_posswap.cli.fields import attribute_docs, format_value
+from hf_posswap.cli.fields import format_value
 from hf_posswap.cli.output import console, quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import ConfigError
+from hf_posswap.utils.docstrings import attribute_docs
 
 _SETTING = re.compile(r"[\w.\[\]]*=")
 """How KEY=VALUE begins; a file may have = in its path, after a slash."""

@@ -1,3 +1,5 @@
+from hf_posswap.comparison.attention import AttentionComparison as AttentionComparison
+from hf_posswap.comparison.attention import compare_attention as compare_attention
 from hf_posswap.comparison.candidates import Candidate as Candidate
 from hf_posswap.comparison.documents import EvalDocuments as EvalDocuments
 from hf_posswap.comparison.documents import read_documents as read_documents

@@ -41,6 +41,10 @@ class Candidate:
         options: fields of the scheme, where it is given by name.
         max_length: tokens that the swap is meant for; None: the longest length that is measured.
         name: in results; None: made from the source and the scheme, as `hf_posswap.comparison.names` says.
+
+    Example:
+        >>> Candidate("org/llama", "yarn:factor=4").label
+        'llama+yarn:factor=4'
     """
 
     source: str | Path | PreTrainedModel

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found.
+    """What `evaluate` or `compare` found. `print(found)` shows it, and a notebook as tables.
 
     Attributes:
         results: all of it, as results.json has it.

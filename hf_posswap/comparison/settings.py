@@ -48,6 +48,13 @@ class EvalSettings:
         margin: nats a token that the short-context verdict allows.
         stride: tokens between the sliding windows of ppl_compat; None: 256, or half the window where that is less.
         key_spans: a file of key tokens for longppl, made by `hf_posswap.evaluation.longppl.find_key_spans`.
+
+    Raises:
+        OptionError, UnknownNameError: a value is impossible.
+
+    Example:
+        >>> EvalSettings(lengths=(2048, 8192), metrics=("ppl_prefix", "passkey")).documents
+        48
     """
 
     lengths: tuple[int, ...] | None = None

@@ -1,3 +1,5 @@
+from hf_posswap.evaluation.attention_paid import AttentionPaid as AttentionPaid
+from hf_posswap.evaluation.attention_paid import attention_by_distance as attention_by_distance
 from hf_posswap.evaluation.compat import PROTOCOLS as PROTOCOLS
 from hf_posswap.evaluation.compat import protocol_losses as protocol_losses
 from hf_posswap.evaluation.compat import protocol_perplexity as protocol_perplexity

@@ -44,6 +44,10 @@ class TableSpec:
         kind: what stands in it.
         computed: whether its module makes its rows itself, at any length, as `weights` that no checkpoint holds.
         absent: of a config, whether a model has no such table; None: all have it.
+
+    Example:
+        >>> TableSpec("embed_positions", offset=2).config_name
+        'max_position_embeddings'
     """
 
     path: str
@@ -115,6 +119,13 @@ class Family:
             several modalities, its language model.
         note: what every plan says of its models, as a sentence; "": nothing.
         position_source: what its stock classes count where they are given no position ids; of `stacks`, they say it.
+
+    Example:
+        >>> paths = {"attention": "layers.*.attention", "table": TableSpec("positions")}
+        >>> Family("cottage", "a learned table", model_types=("cottage",), **paths).table.path
+        'positions'
+
+        `hf_posswap.families` has one that is registered, and a swap in it.
     """
 
     name: str
@@ -143,5 +154,12 @@ class Family:
 
 
 def register(family: Family) -> Family:
-    """Register `family`; see `Family` for what it states."""
+    """Register `family`, and return it; see `Family` for what it states.
+
+    Args:
+        family: under a name that no other has.
+
+    Raises:
+        DuplicateNameError: the name is taken.
+    """
     return FAMILIES.add(family.name, family)

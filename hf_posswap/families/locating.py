@@ -23,8 +23,16 @@ if TYPE_CHECKING:
 def family_of(config: PreTrainedConfig) -> Family:
     """Return the family that `config` belongs to.
 
+    Args:
+        config: of a transformers model.
+
     Raises:
         UnsupportedModelError: none does; the message says why, or lists the families.
+
+    Example:
+        >>> from transformers import GPT2Config
+        >>> family_of(GPT2Config()).name
+        'gpt2'
     """
     model_type = getattr(config, "model_type", None)
     families = [family for _, family in FAMILIES.items()]
@@ -43,8 +51,17 @@ def family_of(config: PreTrainedConfig) -> Family:
 def locate(model: PreTrainedModel) -> Sites:
     """Return where positions live in `model`, which may lie on the meta device; in a swapped one, where they lived.
 
+    Args:
+        model: a transformers model, without a PEFT model around it.
+
     Raises:
         UnsupportedModelError: no family, a path that is missing, or a position part that the family does not mention.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> locate(model).table_path, locate(model).attention
+        ('transformer.wpe', ('transformer.h.0.attn',))
     """
     swapped: Any = getattr(model, "_posswap", None)
     if swapped is not None:  # what the family states is no longer there

@@ -19,6 +19,7 @@ from hf_posswap.kernels.merge import Region
 from hf_posswap.registry import Registry
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.piece import Piece
+from hf_posswap.utils.docstrings import add_inherited_fields
 from hf_posswap.utils.scheme_text import respelled, scheme_and_fields, unknown_field
 
 Kind = Literal["rotary", "bias", "table", "none", "mixed"]
@@ -171,7 +172,15 @@ class Scheme:
     """Hyper-parameters of one position mechanism.
 
     A subclass is one file: a frozen dataclass under `@SCHEMES.register(name)` with `name`, `summary`, `source`, `kind`.
-    A field that is None is filled from the model by `resolve`.
+    A field that is None is filled from the model by `resolve`. `hf_posswap.schemes` has an example of one's own.
+
+    Example:
+        >>> from hf_posswap.schemes import Yarn
+        >>> scheme = Yarn(factor=4)
+        >>> isinstance(scheme, Scheme), scheme.name, scheme.kind
+        (True, 'yarn', 'rotary')
+        >>> make_scheme(scheme.to_dict()) == scheme
+        True
     """
 
     name: ClassVar[str]
@@ -180,6 +189,10 @@ class Scheme:
     kind: ClassVar[Kind]
     inputs: ClassVar[tuple[Input, ...]] = ("text",)
     """What the models take that it is for."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        add_inherited_fields(cls)  # help() of a scheme names all that it takes
 
     @classmethod
     def stand_ins(cls, geometry: Geometry) -> dict[str, Any]:
@@ -342,6 +355,9 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
 def scheme_class(name: str) -> type[Scheme]:
     """Return the scheme that is registered under `name`.
 
+    Args:
+        name: as `list_schemes` has it.
+
     Raises:
         UnknownNameError: with near names and the list of all.
 
@@ -354,6 +370,9 @@ def scheme_class(name: str) -> type[Scheme]:
 
 def schemes_for(inputs: Input) -> dict[str, type[Scheme]]:
     """Return the schemes for models that take such inputs, by their names.
+
+    Args:
+        inputs: "text" or "images".
 
     Example:
         >>> list(schemes_for("images"))

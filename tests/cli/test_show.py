@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import hf_posswap
 from hf_posswap.cli import app
+from hf_posswap.training import byte_tokenizer
 from tests.cli.conftest import says
 
 
@@ -51,7 +52,54 @@ def test_a_model_gives_its_shape_and_its_table(tmp_path: Path, gpt2: Path) -> No
     arguments = ("learned", "--model", str(gpt2), "--picture", "table", "--factor", "2", "--json", "-o", str(tmp_path))
     table = hf_posswap.load(gpt2).transformer.wpe.weight.detach()
     (drawn,) = json.loads(shown(*arguments))
-    assert drawn["said"] == [f"learned: 32 positions of 8 dimensions, up to {float(table.abs().max()):.3g}"]
+    most = f"{float(table.abs().max()):.3g}"
+    assert drawn["said"] == [
+        f"the model's own: 16 positions of 8 dimensions, up to {most}",
+        f"learned: 32 positions of 8 dimensions, up to {most}",
+    ]
+
+
+def test_a_model_alone_shows_its_own_table(tmp_path: Path, gpt2: Path) -> None:
+    drawn = json.loads(shown("--model", str(gpt2), "--json", "-o", str(tmp_path)))
+    assert [one["picture"] for one in drawn] == ["table", "waves", "similarity", "similarity-by-distance"]
+    assert {line.partition(":")[0] for one in drawn for line in one["said"]} == {"the model's own"}
+
+
+def test_attention_is_drawn_before_and_after_the_swap_and_of_others(tmp_path: Path) -> None:
+    base, text = tmp_path / "base", tmp_path / "text.txt"
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=257, n_positions=16))
+    model.save_pretrained(base)
+    byte_tokenizer().save_pretrained(base)
+    hf_posswap.save(hf_posswap.patch_model(model, "rope"), tmp_path / "trained")
+    byte_tokenizer().save_pretrained(tmp_path / "trained")
+    text.write_text("the dog chases the pig, and the pig the dog. " * 10)
+    (tmp_path / "more.txt").write_text("the pig chases the dog around the house. " * 10)
+    said = json.loads(
+        shown(
+            "alibi",
+            "--model",
+            str(base),
+            "--picture",
+            "attention",
+            "--beside",
+            f"after={tmp_path / 'trained'}",
+            "--text",
+            str(text),
+            "--text",
+            str(tmp_path / "more.txt"),
+            "--factor",
+            "2",
+            "--layers",
+            "--json",
+            "-o",
+            str(tmp_path / "p"),
+        )  # fmt: skip
+    )
+    (drawn,) = said
+    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["attention.png", "attention.svg"]
+    begun = [line.partition(": ")[0] for line in drawn["said"]]
+    assert begun == [f"{name}, {n} tokens" for name in ("base", "alibi", "after") for n in (16, 32)]
+    assert drawn["said"][1].endswith("it ends at 16")
 
 
 def test_a_swapped_model_is_refused(tmp_path: Path, gpt2: Path) -> None:
@@ -69,6 +117,9 @@ def test_a_swapped_model_is_refused(tmp_path: Path, gpt2: Path) -> None:
         (("alibi", "--picture", "turning"), "nothing to see in the picture 'turning'"),
         (("rope", "--dim", "7"), "dim is even"),
         (("rope", "--factor", "0"), "factor is a number of at least 1"),
+        ((), "give at least one scheme to draw"),
+        (("rope", "--picture", "attention"), "name it by --model"),
+        (("rope", "--layers"), "--layers: of the picture of attention alone"),
     ],
 )
 def test_a_wrong_command_line_is_refused(tmp_path: Path, arguments: tuple[str, ...], expected: str) -> None:

@@ -5,6 +5,7 @@ The site is built for these tests, unless HF_POSSWAP_SITE_DONE names the folder 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 import hf_posswap
 from hf_posswap import errors
 from hf_posswap.cli.app import app
+from hf_posswap.explorer.page import render_page
 from hf_posswap.schemes import SCHEMES
 from tests.docs.pages import ROOT
 
@@ -53,8 +55,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     if os.environ.get("HF_POSSWAP_SITE_DONE"):
         yield Path(os.environ["HF_POSSWAP_SITE_DONE"])
         return
-    if find_spec("mkdocs") is None or find_spec("material") is None or find_spec("mkdocstrings") is None:
-        pytest.skip("mkdocs is not installed (extra docs): the site is not built")
+    if any(find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings", "nbclient", "jupytext")):
+        pytest.skip("mkdocs and nbclient are not installed (extra docs): the site is not built")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".docs/mkdocs.yml", "-d", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -92,6 +94,26 @@ def test_links_and_anchors_lead_somewhere(site: Path, pages: dict[str, Html]) ->
 
 def test_nothing_is_fetched_from_elsewhere(pages: dict[str, Html]) -> None:
     assert {name: far for name, page in pages.items() if (far := [u for u in page.fetched if "//" in u])} == {}
+
+
+def test_the_interactive_page_is_there_and_linked(site: Path, pages: dict[str, Html]) -> None:
+    assert (site / "explorer.html").read_text(encoding="utf-8") == render_page()
+    assert {name for name, page in pages.items() if "explorer.html" in page.links} >= {
+        "index.html", "schemes.html", "numbers.html",
+    }  # fmt: skip
+
+
+def test_the_tutorial_is_a_page_and_a_notebook_that_were_run(site: Path, pages: dict[str, Html]) -> None:
+    notebook = json.loads((site / "tutorial" / "positions.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert "error" not in {output["output_type"] for output in outputs}
+    drawn = [output for output in outputs if "image/png" in output.get("data", {})]
+    shown = [link for link in pages["tutorial.html"].fetched if "pictures/tutorial/" in link]
+    assert len(shown) == len(drawn) > 5
+    assert all((site / link).is_file() for link in shown)
+    assert "tutorial/positions.ipynb" in pages["tutorial.html"].links
 
 
 def test_what_is_generated_is_whole(site: Path, pages: dict[str, Html]) -> None:

@@ -141,7 +141,23 @@ def test_pictures_of_a_model_begin_with_its_table(tmp_path: Path) -> None:
     made = numbers.table_rows(shown(Learned(), shape, factor=2, old=old))
     torch.testing.assert_close(made, old.repeat(2, 1))
     (drawn,) = draw_positions([Learned()], tmp_path, pictures=["table"], geometry=shape, old=old, factor=2)
-    assert drawn.said == ("learned: 12 positions of 2 dimensions, up to 12",)
+    assert drawn.said == (
+        "the model's own: 6 positions of 2 dimensions, up to 12",
+        "learned: 12 positions of 2 dimensions, up to 12",
+    )
+
+
+def test_a_table_stands_beside_its_replacements(tmp_path: Path) -> None:
+    old = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    shape = sample_geometry(heads=1, dim=4, length=8)
+    schemes = ["sinusoidal", Learned(extend="tile"), Learned(extend="interpolate")]
+    (drawn,) = draw_positions(schemes, tmp_path, pictures=["similarity"], geometry=shape, old=old, factor=2)
+    unit = old / old.norm(dim=1, keepdim=True)
+    neighbours = (unit[1:] * unit[:-1]).sum(dim=1).mean()
+    assert drawn.said[0] == f"the model's own: neighbours {neighbours:.2f}, first and last {unit[0] @ unit[-1]:.2f}"
+    assert [line.partition(":")[0] for line in drawn.said] == ["the model's own", "sinusoidal", "learned", "learned"]
+    alone = draw_positions([], tmp_path, geometry=shape, old=old)
+    assert "token" not in [one.name for one in alone]  # place 99 has no row of its own
 
 
 def test_every_picture_is_drawn_and_the_same_twice(tmp_path: Path) -> None:

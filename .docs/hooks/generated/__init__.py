@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from generated import command, error_list, images, pictures, public_names, recipes, schemes, walks
+from generated import command, error_list, explorer, images, pictures, public_names, recipes, schemes, walks
 
 GENERATED: dict[str, Callable[[], str]] = {
     "api": public_names.render,
     "command": command.render,
     "errors": error_list.render,
+    "explorer": explorer.render,
     "images": images.render,
     "pictures": pictures.render,
     "recipes": recipes.render,

@@ -99,6 +99,12 @@ WORKS: dict[str, Work] = {
         "Functional Interpolation for Relative Positions Improves Long Context Transformers",
         2023,
     ),
+    "https://arxiv.org/abs/2311.00566": Work(
+        "fuller2023croma",
+        "Fuller, Anthony and Millard, Koreen and Green, James R.",
+        "CROMA: Remote Sensing Representations with Contrastive Radar-Optical Masked Autoencoders",
+        2023,
+    ),
     "https://arxiv.org/abs/2401.01325": Work(
         "jin2024selfextend",
         "Jin, Hongye and Han, Xiaotian and Yang, Jingfeng and Jiang, Zhimeng and Liu, Zirui and Chang, Chia-Yuan and "
@@ -132,6 +138,13 @@ WORKS: dict[str, Work] = {
         "Rotary Position Embedding for Vision Transformer",
         2024,
     ),
+    "https://arxiv.org/abs/2407.21783": Work(
+        "grattafiori2024llama3",
+        "Grattafiori, Aaron and Dubey, Abhimanyu and Jauhri, Abhinav and Pandey, Abhinav and Kadian, Abhishek and "
+        "others",
+        "The Llama 3 Herd of Models",
+        2024,
+    ),
     "https://arxiv.org/abs/2410.06205": Work(
         "barbero2024round",
         "Barbero, Federico and Vitvitskyi, Alex and Perivolaropoulos, Christos and Pascanu, Razvan and "
@@ -146,18 +159,24 @@ WORKS: dict[str, Work] = {
         "Rope to Nope and Back Again: A New Hybrid Attention Strategy",
         2025,
     ),
+    "https://arxiv.org/abs/2512.12167": Work(
+        "gelberg2025drope",
+        "Gelberg, Yoav and Eguchi, Koshi and Akiba, Takuya and Cetin, Edoardo",
+        "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings",
+        2025,
+    ),
     "https://kexue.fm/archives/9708": Work("su2023rerope", "Su, Jianlin", "Rectified Rotary Position Embeddings", 2023),
 }
 
 
 def bibtex(source: str) -> str:
-    """Return the BibTeX entry of the work at `source`, "" where it is not known.
+    """Return the BibTeX entry of the work at `source`, its title in the case that it has; "" where it is not known.
 
     Example:
         >>> print(bibtex("https://kexue.fm/archives/9708"))
         @misc{su2023rerope,
           author = {Su, Jianlin},
-          title = {Rectified Rotary Position Embeddings},
+          title = {{Rectified Rotary Position Embeddings}},
           year = {2023},
           url = {https://kexue.fm/archives/9708},
         }
@@ -165,7 +184,7 @@ def bibtex(source: str) -> str:
     work = WORKS.get(source)
     if work is None:
         return ""
-    fields = {"author": work.authors, "title": work.title, "year": str(work.year)}
+    fields = {"author": work.authors, "title": f"{{{work.title}}}", "year": str(work.year)}
     if "arxiv.org" in source:
         fields |= {"eprint": source.rpartition("/")[2], "archivePrefix": "arXiv"}
     lines = [f"  {name} = {{{value}}}," for name, value in (fields | {"url": source}).items()]

@@ -11,8 +11,9 @@ from repository import PAGES, ROOT
 
 from generated.bibliography import bibtex
 from generated.markup import facts, fenced, literal, prose, table
-from hf_posswap.cli.fields import attribute_docs, describe_fields, description, format_value
+from hf_posswap.cli.fields import describe_fields, format_value
 from hf_posswap.schemes import SCHEMES, Traits
+from hf_posswap.utils.docstrings import attribute_docs, description
 
 
 def render() -> str:

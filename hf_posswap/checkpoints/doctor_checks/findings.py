@@ -48,7 +48,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that was found. `print(diagnosis)` shows it.
+    """All that `doctor` found. `print(diagnosis)` shows it.
 
     Attributes:
         source: the folder or Hub id.

@@ -23,7 +23,7 @@ _SUFFIX = ".gguf"
 
 @dataclass(frozen=True)
 class Export:
-    """What a program makes of a checkpoint.
+    """What a program makes of a checkpoint, as `export` found.
 
     Attributes:
         target: the program.

@@ -88,6 +88,9 @@ def patch_model(
 def swap_plan(model: nn.Module) -> SwapPlan:
     """Return the plan of the swap that `model` carries, as it stands: printable, picklable, and JSON in its record.
 
+    Args:
+        model: patched, or a PEFT model around one.
+
     Raises:
         NotPatchedError: the model carries no swap.
 
@@ -139,11 +142,21 @@ def unpatch_model(model: M) -> M:
 
     Weights trained since the swap stay as they are; what the swap had put out of use comes back as it was.
 
+    Args:
+        model: patched in this process, or a PEFT model around one.
+
     Raises:
         NotPatchedError: the model carries no swap, or was loaded from a swapped checkpoint, which does not hold the
             original mechanism's weights; or `fit_rotation` has changed its weights since.
         UnsupportedSwapError: inference mode is on.
         ModelInUseError: a forward of the model is running, or another thread changes it.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> table = model.transformer.wpe
+        >>> unpatch_model(patch_model(model, "rope")).transformer.wpe is table
+        True
     """
     target: Any = unwrap(model)
     with changing(target, "unpatch_model"):
@@ -168,7 +181,16 @@ def unpatch_model(model: M) -> M:
 
 @contextmanager
 def patched(model: M, scheme: SchemeChoice, **options: Any) -> Iterator[M]:
-    """Swap inside a `with` block; takes the same arguments as `patch_model`.
+    """Swap inside a `with` block; after it `model` is what it was, also where the block raises.
+
+    Args:
+        model: as in `patch_model`; the block is given it.
+        scheme: likewise.
+        options: the other arguments of `patch_model`: max_length, site, relative, fields of the scheme.
+
+    Raises:
+        NotPatchedError: the block took the swap back itself.
+        PosswapError: whatever `patch_model` raises, before the block.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

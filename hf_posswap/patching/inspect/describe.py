@@ -90,7 +90,10 @@ class PositionReport:
 
 
 def describe_positions(model: PreTrainedModel) -> PositionReport:
-    """Return what position mechanism `model` has now: native, or swapped.
+    """Return what position mechanism `model` has now: native, or swapped. `print(report)` shows it.
+
+    Args:
+        model: a transformers model, patched or not, or a PEFT model around one.
 
     Raises:
         UnsupportedModelError: no family describes the model.

@@ -48,6 +48,14 @@ class SwapPlan:
         notes: anything else worth knowing.
         record: what will be written to `config.posswap`.
         sites: where the model's positions live.
+
+    Example:
+        >>> from hf_posswap import plan_swap
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> plan = plan_swap(model, "alibi", max_length=64)
+        >>> plan.route, plan.max_length, plan.unused
+        ('plugin', 64, {'transformer.wpe.weight': 128})
     """
 
     model: str

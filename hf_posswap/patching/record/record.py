@@ -21,7 +21,7 @@ _OPTIONAL = {"stacks", "relative"}
 
 @dataclass(frozen=True)
 class SwapRecord:
-    """One swap.
+    """One swap, as `config.posswap` of a swapped model holds it: enough to do it again when a checkpoint is loaded.
 
     Attributes:
         scheme: `Scheme.to_dict` of the resolved scheme.
@@ -36,6 +36,14 @@ class SwapRecord:
             left out of the JSON.
         relative: what became of positions inside attention that are no scheme, "keep" or "drop", as asked of
             `patch_model`; None, for a model that has none, is left out of the JSON.
+
+    Example:
+        >>> from hf_posswap import patch_model, swap_plan
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> record = swap_plan(patch_model(model, "rope")).record
+        >>> record.to_dict() == model.config.posswap, record.scheme["name"], record.max_length
+        (True, 'rope', 16)
     """
 
     scheme: dict[str, Any]

@@ -69,6 +69,15 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
         NotPatchedError: the model carries no blend.
         SchemeError: the weight is not 1 yet.
         UnsupportedSwapError, ModelInUseError: inference mode is on, or the model is in use, as `patch_model`.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import Blend, Rope, patch_model, swap_plan
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> model = patch_model(model, Blend(new=Rope()))
+        >>> set_blend(model, 1.0)
+        >>> swap_plan(finish_blend(model, max_length=64)).max_length
+        64
     """
     target: Any = unwrap(model)
     plan = _plan(target)

@@ -13,8 +13,11 @@ from hf_posswap.errors import OptionError, UnknownNameError
 from hf_posswap.geometry import Geometry
 from hf_posswap.plotting.positions import lines, maps
 from hf_posswap.plotting.positions.numbers import Shown, sample_geometry, shown
-from hf_posswap.schemes import Scheme, make_scheme
+from hf_posswap.schemes import Learned, Scheme, make_scheme
 from hf_posswap.schemes.rope import RotaryScheme
+
+OWN_TABLE = "the model's own"
+"""What its position table is called beside others."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ def _has_table(subject: Shown) -> bool:
     return subject.table is not None
 
 
+def _reaches(subject: Shown, place: int) -> bool:
+    """Return whether it has a table with a row for `place`: the model's own ends, others are drawn as far as needed."""
+    return _has_table(subject) and (subject.name != OWN_TABLE or subject.length > place)
+
+
 def _has_scores(subject: Shown) -> bool:
     return subject.scheme.kind != "table"
 
@@ -86,7 +94,7 @@ PICTURES: dict[str, Picture] = {
     "token": Picture(
         "what position does to one token's vector",
         maps.draw_token,
-        lambda one: _has_table(one) or _has_fixed_turns(one),
+        lambda one: _reaches(one, maps.PLACES[-1]) or _has_fixed_turns(one),
     ),
 }
 """Every kind of picture, by its name."""
@@ -110,7 +118,8 @@ def draw_positions(
         pictures: names in `PICTURES`; empty: all in which one of `schemes` has something to say.
         geometry: of the model; None: 8 heads of 64 dimensions, 512 tokens, plain RoPE.
         factor: by which the swapped model is longer than the original.
-        old: the model's position table, a tensor [P, E], which tables begin with; None: random rows.
+        old: the model's position table, a tensor [P, E], which tables begin with, and which is drawn beside them; None:
+            random rows.
         dark: for a dark page.
 
     Raises:
@@ -127,7 +136,7 @@ def draw_positions(
         >>> drawn[0].said[1]
         'yarn: 19 of 32 pairs complete no turn within 512 tokens, 16 none within 2048'
     """
-    if not schemes:
+    if not schemes and old is None:
         raise OptionError("give at least one scheme to draw: posswap schemes lists them.")
     shape = geometry or sample_geometry()
     subjects = _subjects(schemes, shape, factor, old)
@@ -148,14 +157,18 @@ def draw_positions(
 
 
 def _subjects(schemes: Sequence[Scheme | str], shape: Geometry, factor: float, old: Tensor | None) -> list[Shown]:
-    """Return the schemes in the model's shape; those of one name are told apart by the fields that they give."""
+    """Return the model's own table and the schemes in its shape; those of one name are told apart by their fields."""
     made = [make_scheme(scheme) for scheme in schemes]
     names = [scheme.name for scheme in made]
     several = [_label(scheme) if names.count(scheme.name) > 1 else scheme.name for scheme in made]
     if len(set(several)) < len(several):
         twice = next(name for name in several if several.count(name) > 1)
         raise OptionError(f"{twice} is given twice: give each scheme once.")
-    return [shown(scheme, shape, factor=factor, name=name, old=old) for scheme, name in zip(made, several, strict=True)]
+    own = [] if old is None else [Shown(OWN_TABLE, Learned().resolve(shape, None), shape, len(old), old)]
+    return [
+        *own,
+        *(shown(scheme, shape, factor=factor, name=name, old=old) for scheme, name in zip(made, several, strict=True)),
+    ]
 
 
 def _label(scheme: Scheme) -> str:

@@ -1,0 +1,190 @@
+"""How much attention a model pays to keys by their distance, as it reads texts: nothing is trained, nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_posswap.compat.transformers_attention import attention_implementation, can_choose_attention
+from hf_posswap.errors import DataError, NotEnoughMemoryError, PositionRangeError, UnsupportedModelError
+from hf_posswap.evaluation.memory import GIB, available_bytes
+from hf_posswap.evaluation.reach import Reach, reach_of
+from hf_posswap.patching.apply.guard import alone
+from hf_posswap.patching.plan.plan_swap import unwrap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_COPIES = 3
+"""Of one layer's weights that eager attention holds: scores, those with the mask, and the softmax."""
+_LEAST = 16
+"""Queries of one forward, however long the text."""
+
+
+@dataclass(frozen=True)
+class AttentionPaid:
+    """The attention that a model paid as it read texts, each from its start.
+
+    The first token of a text is left out as a key and as a query: models park attention on it, which would show as
+    attention to whatever distance it happens to be at. What it was paid is `first`.
+
+    Attributes:
+        tokens: of each text, N.
+        texts: that were read.
+        totals: attention paid to keys d = 0, ..., N - 2 tokens away, the mean over heads, summed over the queries of
+            all texts, [layers, N - 1] float64; in an encoder, of both sides.
+        first: the share that the first token was paid, [layers] float64.
+        causal: whether a token sees only what comes before it.
+    """
+
+    tokens: int
+    texts: int
+    totals: Tensor
+    first: Tensor
+    causal: bool
+
+    @property
+    def pairs(self) -> Tensor:
+        """Pairs of a query and a key at each distance, in all texts, [N - 1]."""
+        pairs = torch.arange(self.tokens - 1, 0, -1, dtype=torch.float64)
+        if not self.causal:
+            pairs[1:] *= 2
+        return pairs * self.texts
+
+    @property
+    def means(self) -> Tensor:
+        """The mean attention weight at each distance, [layers, N - 1]."""
+        return self.totals / self.pairs
+
+    @property
+    def shares(self) -> Tensor:
+        """The share of all attention that each distance was paid, [layers, N - 1]: with `first` they add up to 1."""
+        return self.totals / (self.texts * (self.tokens - 1))
+
+    @property
+    def half(self) -> int:
+        """The distance within which half of the attention lies, that to the first token aside, the mean of layers."""
+        share = self.shares.mean(dim=0).cumsum(dim=0)
+        return int((share < share[-1] / 2).sum())
+
+    def beyond(self, distance: int) -> float:
+        """Return the share of attention paid to keys more than `distance` tokens away, the mean of layers."""
+        return float(self.shares[:, distance + 1 :].sum(dim=1).mean())
+
+
+@alone(parameters=False)
+def attention_by_distance(model: PreTrainedModel, tokens: np.ndarray, *, most_bytes: int = GIB) -> AttentionPaid:
+    """Return how much attention `model` pays to keys by their distance as it reads `tokens`.
+
+    The weights are those that eager attention gives under `output_attentions=True`. A long text is read in pieces with
+    a cache, where that gives the same, so that the weights of no more than `most_bytes` are held.
+
+    Args:
+        model: that reads one text, swapped or not; it is left as it was.
+        tokens: ids [B, N], a text a row, without padding.
+        most_bytes: of attention weights, over all layers, held at once.
+
+    Raises:
+        DataError: the ids are no rows of at least 2 tokens.
+        UnsupportedModelError: an encoder-decoder, or a model that gives no attention weights.
+        PositionRangeError: the model does not run so many tokens.
+        NotEnoughMemoryError: the weights of one forward do not fit, and the text cannot be read in pieces.
+        ModelInUseError: a forward of the model is running, or another thread changes it.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2)).eval()
+        >>> paid = attention_by_distance(model, np.arange(16).reshape(2, 8))
+        >>> tuple(paid.means.shape), round(float(paid.first + paid.shares.sum()), 6)
+        ((1, 7), 1.0)
+    """
+    target: Any = unwrap(model)
+    ids = torch.as_tensor(np.asarray(tokens))
+    if ids.ndim != 2 or ids.shape[1] < 2 or not len(ids):
+        raise DataError(f"tokens are ids [B, N], rows of at least 2 tokens, got {tuple(ids.shape)}.")
+    if target.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{type(target).__name__} reads with an encoder: give a model of one stack.")
+    reach, length = reach_of(target), ids.shape[1]
+    if reach.limit is not None and length > reach.limit:
+        raise PositionRangeError(f"{type(target).__name__} ends at {reach.limit} tokens, and the texts have {length}.")
+    piece = _piece(target, length, reach, most_bytes)
+    with _weights_given(target):
+        read = [_read(target, row[None].to(target.device), piece, reach.causal) for row in ids]
+    totals, first = (torch.stack(each).sum(dim=0) for each in zip(*read, strict=True))
+    return AttentionPaid(length, len(ids), totals, first / (len(ids) * (length - 1)), reach.causal)
+
+
+def _piece(model: Any, length: int, reach: Reach, most_bytes: int) -> int:
+    """Return the tokens of one forward."""
+    config = model.config.get_text_config()
+    a_query = 4 * config.num_attention_heads * length  # bytes of a layer
+    layers = config.num_hidden_layers
+    whole = layers * length * a_query
+    if whole <= most_bytes:
+        return length
+    if reach.causal and reach.prefix_consistent:
+        return min(length, max(_LEAST, most_bytes // (layers * a_query)))
+    free, needed = available_bytes(model.device), whole + _COPIES * length * a_query
+    if free is not None and needed > free:
+        raise NotEnoughMemoryError(
+            f"the attention weights of {length} tokens take {needed / GIB:.1f} GiB, {free / GIB:.1f} are free, and by "
+            f"{reach.why} {type(model).__name__} cannot read a text in pieces: give shorter texts."
+        )
+    return length
+
+
+@contextmanager
+def _weights_given(model: Any) -> Iterator[None]:
+    """In the block the model is in eval mode and attends eagerly, which alone gives weights."""
+    was, training = attention_implementation(model.config), model.training
+    switch = was != "eager" and can_choose_attention(model)
+    model.eval()
+    try:
+        if switch:
+            model.set_attn_implementation("eager")
+        yield
+    finally:
+        if switch:
+            model.set_attn_implementation(was)
+        model.train(training)
+
+
+@torch.inference_mode()
+def _read(model: Any, ids: Tensor, piece: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return what each distance was paid, [layers, N - 1], and what the first token was, [layers], by later tokens."""
+    length = ids.shape[1]
+    inputs: dict[str, Any] = {"output_attentions": True, "use_cache": piece < length}
+    totals, first = torch.zeros(2, 0)
+    for begin in range(0, length, piece):
+        end = min(begin + piece, length)
+        output = model.base_model(input_ids=ids[:, begin:end], attention_mask=torch.ones_like(ids[:, :end]), **inputs)
+        layers = [weights for weights in output.attentions or () if isinstance(weights, Tensor)]
+        if not layers:
+            raise UnsupportedModelError(f"{type(model).__name__} gives no attention weights, by output_attentions.")
+        if begin == 0:
+            totals, first = torch.zeros(len(layers), length - 1, dtype=torch.float64), torch.zeros(len(layers)).double()
+        for layer, weights in enumerate(layers):
+            paid = weights[0].mean(dim=0).double().cpu()  # [Q, K], K the last keys up to `end`
+            _add(paid, begin, end, causal, totals[layer], first[layer : layer + 1])
+        if piece < length:
+            inputs["past_key_values"] = output.past_key_values
+    return totals, first
+
+
+def _add(paid: Tensor, begin: int, end: int, causal: bool, totals: Tensor, first: Tensor) -> None:
+    """Add the attention [Q, K] of queries `begin` to `end` to the sums of its layer, by distance and of the first."""
+    queries, keys = torch.arange(begin, end), torch.arange(end - paid.shape[1], end)
+    if begin == 0:
+        paid, queries = paid[1:], queries[1:]
+    if keys[0] == 0:
+        first += paid[:, 0].sum()
+        paid, keys = paid[:, 1:], keys[1:]
+    distances = queries[:, None] - keys[None]
+    seen = distances >= 0 if causal else torch.ones_like(distances, dtype=torch.bool)
+    totals.index_add_(0, distances[seen].abs(), paid[seen])
