@@ -50,6 +50,7 @@ SHARED = LAYERS[0] | LAYERS[2]
 FORBIDDEN = {"schemes": {"transformers"}}
 OPTIONAL = {
     "peft", "datasets", "accelerate", "matplotlib", "lm_eval", "liger_kernel", "sentence_transformers", "gguf", "vllm",
+    "onnx", "onnxscript", "onnxruntime",
 }  # fmt: skip
 HEAVY = OPTIONAL | {"typer", "rich"}
 

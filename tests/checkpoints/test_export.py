@@ -24,6 +24,7 @@ from hf_posswap.checkpoints.exports.claims import anything
 from hf_posswap.checkpoints.exports.claims_table import claims_markdown
 from hf_posswap.checkpoints.exports.gguf_keys import ARCHITECTURES
 from hf_posswap.checkpoints.exports.mechanism import stated
+from hf_posswap.checkpoints.exports.run import GRAPHS
 from hf_posswap.cli import app
 from hf_posswap.errors import (
     CheckpointError,
@@ -142,7 +143,7 @@ ROPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("target", [target for target in TARGETS if target not in GRAPHS])
 @pytest.mark.parametrize("scheme", list(ROPES))
 def test_what_is_written_means_the_same_to_transformers(scheme: str, target: str, tmp_path: Path) -> None:
     name, options = ROPES[scheme]

@@ -5,11 +5,12 @@ Batch and length are free. The graph is run and compared with the model before t
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -134,11 +135,11 @@ def _tracing(named: str, stated: Stated) -> Iterator[None]:
     Raises:
         UnsupportedSwapError: the graph would hold for the length that it was traced with alone, or there is none.
     """
-    logger = logging.getLogger("torch.onnx")
+    logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()), torch.no_grad():  # it shows graphs that failed
             warnings.simplefilter("ignore")
             yield
     except Exception as error:  # tracing runs the code of any model, and torch's own, on values that are no numbers
