@@ -111,7 +111,7 @@ LLAMACPP = (
         "a table",
         "others, as OPT, BART, GPT-Neo",
         "impossible",
-        "it has no architecture for a {model}, and the converter stops.",
+        "it has no architecture for the model type {model}, and the converter stops.",
         table,
         roads=(),
     ),

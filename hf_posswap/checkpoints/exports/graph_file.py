@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hf_posswap.checkpoints.exports.graph_proof import GRAPH_RUNNERS, Trial, answers, ran_alike, trials
+from hf_posswap.checkpoints.exports.graph_proof import answers, ran_alike, trials
 from hf_posswap.checkpoints.exports.mechanism import Stated
 from hf_posswap.checkpoints.exports.traced import Traced, signature_of
 from hf_posswap.checkpoints.load import load
@@ -72,9 +72,10 @@ def write_graph(source: Path, out: Path, stated: Stated) -> GraphFile:
     for place in (out, beside):
         if os.path.lexists(place):
             raise CheckpointError(f"{place} is there already; give a file that is new.")
-    model: Any = load(source, **({"dtype": torch.float32} if kind == ".onnx" else {})).eval()
+    dtype: dict[str, Any] = {"dtype": torch.float32} if kind == ".onnx" else {}
+    model: Any = load(source, **dtype).eval()
     signature, width = signature_of(model), _bytes(model)
-    asked: list[Trial] = trials(model, signature, stated)
+    asked = trials(model, signature, stated)
     expected = [answers(model, signature, trial) for trial in asked]
     traced = Traced(model, signature)
     with _tracing(type(model).__name__, stated):
@@ -82,7 +83,7 @@ def write_graph(source: Path, out: Path, stated: Stated) -> GraphFile:
     apart = kind == ".onnx" and width > LARGEST
     with replacing(out) as path, replacing(beside) if apart else nullcontext() as data:
         _SAVERS[kind](program, path, apart)
-        compared = ran_alike(GRAPH_RUNNERS[kind](path, signature), signature, asked, expected, model.dtype)
+        compared = ran_alike(path, signature, asked, expected, model.dtype)
         if data is not None:
             os.replace(path.with_name(beside.name), data)
     where = f", in {beside.name} beside it" if apart else ""

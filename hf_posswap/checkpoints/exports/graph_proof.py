@@ -118,12 +118,12 @@ def _own(held: Tensor, index: int, name: str, text: Inputs, side: str) -> Tensor
 
 
 def ran_alike(
-    runner: Runner, signature: Signature, asked: list[Trial], expected: list[list[dict[str, Tensor]]], dtype: Any
+    path: Path, signature: Signature, asked: list[Trial], expected: list[list[dict[str, Tensor]]], dtype: Any
 ) -> str:
     """Return in words how near a graph's outputs are to those of the model, and where texts may be padded.
 
     Args:
-        runner: of the graph.
+        path: of the graph.
         signature: of it.
         asked: what it is tried with.
         expected: what the model gives for each.
@@ -133,13 +133,14 @@ def ran_alike(
         SwapVerificationError: it stops, or its outputs are others.
     """
     bound, found = BOUNDS[dtype], {"right": 0.0, "left": 0.0}
-    for trial, texts in zip(asked, expected, strict=True):
-        try:
-            given = runner(trial.together())
-        except Exception as error:  # runtimes raise errors of their own kinds
-            first = str(error).strip().splitlines()[0]
-            raise SwapVerificationError(f"the graph does not run with {trial.length} tokens: {first}") from error
-        found[trial.side] = max(found[trial.side], _apart(trial, given, texts, signature.outputs))
+    try:
+        runner = _RUNNERS[path.suffix](path, signature)
+        given = [runner(trial.together()) for trial in asked]
+    except Exception as error:  # runtimes raise errors of their own kinds
+        first = str(error).strip().splitlines()[0]
+        raise SwapVerificationError(f"the graph does not run: {first} Nothing was written.") from error
+    for trial, held, texts in zip(asked, given, expected, strict=True):
+        found[trial.side] = max(found[trial.side], _apart(trial, held, texts, signature.outputs))
     if not found["right"] <= bound:  # a NaN too
         raise SwapVerificationError(
             f"the graph's outputs are up to {found['right']:.2g} from the model's, more than {bound:g}. Nothing was "
@@ -199,5 +200,4 @@ def _with_torch(path: Path, signature: Signature) -> Runner:
     return runs
 
 
-GRAPH_RUNNERS: dict[str, Callable[[Path, Signature], Runner]] = {".onnx": _with_onnxruntime, ".pt2": _with_torch}
-"""By the ending of a file."""
+_RUNNERS: dict[str, Callable[[Path, Signature], Runner]] = {".onnx": _with_onnxruntime, ".pt2": _with_torch}

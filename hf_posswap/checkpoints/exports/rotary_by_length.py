@@ -26,11 +26,15 @@ class RotaryByLength(nn.Module):
         native: the rotary module, of one set of frequencies for all layers; it is not changed.
     """
 
+    kind: str
+    original: int
+
     def __init__(self, native: Any) -> None:
         super().__init__()
         self.kind = native.rope_type
-        self.native: Any = rebuilt(native, native.config)  # without hooks that would give it its angles back
-        self.native.rope_type = "default"
+        fresh: Any = rebuilt(native, native.config)  # without hooks that would give it its angles back
+        fresh.rope_type = "default"
+        self.native = fresh
         if self.kind == "longrope":
             self.original = native.config.rope_parameters["original_max_position_embeddings"]
             make = rope_function(self.kind)
