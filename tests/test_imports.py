@@ -268,7 +268,7 @@ def test_every_import_is_a_declared_dependency() -> None:
         *project["dependencies"],
         *(
             line
-            for extra in ("train", "plot", "lm-eval", "sentences", "fused", "gguf", "vllm", "serving-tests")
+            for extra in ("train", "plot", "lm-eval", "sentences", "fused", "gguf", "onnx", "vllm", "serving-tests")
             for line in extras[extra]
         ),
     ]

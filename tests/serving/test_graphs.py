@@ -130,6 +130,7 @@ def check(case: str, target: str, path: Path, folder: Path) -> None:
     made = export(saved(folder, swapped(case)), target, path)
     assert row_of(folder, target).known == "tested"
     assert made.verdict == "exact"
+    assert f"'{path}'" in made.command
     assert "it gives the model's outputs for texts of 1 to" in made.notes["compared"]
     assert max(differences(opened(made), case, CASES[case][3])) < BOUND
 

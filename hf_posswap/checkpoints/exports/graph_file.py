@@ -49,13 +49,14 @@ class GraphFile:
     compared: str
 
 
-def write_graph(source: Path, out: Path, stated: Stated) -> GraphFile:
+def write_graph(source: Path, out: Path, stated: Stated, *, trust_remote_code: bool = False) -> GraphFile:
     """Write the model of the checkpoint in `source` to the file `out`, whole or not at all.
 
     Args:
         source: a folder.
         out: a new file; what it ends in says the kind: .onnx in float32, .pt2 in the weights' own type.
         stated: its mechanism.
+        trust_remote_code: run code that the checkpoint brings, where its config needs that.
 
     Raises:
         MissingDependencyError: the extra `onnx` is not installed.
@@ -73,7 +74,7 @@ def write_graph(source: Path, out: Path, stated: Stated) -> GraphFile:
         if os.path.lexists(place):
             raise CheckpointError(f"{place} is there already; give a file that is new.")
     dtype: dict[str, Any] = {"dtype": torch.float32} if kind == ".onnx" else {}
-    model: Any = load(source, **dtype).eval()
+    model: Any = load(source, trust_remote_code=trust_remote_code, **dtype).eval()
     signature, width = signature_of(model), _bytes(model)
     asked = trials(model, signature, stated)
     expected = [answers(model, signature, trial) for trial in asked]

@@ -23,6 +23,7 @@ FILES = {"llamacpp": ".gguf", "onnx": ".onnx", "torch": ".pt2"}
 """What the names of files end in that are written for a program."""
 GRAPHS = ("onnx", "torch")
 """The targets that take a file alone: the model as a graph."""
+_OPENED = {"onnx": "onnxruntime.InferenceSession('{file}')", "torch": "torch.export.load('{file}').module()"}
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,14 @@ def export(
     if place is not None:
         _check_road(str(source), target, judgement, is_file)
         if target in GRAPHS:
-            notes = _graph_notes(write_graph(Path(source), place, found))
+            notes = _graph_notes(write_graph(Path(source), place, found, trust_remote_code=trust_remote_code))
         elif is_file:
             notes = _notes(write_gguf(Path(source), place, found, None if vocab is None else Path(vocab)))
         else:
             _write(Path(source), place, wanted)
     command = filled(judgement.claim.command, found, str(source if place is None or is_file else place))
     if is_file:
-        command = "" if target in GRAPHS else command.rpartition(" && ")[2].replace("model.gguf", str(place))
+        command = _OPENED[target].format(file=place) if target in GRAPHS else _served(command, place)
     claim, ordered = judgement.claim, dict(sorted(changes.items()))
     return Export(target, claim.verdict, judgement.why, claim.source, command, wanted, ordered, gguf, place, notes)
 
@@ -215,6 +216,11 @@ def _write(source: Path, out: Path, config: dict[str, Any]) -> None:
     with replacing(out) as temporary:
         shutil.copytree(source, temporary)
         write_json(temporary / "config.json", config)
+
+
+def _served(command: str, path: Path | None) -> str:
+    """Return what of `command` serves the GGUF file that was written to `path`."""
+    return command.rpartition(" && ")[2].replace("model.gguf", str(path))
 
 
 def _notes(made: GGUFFile) -> dict[str, str]:
