@@ -45,11 +45,13 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], int]] = {
     "longrope": ("llama", "longrope", {"factor": 4.0} | LISTS, LONG),
     "dynamic": ("llama", "dynamic", {"factor": 4.0}, LONG),
     "dynamic, neox": ("gpt_neox", "dynamic", {"factor": 4.0}, LONG),
+    "linear, neox": ("gpt_neox", "linear", {"factor": 4.0}, LONG),
     "rnope": ("llama", "rnope", {"every": 2}, LONG),
     "self_extend": ("llama", "self_extend", {"window": 8, "group": 4}, 3 * LENGTH),
     "dual_chunk": ("llama", "dual_chunk", {}, LENGTH),
     "learned": ("gpt2", None, {}, LENGTH),
     "sinusoidal": ("gpt2", "sinusoidal", {"max_length": LONG}, LONG),
+    "nope": ("gpt2", "nope", {"max_length": LONG}, LONG),
     "rope": ("gpt2", "rope", {"max_length": LONG}, LONG),
     "dynamic, gpt2": ("gpt2", "dynamic", {"factor": 4.0}, LONG),
     "alibi": ("gpt2", "alibi", {"max_length": LONG}, LONG),
@@ -58,10 +60,14 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], int]] = {
     "xpos": ("gpt2", "xpos", {"max_length": LONG}, LONG),
     "rope, opt": ("opt", "rope", {"max_length": LONG}, LONG),
     "learned, bert": ("bert", None, {}, LENGTH),
+    "learned, roberta": ("roberta", None, {}, LENGTH),
     "t5, bert": ("bert", "t5", {"max_length": LONG}, LONG),
 }
+SLOW = ("longrope", "dynamic", "self_extend", "learned", "t5, bert")
+"""The cases that run with the slow tests, between them on all of the code; the others are exhaustive."""
 PROGRAMS = ("llama", "longrope", "dynamic", "self_extend", "learned", "alibi", "t5, bert")
 """The cases that torch.export is tried with as well: ONNX goes through it."""
+MARKED = [pytest.param(case, marks=pytest.mark.slow if case in SLOW else pytest.mark.exhaustive) for case in CASES]
 Run = Callable[[dict[str, Tensor]], Tensor]
 
 
@@ -135,14 +141,12 @@ def check(case: str, target: str, path: Path, folder: Path) -> None:
     assert max(differences(opened(made), case, CASES[case][3])) < BOUND
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("case", MARKED)
 def test_onnxruntime_computes_what_the_model_does(case: str, tmp_path: Path) -> None:
     check(case, "onnx", tmp_path / "m.onnx", tmp_path / "x")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", PROGRAMS)
+@pytest.mark.parametrize("case", [each for each in MARKED if each.values[0] in PROGRAMS])
 def test_a_program_of_torch_computes_what_the_model_does(case: str, tmp_path: Path) -> None:
     check(case, "torch", tmp_path / "m.pt2", tmp_path / "x")
 

@@ -30,10 +30,11 @@ _ITSELF = (
     "the graph holds the mechanism itself, and needs neither transformers nor hf_posswap: any batch and length, "
     "padding by the mask, no cache."
 )
-_COMPARED = f"{_ITSELF} It is run and compared before the file is there, or refused."
+_CHECKED = "It is run and compared before the file is there, or refused."
+_COMPARED = f"{_ITSELF} {_CHECKED}"
 _LENGTH = (
-    "the angles are computed from the length of the longest row of a batch, its padding included, as in transformers; "
-    "other exporters keep those of the length that they traced with, wrong without a word."
+    "the angles are computed from the length of the longest row of a batch, as in transformers; torch's older exporter "
+    "(dynamo=False) keeps those of the length that it traced with: wrong by nats beyond, without a word."
 )
 _ENDS = f"{_ITSELF} A position table ends where its rows end: onnxruntime and torch stop beyond."
 _PLUGIN_MODELS = "Llama, GPT-2, OPT, BERT"
@@ -52,8 +53,14 @@ _ROWS: tuple[_Row, ...] = (
         "tested",
     ),
     ("what needs hf_posswap", "others", _COMPARED, plugin, "read"),
-    ("a table: learned, sinusoidal, nope", "GPT-2, BERT", _ENDS, both(table, of_model("gpt2", "bert")), "tested"),
-    ("a table", "others", f"{_ENDS} {_COMPARED.removeprefix(_ITSELF).strip()}", table, "read"),
+    (
+        "a table: learned, sinusoidal, nope",
+        "GPT-2, BERT, RoBERTa",
+        _ENDS,
+        both(table, of_model("gpt2", "bert", "roberta")),
+        "tested",
+    ),
+    ("a table", "others", f"{_ENDS} {_CHECKED}", table, "read"),
     (
         "dynamic, longrope of two lists",
         "Llama, GPT-NeoX",
@@ -61,7 +68,7 @@ _ROWS: tuple[_Row, ...] = (
         both(_follows, of_model("llama", "gpt_neox")),
         "tested",
     ),
-    ("dynamic, longrope of two lists", "others", f"{_LENGTH} It is run beyond {{original}} tokens.", _follows, "read"),
+    ("dynamic, longrope of two lists", "others", f"{_LENGTH} {_CHECKED}", _follows, "read"),
     ("any other rope", "Llama, GPT-NeoX", _ITSELF, of_model("llama", "gpt_neox"), "tested"),
     ("any other rope", "others", _COMPARED, anything, "read"),
 )

@@ -17,6 +17,7 @@ from hf_posswap.checkpoints.exports.mechanism import Stated
 from hf_posswap.checkpoints.exports.rotary_by_length import FOLLOWS_LENGTH
 from hf_posswap.checkpoints.exports.traced import Signature, run
 from hf_posswap.errors import SwapVerificationError
+from hf_posswap.patching.inspect.describe import describe_positions
 
 Inputs = dict[str, Tensor]
 Runner = Callable[[Inputs], dict[str, Tensor]]
@@ -66,7 +67,8 @@ class Trial:
 
 def trials(model: Any, signature: Signature, stated: Stated) -> list[Trial]:
     """Return what a graph of `model` is tried with, the shortest first: a model may remember the longest text."""
-    whole = min(stated.length, MOST)
+    limit = describe_positions(model).limit  # a table may have rows that are no positions
+    whole = min(limit, MOST)
     short = min(whole, _SHORT)
     mixed = (short, max(1, short // 3), max(1, short - 1))
     words = model.get_input_embeddings().weight.shape[0]
@@ -79,9 +81,9 @@ def trials(model: Any, signature: Signature, stated: Stated) -> list[Trial]:
         return Trial(texts, side, padding)
 
     made = [trial("right", 1), trial("right", *mixed), trial("left", *mixed), trial("right", whole)]
-    original = stated.original or stated.length
+    original = stated.original or limit
     beyond = original + original // 4 + 1
-    runs = beyond <= stated.length or stated.rope_type in FOLLOWS_LENGTH
+    runs = beyond <= limit or stated.rope_type in FOLLOWS_LENGTH
     if runs and whole < beyond <= FARTHEST:
         made.append(trial("right", beyond))
     return made

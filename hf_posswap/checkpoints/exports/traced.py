@@ -22,7 +22,6 @@ OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 _NAMES = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
 _SAMPLE = (2, 7)  # rows, tokens: neither is 0 or 1, which torch.export takes for constants
 _TARGET = 5  # tokens of a decoder beside an encoder
-Axes = dict[int, Any]
 
 
 @dataclass(frozen=True)
