@@ -50,6 +50,7 @@ SHARED = LAYERS[0] | LAYERS[2]
 FORBIDDEN = {"schemes": {"transformers"}}
 OPTIONAL = {
     "peft", "datasets", "accelerate", "matplotlib", "lm_eval", "liger_kernel", "sentence_transformers", "gguf", "vllm",
+    "onnx", "onnxscript", "onnxruntime",
 }  # fmt: skip
 HEAVY = OPTIONAL | {"typer", "rich"}
 
@@ -267,7 +268,7 @@ def test_every_import_is_a_declared_dependency() -> None:
         *project["dependencies"],
         *(
             line
-            for extra in ("train", "plot", "lm-eval", "sentences", "fused", "gguf", "vllm", "serving-tests")
+            for extra in ("train", "plot", "lm-eval", "sentences", "fused", "gguf", "onnx", "vllm", "serving-tests")
             for line in extras[extra]
         ),
     ]

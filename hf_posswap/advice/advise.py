@@ -95,7 +95,7 @@ def advise(
         model: a model, its config, a class of transformers (or its name), a folder with a config.json, or a Hub id.
         length: tokens of the texts.
         budget: tokens that may be trained on; None: nothing is trained.
-        serve: "vllm", "llamacpp", "sglang", "tgi" or "transformers"; None: no program is looked at.
+        serve: a program that `posswap export` knows, as "vllm" or "llamacpp"; None: no program is looked at.
 
     Raises:
         OptionError, UnknownNameError: an impossible length, budget or program.

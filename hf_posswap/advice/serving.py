@@ -13,6 +13,9 @@ from hf_posswap.errors import PosswapError, SchemeError, UnsupportedModelError
 from hf_posswap.patching.apply.patch_model import patch_model, swap_plan
 from hf_posswap.schemes import Scheme
 
+_AS_IT_IS = ("transformers", "onnx", "torch", "sentence-transformers")
+"""The programs that compute what needs hf_posswap as well as anything else."""
+
 
 @dataclass(frozen=True)
 class Serving:
@@ -61,7 +64,7 @@ def serving_of(
         found = stated(model.config)
     except (SchemeError, UnsupportedModelError) as error:  # it needs the weights' values, or says nothing known here
         return Serving(target, "unknown", str(error), "")
-    converted = _converted(model) if found.kind == "plugin" and target != "transformers" else None
+    converted = _converted(model) if found.kind == "plugin" and target not in _AS_IT_IS else None
     return _judged(target, found, "") if converted is None else _judged(target, *converted)
 
 

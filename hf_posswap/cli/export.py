@@ -21,6 +21,10 @@ class Target(StrEnum):
     sglang = "sglang"
     llamacpp = "llamacpp"
     tgi = "tgi"
+    onnx = "onnx"
+    torch = "torch"
+    tei = "tei"
+    sentence_transformers = "sentence-transformers"
 
 
 def export(
@@ -32,7 +36,8 @@ def export(
             "--out",
             "-o",
             metavar="DIR",
-            help="Write the checkpoint for it to DIR; for llamacpp also to a file, model.gguf.",
+            help="Write the checkpoint for it to DIR; for llamacpp also to a file, model.gguf; for onnx and torch "
+            "to a file, model.onnx and model.pt2.",
             show_default=False,
         ),
     ] = None,

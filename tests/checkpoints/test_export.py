@@ -24,6 +24,7 @@ from hf_posswap.checkpoints.exports.claims import anything
 from hf_posswap.checkpoints.exports.claims_table import claims_markdown
 from hf_posswap.checkpoints.exports.gguf_keys import ARCHITECTURES
 from hf_posswap.checkpoints.exports.mechanism import stated
+from hf_posswap.checkpoints.exports.run import GRAPHS
 from hf_posswap.cli import app
 from hf_posswap.errors import (
     CheckpointError,
@@ -142,7 +143,7 @@ ROPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("target", [target for target in TARGETS if target not in GRAPHS])
 @pytest.mark.parametrize("scheme", list(ROPES))
 def test_what_is_written_means_the_same_to_transformers(scheme: str, target: str, tmp_path: Path) -> None:
     name, options = ROPES[scheme]
@@ -293,6 +294,12 @@ def test_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     plain = saved(tmp_path / "p", "llama", None)
     with pytest.raises(OptionError, match="vllm takes a folder"):
         export(plain, "vllm", tmp_path / "m.gguf")
+    with pytest.raises(OptionError, match="onnx takes a file that ends in .onnx: a .gguf file is for --target llamac"):
+        export(plain, "onnx", tmp_path / "m.gguf")
+    with pytest.raises(OptionError, match="torch takes a file that ends in .pt2, and .*folder is none"):
+        export(plain, "torch", tmp_path / "folder")
+    with pytest.raises(OptionError, match="vllm takes a folder: a vocabulary is llama.cpp's"):
+        export(plain, "vllm", vocab=tmp_path / "v.gguf")
     with pytest.raises(OptionError, match="a vocabulary goes into a .gguf file"):
         export(plain, "llamacpp", tmp_path / "folder", vocab=tmp_path / "v.gguf")
     (plain / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram"}}))
@@ -355,6 +362,40 @@ def test_a_sliding_window_is_told(tmp_path: Path) -> None:
     assert found.command == "llama-server -m model.gguf -c 8"
 
 
+# model, swap -> verdicts for llamacpp, tei, sentence-transformers
+ENCODERS: dict[str, tuple[Any, str | None, tuple[str, str, str]]] = {
+    "bert": (transformers.BertModel, None, ("exact", "exact", "exact")),
+    "a head for words": (transformers.BertForMaskedLM, "rope", ("impossible", "impossible", "exact")),
+    "plugin": (transformers.BertModel, "rope", ("impossible", "exact", "exact")),
+    "classes": (transformers.BertForSequenceClassification, "alibi", ("impossible", "exact", "exact")),
+}
+
+
+@pytest.mark.parametrize("case", list(ENCODERS))
+def test_encoders_get_what_to_type(case: str, tmp_path: Path) -> None:
+    model_class, scheme, expected = ENCODERS[case]
+    model = model_class(build("bert").config)
+    hf_posswap.save(model if scheme is None else patch_model(model, scheme), tmp_path / "x")
+    found = [export(tmp_path / "x", target) for target in ("llamacpp", "tei", "sentence-transformers")]
+    assert tuple(each.verdict for each in found) == expected
+    commands = [each.command for each in found]
+    if scheme is None:
+        assert commands[0].endswith("--embedding --ubatch-size 32")
+        assert commands[1] == f"text-embeddings-router --model-id {tmp_path / 'x'}"
+    elif expected[1] == "exact":
+        assert commands[1].startswith(
+            f"posswap export {tmp_path / 'x'} --target onnx -o {tmp_path / 'x'}/model.onnx && "
+        )
+    assert ("import hf_posswap; " in commands[2]) == (scheme is not None)
+    assert {each.target: each.command for each in doctor(tmp_path / "x").serving}["tei"] == commands[1]
+
+
+def test_llamacpp_has_no_opt(tmp_path: Path) -> None:
+    found = export(saved(tmp_path / "x", "opt", None), "llamacpp")
+    assert (found.verdict, found.command) == ("impossible", "")
+    assert "no architecture for the model type opt" in found.why
+
+
 def test_doctor_says_what_export_says(tmp_path: Path) -> None:
     for number, (name, scheme, options) in enumerate(
         [("llama", "nope", {}), ("llama", "alibi", {}), ("gpt2", None, {})]
@@ -404,8 +445,8 @@ def test_the_command_writes_the_config_and_says_the_verdict(tmp_path: Path) -> N
     assert "attn_factor" in json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
     for target in TARGETS:
         shown = CliRunner().invoke(app, ["export", str(folder), "--target", target])
-        assert shown.exit_code == 0
-        assert "exact" in shown.stdout
+        assert shown.exit_code == (3 if target == "tei" else 0)
+        assert ("impossible" if target == "tei" else "exact") in shown.stdout
     refused = CliRunner().invoke(app, ["export", str(saved(tmp_path / "y", "gpt2", "kerple")), "--target", "vllm"])
     assert refused.exit_code == 3
     assert "impossible" in refused.stdout

@@ -10,7 +10,7 @@ from hf_posswap.checkpoints.exports.mechanism import Stated
 
 Verdict = Literal["exact", "approximate", "impossible"]
 Known = Literal["tested", "run", "read"]
-Road = Literal["folder", "gguf"]
+Road = Literal["folder", "gguf", "graph"]
 Condition = Callable[[Stated], bool]
 _CLOSE = 1e-6
 
@@ -35,7 +35,8 @@ class Claim:
         known: "tested": a test runs the program; "run": it was run by hand, and no test repeats it; "read": its code
             or documentation was read, and it was not run.
         fits: whether a checkpoint is one of those that the row is about.
-        roads: what the program may be given: the "folder" with its config, a "gguf" file; () where nothing is written.
+        roads: what the program may be given: the "folder" with its config, a "gguf" file, a "graph" of the model;
+            () where nothing is written.
     """
 
     target: str

@@ -92,11 +92,28 @@ LLAMACPP = (
     ),
     _row(
         "a table",
-        "others",
+        "BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT",
+        "exact",
+        "for embeddings and classes: the converter drops a head for words. A position table is ordinary weights; it "
+        "ends where its rows end.",
+        both(table, of_model("bert", "roberta", "xlm-roberta", "camembert", "distilbert")),
+        f"{_CONVERT} --embedding --ubatch-size {{length}}",
+    ),
+    _row(
+        "a table",
+        "GPT-BigCode",
         "exact",
         "a position table is ordinary weights; it ends where its rows end.",
-        table,
+        both(table, of_model("gpt_bigcode")),
         _CONVERT,
+    ),
+    _row(
+        "a table",
+        "others, as OPT, BART, GPT-Neo",
+        "impossible",
+        "it has no architecture for the model type {model}, and the converter stops.",
+        table,
+        roads=(),
     ),
     _row(
         "any rope, beyond a sliding window",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hf_posswap.checkpoints.exports.claims import Claim
+from hf_posswap.checkpoints.exports.claims_encoders import SENTENCE_TRANSFORMERS, TEI
+from hf_posswap.checkpoints.exports.claims_graphs import ONNX, TORCH
 from hf_posswap.checkpoints.exports.claims_llamacpp import LLAMACPP
 from hf_posswap.checkpoints.exports.claims_servers import SGLANG, TGI, TRANSFORMERS, VLLM
 from hf_posswap.checkpoints.exports.mechanism import Stated
@@ -15,6 +17,10 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "sglang": SGLANG,
     "llamacpp": LLAMACPP,
     "tgi": TGI,
+    "onnx": ONNX,
+    "torch": TORCH,
+    "tei": TEI,
+    "sentence-transformers": SENTENCE_TRANSFORMERS,
 }
 """By program, the rows in order: the first that fits a checkpoint is the one about it; the last fits all."""
 
@@ -43,6 +49,7 @@ def filled(text: str, stated: Stated, folder: str = "DIR") -> str:
         "model": stated.model_type,
         "type": stated.rope_type,
         "problem": stated.unpaged,
+        "architecture": stated.architecture,
         "dtype": " --dtype float32" if stated.dtype == "float32" else "",
         "checked": "It is, in the exported config." if known else "Which it is here nothing tells: check it.",
     }
@@ -56,7 +63,7 @@ def claims_markdown() -> str:
     names = {name: "{" + name + "}" for name in ("folder", "length", "original", "window", "group", "scheme", "model")}
     shown = names | {"folder": "DIR", "length": "LENGTH", "original": "ORIGINAL", "window": "W", "group": "N"}
     shown |= {"scheme": "the scheme", "model": "model", "type": "it", "checked": "", "dtype": ""}
-    shown["problem"] = "it says why"
+    shown |= {"problem": "it says why", "architecture": "its class"}
     for target, claims in CLAIMS.items():
         for claim in claims:
             why = claim.why.format(**shown).strip()

@@ -33,6 +33,7 @@ class Stated:
         unpaged: for "plugin", why a program with a paged cache and kernels of its own cannot compute it with
             hf_posswap beside it, as the rest of a sentence; None: it can.
         dtype: of the weights, as the config names it; None where it does not.
+        architecture: the class that config.json names; "" where it names none.
     """
 
     kind: Kind
@@ -46,6 +47,7 @@ class Stated:
     window: int | None = None
     unpaged: str | None = None
     dtype: str | None = None
+    architecture: str = ""
 
     @property
     def rope_type(self) -> str:
@@ -118,6 +120,7 @@ def stated(config: Any) -> Stated:
         _window(config),
         paged_problem(recorded_plan(config, model_class_of(config))[1]) if plugin else None,
         str(config.dtype).removeprefix("torch.") if getattr(config, "dtype", None) is not None else None,
+        next(iter(getattr(config, "architectures", None) or ()), ""),
     )
 
 

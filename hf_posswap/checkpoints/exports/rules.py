@@ -117,5 +117,9 @@ TARGETS: dict[str, Callable[[Stated], Spelling]] = {
     "sglang": _sglang,
     "llamacpp": _old_spelling,
     "tgi": _old_spelling,
+    "onnx": _as_it_is,
+    "torch": _as_it_is,
+    "tei": _as_it_is,
+    "sentence-transformers": _as_it_is,
 }
 """The programs that `export` knows, each with its spelling."""

@@ -12,13 +12,18 @@ from typing import Any
 from hf_posswap.checkpoints.exports.claims_table import filled
 from hf_posswap.checkpoints.exports.gguf_file import GGUFFile, write_gguf
 from hf_posswap.checkpoints.exports.gguf_keys import divisors, gguf_metadata
+from hf_posswap.checkpoints.exports.graph_file import GraphFile, write_graph
 from hf_posswap.checkpoints.exports.mechanism import Stated, stated
 from hf_posswap.checkpoints.exports.rules import TARGETS, Judgement, judge
 from hf_posswap.errors import CheckpointError, OptionError, UnknownNameError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta, read_config
 from hf_posswap.utils.atomic_io import replacing, write_json
 
-_SUFFIX = ".gguf"
+FILES = {"llamacpp": ".gguf", "onnx": ".onnx", "torch": ".pt2"}
+"""What the names of files end in that are written for a program."""
+GRAPHS = ("onnx", "torch")
+"""The targets that take a file alone: the model as a graph."""
+_OPENED = {"onnx": "onnxruntime.InferenceSession('{file}')", "torch": "torch.export.load('{file}').module()"}
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,8 @@ class Export:
         config: the config.json that the program wants.
         changes: where it differs from the checkpoint's: name, from what, to what.
         gguf: for llama.cpp, metadata and tensors of divisors by name; {} otherwise.
-        folder: where it was written to, a folder or a GGUF file; None where nothing was written.
-        notes: of a GGUF file, what was written and how it was compared, in words; {} otherwise.
+        folder: where it was written to, a folder or a file; None where nothing was written.
+        notes: of a file, what was written and how it was compared, in words; {} otherwise.
     """
 
     target: str
@@ -71,22 +76,26 @@ def export(
 
     Args:
         source: a folder; a Hub id where nothing is to be written.
-        target: "transformers", "vllm", "sglang", "llamacpp" or "tgi".
+        target: "transformers", "vllm", "sglang", "llamacpp", "tgi", "onnx", "torch", "tei" (text-embeddings-inference)
+            or "sentence-transformers".
         out: None writes nothing. A new folder gets the checkpoint with the config that the program wants (for llamacpp
             the one that convert_hf_to_gguf.py reads). For llamacpp also a new file that ends
             in .gguf (extra `gguf`): the model itself, with every rotation by fixed angles. Where llama-cpp-python is
-            installed, llama.cpp runs it and its outputs are compared before it is there.
+            installed, llama.cpp runs it and its outputs are compared before it is there. For onnx a new file that ends
+            in .onnx (extra `onnx`), for torch one that ends in .pt2 (a program of torch.export): the model as a graph,
+            whatever its mechanism, for any batch and length; it is run and compared before it is there.
         vocab: for a .gguf file, another one that has the vocabulary; needed where the tokenizer is not of GPT-2's kind.
         trust_remote_code: run code that the checkpoint brings, where its config needs that.
 
     Raises:
         UnknownNameError: no such target.
-        OptionError: a .gguf file or `vocab` for another program than llama.cpp.
-        UnsupportedSwapError: `out` was given and the verdict is "impossible", or that kind of `out` cannot hold it.
+        OptionError: `out` is not what the program takes, or `vocab` is for another one than llama.cpp.
+        UnsupportedSwapError: `out` was given and the verdict is "impossible", or that kind of `out` cannot hold it, or
+            torch cannot make a graph of the model.
         CheckpointError: the checkpoint cannot be read, or `out` not be written.
         UnsupportedModelError: what its config says of positions is not understood here, or its tokenizer not.
-        MissingDependencyError: a .gguf file is asked for without the extra `gguf`.
-        SwapVerificationError: llama.cpp computes something else from the .gguf file.
+        MissingDependencyError: a .gguf file is asked for without the extra `gguf`, or .onnx without `onnx`.
+        SwapVerificationError: the program computes something else from the file.
 
     Example:
         >>> import tempfile
@@ -100,11 +109,8 @@ def export(
     if target not in TARGETS:
         raise UnknownNameError("target", target, TARGETS)
     place = None if out is None else Path(out)
-    is_file = place is not None and place.suffix == _SUFFIX
-    if target != "llamacpp" and (is_file or vocab is not None):
-        raise OptionError(f"{target} takes a folder: a {_SUFFIX} file and a vocabulary are llama.cpp's (llamacpp).")
-    if vocab is not None and not is_file:
-        raise OptionError(f"a vocabulary goes into a {_SUFFIX} file: give out the name of one.")
+    is_file = place is not None and place.suffix in FILES.values()
+    _check_options(target, place, vocab)
     if place is not None:
         _check_places(Path(source), place, is_file)
     config = read_config(source, trust_remote_code=trust_remote_code)
@@ -117,15 +123,35 @@ def export(
     notes: dict[str, str] = {}
     if place is not None:
         _check_road(str(source), target, judgement, is_file)
-        if is_file:
+        if target in GRAPHS:
+            notes = _graph_notes(write_graph(Path(source), place, found, trust_remote_code=trust_remote_code))
+        elif is_file:
             notes = _notes(write_gguf(Path(source), place, found, None if vocab is None else Path(vocab)))
         else:
             _write(Path(source), place, wanted)
     command = filled(judgement.claim.command, found, str(source if place is None or is_file else place))
     if is_file:
-        command = command.rpartition(" && ")[2].replace("model.gguf", str(place))
+        command = _OPENED[target].format(file=place) if target in GRAPHS else _served(command, place)
     claim, ordered = judgement.claim, dict(sorted(changes.items()))
     return Export(target, claim.verdict, judgement.why, claim.source, command, wanted, ordered, gguf, place, notes)
+
+
+def _check_options(target: str, out: Path | None, vocab: str | Path | None) -> None:
+    """Raise an OptionError where `out` is nothing that the program takes, or `vocab` for nothing."""
+    suffix = None if out is None else out.suffix
+    owner = next((name for name, ending in FILES.items() if ending == suffix), None)
+    if owner not in (None, target):
+        raise OptionError(f"{target} takes {_wanted_out(target)}: a {suffix} file is for --target {owner}.")
+    if out is not None and owner is None and target in GRAPHS:
+        raise OptionError(f"{target} takes {_wanted_out(target)}, and {out} is none.")
+    if vocab is not None and target != "llamacpp":
+        raise OptionError(f"{target} takes {_wanted_out(target)}: a vocabulary is llama.cpp's (llamacpp).")
+    if vocab is not None and suffix != FILES["llamacpp"]:
+        raise OptionError(f"a vocabulary goes into a {FILES['llamacpp']} file: give out the name of one.")
+
+
+def _wanted_out(target: str) -> str:
+    return f"a file that ends in {FILES[target]}" if target in GRAPHS else "a folder"
 
 
 def _check_road(source: str, target: str, judgement: Judgement, is_file: bool) -> None:
@@ -135,15 +161,15 @@ def _check_road(source: str, target: str, judgement: Judgement, is_file: bool) -
     roads = judgement.claim.roads
     if not roads:
         raise UnsupportedSwapError(f"nothing of {source!r} is to be written for {target}: {judgement.why}")
-    if is_file and "gguf" not in roads:
+    if is_file and not {"gguf", "graph"} & set(roads):
         raise UnsupportedSwapError(
-            f"a {_SUFFIX} file of {source!r} is not written here. Give a folder to -o, and use llama.cpp's "
+            f"a {FILES[target]} file of {source!r} is not written here. Give a folder to -o, and use llama.cpp's "
             "convert_hf_to_gguf.py on it. Nothing was written."
         )
     if not is_file and "folder" not in roads:
         raise UnsupportedSwapError(
             f"llama.cpp's converter would lose the positions of {source!r}: {judgement.why} Give -o the name of a "
-            f"{_SUFFIX} file. Nothing was written."
+            f"{FILES[target]} file. Nothing was written."
         )
 
 
@@ -192,5 +218,14 @@ def _write(source: Path, out: Path, config: dict[str, Any]) -> None:
         write_json(temporary / "config.json", config)
 
 
+def _served(command: str, path: Path | None) -> str:
+    """Return what of `command` serves the GGUF file that was written to `path`."""
+    return command.rpartition(" && ")[2].replace("model.gguf", str(path))
+
+
 def _notes(made: GGUFFile) -> dict[str, str]:
     return {"weights": made.weights, "vocabulary": made.vocabulary, "compared": made.compared}
+
+
+def _graph_notes(made: GraphFile) -> dict[str, str]:
+    return {"takes": made.takes, "gives": made.gives, "weights": made.weights, "compared": made.compared}

@@ -199,10 +199,10 @@ def attend_split(
         held={} if held is None else held,
     )
     length = query.shape[2]
-    rows = length if weights else BLOCK
+    whole = weights or not isinstance(length, int)  # torch.export: blocks of any length cannot be counted
     outs = []
-    for start in range(0, length, rows):
-        scores = scoring.block(start, min(start + rows, length))
+    for start in (0,) if whole else range(0, length, BLOCK):
+        scores = scoring.block(start, length if whole else min(start + BLOCK, length))
         chances = torch.softmax(scores, dim=-1).to(query.dtype)  # [B, H, q, K]
         chances = torch.nn.functional.dropout(chances, p=dropout, training=dropout > 0)
         outs.append(grouped_matmul(chances, value))  # [B, H, q, Dv]
