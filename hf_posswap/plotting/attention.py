@@ -183,8 +183,8 @@ def _panel(
     ticks = [4**power for power in range(20) if 4**power <= tokens]
     panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     panel.set_yscale("log")
-    if window < tokens:
-        page.mark(panel, window, "original window", vertical=True)
+    if window < tokens:  # named where there is room, once
+        page.mark(panel, window, "" if layer else "original window", vertical=True)
     page.name(panel, f"{tokens:,} tokens read" + ("" if layer is None else f", layer {layer}"))
 
 
