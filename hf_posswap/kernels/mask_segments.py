@@ -27,7 +27,8 @@ def segments_of(mask: Tensor, batch: int, keys: int) -> tuple[Segment, ...] | No
     """Return the segments of a mask on a CPU, without positions; None: its queries see keys with gaps between them.
 
     Args:
-        mask: bool (True: attend) or additive (0: attend; the lowest number, or -inf: do not), [B or 1, 1, Q, K or more].
+        mask: bool (True: attend) or additive (0: attend; the lowest number, or -inf: do not), [B or 1, 1, Q, K] or with
+            more keys, which are left out.
         batch: B.
         keys: K.
 

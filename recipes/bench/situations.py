@@ -11,6 +11,7 @@ an interval that holds the true median with a chance of 95 %. Memory is the peak
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
@@ -80,7 +81,7 @@ def situations(sizes: Sizes) -> Iterator[Situation]:
     yield Situation("packed by a block mask", lambda model: forward(model, one, position_ids=at, attention_mask=mask))
     yield Situation("prefill in two chunks", lambda model: in_chunks(model, one))
     for after in sizes.after:
-        yield Situation(f"{DECODING}{after}", lambda model, after=after: step_after(model, after))
+        yield Situation(f"{DECODING}{after}", functools.partial(step_after, past=after))
 
 
 def ids_of(rows: int, length: int) -> Tensor:
@@ -152,7 +153,9 @@ def llama(scheme: str, sizes: Sizes) -> Any:
 
 def rows(smoke: bool) -> list[dict[str, Any]]:
     """Return a row for each situation, and one for memory: see `measured`."""
-    return list(measured(SMALL if smoke else FULL, tuple(SCHEMES), None, 1 if smoke else 9))
+    sizes = SMALL if smoke else FULL
+    wanted = [one.name for one in situations(sizes)] if smoke else None  # memory is told of large sizes only
+    return list(measured(sizes, tuple(SCHEMES), wanted, 1 if smoke else 9))
 
 
 def measured(
@@ -223,13 +226,13 @@ def interval(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def _memory(sizes: Sizes, schemes: Sequence[str]) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": f"memory of {sizes.memory}, left-padded", "wrong": [], "missing": {}}
+    row: dict[str, Any] = {"name": f"memory of {sizes.memory}, left-padded", "wrong": [], "missing": {}, "seconds": {}}
     if sys.platform != "linux":
-        return row | {"seconds": {UNPATCHED: math.nan}, "ratios": {}, "missing": {"memory": "only Linux tells it"}}
+        return row | {"ratios": {}, "missing": {"memory": "only Linux tells it"}}
     chosen = {"length": sizes.memory, "width": sizes.width, "layers": sizes.layers}
     peaks = {name: in_a_process(MODULE, name, chosen)[""] for name in (UNPATCHED, *schemes)}
     ratios = {name: [peak / peaks[UNPATCHED]] * 3 for name, peak in peaks.items() if name != UNPATCHED}
-    return row | {"peak_mib": peaks, "seconds": {UNPATCHED: math.inf}, "ratios": ratios}
+    return row | {"peak_mib": peaks, "ratios": ratios}
 
 
 def apart(scheme: str, length: int, width: int, layers: int) -> Callable[[], Any]:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.patching.sites.attention import backends
-from hf_posswap.patching.sites.attention.positions import ForwardMemo, Span
+from hf_posswap.patching.sites.attention.positions import ForwardMemo, Span, identity_of
 from hf_posswap.patching.sites.attention.request import Layout, Request, lay_out, seen_segments
 from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.common.piece import Piece
@@ -132,6 +133,22 @@ class AttentionCall:
         if not self.mechanism.biases:
             return None
         return self._shared("bias", lambda: self.mechanism.bias(self.span.query, self.span.key))
+
+    def biased_mask(self, mask: Any, dtype: torch.dtype, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what `make` makes of the bias: of a step's one query once for all layers that see `mask`.
+
+        Args:
+            mask: that the layer was given.
+            dtype: of the queries.
+            make: masks the bias [B or 1, H, Q, K] that it is given.
+        """
+        bias = self.bias()
+        assert bias is not None
+        if bias.shape[2] > 1 or bias.requires_grad:  # of many queries it would be held until the forward ends
+            return make(bias)
+        # the mask is held too, so that its id is not given to another
+        known, _ = self._shared(("masked", id(mask), identity_of(mask)[1], dtype), lambda: (make(bias), mask))
+        return known
 
     def flex_bias(self, batch: int) -> Any:
         """Return the scheme's bias as flex_attention may read it from positions, or None."""

@@ -170,6 +170,8 @@ class ForwardMemo:
 
 
 def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return a is b
+        return False
     return bool(a == b)
