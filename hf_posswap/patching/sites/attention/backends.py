@@ -1,7 +1,9 @@
 """Which way of computing attention is taken for a scheme: chosen in the open, and told by the plan.
 
-All give the same numbers, but for rounding. "plain" is the formula under the model's own implementation, and works
-everywhere; the others hold nothing of [Q, K], and are taken where they apply and the input is long enough to gain.
+All give the same numbers, but for rounding, and but for padding that sees nothing: the formula gives it a mean of all
+values, the others zeros, as stock eager and stock sdpa do. "plain" is the formula under the model's own implementation,
+and works everywhere; the others hold nothing of [Q, K], and are taken where they apply and the input is long enough to
+gain.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ BACKENDS = {
     "merge": "fused calls, joined by their softmax sums",
     "plain": "the scores as the formula has them",
 }
+SITUATIONS = "padded, packed or upon a cache too, unless masks have gaps or positions jump"
+"""Where the first way of a scheme applies, in the words of a plan."""
 MIN_QK_PAIRS = 2**18
 """Pairs of a query and a key in a row of the batch (512 x 512) from which "auto" leaves the plain way."""
 MIN_FLEX_QK_PAIRS = 2**22
@@ -143,8 +147,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
         model: patched, or a PEFT model around one.
         backend: "auto" takes the fastest that applies to each call; "plain" the formula as it stands; "row",
             "row_windowed", "hankel", "flex", "chunked" or "merge" that one, at any length, and "plain" where it does
-            not apply: with padding, packing or a cache all but "chunked", and all with dropout or under torch.compile;
-            "flex" with gradients on a CPU.
+            not apply: all with dropout, for one query alone, or under torch.compile; all but "chunked" where a mask
+            leaves gaps between the keys that a query sees, or positions jump; "flex" with a mask or a cache, and with
+            gradients on a CPU.
 
     Raises:
         NotPatchedError: the model carries no scheme inside attention.
@@ -190,5 +195,5 @@ def _way(mechanism: Mechanism) -> str:
     least, of_flex = math.isqrt(MIN_QK_PAIRS), math.isqrt(MIN_FLEX_QK_PAIRS)
     if "flex" in names:
         rest = f"flex on a GPU, {of_flex} tokens and more; else {rest}"
-    first = f"{names[0]}: {BACKENDS[names[0]]} (sdpa on a CPU, {least} tokens and more)"
+    first = f"{names[0]}: {BACKENDS[names[0]]} (sdpa on a CPU, {least} tokens and more, {SITUATIONS})"
     return f"{first}; {'' if 'flex' in names else 'else '}{rest}; see set_backend"

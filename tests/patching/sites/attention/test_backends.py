@@ -283,6 +283,9 @@ def test_a_plan_says_how_attention_will_be_computed() -> None:
 
     assert said("rope") == said("nope") == said("learned") == "", "the model's own attention"
     assert said("alibi").startswith("row: the bias as one number a key, in a fused kernel (sdpa on a CPU, 512 tokens")
+    assert "512 tokens and more, padded, packed or upon a cache too, unless masks have gaps or positions jump)" in said(
+        "rerope"
+    )
     assert said("fire").endswith("; else plain; see set_backend")
     assert said("t5").startswith("hankel: ")
     assert "; flex on a GPU, 2048 tokens and more; else chunked or plain" in said("t5")
