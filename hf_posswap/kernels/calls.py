@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -114,20 +115,30 @@ def arranged(calls: Iterable[Call]) -> tuple[Call, ...]:
             runs[alike, number] = last  # it is complete; those that follow are alike to the new one
         runs[alike] = call
     ordered = sorted(runs.values(), key=lambda call: (call.queries[0] - call.queries[1], call.flip))
-    return tuple(
-        dataclasses.replace(call, is_first=not any(_meet(call, other) for other in ordered[:number]))
-        for number, call in enumerate(ordered)
-    )
+    taken = _Taken(ordered)
+    return tuple(dataclasses.replace(call, is_first=taken.is_first(call)) for call in ordered)
 
 
 def _lengths(call: Call) -> tuple[int, int]:
     return call.queries[1] - call.queries[0], call.keys[1] - call.keys[0]
 
 
-def _meet(call: Call, other: Call) -> bool:
-    """Return whether two calls have a query in common, in a row and a head."""
-    spans = ((call.queries, other.queries), (call.heads, other.heads), (call.rows, other.rows))
-    return all(a is None or b is None or (a[0] < b[1] and b[0] < a[1]) for a, b in spans)
+class _Taken:
+    """Which queries, of which rows and heads, calls have had so far."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        rows = max((call.rows[1] for call in calls if call.rows is not None), default=1)
+        queries = max((call.queries[1] for call in calls), default=0)
+        # where heads are told apart, each has its own
+        heads = max((call.heads[1] for call in calls if call.heads is not None), default=1)
+        self.had = np.zeros((rows, heads, queries), dtype=bool)
+
+    def is_first(self, call: Call) -> bool:
+        """Return whether none of the queries of `call` was had before; now they are."""
+        part = self.had[slice(*(call.rows or (None,))), slice(*(call.heads or (None,))), slice(*call.queries)]
+        first = not part.any()
+        part[:] = True
+        return first
 
 
 def attend(pairs: Sequence[tuple[Tensor, Tensor]], value: Tensor, calls: Sequence[Call], *, scaling: float) -> Tensor:

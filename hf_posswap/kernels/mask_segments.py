@@ -6,19 +6,17 @@ Nothing is taken for granted of where a mask came from: each of its numbers is l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from itertools import islice, pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_posswap.kernels.segments import Segment
 
-if TYPE_CHECKING:
-    import numpy as np
-
 MOST_SEGMENTS = 512
-"""Segments up to which a mask is taken apart: each needs a call or more."""
+"""Segments of a row up to which its mask is taken apart: each needs a call or more."""
 BLOCK = 256
 """Queries whose mask is looked at in one go."""
 
@@ -53,10 +51,10 @@ def segments_of(mask: Tensor, batch: int, keys: int) -> tuple[Segment, ...] | No
             found = [one._replace(rows=(one.rows[0], row + 1)) if one.rows[1] == row else one for one in found]
             continue
         before = intervals
-        for segment in _runs(*intervals, rows):
-            found.append(segment)
-            if len(found) > MOST_SEGMENTS:
-                return None
+        of_row = list(islice(_runs(*intervals, rows), MOST_SEGMENTS + 1))
+        if len(of_row) > MOST_SEGMENTS:
+            return None
+        found += of_row
     return tuple(found)
 
 
@@ -80,8 +78,6 @@ def _intervals(mask: Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]
             return None
         firsts.append(first * (count > 0))
         ends.append((first + count) * (count > 0))
-    import numpy as np
-
     return np.concatenate(firsts), np.concatenate(ends)
 
 

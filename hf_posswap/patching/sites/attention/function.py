@@ -53,7 +53,8 @@ def posswap_attention(
     query = call.scaled(query)
     if call.mechanism.watches:
         call.mechanism.watch(query, key, kwargs.get("scaling"))
-    if query.shape[2] > 1 and backends.backends_of(call.mechanism):  # of one query all ways are one
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if not traced and query.shape[2] > 1 and backends.backends_of(call.mechanism):  # of one query all ways are one
         found = backends.attend(call.request(module, name, query, key, value, attention_mask, kwargs), call.pieces)
         if found is not None:
             return found, None
