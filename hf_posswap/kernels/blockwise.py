@@ -9,7 +9,7 @@ Dao et al. 2022, https://arxiv.org/abs/2205.14135, appendix B.4.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,20 +18,28 @@ from torch.autograd.function import once_differentiable
 from hf_posswap.kernels import fused
 
 
+class Block(NamedTuple):
+    """Some queries, and the keys that hold all that they see."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+
+
 class BlockBias(Protocol):
     """Makes the bias of a block of queries, and takes its gradient."""
 
     parameters: tuple[Tensor, ...]
     """What the bias is made of, and may need a gradient."""
 
-    def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the blocks of queries: first, the one after the last, how many keys, from the first on, they see."""
+    def blocks(self) -> Iterator[Block]:
+        """Yield the blocks, each query of a row in one at most; those in none attend to nothing, and get zeros."""
 
-    def make(self, start: int, stop: int, keys: int) -> Tensor:
-        """Return the bias of a block, [1 or B, H, stop - start, keys]; -inf, or the lowest number, masks."""
+    def make(self, block: Block) -> Tensor:
+        """Return the bias of a block, [1 or b, H, q, k]; -inf, or the lowest number, masks."""
 
-    def gradient(self, change: Tensor, start: int, stop: int, keys: int) -> None:
-        """Take the gradient of what `make` returned, [B, H, stop - start, keys]."""
+    def gradient(self, change: Tensor, block: Block) -> None:
+        """Take the gradient of what `make` returned, [b, H, q, k]."""
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of `parameters`, from all that `gradient` took."""
@@ -63,15 +71,15 @@ class _Blockwise(torch.autograd.Function):
         value: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        outs, sums = [], []
-        for start, stop, keys in bias.blocks():
-            out, total = fused.forward(
-                query[:, :, start:stop], key[:, :, :keys], value[:, :, :keys],
-                scaling=scaling, causal=False, bias=bias.make(start, stop, keys),
-            )  # fmt: skip
-            outs.append(out)
-            sums.append(total)
-        whole, total = torch.cat(outs, dim=2), torch.cat(sums, dim=2)  # [B, H, Q, D], [B, H, Q]
+        batch, heads, length, width = query.shape
+        # laid out as the layer that follows wants it
+        whole = query.new_zeros(batch, length, heads, width).transpose(1, 2)
+        total = torch.zeros(query.shape[:3], dtype=fused.bias_dtype(query.dtype), device=query.device)
+        for block in bias.blocks():
+            asked, seen = (block.rows, slice(None), block.queries), (block.rows, slice(None), block.keys)
+            whole[asked], total[asked] = fused.forward(
+                query[asked], key[seen], value[seen], scaling=scaling, causal=False, bias=bias.make(block)
+            )
         ctx.save_for_backward(query, key, value, whole, total, *parameters)
         ctx.bias, ctx.scaling = bias, scaling
         return whole
@@ -82,20 +90,17 @@ class _Blockwise(torch.autograd.Function):
         query, key, value, out, sums, *_ = ctx.saved_tensors
         bias, learned = ctx.bias, any(ctx.needs_input_grad[5:])
         grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for start, stop, keys in bias.blocks():
-            rows = slice(start, stop)
-            arguments = (
-                grad[:, :, rows], query[:, :, rows], key[:, :, :keys], value[:, :, :keys], out[:, :, rows],
-                sums[:, :, rows],
-            )  # fmt: skip
-            made = bias.make(start, stop, keys)
+        for block in bias.blocks():
+            asked, seen = (block.rows, slice(None), block.queries), (block.rows, slice(None), block.keys)
+            arguments = grad[asked], query[asked], key[seen], value[seen], out[asked], sums[asked]
+            made = bias.make(block)
             if learned:
                 *parts, change = written_out(*arguments, scaling=ctx.scaling, bias=made)
-                bias.gradient(change, start, stop, keys)
+                bias.gradient(change, block)
             else:
                 parts = list(fused.backward(*arguments, scaling=ctx.scaling, causal=False, bias=made))
-            for whole, part, span in zip(grads, parts, (rows, slice(keys), slice(keys)), strict=True):
-                whole[:, :, span] += part
+            for whole, part, span in zip(grads, parts, (asked, seen, seen), strict=True):
+                whole[span] += part
         return None, None, *grads, *(bias.gradients() if learned else (None,) * len(bias.parameters))
 
 

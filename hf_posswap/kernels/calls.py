@@ -9,15 +9,18 @@ Dao et al. 2022, https://arxiv.org/abs/2205.14135, section 3.1 and appendix B.4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_posswap.kernels import fused
+from hf_posswap.kernels.segments import Tile
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,10 @@ class Call:
         flip: whether each range is taken backwards; with one query less at its start and one key less at its end
             "causal" then means: only the keys later in their range than the query is in its own.
         heads: first head, and the one after the last, multiples of H/G; None: all.
-        bias: [1, h, 1 or q, k], without gradient, the same in every chunk; None: nothing is added.
+        bias: [1, h, 1 or q, k], without gradient, the same in every chunk, as the call takes the keys; None: nothing is
+            added.
+        rows: of the batch: first, and the one after the last; None: all.
+        is_first: whether no call before it has these queries and heads, so that there is nothing to be joined to.
     """
 
     pair: int
@@ -44,34 +50,42 @@ class Call:
     flip: bool = False
     heads: tuple[int, int] | None = None
     bias: Tensor | None = None
+    rows: tuple[int, int] | None = None
+    is_first: bool = False
+
+    @classmethod
+    def of(cls, tile: Tile, pair: int, rows: tuple[int, int], **more: Any) -> Call:
+        """Return the call for `tile`; see `Call` for the rest."""
+        return cls(pair, tile.queries, tile.keys, tile.kind != "full", flip=tile.kind == "above", rows=rows, **more)
 
     def query_rows(self, x: Tensor) -> Tensor:
-        """Return the part of `x` [B, H, Q, ...] that the queries of this call have, [B chunks, h, q, ...]."""
+        """Return the part of `x` [B, H, Q, ...] that the queries of this call have, [b chunks, h, q, ...]."""
         rows = self._chunked(self._of_heads(x, 1), self.queries)
         return rows[:, :, 1:] if self.flip else rows
 
     def key_rows(self, x: Tensor, share: int) -> Tensor:
-        """Return the part of `x` [B, G, K, D] that this call attends to, [B chunks, g, k, D]; `share` is H/G."""
+        """Return the part of `x` [B, G, K, D] that this call attends to, [b chunks, g, k, D]; `share` is H/G."""
         rows = self._chunked(self._of_heads(x, share), self.keys)
         return rows[:, :, :-1] if self.flip else rows
 
     def query_back(self, rows: Tensor, fill: float) -> Tensor:
-        """Return what `query_rows` took, in the order of the queries: [B, h, queries, ...]."""
+        """Return what `query_rows` took, in the order of the queries: [b, h, queries, ...]."""
         if self.flip:
             rows = torch.cat((rows.new_full((*rows.shape[:2], 1, *rows.shape[3:]), fill), rows), dim=2)
         return self._whole(rows)
 
     def key_back(self, rows: Tensor) -> Tensor:
-        """Return what `key_rows` took, in the order of the keys: [B, g, keys, D]."""
+        """Return what `key_rows` took, in the order of the keys: [b, g, keys, D]."""
         if self.flip:
             rows = torch.cat((rows, rows.new_zeros((*rows.shape[:2], 1, *rows.shape[3:]))), dim=2)
         return self._whole(rows)
 
     def part(self, x: Tensor, share: int, span: tuple[int, int]) -> Tensor:
-        """Return the view of `x` [B, H, L, ...] that this call's heads and `span` are."""
+        """Return the view of `x` [B, H, L, ...] that this call's rows, heads and `span` are."""
         return self._of_heads(x, share)[:, :, span[0] : span[1]]
 
     def _of_heads(self, x: Tensor, share: int) -> Tensor:
+        x = x if self.rows is None else x[self.rows[0] : self.rows[1]]
         return x if self.heads is None else x[:, self.heads[0] // share : self.heads[1] // share]
 
     def _chunked(self, x: Tensor, span: tuple[int, int]) -> Tensor:
@@ -87,13 +101,53 @@ class Call:
         return rows.unflatten(0, (-1, self.chunks)).transpose(1, 2).flatten(2, 3)
 
 
+def arranged(calls: Iterable[Call]) -> tuple[Call, ...]:
+    """Return `calls` with those that are alike, side by side, made one, and each knowing whether it is the first."""
+    runs: dict[Any, Call] = {}
+    for number, call in enumerate(calls):
+        alike = (call.pair, call.causal, call.flip, call.heads, call.rows, id(call.bias), _lengths(call))
+        last = runs.get(alike)
+        if last is not None and last.queries[1] == call.queries[0] and last.keys[1] == call.keys[0]:
+            queries, keys = (last.queries[0], call.queries[1]), (last.keys[0], call.keys[1])
+            runs[alike] = dataclasses.replace(last, queries=queries, keys=keys, chunks=last.chunks + 1)
+            continue
+        if last is not None:
+            runs[alike, number] = last  # it is complete; those that follow are alike to the new one
+        runs[alike] = call
+    ordered = sorted(runs.values(), key=lambda call: (call.queries[0] - call.queries[1], call.flip))
+    taken = _Taken(ordered)
+    return tuple(dataclasses.replace(call, is_first=taken.is_first(call)) for call in ordered)
+
+
+def _lengths(call: Call) -> tuple[int, int]:
+    return call.queries[1] - call.queries[0], call.keys[1] - call.keys[0]
+
+
+class _Taken:
+    """Which queries, of which rows and heads, calls have had so far."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        rows = max((call.rows[1] for call in calls if call.rows is not None), default=1)
+        queries = max((call.queries[1] for call in calls), default=0)
+        # where heads are told apart, each has its own
+        heads = max((call.heads[1] for call in calls if call.heads is not None), default=1)
+        self.had = np.zeros((rows, heads, queries), dtype=bool)
+
+    def is_first(self, call: Call) -> bool:
+        """Return whether none of the queries of `call` was had before; now they are."""
+        part = self.had[slice(*(call.rows or (None,))), slice(*(call.heads or (None,))), slice(*call.queries)]
+        first = not part.any()
+        part[:] = True
+        return first
+
+
 def attend(pairs: Sequence[tuple[Tensor, Tensor]], value: Tensor, calls: Sequence[Call], *, scaling: float) -> Tensor:
     """Return softmax attention [B, H, Q, D] over everything that `calls` score.
 
     Args:
         pairs: query [B, H, Q, D] and key [B, G, K, D], each pair rotated in its own way.
         value: [B, G, K, D].
-        calls: no pair of a query and a key in two of them, each query in one at least.
+        calls: no pair of a query and a key in two of them; a query in none of them gets zeros.
         scaling: multiplies the scores.
     """
     flat = [tensor for pair in pairs for tensor in pair]
@@ -108,7 +162,10 @@ def _joined(calls: Sequence[Call], scaling: float, value: Tensor, tensors: Seque
     """Return attention [B, H, Q, D] and the logarithm of its sums [B, H, Q]."""
     query = tensors[0]
     share = query.shape[1] // value.shape[1]
-    first = None
+    batch, heads, length, width = query.shape
+    # laid out as the layer that follows wants it
+    whole = query.new_zeros(batch, length, heads, width).transpose(1, 2)
+    total = torch.full(query.shape[:3], -torch.inf, dtype=fused.bias_dtype(query.dtype), device=query.device)
     for call in calls:
         out, sums = fused.forward(
             call.query_rows(tensors[2 * call.pair]),
@@ -117,14 +174,15 @@ def _joined(calls: Sequence[Call], scaling: float, value: Tensor, tensors: Seque
             **_settings(call, scaling),
         )
         out, sums = call.query_back(out, 0.0), call.query_back(sums, -torch.inf)
-        if first is None:
-            if out.shape == query.shape:  # the first call of all queries and heads needs nothing to be joined to
-                first = (out, sums)
-                continue
-            first = out.new_zeros(query.shape), sums.new_full(query.shape[:3], -torch.inf)
-        _join(call.part(first[0], 1, call.queries), call.part(first[1], 1, call.queries), out, sums)
-    assert first is not None, "no calls"
-    return first
+        if len(calls) == 1 and out.shape == query.shape:
+            return out, sums
+        at = call.part(whole, 1, call.queries), call.part(total, 1, call.queries)
+        if call.is_first:
+            at[0].copy_(out)
+            at[1].copy_(sums)
+        else:
+            _join(*at, out, sums)
+    return whole, total
 
 
 def _join(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> None:

@@ -1,18 +1,20 @@
 """A bias that depends on distance alone, as a view of one number for each distance: T5, KERPLE, ALiBi.
 
-With r[h, j - i + L - 1] in memory, the bias of a block of queries, taken backwards, is a Hankel matrix: a view of r in
-which a step to the next query and a step to the next key are the same step. So [H, L, L] is never written.
+With the numbers of all distances in a line, the farthest first, the bias of a block of queries, taken backwards, is a
+Hankel matrix: a view of the line in which a step to the next query and a step to the next key are the same step. So
+[H, Q, K] is never written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from hf_posswap.kernels.blockwise import attend
+from hf_posswap.kernels.blockwise import Block, attend
 from hf_posswap.kernels.fused import bias_dtype
+from hf_posswap.kernels.segments import Segment, whole
 
 BLOCK = 256
 """Queries that are scored in one call."""
@@ -21,61 +23,122 @@ LEARNED_BLOCK = 128
 
 
 def attend_by_distance(
-    query: Tensor, key: Tensor, value: Tensor, by_distance: Tensor, *, scaling: float, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    by_distance: Tensor,
+    *,
+    scaling: float,
+    causal: bool = False,
+    segments: Sequence[Segment] | None = None,
 ) -> Tensor:
-    """Return attention [B, H, L, D] of tokens at consecutive positions, with by_distance[h, i - j] on the scores.
+    """Return attention [B, H, Q, D] with a number for each distance, of a query's position less a key's, on the scores.
 
     Args:
-        query: [B, H, L, D].
-        key: [B, G, L, D].
-        value: [B, G, L, D].
-        by_distance: [H, L] of the distances 0 to L - 1; where not causal, [H, 2 L - 1] of -(L - 1) to L - 1.
+        query: [B, H, Q, D].
+        key: [B, G, K, D].
+        value: [B, G, K, D].
+        by_distance: [H, N], of the distances from `seen_distances(segments)[0]` to its [1].
         scaling: multiplies the scores.
-        causal: whether a query sees its past and itself only.
+        causal: where there are no segments: whether a query sees its past and itself only; as many keys as queries.
+        segments: what is seen, as `by_line` gives them; None: all, or with `causal` all that is not ahead.
     """
-    length = query.shape[2]
+    batch, _, length, _ = query.shape
+    segments = segments or whole(batch, length, key.shape[2], causal=causal)
     dtype = bias_dtype(query.dtype)
-    # [H, 2 L - 1], r[h, n] of the distance L - 1 - n: the future, where it is masked, is -inf
-    line = by_distance.to(dtype).flip(-1)
-    if causal:
-        line = torch.nn.functional.pad(line, (0, length - 1), value=-torch.inf)
+    # what no query sees is -inf: so the line masks too
+    margin = min(BLOCK, length) - 1
+    line = torch.nn.functional.pad(by_distance.to(dtype), (margin, margin), value=-torch.inf).flip(-1)
+    farthest = seen_distances(segments)[1] + margin
     # queries backwards, as the view has them; the order is put back at the end
-    out = attend(query.flip(2), key, value, HankelBias(line, causal), scaling=scaling)
+    out = attend(query.flip(2), key, value, HankelBias(line, farthest, segments, length), scaling=scaling)
     return out.flip(2)
 
 
+def seen_distances(segments: Sequence[Segment]) -> tuple[int, int]:
+    """Return the least and the largest distance of a query from a key that it sees.
+
+    Example:
+        >>> seen_distances(whole(1, 5, 5, causal=True)), seen_distances(whole(1, 5, 5, causal=False))
+        ((0, 4), (-4, 4))
+    """
+    found = [segment.distances for segment in segments]
+    return min(least for least, _ in found), max(most for _, most in found)
+
+
+def by_line(segments: Sequence[Segment]) -> list[bool]:
+    """Return of each segment whether what it sees is told by the same two bounds of the distance as of the others."""
+    causal = [segment.apart - segment.last for segment in segments if segment.last is not None]
+    windowed = [segment.apart - segment.first for segment in segments if segment.first is not None]
+    least, most = min(causal, default=None), max(windowed, default=None)
+    return [_is_told(segment, least, most) for segment in segments]
+
+
+def _is_told(segment: Segment, least: int | None, most: int | None) -> bool:
+    """Return whether a segment sees just the keys of its own that are at `least` and at `most` so far away."""
+    nearest = segment.apart - (segment.keys[1] - segment.keys[0]) + 1
+    farthest = segment.apart + segment.queries[1] - segment.queries[0] - 1
+    near = (
+        nearest >= least
+        if segment.last is None and least is not None
+        else segment.last is None or (segment.apart - segment.last == least)
+    )
+    far = (
+        farthest <= most
+        if segment.first is None and most is not None
+        else segment.first is None or (segment.apart - segment.first == most)
+    )
+    return near and far
+
+
 class HankelBias:
-    """The bias of queries that are taken backwards: the n-th stands at L - 1 - n.
+    """The bias of queries that are taken backwards: the n-th of the tensor is the (Q - 1 - n)-th of the text.
 
     Args:
-        line: [H, 2 L - 1], the number of distance d at L - 1 - d.
-        causal: whether keys after the first query of a block need not be looked at.
+        line: [H, N], the number of distance d at `farthest` - d.
+        farthest: the distance of the first.
+        segments: what is seen.
+        length: Q.
     """
 
-    def __init__(self, line: Tensor, causal: bool) -> None:
+    def __init__(self, line: Tensor, farthest: int, segments: Sequence[Segment], length: int) -> None:
         self.parameters: tuple[Tensor, ...] = (line,)
-        self.line, self.causal = line.detach().contiguous(), causal
-        self.length = (line.shape[1] + 1) // 2
+        self.line, self.farthest = line.detach().contiguous(), farthest
+        self.segments, self.length = segments, length
         self.learned = line.requires_grad and torch.is_grad_enabled()
         self.change: Tensor | None = None
+        self.offsets: dict[tuple[int, int, int], int] = {}
 
-    def blocks(self) -> Iterator[tuple[int, int, int]]:
-        rows = LEARNED_BLOCK if self.learned else BLOCK
-        for start in range(0, self.length, rows):
-            yield start, min(start + rows, self.length), self.length - start if self.causal else self.length
+    def blocks(self) -> Iterator[Block]:
+        step = LEARNED_BLOCK if self.learned else BLOCK
+        for segment in self.segments:
+            for stop in range(segment.queries[1], segment.queries[0], -step):
+                start = max(stop - step, segment.queries[0])
+                low, high = segment.seen_by(start, stop - 1)
+                if low >= high:
+                    continue
+                rows, queries = slice(*segment.rows), slice(self.length - stop, self.length - start)
+                # of the block's first query, which is the last one in the text, from its first key
+                apart = segment.apart + stop - 1 - segment.queries[0] - (low - segment.keys[0])
+                self.offsets[segment.rows[0], queries.start, low] = self.farthest - apart
+                yield Block(rows, queries, slice(low, high))
 
-    def make(self, start: int, stop: int, keys: int) -> Tensor:
+    def make(self, block: Block) -> Tensor:
         heads, width = self.line.shape
-        offset = self.line.storage_offset() + start
-        return self.line.as_strided((1, heads, stop - start, keys), (0, width, 1, 1), offset)
+        shape = (1, heads, block.queries.stop - block.queries.start, block.keys.stop - block.keys.start)
+        return self.line.as_strided(shape, (0, width, 1, 1), self.line.storage_offset() + self._offset(block))
 
-    def gradient(self, change: Tensor, start: int, stop: int, keys: int) -> None:
+    def _offset(self, block: Block) -> int:
+        return self.offsets[block.rows.start, block.queries.start, block.keys.start]
+
+    def gradient(self, change: Tensor, block: Block) -> None:
         if self.change is None:
             self.change = torch.zeros_like(self.line)
-        rows = stop - start
+        rows, keys = change.shape[-2:]
         # a row longer by `rows`, read again with rows shorter by one: each next row lies one further to the right
         skewed = torch.nn.functional.pad(change.sum(dim=0), (0, rows)).flatten(1)[:, : rows * (keys + rows - 1)]
-        self.change[:, start : start + keys + rows - 1] += skewed.unflatten(1, (rows, -1)).sum(dim=1)
+        at = self._offset(block)
+        self.change[:, at : at + keys + rows - 1] += skewed.unflatten(1, (rows, -1)).sum(dim=1)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         change, self.change = self.change, None

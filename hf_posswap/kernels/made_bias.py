@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hf_posswap.kernels.blockwise import attend
+from hf_posswap.kernels.blockwise import Block, attend
 from hf_posswap.kernels.fused import bias_dtype
+from hf_posswap.kernels.segments import Segment, whole
 
 PAIRS = 2**17
 """Pairs of a query and a key, in all rows of a batch, whose bias is there at once."""
 LEAST_ROWS = 32
 """Queries, in all rows of a batch, taken at once at least: each time all keys and values are read again."""
 
-Make = Callable[[slice, slice], Tensor]
-"""The bias of a range of queries to a range of keys, [1 or B, H, q, k]."""
+Make = Callable[[slice, slice, slice], Tensor]
+"""The bias, in a range of rows, of a range of queries to a range of keys, [1 or b, H, q, k]."""
 
 
 def attend_made(
@@ -29,6 +30,7 @@ def attend_made(
     *,
     scaling: float,
     causal: bool,
+    segments: Sequence[Segment] | None = None,
 ) -> Tensor:
     """Return attention [B, H, Q, D] with the bias that `make` gives on the scores.
 
@@ -41,8 +43,12 @@ def attend_made(
         mask: bool (True: attend) or additive, [B or 1, 1 or H, Q, K]; None: nothing but causality masks.
         scaling: multiplies the scores.
         causal: where there is no mask: whether query i sees keys up to i only.
+        segments: what is seen, in place of mask and causality; None: those tell it.
     """
-    bias = MadeBias(query, key, make, parameters, mask, causal and mask is None)
+    masked = mask is not None and segments is None
+    if segments is None:
+        segments = whole(query.shape[0], query.shape[2], key.shape[2], causal=causal and not masked)
+    bias = MadeBias(query, make, parameters, mask if masked else None, segments)
     return attend(query, key, value, bias, scaling=scaling)
 
 
@@ -60,36 +66,49 @@ class MadeBias:
     """The bias of a few queries, made when it is needed, and once more for its gradient."""
 
     def __init__(
-        self, query: Tensor, key: Tensor, make: Make, parameters: Sequence[Tensor], mask: Tensor | None, causal: bool
+        self, query: Tensor, make: Make, parameters: Sequence[Tensor], mask: Tensor | None, segments: Sequence[Segment]
     ) -> None:
         self.parameters = tuple(parameters)
-        self.maker, self.mask, self.causal = make, mask, causal
-        self.length, self.keys = query.shape[2], key.shape[2]
-        self.rows = queries_at_once(self.keys, query.shape[0])
+        self.maker, self.mask, self.segments = make, mask, segments
         self.dtype, self.lowest = bias_dtype(query.dtype), torch.finfo(query.dtype).min
         self.changes: list[Tensor | None] = [None] * len(self.parameters)
+        self.of: dict[tuple[int, int], Segment] = {}
 
-    def blocks(self) -> Iterator[tuple[int, int, int]]:
-        for start in range(0, self.length, self.rows):
-            stop = min(start + self.rows, self.length)
-            yield start, stop, min(stop, self.keys) if self.causal else self.keys
+    def blocks(self) -> Iterator[Block]:
+        for segment in self.segments:
+            batch = segment.rows[1] - segment.rows[0]
+            step = queries_at_once(segment.keys[1] - segment.keys[0], batch)
+            for start in range(*segment.queries, step):
+                stop = min(start + step, segment.queries[1])
+                low, high = segment.seen_by(start, stop - 1)
+                if low < high:
+                    self.of[segment.rows[0], start] = segment
+                    yield Block(slice(*segment.rows), slice(start, stop), slice(low, high))
 
-    def make(self, start: int, stop: int, keys: int) -> Tensor:
-        bias = self.maker(slice(start, stop), slice(keys)).to(self.dtype)  # [1 or B, H, q, keys]
-        if self.causal:
-            later = torch.arange(keys, device=bias.device) > torch.arange(start, stop, device=bias.device)[:, None]
-            return bias.masked_fill(later, self.lowest)
-        if self.mask is None:
-            return bias
-        mask = self.mask[..., start:stop, :keys]
-        if mask.dtype == torch.bool:
-            return bias.masked_fill(~mask, self.lowest)
-        return (bias + mask).clamp(min=self.lowest)
+    def make(self, block: Block) -> Tensor:
+        bias = self.maker(*block).to(self.dtype)  # [1 or b, H, q, k]
+        if self.mask is not None:
+            mask = self.mask if len(self.mask) == 1 else self.mask[block.rows]
+            mask = mask[..., block.queries, block.keys]
+            if mask.dtype == torch.bool:
+                return bias.masked_fill(~mask, self.lowest)
+            return (bias + mask).clamp(min=self.lowest)
+        segment = self.of[block.rows.start, block.queries.start]
+        # of each key from the key at the query's own place in the segment
+        ahead = (
+            torch.arange(block.keys.start - segment.keys[0], block.keys.stop - segment.keys[0], device=bias.device)
+            - torch.arange(
+                block.queries.start - segment.queries[0], block.queries.stop - segment.queries[0], device=bias.device
+            )[:, None]
+        )
+        if segment.last is not None:
+            bias = bias.masked_fill(ahead > segment.last, self.lowest)
+        return bias if segment.first is None else bias.masked_fill(ahead < segment.first, self.lowest)
 
-    def gradient(self, change: Tensor, start: int, stop: int, keys: int) -> None:
+    def gradient(self, change: Tensor, block: Block) -> None:
         wanted = [n for n, parameter in enumerate(self.parameters) if parameter.requires_grad]
         with torch.enable_grad():
-            bias = self.make(start, stop, keys)
+            bias = self.make(block)
         found = torch.autograd.grad(
             bias, [self.parameters[n] for n in wanted], change.sum_to_size(bias.shape).to(bias.dtype),
             allow_unused=True,

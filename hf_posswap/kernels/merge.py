@@ -7,13 +7,13 @@ one causal call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from hf_posswap.kernels.calls import Call, attend
+from hf_posswap.kernels.calls import Call, arranged, attend
+from hf_posswap.kernels.segments import Segment, Tile, tiles, whole
 
 
 class Region(NamedTuple):
@@ -56,72 +56,61 @@ def mergeable(regions: Sequence[Region]) -> bool:
 
 
 def attend_regions(
-    pairs: Sequence[tuple[Tensor, Tensor]], value: Tensor, regions: Sequence[Region], *, scaling: float
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    value: Tensor,
+    regions: Sequence[Region],
+    *,
+    scaling: float,
+    segments: Sequence[Segment] | None = None,
 ) -> Tensor:
-    """Return causal attention [B, H, L, D] of tokens at positions 0 to L - 1, each region by its own rotation.
-
-    Regions of size 1 ask for consecutive positions only, from anywhere.
+    """Return attention [B, H, Q, D], each region by its own rotation.
 
     Args:
-        pairs: for each region query [B, H, L, D] and key [B, G, L, D], rotated.
-        value: [B, G, L, D].
+        pairs: for each region query [B, H, Q, D] and key [B, G, K, D], rotated.
+        value: [B, G, K, D].
         regions: as `mergeable` takes them.
         scaling: multiplies the scores.
+        segments: what is seen, no key ahead of its query; None: as many keys as queries, from position 0 on, up to the
+            query's own.
     """
-    length = value.shape[2]
-    calls = [call for pair, region in enumerate(regions) for call in _calls(pair, region, length)]
-    unit = max((call.queries[1] for call in calls), default=length)
-    if unit > length:  # keys that are added at the end are seen by no query but those that are added
-        missing = (0, 0, 0, unit - length)
-        pairs = [(_longer(query, missing), _longer(key, missing)) for query, key in pairs]
-        value = _longer(value, missing)
-    # the call of all queries first: the others are joined to it
-    calls.sort(key=lambda call: call.queries != (0, max(unit, length)) or call.flip)
-    return attend(pairs, value, calls, scaling=scaling)[:, :, :length]
+    seen = segments or whole(value.shape[0], pairs[0][0].shape[2], value.shape[2], causal=True)
+    return attend(pairs, value, region_calls(regions, seen), scaling=scaling)
 
 
-def _longer(x: Tensor, missing: tuple[int, ...]) -> Tensor:
-    return torch.nn.functional.pad(x, missing)
+def region_calls(regions: Sequence[Region], segments: Sequence[Segment]) -> tuple[Call, ...]:
+    """Return the calls that score what `segments` see, the pair of each region for what it holds of it."""
+    return arranged(
+        Call.of(tile, pair, segment.rows)
+        for segment in segments
+        for pair, region in enumerate(regions)
+        for tile in (_by_distance if region.size == 1 else _by_chunk)(segment, region)
+    )
 
 
-def _calls(pair: int, region: Region, length: int) -> list[Call]:
-    """Return the calls that score `region` among `length` tokens; they may reach beyond the last."""
-    if region.size > 1:
-        return _between_chunks(pair, region, length)
-    if region.high is None:  # far: the query at i meets the keys up to i - low
-        return [Call(pair, (region.low, length), (0, length - region.low), causal=True)] if region.low < length else []
-    return _window(pair, region.high, length)
+def _by_distance(segment: Segment, region: Region) -> Iterator[Tile]:
+    """Give the tiles for the keys of a segment at the distances of a region."""
+    first, last = segment.first, segment.apart - region.low
+    if region.high is not None:
+        nearest = segment.apart - region.high + 1
+        first = nearest if first is None else max(first, nearest)
+    last = last if segment.last is None else min(last, segment.last)
+    yield from tiles(segment.queries, segment.keys, first, last)
 
 
-def _window(pair: int, window: int, length: int) -> list[Call]:
-    """Return the calls for the nearest `window` keys: those of the own chunk, and the later ones of the chunk before.
-
-    Chunks are as long as the window. In the chunk before, the query at a of its own chunk sees the keys after a;
-    backwards, those before w - 1 - a: without the first query and the last key that is plainly causal.
-    """
-    if window >= length:
-        return [Call(pair, (0, length), (0, length), causal=True)]
-    count = -(-length // window)
-    own = Call(pair, (0, count * window), (0, count * window), causal=True, chunks=count)
-    if window == 1:
-        return [own]
-    before = Call(pair, (window, count * window), (0, (count - 1) * window), causal=True, chunks=count - 1, flip=True)
-    return [own, before]
-
-
-def _between_chunks(pair: int, region: Region, length: int) -> list[Call]:
-    """Return the calls for keys that lie `region.low` chunks back, or that many and more."""
-    size, low = region.size, region.low
-    count = -(-length // size)
-    if low >= count:
-        return []
-    if region.high is None:
-        starts = range(low * size, length, size)
-        return [
-            Call(pair, (start, min(start + size, length)), (0, start - (low - 1) * size), causal=False)
-            for start in starts
-        ]
-    if count == 1:
-        return [Call(pair, (0, length), (0, length), causal=True)]
-    whole = count * size
-    return [Call(pair, (low * size, whole), (0, whole - low * size), causal=low == 0, chunks=count - low)]
+def _by_chunk(segment: Segment, region: Region) -> Iterator[Tile]:
+    """Give the tiles for the keys of a segment as many chunks back as a region has them."""
+    size, (low, high) = region.size, segment.keys
+    offset = low - segment.start  # of a position in the tensor of the keys
+    begin = segment.queries[0]
+    while begin < segment.queries[1]:
+        at = segment.start + segment.apart + begin - segment.queries[0]  # position of the first query
+        chunk = at // size
+        end = min(begin + size - at % size, segment.queries[1])
+        top = min(high, (chunk - region.low + 1) * size + offset)
+        bottom = low if region.high is None else max(low, (chunk - region.high + 1) * size + offset)
+        if bottom < top:
+            back = begin - segment.queries[0] - (bottom - low)  # keys are counted from `bottom`, queries from `begin`
+            first = None if segment.first is None else segment.first + back
+            last = None if segment.last is None else segment.last + back
+            yield from tiles((begin, end), (bottom, top), first, last)
+        begin = end

@@ -9,13 +9,16 @@ Press et al. 2021, https://arxiv.org/abs/2108.12409, section 3.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from hf_posswap.kernels.calls import Call, attend
+from hf_posswap.kernels.calls import Call, arranged, attend
 from hf_posswap.kernels.fused import bias_dtype
+from hf_posswap.kernels.segments import Segment, tiles, whole
 
 BLOCK = 1024
 """Queries that count j from the same start, where no slope is above 1."""
@@ -26,41 +29,87 @@ NEGLIGIBLE = 17.0
 
 
 def attend_linear(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, scaling: float, windowed: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor,
+    *,
+    scaling: float,
+    windowed: bool = False,
+    segments: Sequence[Segment] | None = None,
 ) -> Tensor:
-    """Return causal attention [B, H, L, D] with -slopes[h] (i - j) added to the scores.
+    """Return attention [B, H, Q, D] with -slopes[h] (i - j) added to the scores.
 
     Args:
-        query: [B, H, L, D].
-        key: [B, G, L, D].
-        value: [B, G, L, D].
+        query: [B, H, Q, D].
+        key: [B, G, K, D].
+        value: [B, G, K, D].
         slopes: [H], >= 0, without gradient.
         scaling: multiplies the scores.
         windowed: whether each head leaves out the keys that are too far for it to weigh anything in float32, whatever
             their scores, given the largest lengths of these queries and keys.
+        segments: what is seen, no key ahead of its query; None: as many keys as queries, up to the query's own.
     """
-    length, share = query.shape[2], query.shape[1] // key.shape[1]
+    share = query.shape[1] // key.shape[1]
     slopes = slopes.to(query.device, bias_dtype(query.dtype))
-    reach = _windows(query, key, slopes, scaling, share) if windowed else [length] * key.shape[1]
-    return attend([(query, key)], value, _calls(slopes, reach, length, share), scaling=scaling)
+    reach = _windows(query, key, slopes, scaling, share) if windowed else None
+    seen = segments or whole(query.shape[0], query.shape[2], key.shape[2], causal=True)
+    return attend([(query, key)], value, linear_calls(slopes, seen, share, reach), scaling=scaling)
 
 
-def _calls(slopes: Tensor, reach: list[int], length: int, share: int) -> list[Call]:
-    """Return the calls: every block of queries to itself, then to the keys before it, heads of one reach together."""
+def linear_calls(
+    slopes: Tensor, segments: Sequence[Segment], share: int = 1, reach: Sequence[int] | None = None
+) -> tuple[Call, ...]:
+    """Return the calls: in each segment every block of queries to itself, then to the keys before it.
+
+    Args:
+        slopes: [H], of the dtype that a bias needs.
+        segments: what is seen.
+        share: H/G.
+        reach: for each group how many keys before a block of queries its heads may need; None: all.
+    """
     steepest = float(slopes.detach().amax())  # m j swallows digits as j does
-    block = min(BLOCK, max(SMALLEST, int(BLOCK / max(1.0, steepest))), length)
-    whole = length // block * block
-    row = _row(slopes, 0, block)
-    calls = [Call(0, (0, whole), (0, whole), causal=True, chunks=whole // block, bias=row)]
-    if whole < length:
-        calls.append(Call(0, (whole, length), (whole, length), causal=True, bias=row[..., : length - whole]))
-    for start in range(block, length, block):
-        for first, last, keys in _equal([min(start, tokens) for tokens in reach]):
-            heads = (first * share, last * share)
-            bias = _row(slopes[heads[0] : heads[1]], -keys, 0)
-            queries = (start, min(start + block, length))
-            calls.append(Call(0, queries, (start - keys, start), causal=False, heads=heads, bias=bias))
-    return calls
+    block = min(BLOCK, max(SMALLEST, int(BLOCK / max(1.0, steepest))))
+
+    @functools.cache  # calls with the very same bias may become one
+    def row(start: int, stop: int, backwards: bool) -> Tensor:
+        found = _row(slopes, start, stop)
+        return found[..., 1:].flip(-1) if backwards else found  # as `Call.flip` has it: without the first key
+
+    found: list[Call] = []
+    for segment in segments:
+        first, last = segment.first, segment.last
+        step = block if first is None or last is None else max(1, min(block, last - first + 1))
+        for start in range(*segment.queries, step):
+            stop = min(start + step, segment.queries[1])
+            found += _block(segment, start, stop, row, share, reach)
+    return arranged(found)
+
+
+def _block(
+    segment: Segment,
+    start: int,
+    stop: int,
+    row: Callable[[int, int, bool], Tensor],
+    share: int,
+    reach: Sequence[int] | None,
+) -> Iterator[Call]:
+    """Give the calls of the queries `start` to `stop`, whose keys are counted from the last that the first one sees."""
+    into = start - segment.queries[0]
+    first = None if segment.first is None else segment.first + into
+    last = None if segment.last is None else segment.last + into
+    zero = segment.keys[1] if last is None else min(segment.keys[0] + last, segment.keys[1])
+    for tile in tiles((start, stop), segment.keys, first, last):
+        low, high = tile.keys
+        bias = row(low - zero, high - zero, tile.kind == "above")
+        if reach is None or tile.kind != "full" or high > zero:
+            yield Call.of(tile, 0, segment.rows, bias=bias)
+            continue
+        for group, after, keys in _equal([min(high - low, tokens - (zero - high)) for tokens in reach]):
+            if keys > 0:
+                heads, near = (group * share, after * share), high - keys
+                some = tile._replace(keys=(near, high))
+                yield Call.of(some, 0, segment.rows, heads=heads, bias=bias[:, heads[0] : heads[1], :, near - low :])
 
 
 def _row(slopes: Tensor, start: int, stop: int) -> Tensor:

@@ -137,7 +137,7 @@ def _fire_way(way: str, length: int) -> Callable[[], Tensor]:
     if way != "ours":
         raise KeyError(way)
 
-    def make(rows: slice, columns: slice) -> Tensor:
+    def make(_: slice, rows: slice, columns: slice) -> Tensor:
         return mechanism.bias(at[:, rows], at[:, columns])
 
     return lambda: attend_made(*inputs, make, tuple(mechanism.parameters()), None, scaling=SCALING, causal=True)

@@ -22,7 +22,8 @@ import typer
 from hf_posswap.utils.atomic_io import write_text
 from recipes.bench.harness import broken, machine, measure, table
 
-NAMES = ("roof", "rope", "angles", "bias", "merge", "ppl", "train", "patch", "decode", "load", "growth", "gpu")
+NAMES = ("roof", "rope", "angles", "bias", "merge", "ppl", "train", "patch", "decode", "load", "growth",
+         "situations", "gpu")  # fmt: skip
 
 
 def main(

@@ -84,8 +84,8 @@ def test_any_bias_with_any_mask(length: int, past: int, pairs: int, masked: str)
     qkv = tensors(4, 2, length, keys)
     weight, at = noise(4), torch.rand(2, keys, dtype=torch.float64)  # positions of its own in each row
 
-    def make(rows: slice, columns: slice) -> Tensor:
-        away = at[:, -length:][:, rows, None] - at[:, None, columns]
+    def make(rows: slice, queries: slice, columns: slice) -> Tensor:
+        away = at[rows, -length:][:, queries, None] - at[rows, None, columns]
         return (weight[:, None, None] * away[:, None]).sin()
 
     seen = padded(length, keys) if masked != "both sides" else torch.ones(2, 1, length, keys, dtype=torch.bool)
@@ -95,7 +95,7 @@ def test_any_bias_with_any_mask(length: int, past: int, pairs: int, masked: str)
     given_mask = {"bool": seen, "additive": added}.get(masked)
     with patch.multiple(made_bias, PAIRS=pairs, LEAST_ROWS=1):
         found = attend_made(*qkv, make, [weight], given_mask, scaling=SCALING, causal=masked == "causal")
-        same_with_gradients(found, dense(*qkv, make(slice(None), slice(None)), seen), [*qkv, weight])
+        same_with_gradients(found, dense(*qkv, make(slice(None), slice(None), slice(None)), seen), [*qkv, weight])
 
 
 def distant(dtype: torch.dtype) -> Tensor:
@@ -127,6 +127,6 @@ def test_a_learned_bias_alone_gets_its_gradient(run: str) -> None:
         found = attend_by_distance(*qkv, bias, scaling=SCALING, causal=True)
     else:
         found = attend_made(
-            *qkv, lambda rows, keys: whole()[None, :, rows, keys], [bias], None, scaling=SCALING, causal=True
+            *qkv, lambda _, rows, keys: whole()[None, :, rows, keys], [bias], None, scaling=SCALING, causal=True
         )
     same_with_gradients(found, dense(*qkv, whole(), away >= 0), [bias])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_posswap.kernels import row_bias
 from hf_posswap.kernels.row_bias import attend_linear
+from hf_posswap.kernels.segments import whole
 from hf_posswap.schemes.alibi import slopes
 
 EXACT = 1e-12
@@ -107,7 +108,7 @@ def test_far_into_a_text_it_errs_no_more_than_near_its_start(dtype: torch.dtype)
 
 def test_the_bias_is_never_of_a_short_dtype() -> None:
     """In bfloat16 a row m j, or the same folded into one more dimension of q and k, is wrong by units."""
-    calls = row_bias._calls(torch.tensor([0.5]), [4096], 4096, 1)
+    calls = row_bias.linear_calls(torch.tensor([0.5]), whole(1, 4096, 4096, causal=True))
     query, key, value, _ = (x.bfloat16() for x in tensors(1, 1, 2048))
     seen = []
     with patch.object(row_bias, "attend", lambda pairs, value, calls, scaling: seen.extend(calls)):

@@ -7,7 +7,7 @@ softmax runs over all of them together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -51,6 +51,11 @@ class Piece:
         """Return queries `start` to `stop`, [B, H, stop - start, D], rotated for this piece."""
         return rotate(query, _rows(self.query, start, stop), self.layout)
 
+    def part(self, rows: slice, queries: slice, keys: slice) -> Piece:
+        """Return the piece of some rows, queries and keys alone."""
+        query = _part(self.query, rows, queries)
+        return replace(self, query=query, key=None if self.key is None else _part(self.key, rows, keys))
+
     def rotate_key(self, key: Tensor, start: int, stop: int) -> Tensor:
         """Return keys `start` to `stop`, [B, G, stop - start, keys_per_token D], rotated for this piece: [..., D]."""
         if self.key is None:
@@ -68,6 +73,11 @@ def side_by_side(key: Tensor, tables: Sequence[CosSin], layout: Layout) -> Tenso
         tensor([[[[ 1.,  2., -2.,  1.]]]])
     """
     return torch.cat([rotate(key, table, layout) for table in tables], dim=-1)
+
+
+def _part(table: CosSin, rows: slice, tokens: slice) -> CosSin:
+    cos, sin = (x[:, :, tokens] if len(x) == 1 else x[rows, :, tokens] for x in (table.cos, table.sin))
+    return CosSin(cos, sin)
 
 
 def _rows(table: CosSin, start: int, stop: int) -> CosSin:

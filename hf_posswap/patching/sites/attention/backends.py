@@ -1,29 +1,26 @@
 """Which way of computing attention is taken for a scheme: chosen in the open, and told by the plan.
 
-All give the same numbers, but for rounding. "plain" is the formula under the model's own implementation, and works
-everywhere; the others hold nothing of [Q, K], and are taken where they apply and the input is long enough to gain.
+All give the same numbers, but for rounding, and but for padding that sees nothing: the formula gives it a mean of all
+values, the others zeros, as stock eager and stock sdpa do. "plain" is the formula under the model's own implementation,
+and works everywhere; the others hold nothing of [Q, K], and are taken where they apply and the input is long enough to
+gain.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.torch_tensors import transforms_active
 from hf_posswap.errors import NotPatchedError, OptionError, UnsupportedSwapError
 from hf_posswap.geometry import Geometry
-from hf_posswap.kernels import fused
-from hf_posswap.kernels.distance_bias import attend_by_distance
-from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, fits_flex
-from hf_posswap.kernels.made_bias import attend_made
-from hf_posswap.kernels.merge import attend_regions, mergeable
-from hf_posswap.kernels.row_bias import attend_linear
+from hf_posswap.kernels.flex import ByDistance, Penalty, fits_flex
+from hf_posswap.kernels.merge import mergeable
 from hf_posswap.patching.sites.attention.positions import Span
+from hf_posswap.patching.sites.attention.request import Request
+from hf_posswap.patching.sites.attention.ways import WAYS
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.common.piece import Piece
 
@@ -36,6 +33,8 @@ BACKENDS = {
     "merge": "fused calls, joined by their softmax sums",
     "plain": "the scores as the formula has them",
 }
+SITUATIONS = "padded, packed or upon a cache too, unless masks have gaps or positions jump"
+"""Where the first way of a scheme applies, in the words of a plan."""
 MIN_QK_PAIRS = 2**18
 """Pairs of a query and a key in a row of the batch (512 x 512) from which "auto" leaves the plain way."""
 MIN_FLEX_QK_PAIRS = 2**22
@@ -44,68 +43,6 @@ LARGE_BIAS = 2**24
 """Numbers of a dense bias, 64 MiB, from which "auto" makes it in parts where only "chunked" applies."""
 MOST_CALLS = 64
 """Chunks of a sequence up to which "auto" merges: each needs a call."""
-ALTERING = ("softcap", "s_aux", "position_bias", "head_mask", "score_mod", "cache", "output_attentions")
-"""Arguments of an attention function that ask for what the kernels do not do."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One attention call, after rotation.
-
-    Attributes:
-        mechanism: of the layer.
-        span: where queries and keys stand.
-        query: [B, H, Q, D].
-        key: [B, G, K, D].
-        value: [B, G, K, Dv].
-        mask: bool or additive, [B or 1, 1 or H, Q, K]; None: none but causality.
-        causal: whether a left-out mask means causal.
-        implementation: that the model's config names.
-        arguments: what else the attention module passed.
-        read: gives the bias as flex_attention may read it, or None; asked at the end.
-        consecutive: tells whether positions rise by one from token to token, and whether from 0; asked at the end.
-    """
-
-    mechanism: Mechanism
-    span: Span
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Any
-    causal: bool
-    implementation: str | None
-    arguments: dict[str, Any]
-    read: Callable[[], Penalty | ByDistance | None]
-    consecutive: Callable[[], tuple[bool, bool]]
-
-    @property
-    def scaling(self) -> float:
-        """What multiplies the scores."""
-        given = self.arguments.get("scaling")
-        return self.query.shape[-1] ** -0.5 if given is None else float(given)
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of a query and a key in one row of the batch."""
-        return self.query.shape[2] * self.key.shape[2]
-
-    def is_plain(self) -> bool:
-        """Return whether only the plain way is open, whatever the scheme."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(self.query) is not Tensor:
-            return True
-        if transforms_active():  # torch.func differentiates the formula, not its kernels
-            return True
-        if self.implementation != "sdpa" or self.arguments.get("dropout") or self.query.shape[2] == 1:
-            return True
-        altering = (self.arguments.get(name) for name in ALTERING)
-        if any(value is not None and value is not False for value in altering):
-            return True
-        learned_mask = isinstance(self.mask, Tensor) and self.mask.requires_grad
-        one_key = self.key[..., : self.query.shape[-1]] if self.mechanism.keys_per_token > 1 else self.key
-        if learned_mask:
-            return True
-        one_way = self.mechanism.biases and self.query.device.type == "cuda"  # flex, which is tried by itself
-        return not one_way and not fused.fits(self.query, one_key, self.value)
 
 
 def backends_of(mechanism: Mechanism) -> tuple[str, ...]:
@@ -157,24 +94,15 @@ def _applies(name: str, request: Request) -> bool:
         return False  # the fused calls of a GPU take no bias
     if name in ("chunked", "plain"):
         return True
-    both_ways = name in ("hankel", "flex")
-    if request.mask is not None or not request.span.is_prefill or not (request.causal or both_ways):
-        return False
     if name == "flex":
-        return fits_flex(request.query, request.value, request.read())
-    in_order, from_start = request.consecutive()
-    regions = request.mechanism.regions or ()
-    return in_order and (from_start or all(region.size == 1 for region in regions))
-
-
-def consecutive(positions: Tensor) -> tuple[bool, bool]:
-    """Return whether `positions` [B or 1, Q] rise by one from token to token, and whether they begin at 0.
-
-    Example:
-        >>> consecutive(torch.tensor([[3, 4, 5]])), consecutive(torch.tensor([[0, 1, 0]]))
-        ((True, False), (False, True))
-    """
-    return bool((positions.diff(dim=-1) == 1).all()), bool((positions[:, 0] == 0).all())
+        unmasked = request.mask is None and request.span.is_prefill
+        return unmasked and fits_flex(request.query, request.value, request.read())
+    division = request.division(name)
+    if division is None:
+        return False
+    if request.query.device.type != "cpu":
+        return request.mask is None and request.span.is_prefill and not division.rest
+    return division.gains or request.mechanism.backend == name
 
 
 def attend(request: Request, pieces: Callable[[], tuple[Piece, ...]]) -> Tensor | None:
@@ -187,54 +115,7 @@ def attend(request: Request, pieces: Callable[[], tuple[Piece, ...]]) -> Tensor 
     name = choose(request)
     if name == "plain":
         return None
-    return _RUN[name](request, pieces).transpose(1, 2).contiguous()
-
-
-def _row(request: Request, pieces: Any, windowed: bool = False) -> Tensor:
-    slopes = request.mechanism.slopes
-    assert slopes is not None
-    return attend_linear(request.query, request.key, request.value, slopes, scaling=request.scaling, windowed=windowed)
-
-
-def _row_windowed(request: Request, pieces: Any) -> Tensor:
-    return _row(request, pieces, windowed=True)
-
-
-def _hankel(request: Request, pieces: Any) -> Tensor:
-    length, causal = request.query.shape[2], request.causal
-    distances = torch.arange(0 if causal else 1 - length, length, device=request.query.device)
-    line = request.mechanism.distance_bias(distances)  # [H, L] or [H, 2 L - 1]
-    return attend_by_distance(request.query, request.key, request.value, line, scaling=request.scaling, causal=causal)
-
-
-def _flex(request: Request, pieces: Any) -> Tensor:
-    bias = request.read()
-    assert bias is not None
-    return attend_read(
-        request.query, request.key, request.value, bias, scaling=request.scaling, causal=request.causal
-    )  # fmt: skip
-
-
-def _chunked(request: Request, pieces: Any) -> Tensor:
-    span, mechanism = request.span, request.mechanism
-    key_positions = span.key
-
-    def make(rows: slice, columns: slice) -> Tensor:
-        return mechanism.bias(span.query[:, rows], key_positions[:, columns])
-
-    return attend_made(
-        request.query, request.key, request.value, make, tuple(mechanism.parameters()), request.mask,
-        scaling=request.scaling, causal=request.causal,
-    )  # fmt: skip
-
-
-def _merge(request: Request, pieces: Callable[[], tuple[Piece, ...]]) -> Tensor:
-    length, regions = request.query.shape[2], request.mechanism.regions
-    assert regions is not None
-    pairs = [
-        (piece.rotate_query(request.query, 0, length), piece.rotate_key(request.key, 0, length)) for piece in pieces()
-    ]
-    return attend_regions(pairs, request.value, regions, scaling=request.scaling)
+    return WAYS[name](request, pieces).transpose(1, 2).contiguous()
 
 
 def is_learned(mechanism: Mechanism) -> bool:
@@ -257,16 +138,6 @@ def flex_bias(mechanism: Mechanism, span: Span, batch: int) -> Penalty | ByDista
     return ByDistance(mechanism.distance_bias(distances), ahead, *positions)
 
 
-_RUN: dict[str, Callable[[Request, Any], Tensor]] = {
-    "row": _row,
-    "row_windowed": _row_windowed,
-    "hankel": _hankel,
-    "flex": _flex,
-    "chunked": _chunked,
-    "merge": _merge,
-}
-
-
 def set_backend(model: nn.Module, backend: str) -> None:
     """Say how the attention of a patched model is computed; the model's results stay the same, but for rounding.
 
@@ -276,8 +147,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
         model: patched, or a PEFT model around one.
         backend: "auto" takes the fastest that applies to each call; "plain" the formula as it stands; "row",
             "row_windowed", "hankel", "flex", "chunked" or "merge" that one, at any length, and "plain" where it does
-            not apply: with padding, packing or a cache all but "chunked", and all with dropout or under torch.compile;
-            "flex" with gradients on a CPU.
+            not apply: all with dropout, for one query alone, or under torch.compile; all but "chunked" where a mask
+            leaves gaps between the keys that a query sees, or positions jump; "flex" with a mask or a cache, and with
+            gradients on a CPU.
 
     Raises:
         NotPatchedError: the model carries no scheme inside attention.
@@ -323,5 +195,5 @@ def _way(mechanism: Mechanism) -> str:
     least, of_flex = math.isqrt(MIN_QK_PAIRS), math.isqrt(MIN_FLEX_QK_PAIRS)
     if "flex" in names:
         rest = f"flex on a GPU, {of_flex} tokens and more; else {rest}"
-    first = f"{names[0]}: {BACKENDS[names[0]]} (sdpa on a CPU, {least} tokens and more)"
+    first = f"{names[0]}: {BACKENDS[names[0]]} (sdpa on a CPU, {least} tokens and more, {SITUATIONS})"
     return f"{first}; {'' if 'flex' in names else 'else '}{rest}; see set_backend"

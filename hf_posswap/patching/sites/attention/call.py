@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.patching.sites.attention import backends
-from hf_posswap.patching.sites.attention.positions import ForwardMemo, Span
+from hf_posswap.patching.sites.attention.positions import ForwardMemo, Span, identity_of
+from hf_posswap.patching.sites.attention.request import Layout, Request, lay_out, seen_segments
 from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.common.piece import Piece
 
@@ -73,21 +75,44 @@ class AttentionCall:
         value: Tensor,
         mask: Any,
         kwargs: dict[str, Any],
-    ) -> backends.Request:
+    ) -> Request:
         """Return what a backend is chosen by, under the implementation called `name`."""
-        return backends.Request(
+        causal = is_causal(module, kwargs)
+        return Request(
             mechanism=self.mechanism,
             span=self.span,
             query=query,
             key=key,
             value=value,
             mask=mask,
-            causal=is_causal(module, kwargs),
+            causal=causal,
             implementation=name,
             arguments=kwargs,
             read=lambda: self.flex_bias(len(query)),
-            consecutive=lambda: self._shared("consecutive", lambda: backends.consecutive(self.span.query)),
+            find_layout=lambda: self._layout(query, key.shape[2], mask, causal=causal),
+            shared=self._once(),
         )
+
+    def _layout(self, query: Tensor, keys: int, mask: Any, *, causal: bool) -> Layout | None:
+        """Return what `query` [B, H, Q, D] sees of `keys` keys."""
+        seen = seen_segments(query, keys, mask, self.memo, causal=causal)
+        if seen is None:
+            return None
+        known: Any = causal if mask is None else id(seen)  # which the memo holds
+        return self._shared(("layout", known), lambda: lay_out(seen, self.span))
+
+    def _once(self) -> Callable[[Any, Callable[[], Any]], Any]:
+        """Return what makes things for all layers that stand alike, or, where that is not known, for this call."""
+        if self.span.shared_cache is not None:
+            return self._shared
+        made: dict[Any, Any] = {}
+
+        def shared(what: Any, make: Callable[[], Any]) -> Any:
+            if what not in made:
+                made[what] = make()
+            return made[what]
+
+        return shared
 
     def pieces(self) -> tuple[Piece, ...]:
         """Return the pieces into which the scheme splits this attention."""
@@ -109,13 +134,29 @@ class AttentionCall:
             return None
         return self._shared("bias", lambda: self.mechanism.bias(self.span.query, self.span.key))
 
+    def biased_mask(self, mask: Any, dtype: torch.dtype, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what `make` makes of the bias: of a step's one query once for all layers that see `mask`.
+
+        Args:
+            mask: that the layer was given.
+            dtype: of the queries.
+            make: masks the bias [B or 1, H, Q, K] that it is given.
+        """
+        bias = self.bias()
+        assert bias is not None
+        if bias.shape[2] > 1 or bias.requires_grad:  # of many queries it would be held until the forward ends
+            return make(bias)
+        # the mask is held too, so that its id is not given to another
+        known, _ = self._shared(("masked", id(mask), identity_of(mask)[1], dtype), lambda: (make(bias), mask))
+        return known
+
     def flex_bias(self, batch: int) -> Any:
         """Return the scheme's bias as flex_attention may read it from positions, or None."""
         if backends.is_learned(self.mechanism):  # a checkpointed layer must be able to make it again
             return backends.flex_bias(self.mechanism, self.span, batch)
         return self._shared("flex bias", lambda: backends.flex_bias(self.mechanism, self.span, batch))
 
-    def _shared(self, what: str, make: Callable[[], Any]) -> Any:
+    def _shared(self, what: Any, make: Callable[[], Any]) -> Any:
         if self.span.shared_cache is None:
             return make()
         key = (what, id(self.mechanism))

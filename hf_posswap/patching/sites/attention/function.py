@@ -53,7 +53,8 @@ def posswap_attention(
     query = call.scaled(query)
     if call.mechanism.watches:
         call.mechanism.watch(query, key, kwargs.get("scaling"))
-    if backends.backends_of(call.mechanism):
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if not traced and query.shape[2] > 1 and backends.backends_of(call.mechanism):  # of one query all ways are one
         found = backends.attend(call.request(module, name, query, key, value, attention_mask, kwargs), call.pieces)
         if found is not None:
             return found, None
@@ -62,8 +63,8 @@ def posswap_attention(
     as_tensor = name != "flex_attention" or backends.is_learned(call.mechanism)
     if not as_tensor and (read := call.flex_bias(len(query))) is not None:
         kwargs = {**kwargs, "position_bias": read}
-    elif (bias := call.bias()) is not None:
-        attention_mask, kwargs = _with_bias(bias, attention_mask, kwargs, name, module, query, key)
+    elif call.mechanism.biases:
+        attention_mask, kwargs = _with_bias(call, attention_mask, kwargs, name, module, query, key)
     attend, target = implementation(module, native, name)
     return attend(target, query, key, value, attention_mask, **kwargs)
 
@@ -108,6 +109,8 @@ def _split(
 
 def implementation(module: nn.Module, config: Any, name: str | None) -> tuple[Callable[..., Any], Any]:
     """Return the attention function called `name` for `module`, whose model has `config`, and what to call it with."""
+    if name == "sdpa":  # asked for in each layer of each step: no more than needed
+        return attention_function(name, None), module
     code = modeling_module(module)
     if name == "eager" and getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's own float32 attention
         return _upcast_eager, module
@@ -151,17 +154,28 @@ def _upcast_eager(
 
 
 def _with_bias(
-    bias: Tensor, mask: Any, kwargs: dict[str, Any], name: str | None, module: nn.Module, query: Tensor, key: Tensor
+    call: AttentionCall,
+    mask: Any,
+    kwargs: dict[str, Any],
+    name: str | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the mask and kwargs that carry `bias` [B or 1, H, Q, K] into the implementation called `name`."""
+    """Return the mask and kwargs that carry the bias of `call` into the implementation called `name`."""
     if name == "flex_attention":
+        bias: Any = call.bias()
         return mask, {**kwargs, "position_bias": bias.to(query.dtype).expand(query.shape[0], -1, -1, -1)}
     if name not in (None, "eager", "sdpa"):
         raise UnsupportedSwapError(
             f"a bias scheme cannot run under attn_implementation={name!r}: it has no place for a bias. "
             "Use model.set_attn_implementation('sdpa'), 'eager' or 'flex_attention'."
         )
-    return additive_mask(bias, mask, causal=is_causal(module, kwargs), query=query, key=key), kwargs
+
+    def make(bias: Tensor) -> Tensor:
+        return additive_mask(bias, mask, causal=is_causal(module, kwargs), query=query, key=key)
+
+    return call.biased_mask(mask, query.dtype, make), kwargs
 
 
 def additive_mask(bias: Tensor, mask: Tensor | None, *, causal: bool, query: Tensor, key: Tensor) -> Tensor:

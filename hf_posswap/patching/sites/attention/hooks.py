@@ -42,7 +42,7 @@ class PositionHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         hidden = args[0] if args else kwargs["hidden_states"]
-        tokens_first: Any = getattr(module, "tokens_first", None)
+        tokens_first: Any = getattr(type(module), "tokens_first", None)  # a module is asked in vain at some length
         hidden = hidden if tokens_first is None else tokens_first(hidden)
         cache: Any = None if self.cache_argument is None else kwargs.get(self.cache_argument)
         position_ids, first = kwargs.get("position_ids"), self.first

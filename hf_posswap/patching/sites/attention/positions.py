@@ -7,6 +7,7 @@ carry no position of their own once they are cached: `key_positions` keeps them 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,6 +116,8 @@ class ForwardMemo:
     """
 
     entries: list[tuple[tuple[Any, ...], Span]] = field(default_factory=list)
+    masks: list[tuple[weakref.ref[Tensor], int | None, Any]] = field(default_factory=list)
+    """What was read from the masks of this forward."""
     given: Tensor | None = None
     """Position ids [B or 1, Q] that the model was given: not all models tell their attention of them."""
     given_by_caller: bool = False
@@ -131,6 +134,17 @@ class ForwardMemo:
     def clear(self) -> None:
         """Forget everything."""
         self.entries.clear()
+        self.masks.clear()
+
+    def of_mask(self, mask: Tensor, read: Callable[[], Any]) -> Any:
+        """Return what `read` makes of `mask`, once in a forward as long as nothing is written into it."""
+        version = version_of(mask)
+        for known, at, found in self.masks:
+            if known() is mask and at == version:
+                return found
+        found = read()
+        self.masks.append((weakref.ref(mask), version, found))
+        return found
 
     def shared(self, key: tuple[Any, ...], make: Callable[[Any], Span]) -> Span:
         """Return the span that was kept under `key`, compared by identity for tensors, or what `make` gives.
@@ -156,6 +170,8 @@ class ForwardMemo:
 
 
 def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return a is b
+        return False
     return bool(a == b)

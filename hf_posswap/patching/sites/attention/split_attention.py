@@ -7,11 +7,12 @@ computed only for the keys that it holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_posswap.patching.sites.attention.one_query import attend_one, turns_of
 from hf_posswap.schemes.common.piece import Piece
 
 BLOCK = 256
@@ -44,23 +45,25 @@ class Scoring:
         pieces: of the attention.
         query: [B, H, Q, D], not rotated.
         key: [B, G, K, D], as it is cached.
+        value: [B, G, K, Dv].
         query_positions: [B or 1, Q].
         key_positions: [B or 1, K].
         mask: bool (True: attend) or additive, [B or 1, 1 or H, Q, K]; None: no mask.
         causal: where there is no mask: whether a query sees only keys up to its own index.
         scaling: multiplies the scores.
-        held: what `holding` found for one query, for all layers that ask the same.
+        held: what was found for one query, for all layers that ask the same.
     """
 
     pieces: tuple[Piece, ...]
     query: Tensor
     key: Tensor
+    value: Tensor
     query_positions: Tensor
     key_positions: Tensor
     mask: Tensor | None
     causal: bool
     scaling: float
-    held: dict[int, list[Held]]
+    held: dict[Any, Any]
 
     @property
     def wide(self) -> torch.dtype:
@@ -70,12 +73,7 @@ class Scoring:
     def block(self, start: int, stop: int) -> Tensor:
         """Return the masked scores of queries start to stop, [B, H, q, K], of dtype `wide`."""
         seen, keys = self._seen(start, stop), self.key_positions.shape[1]
-        if self.query.shape[2] > 1:
-            found = self._holding(start, stop, seen)
-        elif (known := self.held.get(keys)) is None:
-            found = self.held[keys] = self._holding(start, stop, seen)
-        else:
-            found = known
+        found = self._holding(start, stop, seen) if self.query.shape[2] > 1 else self.held_by_one()
         parts = [self._part(one, start, stop) for one in found]
         if _tile(found, keys):
             return self._masked(torch.cat(parts, dim=-1), seen, start, stop)
@@ -87,6 +85,24 @@ class Scoring:
                 part = torch.where(one.which[:, None], part, scores[..., one.low : one.high])
             scores = torch.cat((scores[..., : one.low], part, scores[..., one.high :]), dim=-1)
         return self._masked(scores, seen, start, stop)
+
+    def held_by_one(self) -> list[Held]:
+        """Return which keys each piece holds for the one query."""
+        keys = self.key_positions.shape[1]
+        if keys not in self.held:
+            self.held[keys] = self._holding(0, 1, None)
+        return self.held[keys]
+
+    def one(self) -> Tensor | None:
+        """Return attention of the one query [B, 1, H, Dv]; None: its pieces do not hold keys side by side."""
+        found, keys = self.held_by_one(), self.key_positions.shape[1]
+        if not _tile(found, keys) or (self.mask is not None and self.mask.shape[1] > 1):
+            return None
+        if ("turns", keys) not in self.held:
+            self.held["turns", keys] = turns_of([held.piece for held in found])
+        ranges = [(held.piece, held.low, held.high) for held in found]
+        turns = self.held["turns", keys]
+        return attend_one(self.query, self.key, self.value, turns, ranges, self.mask, scaling=self.scaling)
 
     def _part(self, held: Held, start: int, stop: int) -> Tensor:
         """Return the scores of a piece for its range of keys, [B, H, q, high - low]."""
@@ -166,7 +182,7 @@ def attend_split(
     scaling: float | None,
     dropout: float = 0.0,
     weights: bool = False,
-    held: dict[int, list[Held]] | None = None,
+    held: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return softmax attention whose score for a query and a key is that of the piece which holds them.
 
@@ -191,6 +207,7 @@ def attend_split(
         pieces=pieces,
         query=query,
         key=key,
+        value=value,
         query_positions=query_positions,
         key_positions=key_positions,
         mask=mask,
@@ -199,6 +216,11 @@ def attend_split(
         held={} if held is None else held,
     )
     length = query.shape[2]
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if not (traced or weights or dropout) and length == 1:
+        found = scoring.one()
+        if found is not None:
+            return found, None
     whole = weights or not isinstance(length, int)  # torch.export: blocks of any length cannot be counted
     outs = []
     for start in (0,) if whole else range(0, length, BLOCK):

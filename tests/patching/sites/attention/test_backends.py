@@ -121,13 +121,13 @@ def test_padding_packing_and_a_cache_are_exact_too(scheme: Any, options: dict[st
     model = swapped(scheme, options)
     mask = torch.ones_like(IDS)
     mask[0, :9] = 0
-    taken = "chunked" if way == "chunked" else "plain"
     packed = torch.cat([torch.arange(30), torch.arange(LENGTH - 30)])[None]
     holes = torch.arange(LENGTH)[None] + 20 * (torch.arange(LENGTH) >= 40)
-    for arguments in (
-        {"attention_mask": mask},
-        {"position_ids": packed, "use_cache": False},
-        {"position_ids": holes, "attention_mask": torch.ones_like(IDS)},
+    for arguments, taken in (
+        ({"attention_mask": mask}, way),
+        ({"position_ids": packed, "use_cache": False}, way),
+        # positions that jump where nothing is masked are for the formula
+        ({"position_ids": holes, "attention_mask": torch.ones_like(IDS)}, "chunked" if way == "chunked" else "plain"),
     ):
         expected = run(model, "plain", **arguments)
         spy.seen()
@@ -138,7 +138,9 @@ def test_padding_packing_and_a_cache_are_exact_too(scheme: Any, options: dict[st
     whole = run(model, way)
     with torch.no_grad():
         first = model(IDS[:, :40], use_cache=True)
+        spy.seen()
         second = model(IDS[:, 40:69], past_key_values=first.past_key_values)
+        assert way in spy.seen()
         last = model(IDS[:, 69:], past_key_values=second.past_key_values)
     steps = torch.cat([first.logits, second.logits, last.logits], dim=1)
     assert (steps - whole).abs().max() < EXACT
@@ -188,7 +190,9 @@ def test_auto_takes_the_fastest_from_a_length_on(spy: Spy, monkeypatch: pytest.M
         assert (run(model, "auto") - expected).abs().max() < EXACT
         assert spy.seen() == {way}
         run(model, "auto", attention_mask=torch.ones_like(IDS).index_fill(1, torch.tensor([0]), 0))
-        assert spy.seen() == ({"chunked"} if scheme == "fire" else {"plain"})
+        assert spy.seen() == {way}
+        run(model, "auto", attention_mask=torch.ones_like(IDS).index_fill(1, torch.arange(9, 12), 0))
+        assert spy.seen() == ({"chunked"} if scheme == "fire" else {"plain"}), "padding inside leaves gaps"
         monkeypatch.undo()
         spy.__init__(monkeypatch)  # type: ignore[misc]
 
@@ -279,6 +283,9 @@ def test_a_plan_says_how_attention_will_be_computed() -> None:
 
     assert said("rope") == said("nope") == said("learned") == "", "the model's own attention"
     assert said("alibi").startswith("row: the bias as one number a key, in a fused kernel (sdpa on a CPU, 512 tokens")
+    assert "512 tokens and more, padded, packed or upon a cache too, unless masks have gaps or positions jump)" in said(
+        "rerope"
+    )
     assert said("fire").endswith("; else plain; see set_backend")
     assert said("t5").startswith("hankel: ")
     assert "; flex on a GPU, 2048 tokens and more; else chunked or plain" in said("t5")

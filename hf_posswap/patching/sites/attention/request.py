@@ -1,0 +1,167 @@
+"""One attention call as the backends see it, and the segments that its mask and its positions leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_posswap.compat.torch_tensors import transforms_active
+from hf_posswap.kernels import fused
+from hf_posswap.kernels.distance_bias import by_line
+from hf_posswap.kernels.flex import ByDistance, Penalty
+from hf_posswap.kernels.mask_segments import placed, segments_of, together
+from hf_posswap.kernels.segments import Segment, whole
+from hf_posswap.patching.sites.attention.positions import ForwardMemo, Span
+from hf_posswap.schemes.base import Mechanism
+
+ALTERING = ("softcap", "s_aux", "position_bias", "head_mask", "score_mod", "cache", "output_attentions")
+"""Arguments of an attention function that ask for what the kernels do not do."""
+MOST_REST = 1 / 3
+"""Pairs of a query and a key that a way cannot take, over those that it can, up to which "auto" takes it."""
+
+
+class Layout(NamedTuple):
+    """What is seen, as segments, in places where positions rise by one along queries and keys, and elsewhere."""
+
+    regular: tuple[Segment, ...]
+    irregular: tuple[Segment, ...]
+
+
+class Division(NamedTuple):
+    """The segments that a way takes, and those that are left to the formula."""
+
+    fast: tuple[Segment, ...]
+    rest: tuple[Segment, ...]
+
+    @property
+    def gains(self) -> bool:
+        """Whether what is left is little beside what is taken."""
+        return _pairs(self.rest) <= MOST_REST * _pairs(self.fast)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One attention call, after rotation.
+
+    Attributes:
+        mechanism: of the layer.
+        span: where queries and keys stand.
+        query: [B, H, Q, D].
+        key: [B, G, K, D].
+        value: [B, G, K, Dv].
+        mask: bool or additive, [B or 1, 1 or H, Q, K]; None: none but causality.
+        causal: whether a left-out mask means causal.
+        implementation: that the model's config names.
+        arguments: what else the attention module passed.
+        read: gives the bias as flex_attention may read it, or None; asked at the end.
+        find_layout: gives what is seen, or None where segments do not tell it; asked at the end.
+        shared: gives what a function makes for a key, once for all layers that stand alike.
+    """
+
+    mechanism: Mechanism
+    span: Span
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    causal: bool
+    implementation: str | None
+    arguments: dict[str, Any]
+    read: Callable[[], Penalty | ByDistance | None]
+    find_layout: Callable[[], Layout | None]
+    shared: Callable[[Any, Callable[[], Any]], Any]
+
+    @property
+    def scaling(self) -> float:
+        """What multiplies the scores."""
+        given = self.arguments.get("scaling")
+        return self.query.shape[-1] ** -0.5 if given is None else float(given)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key in one row of the batch."""
+        return self.query.shape[2] * self.key.shape[2]
+
+    @property
+    def share(self) -> int:
+        """Heads that share a key, H/G."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    def is_plain(self) -> bool:
+        """Return whether only the plain way is open, whatever the scheme."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(self.query) is not Tensor:
+            return True
+        if transforms_active():  # torch.func differentiates the formula, not its kernels
+            return True
+        if self.implementation != "sdpa" or self.arguments.get("dropout") or self.query.shape[2] == 1:
+            return True
+        altering = (self.arguments.get(name) for name in ALTERING)
+        if any(value is not None and value is not False for value in altering):
+            return True
+        learned_mask = isinstance(self.mask, Tensor) and self.mask.requires_grad
+        one_key = self.key[..., : self.query.shape[-1]] if self.mechanism.keys_per_token > 1 else self.key
+        if learned_mask:
+            return True
+        one_way = self.mechanism.biases and self.query.device.type == "cuda"  # flex, which is tried by itself
+        return not one_way and not fused.fits(self.query, one_key, self.value)
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """What is seen; None: segments do not tell it."""
+        return self.find_layout()
+
+    def division(self, name: str) -> Division | None:
+        """Return the segments that the way called `name` takes; None: it takes none."""
+        layout = self.layout
+        if layout is None:
+            return None
+        (found,) = self.shared(("division", name, id(layout)), lambda: (_divided(name, layout),))
+        return found
+
+
+def _divided(name: str, layout: Layout) -> Division | None:
+    longest = sum(_pairs_of(one.queries) + _pairs_of(one.keys) for one in layout.regular)
+    fast = [one for one in layout.regular if one.distances[1] <= longest]  # nothing as long as a jump of positions
+    if name != "hankel":
+        fast = [one for one in fast if one.distances[0] >= 0]
+    else:
+        fast = [one for one, told in zip(fast, by_line(fast), strict=True) if told]
+    rest = [one for one in (*layout.regular, *layout.irregular) if one not in fast]
+    return Division(tuple(fast), tuple(rest)) if fast else None
+
+
+def _pairs_of(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
+
+
+def _pairs(segments: tuple[Segment, ...]) -> int:
+    return sum(_pairs_of(one.rows) * _pairs_of(one.queries) * _pairs_of(one.keys) for one in segments)
+
+
+def seen_segments(
+    query: Tensor, keys: int, mask: Any, memo: ForwardMemo, *, causal: bool
+) -> tuple[Segment, ...] | None:
+    """Return what `query` [B, H, Q, D] sees of `keys` keys, without positions; None: that is not told by segments.
+
+    A mask is looked at once in a forward, for all layers that are given it.
+    """
+    batch, _, length, _ = query.shape
+    if mask is None:
+        return None if causal and length != keys else whole(batch, length, keys, causal=causal)
+    if not isinstance(mask, Tensor) or mask.device.type != "cpu":  # to read it from a GPU would cost more than it saves
+        return None
+    return memo.of_mask(mask, lambda: segments_of(mask, batch, keys))
+
+
+def lay_out(seen: tuple[Segment, ...], span: Span) -> Layout:
+    """Return the segments of a mask with the positions of the queries and keys."""
+    of_queries = span.query.cpu()
+    of_keys = of_queries if span.is_prefill else span.key.cpu()
+    found = [one for segment in seen for one in placed(segment, of_queries, of_keys)]
+    regular = together([one for one, rises in found if rises])
+    return Layout(tuple(regular), tuple(one for one, rises in found if not rises))

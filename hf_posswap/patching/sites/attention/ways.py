@@ -1,0 +1,145 @@
+"""The ways of computing attention that `backends` chooses from, each by its kernel, for the segments that it takes.
+
+What the mask or the positions leave of a call that a kernel cannot take is computed by the formula, in blocks, and put
+beside the kernel's: no query is in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posswap.kernels.calls import attend as attend_calls
+from hf_posswap.kernels.distance_bias import attend_by_distance, seen_distances
+from hf_posswap.kernels.flex import attend_read
+from hf_posswap.kernels.fused import bias_dtype
+from hf_posswap.kernels.made_bias import attend_made
+from hf_posswap.kernels.merge import region_calls
+from hf_posswap.kernels.row_bias import attend_linear, linear_calls
+from hf_posswap.kernels.segments import Segment
+from hf_posswap.patching.sites.attention.request import Division, Request
+from hf_posswap.patching.sites.attention.split_attention import attend_split
+from hf_posswap.schemes.common.piece import Piece
+
+Pieces = Callable[[], tuple[Piece, ...]]
+
+
+def _row(request: Request, pieces: Pieces) -> Tensor:
+    division, slopes = _division(request, "row"), request.mechanism.slopes
+    assert slopes is not None
+    dtype = bias_dtype(request.query.dtype)
+
+    def make() -> Any:
+        return linear_calls(slopes.to(request.query.device, dtype), division.fast, request.share)
+
+    calls = request.shared(("row calls", id(division), dtype, request.share), make)
+    tensors = [(request.query, request.key)], request.value
+    return _with_made(request, attend_calls(*tensors, calls, scaling=request.scaling), division.rest)
+
+
+def _row_windowed(request: Request, pieces: Pieces) -> Tensor:
+    division, slopes = _division(request, "row_windowed"), request.mechanism.slopes
+    assert slopes is not None
+    found = attend_linear(
+        request.query, request.key, request.value, slopes, scaling=request.scaling, windowed=True,
+        segments=division.fast,
+    )  # fmt: skip
+    return _with_made(request, found, division.rest)
+
+
+def _hankel(request: Request, pieces: Pieces) -> Tensor:
+    division = _division(request, "hankel")
+    least, most = seen_distances(division.fast)
+    line = request.mechanism.distance_bias(torch.arange(least, most + 1, device=request.query.device))  # [H, N]
+    found = attend_by_distance(
+        request.query, request.key, request.value, line, scaling=request.scaling, segments=division.fast
+    )  # fmt: skip
+    return _with_made(request, found, division.rest)
+
+
+def _flex(request: Request, pieces: Pieces) -> Tensor:
+    bias = request.read()
+    assert bias is not None
+    return attend_read(
+        request.query, request.key, request.value, bias, scaling=request.scaling, causal=request.causal
+    )  # fmt: skip
+
+
+def _chunked(request: Request, pieces: Pieces) -> Tensor:
+    layout = request.layout
+    return _made(request, None if layout is None else (*layout.regular, *layout.irregular))
+
+
+def _merge(request: Request, pieces: Pieces) -> Tensor:
+    division, regions = _division(request, "merge"), request.mechanism.regions
+    assert regions is not None
+    calls = request.shared(("merge calls", id(division)), lambda: region_calls(regions, division.fast))
+    queries, keys = request.query.shape[2], request.key.shape[2]
+    pairs = [
+        (piece.rotate_query(request.query, 0, queries), piece.rotate_key(request.key, 0, keys)) for piece in pieces()
+    ]
+    found = attend_calls(pairs, request.value, calls, scaling=request.scaling)
+    for segment in division.rest:
+        found = _with_split(request, found, segment, pieces())
+    return found
+
+
+def _division(request: Request, name: str) -> Division:
+    division = request.division(name)
+    assert division is not None, "chosen without being asked"
+    return division
+
+
+def _with_made(request: Request, found: Tensor, rest: Sequence[Segment]) -> Tensor:
+    """Return `found` [B, H, Q, D], zeros for the queries of `rest`, with attention under the bias for those."""
+    return found + _made(request, rest) if rest else found
+
+
+def _made(request: Request, segments: Sequence[Segment] | None) -> Tensor:
+    span, mechanism = request.span, request.mechanism
+    of_queries, of_keys = span.query, span.key
+
+    def make(rows: slice, queries: slice, keys: slice) -> Tensor:
+        return mechanism.bias(_rows(of_queries, rows)[:, queries], _rows(of_keys, rows)[:, keys])
+
+    return attend_made(
+        request.query, request.key, request.value, make, tuple(mechanism.parameters()), request.mask,
+        scaling=request.scaling, causal=request.causal, segments=segments,
+    )  # fmt: skip
+
+
+def _with_split(request: Request, found: Tensor, segment: Segment, pieces: Sequence[Piece]) -> Tensor:
+    """Return `found` [B, H, Q, D], zeros for the queries of `segment`, with attention in pieces for those."""
+    rows, queries, keys = (slice(*span) for span in (segment.rows, segment.queries, segment.keys))
+    out, _ = attend_split(
+        request.query[rows, :, queries],
+        request.key[rows, :, keys],
+        request.value[rows, :, keys],
+        tuple(piece.part(rows, queries, keys) for piece in pieces),
+        _rows(request.span.query, rows)[:, queries],
+        _rows(request.span.key, rows)[:, keys],
+        None if request.mask is None else _rows(request.mask, rows)[..., queries, keys],
+        causal=request.causal,
+        scaling=request.scaling,
+    )
+    whole = found.clone()
+    whole[rows, :, queries] = out.transpose(1, 2)
+    return whole
+
+
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    """Return `rows` of `x` [B or 1, ...], which all rows may share."""
+    return x if len(x) == 1 else x[rows]
+
+
+WAYS: dict[str, Callable[[Request, Pieces], Tensor]] = {
+    "row": _row,
+    "row_windowed": _row_windowed,
+    "hankel": _hankel,
+    "flex": _flex,
+    "chunked": _chunked,
+    "merge": _merge,
+}

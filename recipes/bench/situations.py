@@ -1,0 +1,303 @@
+"""What a swap costs where people run it: padded, packed and cached batches, each beside the same model unswapped.
+
+    python -m recipes.bench.situations                                   # all: about 20 minutes
+    python -m recipes.bench.situations --schemes alibi,t5 --cases "left-padded,decoding after 512"
+    python -m recipes.bench.situations --small                           # tiny sizes: a check that it runs
+
+All models of a case run in turns on one thread. What counts is the thread's own time, so that what else the machine
+does falls out, and the ratio of each turn to the unswapped model's in that turn; the median of these is printed with
+an interval that holds the true median with a chance of 95 %. Memory is the peak of a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_posswap import patch_model, set_backend
+from hf_posswap.schemes.base import Mechanism
+from hf_posswap.utils.atomic_io import write_text
+from recipes.bench.harness import in_a_process, machine
+
+MODULE = "recipes.bench.situations"
+UNPATCHED = "unpatched"
+SCHEMES: dict[str, dict[str, Any]] = {
+    "alibi": {}, "t5": {"init_std": 1.0}, "kerple": {}, "fire": {}, "self_extend": {}, "rerope": {}, "dual_chunk": {},
+    "xpos": {}, "dynamic": {},
+}  # fmt: skip
+GOALS = {
+    **dict.fromkeys(("alibi", "t5", "kerple"), (1.15, 1.03)), "fire": (1.5, 1.03),
+    **dict.fromkeys(("self_extend", "rerope", "dual_chunk"), (1.4, 1.25)),
+}  # fmt: skip
+"""The highest ratio of a forward, and of a decoded token; without an entry: none is set."""
+DECODING = "decoding after "
+TOLERANCE = 1e-3
+"""Between logits by the backend that is chosen and by the formula, of models with weights of size 0.1."""
+
+
+class Sizes(NamedTuple):
+    """How large everything is; the models were made for half the tokens."""
+
+    length: int
+    width: int
+    layers: int
+    memory: int
+    after: tuple[int, ...]
+
+
+FULL, SMALL = Sizes(2048, 512, 3, 4096, (512, 2048)), Sizes(64, 32, 1, 64, (24,))
+
+
+class Situation(NamedTuple):
+    """One way of running a model: `run` gives logits, of which those where `real` is are compared."""
+
+    name: str
+    make: Callable[[Any], Callable[[], Tensor]]
+    real: Tensor | None = None
+
+
+def situations(sizes: Sizes) -> Iterator[Situation]:
+    """Give the situations of the table."""
+    length = sizes.length
+    one, two = ids_of(1, length), ids_of(2, length)
+    yield Situation("one row", lambda model: forward(model, one))
+    left, right = padded(length)
+    yield Situation("left-padded", lambda model: forward(model, two, **left), left["attention_mask"].bool())
+    yield Situation("right-padded", lambda model: forward(model, two, **right), right["attention_mask"].bool())
+    at, mask = packed(length)
+    yield Situation("packed by position_ids", lambda model: forward(model, one, position_ids=at))
+    yield Situation("packed by a block mask", lambda model: forward(model, one, position_ids=at, attention_mask=mask))
+    yield Situation("prefill in two chunks", lambda model: in_chunks(model, one))
+    for after in sizes.after:
+        yield Situation(f"{DECODING}{after}", functools.partial(step_after, past=after))
+
+
+def ids_of(rows: int, length: int) -> Tensor:
+    """Return random tokens, [rows, length]."""
+    return torch.randint(3, 512, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def padded(length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what goes with two rows of which one lacks a quarter: on the left as `generate` has it, on the right."""
+    left, right = torch.ones(2, length, dtype=torch.long), torch.ones(2, length, dtype=torch.long)
+    left[1, : length // 4] = 0
+    right[1, -(length // 4) :] = 0
+    positions = (left.cumsum(1) - 1).masked_fill(left == 0, 1)
+    return {"attention_mask": left, "position_ids": positions}, {"attention_mask": right}
+
+
+def packed(length: int) -> tuple[Tensor, Tensor]:
+    """Return positions [1, L] and mask [1, 1, L, L] of two documents in one row, of 5 and 3 eighths of it."""
+    first = length * 5 // 8
+    document = torch.arange(length) >= first
+    mask = torch.ones(length, length, dtype=torch.bool).tril() & (document[:, None] == document)
+    return torch.cat((torch.arange(first), torch.arange(length - first)))[None], mask[None, None]
+
+
+def forward(model: Any, ids: Tensor, **arguments: Any) -> Callable[[], Tensor]:
+    """Return what runs a whole text."""
+    return lambda: model(ids, use_cache=False, **arguments).logits
+
+
+def in_chunks(model: Any, ids: Tensor) -> Callable[[], Tensor]:
+    """Return what runs a text in two halves, the second upon the cache of the first."""
+    half = ids.shape[1] // 2
+
+    def run() -> Tensor:
+        first = model(ids[:, :half], use_cache=True)
+        second = model(ids[:, half:], past_key_values=first.past_key_values)
+        return torch.cat((first.logits, second.logits), dim=1)
+
+    return run
+
+
+def step_after(model: Any, past: int, steps: int = 8) -> Callable[[], Tensor]:
+    """Return what decodes `steps` tokens, one by one, after a text of `past`."""
+    ids = ids_of(1, past + steps)
+    with torch.no_grad():
+        cache = model(ids[:, :past], use_cache=True).past_key_values
+
+    def run() -> Tensor:
+        logits = [model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(past, past + steps)]
+        cache.crop(-steps)
+        return torch.cat(logits, dim=1)
+
+    return run
+
+
+def llama(scheme: str, sizes: Sizes) -> Any:
+    """Return a Llama with random weights, made for half the length of the text, and swapped to `scheme`."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=sizes.width, intermediate_size=sizes.width * 11 // 4,
+        num_hidden_layers=sizes.layers, num_attention_heads=max(1, sizes.width // 64),
+        max_position_embeddings=sizes.length // 2, initializer_range=0.1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    if scheme != UNPATCHED:
+        patch_model(model, scheme, max_length=4 * sizes.length, **SCHEMES[scheme])
+    return model
+
+
+def rows(smoke: bool) -> list[dict[str, Any]]:
+    """Return a row for each situation, and one for memory: see `measured`."""
+    sizes = SMALL if smoke else FULL
+    wanted = [one.name for one in situations(sizes)] if smoke else None  # memory is told of large sizes only
+    return list(measured(sizes, tuple(SCHEMES), wanted, 1 if smoke else 9))
+
+
+def measured(
+    sizes: Sizes, schemes: Sequence[str], wanted: Sequence[str] | None, repetitions: int
+) -> Iterator[dict[str, Any]]:
+    """Give a row for each situation that is `wanted`, None: for all, and for memory.
+
+    A row has seconds of the unpatched model and of each scheme, the ratios to it (median, and ends of its interval),
+    and under `wrong` the schemes whose chosen way and formula differ.
+    """
+    with torch.no_grad():
+        models = {name: llama(name, sizes) for name in (UNPATCHED, *schemes)}
+        for one in situations(sizes):
+            if wanted is None or one.name in wanted:
+                yield _row(one, models, repetitions)
+    if wanted is None or "memory" in wanted:
+        yield _memory(sizes, schemes)
+
+
+def _row(one: Situation, models: Mapping[str, Any], repetitions: int) -> dict[str, Any]:
+    runs = {name: one.make(model) for name, model in models.items()}
+    wrong = [f"{name}: {far}" for name in runs if name != UNPATCHED and (far := _far(one, models[name], runs[name]))]
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repetitions + 1):
+        for name, run in runs.items():
+            started = time.thread_time()
+            run()
+            if turn:
+                times[name].append(time.thread_time() - started)
+    return {
+        "name": one.name,
+        "wrong": wrong,
+        "missing": {},
+        "seconds": {name: statistics.median(taken) for name, taken in times.items()},
+        "ratios": {name: interval(taken, times[UNPATCHED]) for name, taken in times.items() if name != UNPATCHED},
+    }
+
+
+def _far(one: Situation, model: Any, run: Callable[[], Tensor]) -> str | None:
+    """Return how far the chosen way lies from the formula, where that is too far."""
+    if not any(isinstance(module, Mechanism) for module in model.modules()):
+        return None  # stock transformers runs it
+    found = run()
+    set_backend(model, "plain")
+    try:
+        expected = one.make(model)()
+    finally:
+        set_backend(model, "auto")
+    apart = (found - expected).abs()
+    far = float((apart if one.real is None else apart[one.real]).max())
+    return None if far <= TOLERANCE else f"auto and plain differ by {far:.2e}, allowed is {TOLERANCE:.0e}"
+
+
+def interval(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Return the median of the ratios of each turn, and the ends of its interval of 95 %, by order statistics.
+
+    Example:
+        >>> interval([2.0, 4.0, 3.0], [1.0, 1.0, 1.0])
+        [3.0, 2.0, 4.0]
+    """
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    count, outside, out = len(ratios), 0.0, 0
+    # the chance that fewer than `out` + 1 of the ratios lie on one side of the true median
+    while (outside := outside + math.comb(count, out) / 2**count) <= 0.025:
+        out += 1
+    low = max(0, out - 1)
+    return [statistics.median(ratios), ratios[low], ratios[count - 1 - low]]
+
+
+def _memory(sizes: Sizes, schemes: Sequence[str]) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": f"memory of {sizes.memory}, left-padded", "wrong": [], "missing": {}, "seconds": {}}
+    if sys.platform != "linux":
+        return row | {"ratios": {}, "missing": {"memory": "only Linux tells it"}}
+    chosen = {"length": sizes.memory, "width": sizes.width, "layers": sizes.layers}
+    peaks = {name: in_a_process(MODULE, name, chosen)[""] for name in (UNPATCHED, *schemes)}
+    ratios = {name: [peak / peaks[UNPATCHED]] * 3 for name, peak in peaks.items() if name != UNPATCHED}
+    return row | {"peak_mib": peaks, "ratios": ratios}
+
+
+def apart(scheme: str, length: int, width: int, layers: int) -> Callable[[], Any]:
+    """Return what runs two rows, one left-padded, in a process of its own for its memory."""
+    sizes = Sizes(length, width, layers, length, ())
+    run = forward(llama(scheme, sizes), ids_of(2, length), **padded(length)[0])
+    with torch.no_grad():
+        forward(llama(scheme, sizes._replace(length=64)), ids_of(1, 64))()  # what loads with the first call
+
+    def without_gradients() -> Any:
+        with torch.no_grad():
+            return run()
+
+    return without_gradients
+
+
+def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:
+    """Return the rows as a Markdown table: a line a situation, a column a scheme; goals that are missed stand out."""
+    schemes = list(rows[0]["ratios"])
+    lines = [f"| ratio to unswapped | {' | '.join(schemes)} |", "|---" * (len(schemes) + 1) + "|"]
+    for row in rows:
+        cells = [_cell(row, scheme) for scheme in schemes]
+        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
+        if "peak_mib" in row:
+            peaks = " | ".join(f"{row['peak_mib'][scheme]:.0f} MiB" for scheme in schemes)
+            lines.append(f"| the same, unswapped {row['peak_mib'][UNPATCHED]:.0f} MiB | {peaks} |")
+    goals = ", ".join(f"{name} {most:g} ({step:g})" for name, (most, step) in GOALS.items())
+    return "\n".join([*lines, "", f"Goals, of a forward and (of decoding): {goals}. Missed ones are bold."])
+
+
+def _cell(row: dict[str, Any], scheme: str) -> str:
+    if scheme not in row["ratios"]:
+        return ""
+    middle, low, high = row["ratios"][scheme]
+    shown = f"{middle:.2f}" if low == high else f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    goal = GOALS.get(scheme, (math.inf, math.inf))[row["name"].startswith(DECODING)]
+    return f"**{shown}**" if middle > goal and "peak_mib" not in row else shown
+
+
+def main(
+    schemes: Annotated[str, typer.Option(help=f"Of {', '.join(SCHEMES)}, by commas.")] = ",".join(SCHEMES),
+    cases: Annotated[str, typer.Option(help="Names of situations, and 'memory', by commas; none: all.")] = "",
+    small: Annotated[bool, typer.Option("--small", help="Tiny sizes, one repetition.")] = False,
+    repetitions: Annotated[int, typer.Option(help="Turns that count; one goes before them.")] = 9,
+    out: Annotated[Path | None, typer.Option(help="A file for the rows, as JSON; none: they are printed only.")] = None,
+) -> None:
+    """Measure some of it and print the table."""
+    torch.set_num_threads(1)
+    wanted = [name.strip() for name in cases.split(",")] if cases else None
+    sizes, named, turns = (SMALL if small else FULL), schemes.split(","), 1 if small else repetitions
+    known = [*(one.name for one in situations(sizes)), "memory"]
+    if unknown := sorted({*named} - {*SCHEMES}) or sorted({*(wanted or ())} - {*known}):
+        raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join([*SCHEMES, *known])}.")
+    about = machine() | {"smoke": small}
+    found = []
+    for row in measured(sizes, named, wanted, turns):
+        found.append(row)
+        typer.echo(table([row], smoke=small).splitlines()[2])
+    typer.echo(f"\n`{json.dumps(about | {'load after': machine()['load']})}`\n\n{table(found, smoke=small)}")
+    if out is not None:
+        write_text(out, "\n".join(map(json.dumps, [about, *found])) + "\n")
+    if wrong := [f"{row['name']}: {problem}" for row in found for problem in row["wrong"]]:
+        typer.echo("\n".join(["different numbers:", *wrong]), err=True)
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
