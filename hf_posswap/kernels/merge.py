@@ -33,6 +33,7 @@ class Region(NamedTuple):
         """Return which of the pairs of positions, broadcast against each other, lie here; bool.
 
         Example:
+            >>> import torch
             >>> Region(size=1, low=0, high=2).holds(torch.tensor([5]), torch.tensor([3, 4, 5, 6]))
             tensor([False,  True,  True, False])
         """
