@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+_GROUPS_ON_CPU = torch.__version__ >= "2.13"  # asked once: torch.compile traces no comparison of versions
+
 
 def fused_attention(device: str) -> Any:
     """Return the operator of fused attention on "cpu" or "cuda".
@@ -25,3 +27,13 @@ def fused_attention_backward(device: str) -> Any:
     """
     name = "_scaled_dot_product_flash_attention"
     return getattr(torch.ops.aten, f"{name}_backward" if device == "cuda" else f"{name}_for_cpu_backward")
+
+
+def fused_takes_groups(device: str) -> bool:
+    """Return whether both operators take fewer heads of keys and values than of queries on "cpu" or "cuda".
+
+    Touches the operators above: on a CPU those of torch 2.13 and 2.15 do, those of 2.6 write beyond the gradients, and
+    those between were not run, so they count as 2.6 does. The version tells, since trying it may end the process.
+    Without it grouped heads break the memory.
+    """
+    return device == "cuda" or _GROUPS_ON_CPU

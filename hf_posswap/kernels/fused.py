@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posswap.compat.torch_kernels import fused_attention, fused_attention_backward
+from hf_posswap.compat.torch_kernels import fused_attention, fused_attention_backward, fused_takes_groups
 from hf_posswap.kernels.trying import right
 
 DTYPES = {
@@ -42,7 +42,8 @@ def forward(
         assert bias is None, "the fused call of a GPU takes no bias"
         out, sums, *_ = fused_attention("cuda")(query, key, value, 0.0, causal, False, scale=scaling)
         return out, sums[..., : query.shape[2]]
-    return fused_attention("cpu")(query, key, value, 0.0, causal, attn_mask=bias, scale=scaling)
+    given = query, *_for_heads(query.shape[1], key, value)
+    return fused_attention("cpu")(*given, 0.0, causal, attn_mask=bias, scale=scaling)
 
 
 def backward(
@@ -70,9 +71,22 @@ def backward(
         lengths = query.shape[2], key.shape[2]
         flash = fused_attention_backward("cuda")
         return flash(*given, None, None, *lengths, 0.0, causal, unread, unread, scale=scaling)
-    return fused_attention_backward("cpu")(
-        grad, query, key, value, out, sums, 0.0, causal, attn_mask=bias, scale=scaling
-    )
+    given = grad, query, *_for_heads(query.shape[1], key, value), out, sums
+    to_query, *shared = fused_attention_backward("cpu")(*given, 0.0, causal, attn_mask=bias, scale=scaling)
+    to_key, to_value = (_by_group(x, key.shape[1]) for x in shared)
+    return to_query, to_key, to_value
+
+
+def _for_heads(heads: int, *shared: Tensor) -> list[Tensor]:
+    """Return each of `shared` [B, G, K, D] as a CPU's fused call takes it beside `heads`: repeated where it must be."""
+    if fused_takes_groups("cpu"):
+        return list(shared)
+    return [x.repeat_interleave(heads // x.shape[1], dim=1) for x in shared]
+
+
+def _by_group(grad: Tensor, groups: int) -> Tensor:
+    """Return the gradient [B, G, K, D] of what `_for_heads` gave the call."""
+    return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2)
 
 
 def bias_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_posswap.compat import torch_kernels
@@ -41,3 +42,15 @@ def test_fused_attention_backward(device: str, dtype: torch.dtype, near: float) 
     expected = torch.autograd.grad(scaled_dot_product_attention(*given, is_causal=True).sum(), given)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=near, rtol=near)
+
+
+@pytest.mark.parametrize(("device", "dtype", "near"), HERE)
+def test_fused_takes_groups(device: str, dtype: torch.dtype, near: float) -> None:
+    """Where it says yes, the public function agrees: told to use these operators alone, it takes groups."""
+    query, (key, value) = inputs(device, dtype)[0], (x[:, :1] for x in inputs(device, dtype)[1:])
+    if not torch_kernels.fused_takes_groups(device):
+        pytest.skip("this torch is not known to take groups")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        expected = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    out, *_ = torch_kernels.fused_attention(device)(query, key, value, 0.0, True)
+    torch.testing.assert_close(out, expected, atol=near, rtol=0)
