@@ -13,7 +13,8 @@ from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.errors import NotEnoughMemoryError
 from hf_posswap.evaluation.reach import Reach, reach_of
 from hf_posswap.kernels.made_bias import queries_at_once
-from hf_posswap.patching.sites.attention.backends import LARGE_BIAS, MIN_QK_PAIRS
+from hf_posswap.kernels.merge import mergeable
+from hf_posswap.patching.sites.attention.backends import MIN_QK_PAIRS, MOST_CALLS
 from hf_posswap.patching.sites.attention.split_attention import BLOCK
 from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.fire import FireMechanism
@@ -28,6 +29,7 @@ _HEAD_COPIES = 3  # logits, their float32, and what cross-entropy makes of them
 _SCORE_COPIES = 3  # scores or bias, mask added, softmax
 _MLP_COPIES = 2  # FIRE's hidden layer, and its relu
 _LINES = 4  # a bias by distance: of both signs, and a copy
+_TURN_COPIES = 2  # queries or keys, rotated, and what the rotation makes of them meanwhile
 
 
 @dataclass(frozen=True)
@@ -88,15 +90,36 @@ def forward_need(
 
 
 def _scores(model: Any, heads: int, rows: int, length: int, kernels: bool) -> int:
-    """Return the bytes of what is held of [rows, length]: nothing for one causal forward of a fused kernel."""
+    """Return the bytes of what is held of [rows, length]: nothing for one causal forward of a fused kernel.
+
+    Upon a cache the mask is held, for all layers, and while it is read as segments.
+    """
     mechanisms = [module for module in model.modules() if isinstance(module, Mechanism)]
     planes = _SCORE_COPIES if rows < length else 0  # the mask that a cache needs
     parts = [_pairs_at_once(m, model, rows, length) if kernels else rows * length for m in mechanisms]
     biases = [(_bias_planes(m, heads), at_once) for m, at_once in zip(mechanisms, parts, strict=True) if m.biases]
     eager = rows * length if attention_implementation(model.config) == "eager" else 0
     held = max(_SCORE_COPIES * heads * eager, *(planes * at_once for planes, at_once in biases), 0)
-    blocks = 2 * _SCORE_COPIES * heads * min(rows, BLOCK) if any(m.splits for m in mechanisms) else 0
-    return (planes * rows * length + held + blocks * length) * 4
+    split = max((_split_scores(m, model, heads, rows, length, kernels) for m in mechanisms if m.splits), default=0)
+    return (planes * rows * length + held + split) * 4
+
+
+def _split_scores(mechanism: Mechanism, model: Any, heads: int, rows: int, length: int, kernels: bool) -> int:
+    """Return how many numbers the scores of a mechanism in pieces take; in fused calls, queries and keys of each."""
+    of_key = 2 * _SCORE_COPIES * heads * min(rows, BLOCK)  # in blocks of queries
+    if not (kernels and _merges(mechanism, model, rows * length)):
+        return of_key * length
+    assert mechanism.regions is not None
+    turned = _TURN_COPIES * len(mechanism.regions) * heads * mechanism.head_dim * (rows + length)
+    return max(turned, of_key * _by_formula(rows, length) // rows)
+
+
+def _merges(mechanism: Mechanism, model: Any, pairs: int) -> bool:
+    """Return whether "auto" takes fused calls for a mechanism in pieces, padded, packed or upon a cache too."""
+    at_work = mechanism.backend == "auto" and attention_implementation(model.config) == "sdpa"
+    if not at_work or pairs < MIN_QK_PAIRS or mechanism.regions is None or not mergeable(mechanism.regions):
+        return False
+    return all(one.size == 1 or pairs <= (MOST_CALLS * one.size) ** 2 for one in mechanism.regions)
 
 
 def _bias_planes(mechanism: Mechanism, heads: int) -> int:
@@ -116,10 +139,14 @@ def _pairs_at_once(mechanism: Mechanism, model: Any, rows: int, length: int) -> 
     plain = mechanism.backend != "auto" or model.device.type != "cpu" or whole < MIN_QK_PAIRS
     if plain or attention_implementation(model.config) != "sdpa":
         return whole
-    if rows == length and (mechanism.distance_only or mechanism.slopes is not None):
-        return _LINES * length
-    large = not mechanism.distance_only or model.config.get_text_config().num_attention_heads * whole >= LARGE_BIAS
-    return min(rows, queries_at_once(length)) * length if large else whole
+    by_distance = mechanism.distance_only or mechanism.slopes is not None
+    at_once = _LINES * length if by_distance else min(rows, queries_at_once(length)) * length
+    return max(at_once, _by_formula(rows, length))
+
+
+def _by_formula(rows: int, length: int) -> int:
+    """Return the pairs of the largest piece of a text in pieces that is too small for a kernel, at its beginning."""
+    return 0 if rows == length else min(rows * length, MIN_QK_PAIRS)
 
 
 def _first(config: Any, *names: str) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from hf_posswap.errors import BackendWarning
+from hf_posswap.utils.format import said_by
 
 TOLERANCE = {"cpu": 1e-5, "cuda": 5e-2}
 """How far a kernel's result may lie from the formula: in float32, and on a GPU in bfloat16."""
@@ -24,14 +25,13 @@ def right(what: str, device: str, error: Callable[[str], float]) -> bool:
     try:
         far = error(device)
     except Exception as problem:  # whatever an unknown PyTorch raises here, it means no
-        reason = f"{type(problem).__name__}: {problem}"
+        reason = f"{type(problem).__name__}: {said_by(problem)}"
     else:
         if far <= TOLERANCE[device]:
             return True
         reason = f"its results differ from the formula by {far:.1e}"
-    said = reason.splitlines()[0]
     warnings.warn(
-        f"hf_posswap's {what} does not work on torch {torch.__version__}, {device} ({said}). "
+        f"hf_posswap's {what} does not work on torch {torch.__version__}, {device} ({reason}). "
         "The plain paths are used instead: the same results, slower and with more memory.",
         BackendWarning,
         stacklevel=3,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_posswap.errors import OptionError
+from hf_posswap.utils.format import said_by
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,7 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch raises either, by build
-        first = str(error).splitlines()[0]
-        raise OptionError(f"device {name!r} cannot be used here ({first}): take 'auto' or 'cpu'.") from error
+        raise OptionError(f"device {name!r} cannot be used here ({said_by(error)}): take 'auto' or 'cpu'.") from error
     if device.type == "meta":
         raise OptionError("device 'meta' holds no numbers: take 'auto' or 'cpu'.")
     return device

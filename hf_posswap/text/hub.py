@@ -11,6 +11,7 @@ from typing import Any
 
 from hf_posswap.errors import DataError, MissingDependencyError
 from hf_posswap.text.stdlib import Document
+from hf_posswap.utils.format import said_by
 
 TEXT_FILES = (".txt", ".md", ".rst", ".py")
 ROW_FILES = (".jsonl", ".json", ".parquet")
@@ -86,7 +87,7 @@ def hub_documents(
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = said_by(error).rstrip(".")
         raise DataError(
             f"the data set {source} cannot be read: {reason}. Give org/name:split of one that can be reached, or files."
         ) from error

@@ -14,6 +14,7 @@ import numpy as np
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.text.stdlib import Document
 from hf_posswap.utils.auto_classes import auto_tokenizer
+from hf_posswap.utils.format import said_by
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,8 +42,8 @@ def load_tokenizer(
     except PosswapError:
         raise
     except Exception as error:  # a tokenizer's own code may raise anything
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"{str(source)!r} has no tokenizer that can be read ({first}): {instead}.") from error
+        said = said_by(error).rstrip(".")
+        raise DataError(f"{str(source)!r} has no tokenizer that can be read ({said}): {instead}.") from error
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:  # made up where its files are missing
         raise DataError(f"{str(source)!r} has no tokenizer that can be read (it has no vocabulary): {instead}.")
     return tokenizer

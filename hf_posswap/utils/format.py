@@ -19,6 +19,21 @@ def brief(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def said_by(error: BaseException, most: int = 1000) -> str:
+    """Return all that an error says, in one line; the name of its type where it says nothing.
+
+    Args:
+        error: of any library: many say the reason on a later line than the first.
+        most: characters of it; what is longer ends with an ellipsis.
+
+    Example:
+        >>> said_by(ValueError("2 problems:\\n  no vocabulary\\n  no merges")), said_by(KeyError())
+        ('2 problems: no vocabulary no merges', 'KeyError')
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else f"{text[:most].rstrip()} ..."
+
+
 def human_bytes(count: float) -> str:
     """Return a number of bytes as people write it.
 

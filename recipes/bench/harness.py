@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posswap.utils.format import said_by
+
 WARM_UPS = 2
 LOOSER = 1.3
 """What goals are multiplied by in smoke runs."""
@@ -107,7 +109,7 @@ def measure(case: Case, module: str, *, smoke: bool) -> dict[str, Any]:
 
 def broken(name: str, error: Exception) -> dict[str, Any]:
     """Return the row of a case that raised `error`."""
-    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    said = f"{type(error).__name__}: {said_by(error)}"
     traced = "".join(traceback.format_exception(error))
     return {"name": name, "wrong": [traced], "missing": {"everything": said}, "seconds": {}, "ratios": {}}
 

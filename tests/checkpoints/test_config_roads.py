@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ STOCK: dict[str, Callable[[Any, Any], Any]] = {
     "what differs": lambda native, config: type(native)(**config.to_diff_dict()),
     "for_model": lambda native, config: AutoConfig.for_model(**config.to_dict()),
     "update": lambda native, config: updated(copy.deepcopy(native), config.to_dict()),
+    "what it holds": lambda native, config: type(native)(**vars(config)),
+    "what a copy holds": lambda native, config: type(native)(**vars(copy.deepcopy(config))),
     "json of the dict": lambda native, config: type(native)(**json.loads(json.dumps(config.to_dict()))),
     "json of the config": lambda native, config: type(native)(**json.loads(config.to_json_string())),
     "again": lambda native, config: type(native)(**type(native)(**config.to_dict()).to_dict() | config.to_dict()),
@@ -99,18 +102,19 @@ def test_a_config_written_from_the_values_by_hand_is_refused_when_its_folder_is_
         hf_posswap.load(tmp_path)
 
 
-@pytest.mark.parametrize("pair", [Pair("gpt2", "rope"), Pair("bloom", "rope"), Pair("bert", "t5")], ids=str)
-def test_private_values_copied_by_hand_build_a_stock_model_that_takes_no_swapped_weights(
-    pair: Pair, tmp_path: Path
-) -> None:
-    """The limit: nothing stock looks at `vars(config)`. What the model could learn from is refused, all the same."""
-    native, model = pair.native(), pair.swapped()
-    built = type(native)(type(native.config)(**vars(model.config)))
-    assert not hasattr(built, "_posswap")
-    with pytest.raises(CheckpointError, match="that hf_posswap has swapped"):
-        built.load_state_dict(model.state_dict())
-    with pytest.raises(hf_posswap.errors.NotPatchedError, match="carries no swap"):
-        hf_posswap.swap_plan(built)
+def test_private_values_ask_for_the_attention_of_no_stock_model_wherever_the_config_comes_from(tmp_path: Path) -> None:
+    pair = Pair("gpt2", "rope")
+    model = pair.swapped()
     model.save_pretrained(tmp_path)
-    with pytest.raises((ValueError, RuntimeError)):
-        type(native).from_pretrained(tmp_path, config=built.config)
+    again = type(model)(model.config)
+    configs = [
+        model.config, again.config, copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config)),
+        AutoConfig.from_pretrained(tmp_path), hf_posswap.load(tmp_path).config,
+        type(model.config)(**vars(model.config)),
+    ]  # fmt: skip
+    for config in configs:
+        with pytest.raises(ValueError, match="pip install hf-posswap"):
+            pair.tiny.stock(type(pair.native().config)(**vars(config)))
+        assert config._attn_implementation in (None, "sdpa"), "the config itself keeps its own"
+    assert "attn_implementation" not in vars(hf_posswap.unpatch_model(model).config)
+    assert "attn_implementation" not in vars(Pair("gpt2", "nope").swapped().config)  # native: stock runs it

@@ -62,6 +62,8 @@ def _original(**values: Any) -> Callable[[Record], None]:
 LIES: dict[str, tuple[str, Callable[[Record], None]]] = {
     "another factor": ("yarn", _scheme(factor=8.0)),
     "another temperature": ("yarn", _scheme(attention_factor=1.5)),
+    "another ramp that turns alike": ("yarn", _scheme(beta_fast=64.0)),
+    "another length before that turns alike": ("yarn", _scheme(original_length=LENGTH + 1)),
     "another rope": ("yarn", _instead(name="linear", factor=4.0)),
     "a scheme that is not there": ("yarn", _instead(name="nope")),
     "a plugin scheme": ("yarn", _instead(name="alibi")),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, load_model, save_file, save_model
 from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_posswap
@@ -18,7 +18,7 @@ from hf_posswap.patching.record.record import native_config
 from hf_posswap.patching.record.refusals import KEPT_DTYPE, REFUSED_ATTENTION, REFUSED_DTYPE, weight_to_mark
 from tests.checkpoints import fresh
 from tests.checkpoints.test_model_class import in_a_fresh_process
-from tests.contract.pairs import Pair, supported_pairs
+from tests.contract.pairs import Pair, supported_pairs, words
 from tests.toys.registration import TOY_MODEL, TOY_SCHEME
 
 CHILD = Path(__file__).with_name("roads_child.py")
@@ -260,3 +260,16 @@ def test_stock_models_are_not_marked(tmp_path: Path) -> None:
         stock = {name: tensor.shape for name, tensor in pair.tiny.stock(model.config).state_dict().items()}
         held = load_file(tmp_path / pair.scheme / "model.safetensors")
         assert all(tensor.shape == stock[name] for name, tensor in held.items())
+
+
+def test_a_file_of_bare_tensors_is_loaded_into_the_swapped_class(tmp_path: Path) -> None:
+    """The limit: such a file has no place for a mark. What says how to load it is in the pages."""
+    pair = Pair("llama", "alibi")
+    model = pair.swapped()
+    save_model(model, str(tmp_path / "bare.safetensors"))
+    assert load_model(pair.native(), tmp_path / "bare.safetensors") == (set(), []), "documented in troubleshooting.md"
+    clone = type(model)(model.config).eval()
+    load_model(clone, tmp_path / "bare.safetensors")
+    assert torch.equal(pair.logits(clone, words(1, 12)), pair.logits(model, words(1, 12)))
+    page = (Path(__file__).resolve().parents[2] / ".docs/pages/troubleshooting.md").read_text("utf-8")
+    assert "safetensors.torch.save_model" in page

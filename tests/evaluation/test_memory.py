@@ -147,3 +147,23 @@ def test_processes_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPat
     assert memory.available_bytes(torch.device("cpu")) == 600
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert memory.available_bytes(torch.device("cpu")) == 300
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "kerple", "self_extend"])
+def test_a_text_in_pieces_needs_no_dense_bias_where_a_kernel_takes_them(scheme: str) -> None:
+    """The same as one text of that length by the formula, less what [H, rows, length] would be."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=128, n_embd=128, n_layer=1, n_head=4))
+    patch_model(model, scheme, max_length=16_384)
+    mask = 3 * 512 * 16_384 * 4
+    by_kernel, by_formula = (
+        forward_need(model, 16_384, prefill=512, kernels=kernels).scores for kernels in (True, False)
+    )
+    assert mask < by_kernel < 3 * mask
+    assert by_formula > 4 * mask
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "self_extend", "fire"])
+def test_the_peak_of_a_text_in_pieces_stays_under_the_estimate_and_not_far(scheme: str) -> None:
+    (found,) = peaks((scheme, 8192, 512, 257, 2))
+    assert 0.3 <= found["peak"] / found["need"] <= 1.0

@@ -24,6 +24,7 @@ from hf_posswap.checkpoints.exports.traced import Traced, signature_of
 from hf_posswap.checkpoints.load import load
 from hf_posswap.errors import CheckpointError, MissingDependencyError, UnsupportedSwapError
 from hf_posswap.utils.atomic_io import replacing
+from hf_posswap.utils.format import said_by
 
 LARGEST = 3 * 2**29
 """Bytes of weights that go into an ONNX file itself, whose format ends at 2 GiB; more go into a file beside it."""
@@ -155,7 +156,7 @@ def _tracing(named: str, stated: Stated) -> Iterator[None]:
 
 
 def _innermost(error: BaseException) -> str:
-    """Return the first line of what `error` came from."""
+    """Return what that error says which `error` came from."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return said_by(error)

@@ -18,6 +18,7 @@ from hf_posswap.checkpoints.exports.rotary_by_length import FOLLOWS_LENGTH
 from hf_posswap.checkpoints.exports.traced import Signature, run
 from hf_posswap.errors import SwapVerificationError
 from hf_posswap.patching.inspect.describe import describe_positions
+from hf_posswap.utils.format import said_by
 
 Inputs = dict[str, Tensor]
 Runner = Callable[[Inputs], dict[str, Tensor]]
@@ -139,8 +140,8 @@ def ran_alike(
         runner = _RUNNERS[path.suffix](path, signature)
         given = [runner(trial.together()) for trial in asked]
     except Exception as error:  # runtimes raise errors of their own kinds
-        first = str(error).strip().splitlines()[0]
-        raise SwapVerificationError(f"the graph does not run: {first} Nothing was written.") from error
+        said = said_by(error).rstrip(".")
+        raise SwapVerificationError(f"the graph does not run: {said}. Nothing was written.") from error
     for trial, held, texts in zip(asked, given, expected, strict=True):
         found[trial.side] = max(found[trial.side], _apart(trial, held, texts, signature.outputs))
     if not found["right"] <= bound:  # a NaN too

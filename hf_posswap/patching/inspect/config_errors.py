@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.utils.format import said_by
 
 
 @contextmanager
@@ -21,11 +22,11 @@ def building_from(config: Any) -> Iterator[None]:
     except PosswapError:
         raise
     except Exception as error:  # a model's own code may raise anything
-        said = " ".join(str(error).split()) or "no reason given"
         named = f" (architectures {config.architectures})" if config.architectures else ""
+        said = said_by(error).rstrip(".")
         raise CheckpointError(
-            f"no model can be built from this {type(config).__name__}{named}: {type(error).__name__}: {said}. Check "
-            "config.json against that of the model it was made from."
+            f"no model can be built from this {type(config).__name__}{named}: {type(error).__name__}: {said}. "
+            "Check config.json against that of the model it was made from."
         ) from error
 
 

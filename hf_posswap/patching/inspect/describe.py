@@ -35,6 +35,7 @@ from hf_posswap.patching.record.training import training_of
 from hf_posswap.patching.sites.attention.native import native_scheme
 from hf_posswap.schemes.base import SCHEMES, Scheme, scheme_class, schemes_for
 from hf_posswap.utils.auto_classes import auto_config
+from hf_posswap.utils.format import said_by
 from hf_posswap.utils.hub_session import hub_reading
 
 if TYPE_CHECKING:
@@ -325,8 +326,9 @@ def read_config(source: str | Path, *, trust_remote_code: bool = False, **kwargs
     except PosswapError:
         raise
     except Exception as error:  # config classes, their validators and code of their own may raise anything
-        said = " ".join(str(error).split()) or type(error).__name__  # validators write several lines
-        raise CheckpointError(f"{str(source)!r} holds no readable model config (config.json): {said}") from error
+        raise CheckpointError(
+            f"{str(source)!r} holds no readable model config (config.json): {said_by(error)}"
+        ) from error
 
 
 def model_class_of(config: Any) -> Any:

@@ -6,6 +6,7 @@ What a natively expressed swap computes is in config and weights alone. Its reco
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from hf_posswap.patching.sites.rotary.edits import RebuildRotary
 from hf_posswap.patching.sites.rotary.matching import keeps, matches, turns_nothing
 from hf_posswap.patching.sites.rotary.modules import rebuilt
 from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.utils.format import said_by
 
 _SHOWN = 4
 
@@ -47,9 +49,8 @@ def recorded_plan(config: Any, model_class: Any, bounds: Bounds | None = None) -
     except (RecordError, CheckpointError):
         raise
     except Exception as error:  # a class of transformers may raise anything at the values that a record calls original
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RecordError(
-            f"config.posswap records a swap that cannot be carried out on {model_class.__name__}: {first}"
+            f"config.posswap records a swap that cannot be carried out on {model_class.__name__}: {said_by(error)}"
         ) from error
     is_plugin = native_config_class(config) is not type(config)
     route = "plugin" if is_plugin else "native"
@@ -112,15 +113,43 @@ def _rotary_problems(model: Any, skeleton: Any, plan: SwapPlan, edit: Any) -> It
         good = good and keeps(module, old, own, stack.full_attention_types)
     else:
         good = turns_nothing(module)
-    if not good:
-        yield f"config.rope_parameters say {_differing(part, edit.values['rope_parameters'], stack.rope_layer_types)}"
+    planned = edit.values["rope_parameters"]
+    if not good or _contradict(part, planned, stack.rope_layer_types):
+        yield f"config.rope_parameters say {_differing(part, planned, stack.rope_layer_types)}"
+
+
+def _contradict(part: Any, planned: Any, sets: tuple[str, ...]) -> bool:
+    """Return whether the rope parameters of a config say otherwise than planned, though they may turn alike.
+
+    What one of them leaves to its default is no contradiction: releases of transformers differ in what they write.
+    """
+    pairs = (_held_and_planned(part, planned, name) for name in sets)
+    return any(
+        not _alike(held[key], expected[key]) for held, expected in pairs for key in held.keys() & expected.keys()
+    )
+
+
+def _alike(held: Any, expected: Any) -> bool:
+    """Return whether two values are the same but for the rounding of a float."""
+    if isinstance(held, list) and isinstance(expected, list):
+        return len(held) == len(expected) and all(map(_alike, held, expected))
+    if isinstance(held, float) or isinstance(expected, float):
+        return isinstance(held, int | float) and isinstance(expected, int | float) and math.isclose(
+            held, expected, rel_tol=1e-5
+        )  # fmt: skip
+    return bool(held == expected)
+
+
+def _held_and_planned(part: Any, planned: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rope parameters of one set that a config holds, and the planned ones."""
+    return parameters_of(part, name), (planned.get(name) if name else planned) or {}
 
 
 def _differing(part: Any, planned: Any, sets: tuple[str, ...]) -> str:
     """Return in words where the rope parameters of a config are not the planned ones."""
     said = []
     for name in sets:
-        held, expected = parameters_of(part, name), (planned.get(name) if name else planned) or {}
+        held, expected = _held_and_planned(part, planned, name)
         wrong = sorted(key for key in held.keys() | expected.keys() if held.get(key) != expected.get(key))
         said += [f"{key}={held.get(key)!r} instead of {expected.get(key)!r}" for key in wrong]
     return ", ".join(said[:_SHOWN]) or "other frequencies"

@@ -82,6 +82,17 @@ def _set_attribute(self: Any, name: str, value: Any) -> None:
     if name in REFUSED_IN_MEMORY and value == REFUSED_ATTENTION:  # from `to_dict`, and meant for other classes
         value = getattr(self, IMPLEMENTATION, None)
     self.posswap_native.__setattr__(self, name, value)
+    if name == "posswap":
+        _refuse_by_values(self)
+
+
+def _refuse_by_values(config: Any) -> None:
+    """Have `vars(config)` ask for the attention of no stock model too: a stock config may be made from them by hand."""
+    held = vars(config)
+    for name in REFUSED_IN_MEMORY.keys() - {IMPLEMENTATION}:  # that one is no value, but what sets one
+        held.pop(name, None)
+        if held.get("posswap") is not None:
+            held[name] = REFUSED_ATTENTION
 
 
 def _refuse_stock(config: Any, built: Any) -> None:
@@ -141,6 +152,7 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 def as_plugin_config(config: Any) -> Any:
     """Give a swapped model's `config` its class of plugin checkpoints, and return it."""
     give_config_class(config, plugin_config_class(native_config_class(config)))
+    _refuse_by_values(config)
     config.architectures = config.architectures  # under the names that the class has for them
     return config
 

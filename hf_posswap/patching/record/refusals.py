@@ -19,6 +19,7 @@ the same by way of `torch.save` and `torch.load`                `RefusedElsewher
 the same with a part: an encoder, a tower, a language model     `RefusedElsewhere`, by the class of parts
 `LlamaForCausalLM(swapped.config)`                              the config's class, `plugin_config_class`
 `LlamaForCausalLM(LlamaConfig(**swapped.config.to_dict()))`     `REFUSED_IN_MEMORY`
+`LlamaForCausalLM(LlamaConfig(**vars(swapped.config)))`         `REFUSED_IN_MEMORY`
 ==============================================================  ======================================================
 """
 
@@ -42,8 +43,8 @@ ARCHITECTURE_PREFIX = "Posswap"
 REFUSED_ATTENTION = "posswap (pip install hf-posswap, then hf_posswap.load)"
 """The attn_implementation in config.json: the constructor of every stock model refuses it and shows this text."""
 REFUSED_IN_MEMORY = {"attn_implementation": REFUSED_ATTENTION, IMPLEMENTATION: REFUSED_ATTENTION}
-"""What `config.to_dict()` of a swapped model has besides: a stock config made from it asks for that attention, whether
-the values go to its constructor or, as `update` does, are set one by one."""
+"""What `config.to_dict()` of a swapped model has besides; `vars(config)` has the public one. A stock config made from
+either asks for that attention, whether the values go to its constructor or, as `update` does, are set one by one."""
 POSSWAP_ROPE_TYPE = "posswap (pip install hf-posswap)"
 """The rope_type of a rotary model whose rotation is not the native one: it is in no table of rope functions."""
 SENTINEL_SHAPE = (1,)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.utils.format import said_by
 
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 _OF_WRITERS = ("os error", "inline_container", "PytorchStreamWriter", "No space left")
@@ -28,7 +29,7 @@ def writing_to(folder: Path) -> Iterator[None]:
     except Exception as error:
         if not _is_about_writing(error):
             raise
-        reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
+        reason = (isinstance(error, OSError) and error.strerror) or said_by(error)
         raise CheckpointError(
             f"cannot write to {folder}: {reason}. What was finished before is kept: free some space, and the same call "
             "goes on from the newest checkpoint."

@@ -98,8 +98,9 @@ class AttentionCall:
         seen = seen_segments(query, keys, mask, self.memo, causal=causal)
         if seen is None:
             return None
-        known: Any = causal if mask is None else id(seen)  # which the memo holds
-        return self._shared(("layout", known), lambda: lay_out(seen, self.span))
+        known: Any = causal if mask is None else id(seen)
+        layout, _ = self._shared(("layout", known), lambda: (lay_out(seen, self.span), seen))  # held: its id stays its
+        return layout
 
     def _once(self) -> Callable[[Any, Callable[[], Any]], Any]:
         """Return what makes things for all layers that stand alike, or, where that is not known, for this call."""
@@ -145,6 +146,8 @@ class AttentionCall:
         bias = self.bias()
         assert bias is not None
         if bias.shape[2] > 1 or bias.requires_grad:  # of many queries it would be held until the forward ends
+            return make(bias)
+        if isinstance(mask, Tensor) and not self.memo.knows(None, mask):
             return make(bias)
         # the mask is held too, so that its id is not given to another
         known, _ = self._shared(("masked", id(mask), identity_of(mask)[1], dtype), lambda: (make(bias), mask))

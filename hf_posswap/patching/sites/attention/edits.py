@@ -58,7 +58,7 @@ class AddMechanism(Edit):
         memo = ForwardMemo(drops_bias=self.drops_bias, source=self.position_source, padding_id=self.padding_id)
         start = StartHook(owner, leaf, memo, entry_signature(entry))
         keep_hooks(saved, entry.register_forward_pre_hook(start, with_kwargs=True))
-        keep_hooks(saved, entry.register_forward_hook(start.stop))
+        keep_hooks(saved, entry.register_forward_hook(start.stop, always_call=True))
 
     def undo(self, model: Any, saved: Saved) -> None:
         remove_hooks(saved)

@@ -91,6 +91,7 @@ class StartHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         self.stop()
         if not torch.compiler.is_compiling():
+            self.memo.in_forward = True
             bring_all(getattr(self.owner, self.name))
         memo, given = self.memo, dict(zip(self.signature, args, strict=False)) | kwargs
         checkpoints = (getattr(part, "gradient_checkpointing", False) for part in module.modules())
@@ -112,4 +113,5 @@ class StartHook:
         """End a forward."""
         self.memo.given = None
         if not torch.compiler.is_compiling():
+            self.memo.in_forward = False
             self.memo.clear()

@@ -95,8 +95,8 @@ def find_span(
 
     if isinstance(past, Tensor):
         return make(None)
-    key = (*identity_of(position_ids), length, hidden.device, past, key_length, key_offset, keeps_keys)
-    return memo.shared(key, make)
+    key = (*identity_of(position_ids), cache, length, hidden.device, past, key_length, key_offset, keeps_keys)
+    return memo.shared(key, make) if memo.knows(cache, position_ids) else make(None)
 
 
 def identity_of(position_ids: Tensor | None) -> tuple[Tensor | None, int | None]:
@@ -110,14 +110,17 @@ def identity_of(position_ids: Tensor | None) -> tuple[Tensor | None, int | None]
 class ForwardMemo:
     """What the layers of one forward share: where they stand, and what the first of them made of it, as cos and sin.
 
-    A span is found again only by the very tensor and numbers it was made from, so a stale one cannot be used; `clear`
-    at the start and end of each forward frees it. While a graph is being traced nothing is kept: the compiler merges
-    equal work by itself.
+    A span is found again only by the very cache, tensor and numbers it was made from, so a stale one cannot be used;
+    `clear` at the start and end of each forward frees it. Where layers are called by hand, or run again in the
+    backward, only what surely did not change since is found again. While a graph is being traced nothing is kept: the
+    compiler merges equal work by itself.
     """
 
     entries: list[tuple[tuple[Any, ...], Span]] = field(default_factory=list)
     masks: list[tuple[weakref.ref[Tensor], int | None, Any]] = field(default_factory=list)
     """What was read from the masks of this forward."""
+    in_forward: bool = False
+    """Whether the model's own forward runs: none of its code writes into what its layers are given."""
     given: Tensor | None = None
     """Position ids [B or 1, Q] that the model was given: not all models tell their attention of them."""
     given_by_caller: bool = False
@@ -136,8 +139,15 @@ class ForwardMemo:
         self.entries.clear()
         self.masks.clear()
 
+    def knows(self, cache: Any, *tensors: Tensor | None) -> bool:
+        """Return whether these are known again: outside of a forward a cache, or what counts no writes, may change."""
+        counted = (tensor is None or version_of(tensor) is not None for tensor in tensors)
+        return self.in_forward or torch.compiler.is_compiling() or (cache is None and all(counted))
+
     def of_mask(self, mask: Tensor, read: Callable[[], Any]) -> Any:
         """Return what `read` makes of `mask`, once in a forward as long as nothing is written into it."""
+        if not self.knows(None, mask):
+            return read()
         version = version_of(mask)
         for known, at, found in self.masks:
             if known() is mask and at == version:

@@ -1,0 +1,111 @@
+"""Layers that a caller runs by hand, outside of the model's forward: nothing of an earlier call is taken for this one.
+
+Stages of a pipeline, interleaved batches and loops of one's own call decoder layers themselves, with caches of their
+own, and may write into the tensors that they pass again.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from hf_posswap import patch_model, set_backend
+
+CONFIG = LlamaConfig(
+    vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3,
+)  # fmt: skip
+SCHEMES = [("alibi", {}), ("t5", {"init_std": 1.0}), ("self_extend", {"window": 6}), ("xpos", {})]
+MODES = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+NEAR = 1e-5
+
+
+def swapped(scheme: str, options: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG).eval()
+    patch_model(model, scheme, max_length=128, **options)
+    return model
+
+
+def by_hand(model: Any, ids: Tensor, positions: Tensor, cache: Any = None, mask: Tensor | None = None) -> Tensor:
+    hidden = model.model.embed_tokens(ids)
+    angles = model.model.rotary_emb(hidden, position_ids=positions)
+    for layer in model.model.layers:
+        hidden = layer(
+            hidden, attention_mask=mask, position_ids=positions, past_key_values=cache, position_embeddings=angles
+        )
+    return model.lm_head(model.model.norm(hidden))
+
+
+@MODES
+@pytest.mark.parametrize(("scheme", "options"), SCHEMES, ids=lambda one: str(one))
+def test_two_caches_of_one_length_are_told_apart(scheme: str, options: dict[str, Any], mode: Any) -> None:
+    model, ids = swapped(scheme, options), torch.arange(6)[None] + 5
+    with mode():
+        caches = [DynamicCache(config=CONFIG), DynamicCache(config=CONFIG)]
+        for cache, stands in zip(caches, ([0, 1, 2, 3, 4], [0, 1, 2, 3, 30]), strict=True):
+            model(ids[:, :5], position_ids=torch.tensor([stands]), past_key_values=cache)
+        expected = [
+            model(ids[:, 5:], position_ids=torch.tensor([[40]]), past_key_values=copy.deepcopy(cache)).logits
+            for cache in caches
+        ]
+        at = torch.tensor([[40]])
+        found = [by_hand(model, ids[:, 5:], at, cache) for cache in caches]
+    assert (expected[0] - expected[1]).abs().max() > 1e-2
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() < NEAR
+
+
+@MODES
+@pytest.mark.parametrize("backend", ["auto", "fused"])
+@pytest.mark.parametrize(("scheme", "options"), SCHEMES, ids=lambda one: str(one))
+def test_what_is_written_into_ids_and_masks_is_seen(
+    scheme: str, options: dict[str, Any], backend: str, mode: Any
+) -> None:
+    model, ids = swapped(scheme, options), torch.arange(8)[None] + 5
+    fused = {"alibi": "row", "t5": "hankel", "self_extend": "merge"}.get(scheme, "auto")
+    if fused != "auto":
+        set_backend(model, fused if backend == "fused" else "auto")
+    with mode():
+        at, mask = torch.arange(8)[None].clone(), torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+        by_hand(model, ids, at, mask=mask)
+        at[:, 4:] += 20
+        moved = by_hand(model, ids, at, mask=mask)
+        mask[..., 5:, :2] = False
+        hidden = by_hand(model, ids, at, mask=mask)
+        fresh = [by_hand(model, ids, at.clone(), mask=one) for one in (torch.ones_like(mask).tril(), mask.clone())]
+    assert (fresh[0] - fresh[1]).abs().max() > 1e-3
+    for one, other in zip((moved, hidden), fresh, strict=True):
+        assert (one - other).abs().max() < NEAR
+
+
+@MODES
+def test_a_mask_of_one_query_that_is_written_into_is_seen(mode: Any) -> None:
+    model, ids, at = swapped("alibi", {}), torch.tensor([[9]]), torch.tensor([[5]])
+    with mode():
+        cache = DynamicCache(config=CONFIG)
+        model(torch.arange(5)[None], past_key_values=cache)
+        mask = torch.ones(1, 1, 1, 6, dtype=torch.bool)
+        seen = by_hand(model, ids, at, copy.deepcopy(cache), mask)
+        mask[..., :3] = False
+        hidden = by_hand(model, ids, at, copy.deepcopy(cache), mask)
+        fresh = by_hand(model, ids, at.clone(), copy.deepcopy(cache), mask.clone())
+    assert (seen - hidden).abs().max() > 1e-3
+    assert (hidden - fresh).abs().max() < NEAR
+
+
+def test_a_forward_that_failed_is_over() -> None:
+    model, ids = swapped("alibi", {}), torch.arange(6)[None] + 5
+    memo = next(hook.memo for module in model.modules() for hook in module._forward_pre_hooks.values()
+                if hasattr(hook, "memo"))  # fmt: skip
+    failing = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        model(ids, use_cache=False)
+    failing.remove()
+    assert not memo.in_forward
+    assert not memo.entries
