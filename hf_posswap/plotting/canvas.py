@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import MissingDependencyError
 from hf_posswap.plotting.styles import STYLES
@@ -17,6 +17,8 @@ INK = "#222222"
 FAINT = "#8a8a8a"
 COLOURS = tuple(style.colour for style in STYLES)
 _SALT = "hf_posswap"  # of the ids in an SVG, which matplotlib otherwise draws at random
+DASHES: dict[str, Any] = {"solid": "-", "dashed": (0, (4, 2)), "dotted": (0, (1, 1.5))}
+"""Each of `hf_posswap.plotting.styles.STROKES`, as matplotlib takes it."""
 MARKERS = tuple(style.marker for style in STYLES)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import MissingDependencyError
 from hf_posswap.plotting import canvas
-from hf_posswap.plotting.styles import Style, is_dashed, style_of
+from hf_posswap.plotting.styles import Style, stroke_of, style_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,7 +76,7 @@ class Sheet:
             "marker": style.marker,
             "markersize": 4,
             "linewidth": 1.5,
-            "linestyle": (0, (4, 2)) if is_dashed(number) else "-",
+            "linestyle": canvas.DASHES[stroke_of(number)],
         }
 
     def legend(self, panel: Axes) -> None:
