@@ -169,6 +169,24 @@ def rotate(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
         >>> quarter = Frequencies(torch.tensor([torch.pi / 2]))
         >>> rotate(x, cos_sin(torch.tensor([[1]]), quarter), "half").round().abs()
         tensor([[[[0., 1.]]]])
+
+        A dog and a pig, each turned as it stands at its place. Neither becomes longer, and what they give each other
+        depends on their distance: at 1 and 4 as at 101 and 104, not as at 4 and 1.
+
+        >>> words = {"dog": torch.tensor([1.0, 0.2, 0.0, 0.5]), "pig": torch.tensor([0.9, 0.0, 0.3, 0.1])}
+        >>> def at(word, place):
+        ...     turns = cos_sin(torch.tensor([[place]]), Frequencies(default_inv_freq(10000.0, 4)))
+        ...     return rotate(words[word][None, None, None], turns, "interleaved")[0, 0, 0]
+        >>> round(float(words["dog"].norm()), 4), round(float(at("dog", 57).norm()), 4)
+        (1.1358, 1.1358)
+        >>> [round(float(at("dog", i) @ at("pig", j)), 4) for i, j in ((1, 4), (101, 104), (4, 1))]
+        [-0.8111, -0.8111, -0.8709]
+
+        By hand: the first pair turns by an angle of 1 a token, the second by 0.01.
+
+        >>> first = 0.9 * math.cos(3) + 0.18 * math.sin(3)  # (q1 k1 + q2 k2) cos + (q2 k1 - q1 k2) sin
+        >>> round(first + 0.05 * math.cos(0.03) + 0.15 * math.sin(0.03), 4)
+        -0.8111
     """
     if not _is_plain(x, table):
         return _joined(x, *table, layout)

@@ -84,16 +84,27 @@ class Figure:
         """Tokens trained on, for each parameter of the base."""
         return self.tokens / self.base.parameters
 
-    def __str__(self) -> str:
+    @property
+    def finding(self) -> str:
+        """What was found, in words."""
         interval = "no interval" if self.low is None else f"{self.low:+.3f} to {self.high:+.3f}"
         read = f"{self.windows} windows " if self.against == "sliding window" else ""
         words = _WORDS[self.against].format(windows=self.windows, who=self.whose)
-        trained = f"after {self.tokens:,} tokens" if self.tokens else "untrained"
+        return f"{self.difference:+.3f} nats a token ({interval}), {read}{words}"
+
+    @property
+    def trained(self) -> str:
+        """What was trained, and for how long."""
+        return f"{self.subject}, after {self.tokens:,} tokens" if self.tokens else f"{self.subject}, untrained"
+
+    @property
+    def where(self) -> str:
+        """On what it was measured, and what weakens it."""
         remark = f"; {self.remark}" if self.remark else ""
-        return (
-            f"{self.subject}, {trained}: {self.difference:+.3f} nats a token ({interval}), {read}{words}, on "
-            f"{self.base}, {self.documents} documents{remark}"
-        )
+        return f"on {self.base}, {self.documents} documents{remark}"
+
+    def __str__(self) -> str:
+        return f"{self.trained}: {self.finding}, {self.where}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figure as JSON."""

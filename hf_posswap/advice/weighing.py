@@ -201,9 +201,15 @@ def _unknown(case: Case, candidate: Candidate, decisive: list[Figure]) -> tuple[
         rate, most_rate = case.budget / case.parameters, max(figure.rate for figure in held)
         if rate > 2 * most_rate:
             said.append(
-                f"not measured with so many tokens: {rate:.2g} for each parameter, and {most_rate:.2g} were the most"
+                f"not measured with so many tokens: {_plain(rate)} for each parameter, and {_plain(most_rate)} were "
+                "the most"
             )
     return tuple(said)
+
+
+def _plain(value: float) -> str:
+    """Return a number of two significant digits, without an exponent."""
+    return f"{float(f'{value:.2g}'):,g}"
 
 
 def best_of_others(options: list[Option]) -> tuple[Figure, ...]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hf_posswap.cli.arguments import Json, source_of
 from hf_posswap.cli.export import Target
-from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
+from hf_posswap.cli.output import quiet_library, show_command, show_indented, show_json, show_pairs, show_text
 from hf_posswap.errors import OptionError
 
 if TYPE_CHECKING:
     from hf_posswap.advice.advise import Advice
+    from hf_posswap.advice.figures import Figure
     from hf_posswap.advice.weighing import Option
 
 
@@ -50,10 +51,9 @@ def advise(
     source = model if model[:1].isupper() and model.isidentifier() else source_of(model)
     with quiet_library():
         import hf_posswap
-        from hf_posswap.advice.advise import why_not
 
         found = hf_posswap.advise(source, length, budget=tokens, serve=None if serve is None else serve.value)
-    return show_json(found.to_dict()) if json else _show(found, why_not)
+    return show_json(found.to_dict()) if json else _show(found)
 
 
 def _tokens(text: str | None) -> float | None:
@@ -63,7 +63,7 @@ def _tokens(text: str | None) -> float | None:
         raise OptionError(f"--budget {text}: give a number of tokens, such as 1e8.") from None
 
 
-def _show(found: Advice, why_not: Callable[[Option], tuple[str, ...]]) -> None:
+def _show(found: Advice) -> None:
     show_pairs(
         [
             ("model", f"{found.model}, {found.parameters / 1e6:,.1f} M parameters"),
@@ -72,18 +72,44 @@ def _show(found: Advice, why_not: Callable[[Option], tuple[str, ...]]) -> None:
             *([("served by", found.serve)] if found.serve else []),
         ]
     )
-    show_text("", f"use: {found.use.title}", "")
-    show_pairs([*_said(found.use), *(("not known", said) for said in found.unknown)])
+    show_text("", f"use: {found.use.title}")
+    _show_reasons(found.use.reasons)
+    said = [("not known", one) for one in (*found.use.unknown, *found.unknown)]
+    if found.use.serving is not None:
+        said = [("served", str(found.use.serving)), *said]
+    if found.use.route:
+        said = [("route", found.use.route), *said]
+    if said:
+        show_text("")
+        show_pairs(said)
     if found.use.commands:
         show_text("", "Go on with:", "")
-        show_text(*(f"  {command}" for command in found.use.commands))
+        for command in found.use.commands:
+            show_command(command)
     if found.others:
-        show_text("", "What else was weighed:", "")
-        show_pairs([(option.title, "; ".join(why_not(option))) for option in found.others])
+        show_text("", "What else was weighed:")
+        for option in found.others:
+            _show_other(option)
 
 
-def _said(option: Option) -> list[tuple[str, str]]:
-    said = [("because", f"{reason} [{reason.source}]") for reason in option.reasons]
-    said += [("route", option.route)] if option.route else []
-    said += [("served", str(option.serving))] if option.serving is not None else []
-    return [*said, *(("not known", one) for one in option.unknown)]
+def _show_reasons(reasons: Sequence[Figure]) -> None:
+    """Print figures, those of one model and training together."""
+    if reasons:
+        show_text("", "Because:")
+    findings: dict[str, list[str]] = {}
+    for one in reasons:
+        findings.setdefault(f"{one.trained}, {one.where} [{one.source}]", []).append(one.finding)
+    for measured, found in findings.items():
+        show_text("")
+        show_indented(measured, 2)
+        for finding in found:
+            show_indented(f"- {finding}", 4)
+
+
+def _show_other(option: Option) -> None:
+    from hf_posswap.advice.advise import why_not
+
+    show_text("")
+    show_indented(option.title, 2)
+    for reason in why_not(option):
+        show_indented(reason, 4)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from hf_posswap.cli.arguments import make_scheme, source_of
 from hf_posswap.cli.evaluating import placing, whole_numbers
@@ -13,6 +15,25 @@ if TYPE_CHECKING:
     from hf_posswap.comparison import Candidate
     from hf_posswap.plotting import Drawn
 
+Beside = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Attention: draw this one too, such as a copy that was trained after its swap, as often as needed; "
+        "NAME=MODEL says what it is called.",
+        show_default=False,
+    ),
+]
+Layers = Annotated[bool, typer.Option("--layers", help="Attention: a row a layer, six at most.")]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N",
+        help="Attention: tokens to read; without it the model's window and FACTOR times it, up to 8192.",
+        show_default=False,
+    ),
+]
+Documents = Annotated[int, typer.Option(metavar="N", help="Attention: most texts to read.")]
 ATTENTION = "attention"
 _SUMMARY = "the attention that keys get by their distance"
 

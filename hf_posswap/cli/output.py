@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
@@ -43,10 +45,47 @@ def show_text(*lines: str) -> None:
         out.print(line)
 
 
+def show_indented(text: str, by: int) -> None:
+    """Print `text` `by` columns to the right, what does not fit in further lines two more; words stay whole."""
+    first, further = " " * by, " " * (by + 2)
+    wrapped = textwrap.fill(
+        text, console().width, initial_indent=first, subsequent_indent=further, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    typer.echo(wrapped)
+
+
+def show_command(command: str) -> None:
+    """Print a command that can be copied whole: what is too long goes on after a backslash, as shells read it."""
+    width, lines = console().width - len(_GOES_ON), [" "]
+    for part in _together(shlex.split(command)):
+        if len(lines[-1]) + 1 + len(part) > width and lines[-1].strip():
+            lines.append("   ")
+        lines[-1] += f" {part}"
+    typer.echo(f"{_GOES_ON}\n".join(lines))
+
+
+def _together(words: Sequence[str]) -> list[str]:
+    """Return the words of a command quoted, each option with the word after it, which may be its value."""
+    parts: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        if before.startswith("-") and not word.startswith("-"):
+            parts[-1] += f" {shlex.quote(word)}"
+        else:
+            parts.append(shlex.quote(word))
+    return parts
+
+
 def show_pairs(rows: Iterable[tuple[str, str]]) -> None:
-    """Print names and what they stand for, in two columns."""
+    """Print names and what they stand for, in two columns; below each other where a name takes half of the width."""
     from rich.table import Table
 
+    rows = list(rows)
+    if max((len(name) for name, _ in rows), default=0) > console().width // 2:
+        for name, value in rows:
+            show_indented(name, 0)
+            show_indented(value, 2)
+        return
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -70,6 +109,7 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     out.print(table)
 
 
+_GOES_ON = " \\"
 _GAP = 2  # a column of padding and one of rich's box
 _LONG_WORD = 24
 

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posswap.cli.arguments import SCHEME_HELP, Json, TrustRemoteCode, make_scheme, source_of
-from hf_posswap.cli.attention import ATTENTION, check_asked, draw_attention_of
+from hf_posswap.cli.attention import (
+    ATTENTION,
+    Beside,
+    Documents,
+    Layers,
+    Lengths,
+    check_asked,
+    draw_attention_of,
+)
 from hf_posswap.cli.completing import scheme_names
 from hf_posswap.cli.evaluating import Device, Text
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
@@ -19,58 +27,49 @@ if TYPE_CHECKING:
     from hf_posswap.plotting import Drawn
 
 
-def show(
-    schemes: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SCHEME...", help=SCHEME_HELP, show_default=False, autocompletion=scheme_names),
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The folder for the pictures.")] = Path(
-        "posswap-pictures"
+Schemes = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SCHEME...", help=SCHEME_HELP, show_default=False, autocompletion=scheme_names),
+]
+Out = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The folder for the pictures.")]
+Pictures = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Draw this one, as often as needed: wavelengths, scores, relative, turning, bias, table, waves, "
+        "similarity, similarity-by-distance, token; without it all of these that say something of the schemes. Or "
+        "attention, of --model, which is run for it.",
+        show_default=False,
     ),
-    picture: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Draw this one, as often as needed: wavelengths, scores, relative, turning, bias, table, waves, "
-            "similarity, similarity-by-distance, token; without it all of these that say something of the schemes. Or "
-            "attention, of --model, which is run for it.",
-            show_default=False,
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID_OR_PATH",
-            help="In the shape of this model, and with its position table beside its replacements; without it in the "
-            "shape of the numbers below.",
-            show_default=False,
-        ),
-    ] = None,
+]
+OfModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ID_OR_PATH",
+        help="In the shape of this model, and with its position table beside its replacements; without it in the "
+        "shape of the numbers below.",
+        show_default=False,
+    ),
+]
+Factor = Annotated[float, typer.Option(metavar="X", help="How many times longer it is to read.")]
+Dark = Annotated[bool, typer.Option("--dark", help="For a dark page.")]
+
+
+def show(
+    schemes: Schemes = None,
+    out: Out = Path("posswap-pictures"),
+    picture: Pictures = None,
+    model: OfModel = None,
     heads: Annotated[int, typer.Option(metavar="N", help="Attention heads.")] = 8,
     dim: Annotated[int, typer.Option(metavar="N", help="Dimensions of a head.")] = 64,
     length: Annotated[int, typer.Option(metavar="N", help="Tokens that the model was made for.")] = 512,
-    factor: Annotated[float, typer.Option(metavar="X", help="How many times longer it is to read.")] = 4.0,
-    dark: Annotated[bool, typer.Option("--dark", help="For a dark page.")] = False,
-    beside: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Attention: draw this one too, such as a copy that was trained after its swap, as often as needed; "
-            "NAME=MODEL says what it is called.",
-            show_default=False,
-        ),
-    ] = None,
-    layers: Annotated[bool, typer.Option("--layers", help="Attention: a row a layer, six at most.")] = False,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N",
-            help="Attention: tokens to read; without it the model's window and FACTOR times it, up to 8192.",
-            show_default=False,
-        ),
-    ] = None,
+    factor: Factor = 4.0,
+    dark: Dark = False,
+    beside: Beside = None,
+    layers: Layers = False,
+    lengths: Lengths = None,
     text: Text = None,
-    documents: Annotated[int, typer.Option(metavar="N", help="Attention: most texts to read.")] = 4,
+    documents: Documents = 4,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
@@ -88,21 +87,16 @@ def show(
 
     Example: posswap show rope alibi --model gpt2 --picture attention --text books/
     """
-    chosen, pictures = schemes or [], list(picture or ())
+    chosen, pictures, folder = schemes or [], list(picture or ()), out.expanduser()
     made = [make_scheme(scheme) for scheme in chosen]
-    reads = ATTENTION in pictures
+    reads, others = ATTENTION in pictures, [name for name in pictures if name != ATTENTION]
     check_asked(reads, model, {"--beside": beside, "--layers": layers, "--lengths": lengths, "--text": text})
-    others = [name for name in pictures if name != ATTENTION]
-    folder = out.expanduser()
+    drawn: list[Drawn] = []
     with quiet_library():
         from hf_posswap.plotting import draw_positions
-        from hf_posswap.plotting.positions.numbers import sample_geometry
 
-        drawn: list[Drawn] = []
         if others or not reads:
-            shape: dict[str, Any] = {"geometry": sample_geometry(heads, dim, length)}
-            if model is not None:
-                shape = _shape_of(source_of(model), trust_remote_code)
+            shape = _shape(model, heads, dim, length, trust_remote_code)
             drawn += draw_positions(made, folder, pictures=others, factor=factor, dark=dark, **shape)
         if reads and model is not None:
             drawn += draw_attention_of(
@@ -110,6 +104,15 @@ def show(
                 by_layer=layers, dark=dark, device=device, trust_remote_code=trust_remote_code,
             )  # fmt: skip
     return show_json([_plain(one) for one in drawn]) if json else _show(drawn)
+
+
+def _shape(model: str | None, heads: int, dim: int, length: int, trust_remote_code: bool) -> dict[str, Any]:
+    """Return the geometry of a model, or that of the numbers."""
+    from hf_posswap.plotting.positions.numbers import sample_geometry
+
+    if model is not None:
+        return _shape_of(source_of(model), trust_remote_code)
+    return {"geometry": sample_geometry(heads, dim, length)}
 
 
 def _shape_of(source: str, trust_remote_code: bool) -> dict[str, Any]:

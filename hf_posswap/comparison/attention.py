@@ -13,7 +13,7 @@ from hf_posswap.comparison.names import candidate_names
 from hf_posswap.comparison.pictures import require_pictures
 from hf_posswap.comparison.tokenizers import tokenizer_for
 from hf_posswap.errors import DataError, OptionError, PositionRangeError
-from hf_posswap.evaluation.attention_paid import AttentionPaid, attention_by_distance
+from hf_posswap.evaluation.attention_paid import AttentionPaid, attention_by_distance, check_reads_text
 from hf_posswap.evaluation.reach import reach_of
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.plotting.attention import AttentionLine, draw_attention
@@ -103,38 +103,55 @@ def compare_attention(
     """
     require_pictures()
     check_paths(documents)
+    if not factor >= 1:
+        raise OptionError(f"factor is a number of at least 1, got {factor!r}.")
+    named = _named(candidates)
+    opening = Opening({}, device, trust_remote_code=trust_remote_code)
+    window = _window(opening, next(iter(named.values())))
+    words = tokenizer_for(list(named.values()), tokenizer, trust_remote_code=trust_remote_code)
+    asked = _lengths(lengths, window, factor, next(iter(named)))
+    text = read_documents(documents, words, length=asked[-1], limit=limit, column=column)
+    models = {name: opening.model(one, asked[-1]) for name, one in named.items()}
+    limits = {name: reach_of(unwrap(model)).limit for name, model in models.items()}
+    asked = _run_by_some(asked, limits, given=lengths is not None)
+    paid = _measured(models, limits, asked, text)
+    path = Path(out) / f"{PICTURE}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    look = {"below": _below(text, by_layer), "by_layer": by_layer, "dark": dark}
+    draw_attention({n: _lines(paid, n) for n in asked}, window, path, causal=_causal(paid), **look)
+    return AttentionComparison(path, window, paid, tuple(_said(paid, limits, asked, window)), text.source)
+
+
+def _named(candidates: Sequence[Candidate | PreTrainedModel | str | Path]) -> dict[str, Candidate]:
+    """Return the candidates by their names, each checked."""
     chosen = [one if isinstance(one, Candidate) else Candidate(one) for one in candidates]
     names = candidate_names(chosen)
     for one in chosen:
         one.check()
-    if not factor >= 1:
-        raise OptionError(f"factor is a number of at least 1, got {factor!r}.")
-    words = tokenizer_for(chosen, tokenizer, trust_remote_code=trust_remote_code)
-    opening = Opening({}, device, trust_remote_code=trust_remote_code)
-    window = reach_of(unwrap(opening.model(replace(chosen[0], scheme=None), 0))).window
-    asked = _lengths(lengths, window, factor, names[0])
-    text = read_documents(documents, words, length=asked[-1], limit=limit, column=column)
-    opened = [opening.model(one, asked[-1]) for one in chosen]
-    limits = {name: reach_of(unwrap(model)).limit for name, model in zip(names, opened, strict=True)}
-    asked = _run_by_some(asked, limits, given=lengths is not None)
-    for model in opened:
+    return dict(zip(names, chosen, strict=True))
+
+
+def _window(opening: Opening, first: Candidate) -> int:
+    """Return the original window of the first model, which must read texts."""
+    model = unwrap(opening.model(replace(first, scheme=None), 0))
+    check_reads_text(model)
+    return reach_of(model).window
+
+
+def _measured(
+    models: dict[str, PreTrainedModel], limits: dict[str, int | None], asked: Sequence[int], text: EvalDocuments
+) -> dict[str, dict[int, AttentionPaid]]:
+    """Return what each model paid, by the tokens that it read."""
+    for model in models.values():
         check_token_ids(unwrap(model), text.tokens)
-    paid = {
+    return {
         name: {n: attention_by_distance(model, text.tokens[:, :n]) for n in asked if _runs(limits[name], n)}
-        for name, model in zip(names, opened, strict=True)
+        for name, model in models.items()
     }
-    path = Path(out) / f"{PICTURE}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draw_attention(
-        {n: _lines(paid, n) for n in asked},
-        window,
-        path,
-        below=_below(text, by_layer),
-        causal=next(iter(next(iter(paid.values())).values())).causal,
-        by_layer=by_layer,
-        dark=dark,
-    )
-    return AttentionComparison(path, window, paid, tuple(_said(paid, limits, asked, window)), text.source)
+
+
+def _causal(paid: dict[str, dict[int, AttentionPaid]]) -> bool:
+    return all(one.causal for found in paid.values() for one in found.values())
 
 
 def _lengths(lengths: Sequence[int] | None, window: int, factor: float, name: str) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,7 +82,8 @@ class AttentionPaid:
 def attention_by_distance(model: PreTrainedModel, tokens: np.ndarray, *, most_bytes: int = GIB) -> AttentionPaid:
     """Return how much attention `model` pays to keys by their distance as it reads `tokens`.
 
-    The weights are those that eager attention gives under `output_attentions=True`. A long text is read in pieces with
+    The weights are those that eager attention gives under `output_attentions=True`; of an encoder-decoder they are
+    those of its encoder, whose positions are the text's. A long text is read in pieces with
     a cache, where that gives the same, so that the weights of no more than `most_bytes` are held.
 
     Args:
@@ -92,7 +93,7 @@ def attention_by_distance(model: PreTrainedModel, tokens: np.ndarray, *, most_by
 
     Raises:
         DataError: the ids are no rows of at least 2 tokens.
-        UnsupportedModelError: an encoder-decoder, or a model that gives no attention weights.
+        UnsupportedModelError: a model that reads no text, or gives no attention weights.
         PositionRangeError: the model does not run so many tokens.
         NotEnoughMemoryError: the weights of one forward do not fit, and the text cannot be read in pieces.
         ModelInUseError: a forward of the model is running, or another thread changes it.
@@ -108,9 +109,8 @@ def attention_by_distance(model: PreTrainedModel, tokens: np.ndarray, *, most_by
     ids = torch.as_tensor(np.asarray(tokens))
     if ids.ndim != 2 or ids.shape[1] < 2 or not len(ids):
         raise DataError(f"tokens are ids [B, N], rows of at least 2 tokens, got {tuple(ids.shape)}.")
-    if target.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{type(target).__name__} reads with an encoder: give a model of one stack.")
-    reach, length = reach_of(target), ids.shape[1]
+    check_reads_text(target)
+    reach, length = _reach(target), ids.shape[1]
     if reach.limit is not None and length > reach.limit:
         raise PositionRangeError(f"{type(target).__name__} ends at {reach.limit} tokens, and the texts have {length}.")
     piece = _piece(target, length, reach, most_bytes)
@@ -118,6 +118,31 @@ def attention_by_distance(model: PreTrainedModel, tokens: np.ndarray, *, most_by
         read = [_read(target, row[None].to(target.device), piece, reach.causal) for row in ids]
     totals, first = (torch.stack(each).sum(dim=0) for each in zip(*read, strict=True))
     return AttentionPaid(length, len(ids), totals, first / (len(ids) * (length - 1)), reach.causal)
+
+
+def check_reads_text(model: PreTrainedModel) -> None:
+    """Check that `model` reads token ids: attention is measured by the distance of tokens in a text.
+
+    Raises:
+        UnsupportedModelError: it reads something else.
+    """
+    reads = getattr(_reader(unwrap(model)), "main_input_name", "input_ids")
+    if reads != "input_ids":
+        raise UnsupportedModelError(
+            f"{type(unwrap(model)).__name__} reads {reads}, and attention is measured by the distance of tokens in a "
+            "text: give a model of texts."
+        )
+
+
+def _reader(model: Any) -> Any:
+    """Return the stack that reads the text: of an encoder-decoder its encoder."""
+    return model.get_encoder() if model.config.is_encoder_decoder else model.base_model
+
+
+def _reach(model: Any) -> Reach:
+    """Return how far the stack that reads reaches; an encoder sees both sides, and reads a text whole."""
+    reach = reach_of(model)
+    return replace(reach, causal=False, prefix_consistent=False) if model.config.is_encoder_decoder else reach
 
 
 def _piece(model: Any, length: int, reach: Reach, most_bytes: int) -> int:
@@ -159,11 +184,14 @@ def _weights_given(model: Any) -> Iterator[None]:
 def _read(model: Any, ids: Tensor, piece: int, causal: bool) -> tuple[Tensor, Tensor]:
     """Return what each distance was paid, [layers, N - 1], and what the first token was, [layers], by later tokens."""
     length = ids.shape[1]
-    inputs: dict[str, Any] = {"output_attentions": True, "use_cache": piece < length}
+    reader = _reader(model)
+    inputs: dict[str, Any] = {"output_attentions": True}
+    if not model.config.is_encoder_decoder:
+        inputs["use_cache"] = piece < length
     totals, first = torch.zeros(2, 0)
     for begin in range(0, length, piece):
         end = min(begin + piece, length)
-        output = model.base_model(input_ids=ids[:, begin:end], attention_mask=torch.ones_like(ids[:, :end]), **inputs)
+        output = reader(input_ids=ids[:, begin:end], attention_mask=torch.ones_like(ids[:, :end]), **inputs)
         layers = [weights for weights in output.attentions or () if isinstance(weights, Tensor)]
         if not layers:
             raise UnsupportedModelError(f"{type(model).__name__} gives no attention weights, by output_attentions.")

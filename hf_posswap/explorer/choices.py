@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from hf_posswap.geometry import Geometry
 from hf_posswap.report.looks import look, shape
@@ -16,16 +15,14 @@ class Choice:
 
     Attributes:
         name: on the page.
-        scheme: its name in the registry.
         group: which it is shown in.
-        fields: of the scheme, that differ from its own.
+        scheme: its name in the registry.
         words: about it, where the registry's summary does not say all.
     """
 
     name: str
-    scheme: str
     group: str
-    fields: tuple[tuple[str, Any], ...] = ()
+    scheme: str
     words: str = ""
 
     @property
@@ -35,31 +32,45 @@ class Choice:
 
 
 _TURN, _FAR, _BIAS, _OTHER = "turn by fixed angles", "give far keys other distances", "add a bias", "others"
-CHOICES = (
-    Choice("nope", "nope", _OTHER),
-    Choice("rope", "rope", _TURN),
-    Choice("yarn", "yarn", _TURN),
-    Choice("alibi", "alibi", _BIAS),
-    Choice("linear", "linear", _TURN),
-    Choice("ntk", "ntk", _TURN),
-    Choice("llama3", "llama3", _TURN),
-    Choice("ntk_by_parts", "ntk_by_parts", _TURN),
-    Choice("dynamic", "dynamic", _TURN, words="dynamic NTK: its angles at the length after the swap"),
-    Choice("p_rope", "p_rope", _TURN),
-    Choice("xpos", "xpos", _TURN),
-    Choice("self_extend", "self_extend", _FAR),
-    Choice("rerope", "rerope", _FAR),
-    Choice("leaky_rerope", "leaky_rerope", _FAR),
-    Choice("dual_chunk", "dual_chunk", _FAR),
-    Choice(
-        "alibi_interpolated", "alibi", _BIAS, words="ALiBi, its distances divided by the factor (interpolation=factor)"
-    ),
-    Choice("kerple", "kerple", _BIAS, words="KERPLE, log: r1 and r2 are learned for each head; here 1 and 0.5 for all"),
-    Choice("sinusoidal", "sinusoidal", _OTHER),
-)
-"""In the order of their looks: those that are often drawn together have colours far apart."""
+_BEGINS = "It is learned: drawn are the numbers that it begins with."
+_MEMBERS = {
+    _TURN: "rope yarn linear ntk llama3 ntk_by_parts dynamic longrope p_rope xpos",
+    _FAR: "self_extend rerope leaky_rerope dual_chunk",
+    _BIAS: "alibi alibi_interpolated kerple fire t5 t5_random",
+    _OTHER: "nope sinusoidal learned learned_interpolated",
+}
+_VARIANTS = {
+    "alibi_interpolated": "alibi",
+    "t5_random": "t5",
+    "learned_interpolated": "learned",
+}
+_WORDS = {
+    "dynamic": "dynamic NTK: its angles at the length after the swap",
+    "longrope": "LongRoPE: its divisors are searched for each model; drawn are some that rise evenly to the factor.",
+    "alibi_interpolated": "ALiBi, its distances divided by the factor (interpolation=factor)",
+    "kerple": f"KERPLE, log: a penalty on the logarithm of distance, for each head another. {_BEGINS}",
+    "fire": f"FIRE: a small network of distance relative to the query's position. {_BEGINS}",
+    "t5": "T5's bias: a number for each bucket of distances and head. It is learned: it begins at 0, as drawn here.",
+    "t5_random": "T5's bias with random numbers in its buckets (init_std=1): it shows where the buckets lie.",
+    "learned": "a learned table, tiled: its rows come again. They are drawn as alike to none but themselves.",
+    "learned_interpolated": "a learned table, stretched by the factor: new rows lie between old ones, which are "
+    "drawn as alike to none but themselves.",
+}
+_ORDER = (
+    "nope rope yarn alibi linear ntk llama3 ntk_by_parts dynamic p_rope xpos self_extend rerope leaky_rerope "
+    "dual_chunk alibi_interpolated kerple sinusoidal fire t5 t5_random learned learned_interpolated longrope"
+).split()
+"""Of their looks: those that are often drawn together have colours far apart."""
+
+
+def _choice(name: str) -> Choice:
+    group = next(group for group, members in _MEMBERS.items() if name in members.split())
+    return Choice(name, group, _VARIANTS.get(name, name), _WORDS.get(name, ""))
+
+
+CHOICES = tuple(map(_choice, _ORDER))
 GROUPS = (_TURN, _FAR, _BIAS, _OTHER)
-FIRST = ("rope", "linear", "yarn", "self_extend", "alibi", "sinusoidal")
+FIRST = ("rope", "linear", "yarn", "self_extend", "alibi", "sinusoidal", "learned")
 """Chosen at first, where no model is asked about."""
 
 
@@ -96,7 +107,7 @@ SLIDERS = (
 def styles() -> list[dict[str, str]]:
     """Return each choice with its look, as the page's script takes it."""
     return [
-        {"name": choice.name, "title": choice.name, "look": look(number), "shape": str(shape(number))}
+        {"name": choice.name, "title": choice.name, "look": look(number), "shape": shape(number), "words": choice.words}
         for number, choice in enumerate(CHOICES)
     ]
 

@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from hf_posswap.explorer.about import about_model
+from hf_posswap.explorer.beginnings import beginnings
 from hf_posswap.explorer.choices import (
     CHOICES,
     GROUPS,
@@ -17,7 +18,8 @@ from hf_posswap.explorer.choices import (
     styles,
 )
 from hf_posswap.explorer.model import ModelFacts
-from hf_posswap.report.looks import POLICY, look, mark, style_sheet
+from hf_posswap.report.document import document
+from hf_posswap.report.looks import look, mark
 from hf_posswap.report.markup import Markup, json_script, tag
 from hf_posswap.utils.atomic_io import write_text
 
@@ -63,6 +65,12 @@ _PICTURES = (
         "The sinusoidal table",
         "A row a position, a column a dimension: red is above 0, blue below. Its width is that of all heads together.",
     ),
+    (
+        "similarity",
+        "Likeness of positions in a table",
+        "The cosine of two rows by their distance. A tiled table tells positions a window apart from each other by "
+        "nothing, a stretched one neighbours by little; sinusoids grow apart slowly.",
+    ),
 )
 
 
@@ -94,25 +102,15 @@ def render_page(facts: ModelFacts | None = None) -> str:
         "Choose schemes and move the sliders: every picture is drawn anew from the schemes' own formulas. The address "
         "keeps what you choose."
     )
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("link", rel="icon", href="data:,"),
-        tag("title", f"{title}: hf_posswap"),
-        tag("style", style_sheet(), _asset("page.css")),
-    )
     about = [] if facts is None else about_model(facts)
-    body = tag(
-        "body",
+    return document(
+        title,
         tag("header", tag("h1", title), tag("p", lead, class_="lead")),
         tag("main", *about, _controls(facts), *(_picture(*one) for one in _PICTURES)),
         json_script(_settings(facts), "settings"),
         tag("script", Markup("\n".join(_asset(f"js/{name}.js") for name in SCRIPTS))),
+        style=_asset("page.css"),
     )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
 def _settings(facts: ModelFacts | None) -> dict[str, object]:
@@ -120,7 +118,13 @@ def _settings(facts: ModelFacts | None) -> dict[str, object]:
     geometry = None if facts is None else facts.explanation.report.geometry
     first = first_settings(geometry, None if facts is None else facts.length)
     chosen = first_schemes(geometry, None if facts is None else facts.scheme)
-    return {"styles": styles(), "start": {"settings": first, "schemes": chosen}, "limits": limits(first)}
+    ends = limits(first)
+    return {
+        "styles": styles(),
+        "start": {"settings": first, "schemes": chosen},
+        "limits": ends,
+        "beginnings": beginnings(int(ends["heads"][1])),
+    }
 
 
 def _controls(facts: ModelFacts | None) -> Markup:
@@ -150,6 +154,7 @@ def _controls(facts: ModelFacts | None) -> Markup:
         tag("div", *groups, id="schemes"),
         tag("div", *sliders, class_="sliders"),
         foot,
+        tag("ul", class_="said", id="words"),
         tag("div", id="refused", aria_live="polite"),
         id="choose",
     )

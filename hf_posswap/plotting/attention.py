@@ -179,9 +179,7 @@ def _panel(
         places.numpy(), even.numpy(), label=_EVEN, color=page.colours["faint"], linewidth=1.0,
         linestyle=(0, (1, 2)), zorder=1,
     )  # fmt: skip
-    panel.set_xscale("log", base=2)
-    ticks = [4**power for power in range(20) if 4**power <= tokens]
-    panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    page.length_axis(panel, tokens)
     panel.set_yscale("log")
     if window < tokens:  # named where there is room, once
         page.mark(panel, window, "" if layer else "original window", vertical=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import MissingDependencyError
 from hf_posswap.plotting.styles import STYLES
@@ -17,6 +17,8 @@ INK = "#222222"
 FAINT = "#8a8a8a"
 COLOURS = tuple(style.colour for style in STYLES)
 _SALT = "hf_posswap"  # of the ids in an SVG, which matplotlib otherwise draws at random
+DASHES: dict[str, Any] = {"solid": "-", "dashed": (0, (4, 2)), "dotted": (0, (1, 1.5))}
+"""Each of `hf_posswap.plotting.styles.STROKES`, as matplotlib takes it."""
 MARKERS = tuple(style.marker for style in STYLES)
 
 
@@ -52,8 +54,12 @@ def length_axis(ax: Axes, lengths: list[int], window: int) -> None:
 
 def plain_log_y(ax: Axes, low: float, high: float) -> None:
     """Make y a log axis whose ticks read as plain numbers, about five of them between `low` and `high`."""
+    from matplotlib.ticker import MaxNLocator
+
     ax.set_yscale("log")
     steps = [m * 10.0**e for e in range(-3, 9) for m in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)]
+    if high < 3 * low:  # so narrow that those are too few
+        steps = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high).tolist()
     inside = [s for s in steps if low * 0.97 <= s <= high * 1.03]
     while len(inside) > 8:
         inside = inside[::2]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import DataError
 from hf_posswap.plotting import canvas
-from hf_posswap.plotting.styles import is_dashed, style_of
+from hf_posswap.plotting.styles import stroke_of, style_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,7 +133,7 @@ def _draw(ax: Axes, curves: Sequence[Curve]) -> None:
         ax.plot(x, y, color=canvas.INK, linewidth=1.4, linestyle=(0, (2, 2)), label=curve.label, zorder=3)
     for place, curve in enumerate(curve for curve in curves if not curve.reference):
         number = place if curve.number is None else curve.number
-        style, line = style_of(number), (0, (5, 2)) if is_dashed(number) else "-"
+        style, line = style_of(number), canvas.DASHES[stroke_of(number)]
         x, y = [p.x for p in curve.points], [p.y for p in curve.points]
         label = f"{curve.label} ({curve.ends})" if curve.ends else curve.label
         low, high = [p.low for p in curve.points], [p.high for p in curve.points]

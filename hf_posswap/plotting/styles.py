@@ -56,21 +56,28 @@ STYLES = (
 SLIDING = len(STYLES) * 1000
 """The number of the sliding-window control, which is no model: a dashed line of the ink's colour without marks."""
 SLIDING_SIGN = "┄"
+STROKES = ("solid", "dashed", "dotted")
+"""Of the lines, as the looks come again."""
 
 
 def style_of(number: int) -> Style:
-    """Return the style of the `number`-th model; further ones take the same again, their lines dashed.
+    """Return the style of the `number`-th model; further ones take the same again, their lines dashed, then dotted.
 
     Example:
-        >>> style_of(2).colour, style_of(10) == style_of(2), is_dashed(10)
-        ('#0072b2', True, True)
+        >>> style_of(2).colour, style_of(10) == style_of(2), stroke_of(10)
+        ('#0072b2', True, 'dashed')
     """
     return STYLES[number % len(STYLES)]
 
 
-def is_dashed(number: int) -> bool:
-    """Return whether the lines of the `number`-th model are dashed."""
-    return number >= len(STYLES)
+def stroke_of(number: int) -> str:
+    """Return how the lines of the `number`-th model are drawn: "solid", "dashed" or "dotted".
+
+    Example:
+        >>> [stroke_of(number) for number in (7, 8, 16)]
+        ['solid', 'dashed', 'dotted']
+    """
+    return STROKES[min(number // len(STYLES), len(STROKES) - 1)]
 
 
 def sign_of(number: int) -> str:

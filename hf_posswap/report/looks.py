@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from hf_posswap.plotting.styles import SLIDING, STYLES, is_dashed, style_of
+from hf_posswap.plotting.styles import SLIDING, STYLES, stroke_of, style_of
 from hf_posswap.report.markup import Markup, tag
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""What a page may load: nothing that is not in it."""
 _DASH = "M-6,0H6"
 
 
@@ -16,12 +14,12 @@ def look(number: int) -> str:
     """Return the style classes of the `number`-th model.
 
     Example:
-        >>> look(1), look(9), look(SLIDING)
-        ('c1', 'c1 dashed', 'ref')
+        >>> look(1), look(9), look(17), look(SLIDING)
+        ('c1', 'c1 dashed', 'c1 dotted', 'ref')
     """
     if number == SLIDING:
         return "ref"
-    return f"c{number % len(STYLES)}" + (" dashed" if is_dashed(number) else "")
+    return f"c{number % len(STYLES)} {stroke_of(number)}".removesuffix(" solid")
 
 
 def shape(number: int) -> str:

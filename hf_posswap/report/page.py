@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.report.document import document
 from hf_posswap.report.extras import cost, method, needles, protocols, tasks
-from hf_posswap.report.looks import POLICY, style_sheet
 from hf_posswap.report.markup import Markup, json_script, tag
 from hf_posswap.report.sections import gain, offsets, perplexity, positions, retrieval
 from hf_posswap.report.verdicts import findings, overview, short_context
@@ -85,27 +85,16 @@ def _page(results: dict[str, Any]) -> str:
         f"Held against {results['base']}; original window {results['window']:,} tokens; "
         f"{data['documents']} documents of {data['source']}, up to {max(results['lengths']):,} tokens."
     )
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("link", rel="icon", href="data:,"),
-        tag("title", f"{title}: hf_posswap"),
-        tag("style", style_sheet()),
-    )
     gaps = [f"{metric} was not measured: {why}" for metric, why in common_gaps(results)]
     notes = [tag("p", note, class_="warning") for note in [*results["notes"], *gaps]]
-    body = tag(
-        "body",
+    return document(
+        title,
         tag("header", tag("h1", title), tag("p", below, class_="lead"), *notes),
         tag("main", *shown),
         tag("div", id="tip", role="status", hidden=True),
         json_script(results, "results"),
         tag("script", _asset("page.js")),
     )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
 def check_results(results: Any) -> None:

@@ -37,6 +37,16 @@ class NoPE(Scheme):
         True
         >>> str(NoPE(logit_scale=0.2, pin=4096))
         'nope(logit_scale=0.2, pin=4096)'
+
+        Without positions attention is a mean over a set. Two sentences of the same words are one to it:
+
+        >>> words = {"the": [0.1, 0.3], "dog": [1.0, 0.2], "chases": [0.3, 1.0], "pig": [0.9, 0.0]}
+        >>> def chases(sentence):  # what it attends to, its own vector as the query
+        ...     states = torch.tensor([words[word] for word in sentence.split()])
+        ...     return (states[2] @ states.T).softmax(dim=-1) @ states
+        >>> one, other = chases("the dog chases the pig"), chases("the pig chases the dog")
+        >>> torch.allclose(one, other)
+        True
     """
 
     name: ClassVar[str] = "nope"

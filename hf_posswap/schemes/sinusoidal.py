@@ -179,7 +179,41 @@ class Sinusoidal(TableScheme):
         return self.scale
 
     def waves(self, rows: int, width: int) -> Tensor:
-        """Return S: the sines and cosines of each position, without scale, [rows, width], float64."""
+        """Return S: the sines and cosines of each position, without scale, [rows, width], float64.
+
+        Example:
+            >>> table = Sinusoidal().waves(128, 8)  # dimensions 2i and 2i + 1: sin and cos of p / 10000^(2i/8)
+            >>> def rounded(row):
+            ...     return [round(value, 3) + 0.0 for value in row.tolist()]
+            >>> rounded(table[50])
+            [-0.262, 0.965, -0.959, 0.284, 0.479, 0.878, 0.05, 0.999]
+            >>> round(math.sin(50 / 10000 ** (2 / 8)), 3), round(math.cos(50 / 10000 ** (2 / 8)), 3)
+            (-0.959, 0.284)
+
+            What tells place 50 from place 0, and 99 from 50:
+
+            >>> rounded(table[50] - table[0])
+            [-0.262, -0.035, -0.959, -0.716, 0.479, -0.122, 0.05, -0.001]
+            >>> rounded(table[99] - table[50])
+            [-0.737, -0.925, 0.501, -1.173, 0.357, -0.329, 0.049, -0.004]
+
+            All rows are as long, and the product of two tells their distance alone:
+
+            >>> bool((table.norm(dim=1) - 2).abs().max() < 1e-12)
+            True
+            >>> round(float(table[0] @ table[49]), 3), round(float(table[50] @ table[99]), 3)
+            (2.368, 2.368)
+
+            "the dog chases the pig" is told from "the pig chases the dog" once positions are added; see `NoPE`:
+
+            >>> words = {"the": [0.1, 0.3], "dog": [1.0, 0.2], "chases": [0.3, 1.0], "pig": [0.9, 0.0]}
+            >>> def chases(sentence):  # what it attends to, its own vector as the query
+            ...     states = torch.tensor([words[word] for word in sentence.split()]) + table[:5, :2]
+            ...     return (states[2] @ states.T).softmax(dim=-1) @ states
+            >>> one, other = chases("the dog chases the pig"), chases("the pig chases the dog")
+            >>> bool((one - other).norm() > 0.01)
+            True
+        """
         exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width  # [E/2]
         positions = torch.arange(rows, dtype=torch.float64, device="cpu")[:, None]  # [P, 1]
         angles = positions * self.base**-exponents  # [P, E/2]

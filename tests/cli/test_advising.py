@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import hf_posswap
+from hf_posswap.advice.advise import why_not
 from hf_posswap.cli import app
+from hf_posswap.cli.output import show_command
 from tests.cli.conftest import Posswap, says
 
 
@@ -24,14 +28,32 @@ def test_json_is_the_advice(gpt2: Path) -> None:
 
 
 @pytest.mark.slow
-def test_for_people_everything_is_said_in_80_columns(posswap: Posswap, gpt2: Path) -> None:
-    run = posswap("advise", gpt2, "--length", "128", "--budget", "1e7")
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_for_people_everything_is_said_at_every_width(posswap: Posswap, gpt2: Path, width: int) -> None:
+    run = posswap("advise", gpt2, "--length", "128", "--budget", "1e7", COLUMNS=str(width))
     assert (run.returncode, run.stderr) == (0, "")
-    assert max(map(len, run.stdout.splitlines())) <= 80
+    longest = max(map(len, run.stdout.split()))  # a word, such as a path, is not torn
+    assert max(map(len, run.stdout.splitlines())) <= max(width, longest + 6)
     advice = hf_posswap.advise(gpt2, 128, budget=1e7)
-    for said in (advice.use.title, *map(str, advice.use.reasons), *advice.use.commands, *advice.use.unknown):
-        assert says(run.stdout, said)
-    assert all(says(run.stdout, option.title) for option in advice.others)
+    for reason in advice.use.reasons:
+        assert says(run.stdout, f"{reason.trained}, {reason.where} [{reason.source}]")
+        assert says(run.stdout, reason.finding)
+    assert all(says(run.stdout, said) for said in (advice.use.title, *advice.use.unknown))
+    for option in advice.others:
+        assert says(run.stdout, " ".join([option.title, *why_not(option)]))
+
+
+@pytest.mark.parametrize("width", [20, 60, 120])
+def test_a_command_is_a_command_at_every_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    words = ["printf", "%s\\n", "data.sources=[{path: books/}]", "--flag", "-o", "it's", "--length", "8,16", "x" * 30]
+    show_command(shlex.join(words))
+    typed = capsys.readouterr().out
+    done = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == words[2:]  # as a shell reads it
+    assert all("--length 8,16" in line or "8,16" not in line for line in typed.splitlines())
 
 
 def test_the_name_of_a_class_is_enough(posswap: Posswap) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import hf_posswap
 from hf_posswap import errors
+from hf_posswap.plotting import PICTURES
 from hf_posswap.schemes import SCHEMES
 from hf_posswap.training.config.shipped import shipped_recipes
 from tests.docs.pages import PAGES, ROOT, anchors, text_of
@@ -90,6 +91,16 @@ def test_every_error_has_a_mend(hooks: Any) -> None:
     sections = anchors(text_of(".docs/pages/troubleshooting.md"))
     assert [name for name in known if name.lower() not in sections] == []
     assert "| [`DataError`](#dataerror) | `ValueError` |" in hooks[0].error_list.render()
+
+
+def test_every_kind_of_picture_is_on_its_page(hooks: Any) -> None:
+    sheets = {sheet.picture: sheet for sheet in hooks[0].pictures.SHEETS}
+    assert set(sheets) == {*PICTURES, "attention"}
+    page = hooks[0].pictures.render()
+    for name, sheet in sheets.items():
+        section = page.partition(f"### {sheet.title}\n")[2].partition("\n### ")[0]
+        assert all(f"pictures/{tone}/{name}.svg#only-{tone}" in section for tone in ("light", "dark")), name
+        assert sheet.words in section
 
 
 def test_recipes_and_commands_are_whole(hooks: Any) -> None:

@@ -99,7 +99,7 @@ def test_nothing_is_fetched_from_elsewhere(pages: dict[str, Html]) -> None:
 def test_the_interactive_page_is_there_and_linked(site: Path, pages: dict[str, Html]) -> None:
     assert (site / "explorer.html").read_text(encoding="utf-8") == render_page()
     assert {name for name, page in pages.items() if "explorer.html" in page.links} >= {
-        "index.html", "schemes.html", "numbers.html",
+        "index.html", "pictures.html", "numbers.html",
     }  # fmt: skip
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertModel,
     GPT2Config,
@@ -17,6 +19,8 @@ from transformers import (
     MistralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
 )
 
 from hf_posswap import patch_model
@@ -104,6 +108,40 @@ def test_schemes_of_every_kind_give_weights_alike_in_pieces(scheme: str) -> None
     assert float((whole.shares.sum(dim=1) + whole.first - 1).abs().max()) < 1e-5
 
 
+def bart() -> Any:
+    torch.manual_seed(0)
+    size = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_layers": 2, "decoder_layers": 1}
+    return BartForConditionalGeneration(
+        BartConfig(vocab_size=VOCABULARY, max_position_embeddings=32, **size, **heads)
+    ).eval()
+
+
+def t5() -> Any:
+    torch.manual_seed(0)
+    size = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **size)).eval()
+
+
+@pytest.mark.parametrize("make", [bart, t5])
+@pytest.mark.parametrize("scheme", [None, "alibi"])
+def test_of_an_encoder_decoder_the_encoder_is_read(make: Any, scheme: str | None) -> None:
+    model = make() if scheme is None else patch_model(make(), scheme)
+    paid = attention_by_distance(model, TEXTS)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        ids = torch.as_tensor(TEXTS)
+        seen = model(input_ids=ids, decoder_input_ids=ids[:, :1], output_attentions=True).encoder_attentions
+    length, expected = ids.shape[1], defaultdict(list)
+    for q in range(1, length):
+        for k in range(1, length):
+            expected[abs(q - k)].append(torch.stack([layer[:, :, q, k].mean() for layer in seen]))
+    assert not paid.causal
+    means = torch.stack([torch.stack(expected[d]).mean(dim=0) for d in range(length - 1)], dim=1)
+    torch.testing.assert_close(paid.means, means.double(), atol=1e-6, rtol=1e-4)
+    assert float((paid.shares.sum(dim=1) + paid.first - 1).abs().max()) < 1e-5
+
+
 def test_half_and_beyond_are_shares_of_the_attention() -> None:
     totals = torch.tensor([[6.0, 2.0, 1.0, 1.0]]).double()
     paid = AttentionPaid(5, 4, totals, torch.tensor([0.375]).double(), causal=True)
@@ -128,9 +166,9 @@ def test_what_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         attention_by_distance(gpt2(), np.arange(5))
     with pytest.raises(PositionRangeError, match="ends at 32 tokens, and the texts have 40"):
         attention_by_distance(gpt2(), np.zeros((1, 40), int))
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
-    with pytest.raises(UnsupportedModelError, match="reads with an encoder"):
-        attention_by_distance(t5, TEXTS % 8)
+    vit = ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8))
+    with pytest.raises(UnsupportedModelError, match="ViTModel reads pixel_values"):
+        attention_by_distance(vit, TEXTS)
     monkeypatch.setattr(module, "available_bytes", lambda device: 1000)
     with pytest.raises(NotEnoughMemoryError, match="cannot read a text in pieces: give shorter texts"):
         attention_by_distance(bert(), TEXTS, most_bytes=1)  # type: ignore[arg-type]

@@ -1,45 +1,26 @@
-"""A headless Chromium for the tests of the page."""
+"""Browsers for the tests of the page, closed when a test ends."""
 
 from __future__ import annotations
 
-import resource
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.chromium import start_chromium
+
 Chromium = Callable[[str], Any]
-_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage")
-_PHONE = {"deviceMetrics": {"width": 390, "height": 844, "pixelRatio": 1}}
 
 
 @pytest.fixture
 def chromium(tmp_path: Path) -> Iterator[Chromium]:
-    """Return what starts a Chromium: "desktop", "phone" (390 px wide) or "dark"; skip, loudly, where there is none."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: no page is opened")
-    program, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-    if program is None or driver is None:
-        pytest.skip("chromium and chromedriver are not installed: the page is not tested in a browser")
-    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        pytest.skip("address space is limited (ulimit -v): chromium cannot start, the page is not tested in a browser")
-    started = []
+    """Return what starts a Chromium: see `start_chromium`."""
+    started: list[Any] = []
 
     def start(kind: str = "desktop") -> Any:
-        options = webdriver.ChromeOptions()
-        options.binary_location = program
-        for flag in (*_FLAGS, f"--user-data-dir={tmp_path / f'profile{len(started)}'}", "--window-size=1280,900"):
-            options.add_argument(flag)
-        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        if kind == "phone":
-            options.add_experimental_option("mobileEmulation", _PHONE)
-        chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-        started.append(chrome)
-        if kind == "dark":
-            feature = {"name": "prefers-color-scheme", "value": "dark"}
-            chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-        return chrome
+        started.append(start_chromium(kind, tmp_path / f"profile{len(started)}"))
+        return started[-1]
 
     yield start
     for chrome in started:

@@ -16,7 +16,7 @@ from tests.explorer.conftest import Chromium
 
 pytestmark = pytest.mark.slow
 
-PICTURES = ("wavelengths", "scores", "relative", "bias", "turning", "table")
+PICTURES = ("wavelengths", "scores", "relative", "bias", "turning", "table", "similarity")
 LLAMA = LlamaConfig(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=50,
     max_position_embeddings=128,

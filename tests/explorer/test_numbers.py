@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,17 @@ import pytest
 import torch
 
 from hf_posswap.errors import SchemeError
+from hf_posswap.explorer.beginnings import beginnings
 from hf_posswap.explorer.choices import CHOICES
 from hf_posswap.explorer.page import write_page
 from hf_posswap.plotting.positions import numbers
 from hf_posswap.plotting.positions.numbers import Shown, sample_geometry, shown
-from hf_posswap.schemes import Sinusoidal, make_scheme
+from hf_posswap.schemes import SCHEMES, Fire, Kerple, Learned, Sinusoidal, T5Bias
 from hf_posswap.schemes.common.piecewise import Piecewise
-from hf_posswap.schemes.kerple import Kerple, KerpleMechanism
+from hf_posswap.schemes.fire import FireMechanism
+from hf_posswap.schemes.kerple import KerpleMechanism
 from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.schemes.t5_bias import T5Mechanism
 from tests.explorer.conftest import Chromium
 
 TOLERANCE = 1e-6
@@ -34,6 +39,13 @@ SETTINGS = [
     for base, (factor, window), (heads, dim) in itertools.product(BASES, zip(FACTORS, WINDOWS, strict=True), SHAPES)
 ]
 NAMES = [choice.name for choice in CHOICES]
+GIVEN: dict[str, Callable[[float, int], dict[str, Any]]] = {
+    "alibi_interpolated": lambda factor, _: {"interpolation": factor},
+    "learned_interpolated": lambda *_: {"extend": "interpolate"},
+    "longrope": lambda factor, pairs: {"long_factor": torch.linspace(1, factor, pairs, dtype=torch.float64).tolist()},
+    "t5_random": lambda *_: {"init_std": 1.0},
+}
+"""Fields of what the page names after them, by the factor and the rotary pairs."""
 _ASK = """
 const [picture, asked] = arguments;
 return asked.map(([name, s]) => {
@@ -48,12 +60,12 @@ def subject_of(name: str, s: dict[str, Any]) -> Shown:
     geometry = sample_geometry(s["heads"], s["dim"], s["window"])
     geometry = dataclasses.replace(geometry, base=None, frequencies=None, rotary_dim=None, layout=None)
     choice = next(choice for choice in CHOICES if choice.name == name)
-    scheme = make_scheme(choice.scheme)
+    scheme = SCHEMES.get(choice.scheme)()
     if isinstance(scheme, RotaryScheme):
         scheme = dataclasses.replace(scheme, base=float(s["base"]))
-    if name == "alibi_interpolated":
-        length = round(s["window"] * s["factor"])
-        scheme = dataclasses.replace(scheme, interpolation=length / s["window"])
+    factor = round(s["window"] * s["factor"]) / s["window"]
+    if name in GIVEN:
+        scheme = dataclasses.replace(scheme, **GIVEN[name](factor, s["dim"] // 2))
     return shown(scheme, geometry, factor=s["factor"], name=name)
 
 
@@ -71,10 +83,19 @@ def asked(chromium: Chromium, place: Path, picture: str) -> list[tuple[str, dict
     return [(name, s, values) for (name, s), values in zip(every, found, strict=True)]
 
 
-def checked(found: list[tuple[str, dict[str, Any], Any]]) -> list[tuple[str, Shown, dict[str, Any], Any]]:
-    """Return what was drawn, with the scheme; what the browser refused Python refuses, and nothing else."""
+def checked(
+    found: list[tuple[str, dict[str, Any], Any]], *, most: float = math.inf
+) -> list[tuple[str, Shown, dict[str, Any], Any]]:
+    """Return what was drawn, with the scheme; what the browser refused Python refuses, and nothing else.
+
+    Args:
+        found: by the browser.
+        most: tokens after the swap: longer ones would take a test's memory.
+    """
     drawn = []
     for name, s, values in found:
+        if s["window"] * s["factor"] > most:
+            continue
         refused = isinstance(values, dict) and "refused" in values
         try:
             subject = subject_of(name, s)
@@ -105,21 +126,6 @@ def test_wavelengths(chromium: Chromium, tmp_path: Path) -> None:
         near(values, expected.masked_fill(expected.isinf(), math.nan))
 
 
-@pytest.fixture
-def kerple_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have KERPLE begin with the numbers that stand for learned ones on the page: r1 = 1, r2 = 0.5 in all heads."""
-    begun = KerpleMechanism.__init__
-
-    def begin(self: KerpleMechanism, scheme: Kerple, heads: int) -> None:
-        begun(self, scheme, heads)
-        with torch.no_grad():
-            self.raw_r1.fill_(math.log(math.expm1(1.0)))
-            self.raw_r2.fill_(math.log(math.expm1(0.5)))
-
-    monkeypatch.setattr(KerpleMechanism, "__init__", begin)
-
-
-@pytest.mark.usefixtures("kerple_of_the_page")
 def test_scores(chromium: Chromium, tmp_path: Path) -> None:
     for _, subject, s, values in checked(asked(chromium, tmp_path, "scores")):
         distances = torch.tensor(values["distances"])
@@ -151,7 +157,6 @@ def test_relative(chromium: Chromium, tmp_path: Path) -> None:
         near(values["rows"], expected.masked_fill((key > query)[0], math.nan))
 
 
-@pytest.mark.usefixtures("kerple_of_the_page")
 def test_bias(chromium: Chromium, tmp_path: Path) -> None:
     for _, subject, s, values in checked(asked(chromium, tmp_path, "bias")):
         at = torch.tensor(values["places"])
@@ -182,6 +187,41 @@ def test_table(chromium: Chromium, tmp_path: Path) -> None:
         width = s["heads"] * s["dim"]
         waves = Sinusoidal(base=float(s["base"]), scale=1.0).waves(len(values["places"]), width)
         near(values["rows"], waves[:, :128])
+
+
+def test_similarity(chromium: Chromium, tmp_path: Path) -> None:
+    for name, subject, s, values in checked(asked(chromium, tmp_path, "similarity"), most=2048):
+        at, scheme = torch.tensor(values["distances"]), subject.scheme
+        assert (at[0], at[-1]) == (0, subject.length - 1)
+        if name == "sinusoidal":
+            rows = Sinusoidal(base=float(s["base"]), scale=1.0).waves(subject.length, s["heads"] * s["dim"])
+        else:  # rows that are alike to none but themselves
+            assert isinstance(scheme, Learned)
+            rows = scheme.table(torch.eye(s["window"]), subject.length, subject.geometry).double()
+            if subject.length > s["window"]:
+                assert (at % s["window"] == 0).sum() == -(-subject.length // s["window"])
+        near(values["values"], torch.nn.functional.cosine_similarity(rows[0], rows[at], dim=-1))
+
+
+@pytest.mark.parametrize("heads", [1, 12, 128])
+def test_learned_biases_begin_as_their_mechanisms_do(heads: int) -> None:
+    """The page has the draws of as many heads as it can show; those of fewer heads are their first."""
+    found = beginnings(128)
+    fire = FireMechanism(Fire(threshold=1.0), heads)
+    read = {
+        name: np.frombuffer(base64.b64decode(str(text)), "<f4") for name, text in found.items() if name != "buckets"
+    }
+    drawn = torch.cat([part.detach().flatten() for part in (fire.hidden_weight, fire.hidden_bias)])
+    near(read["fire"][: len(drawn)], drawn)
+    outer = (
+        torch.cat([part.detach().flatten() for part in (fire.out_weight, fire.out_bias)]) * len(fire.hidden_bias) ** 0.5
+    )
+    near(read["fire"][len(drawn) :][: len(outer)], outer)
+    kerple = KerpleMechanism(Kerple(), heads)
+    near(0.01 + read["kerple"][:heads] * 1.99, kerple.r1().detach())
+    near(0.01 + read["kerple"][heads : 2 * heads] * 0.99, kerple.r2().detach())
+    t5 = T5Mechanism(T5Bias(init_std=1.0), sample_geometry(heads))
+    near(read["t5"][: 32 * heads].reshape(32, heads), t5.table.detach())
 
 
 def test_every_scheme_of_the_page_is_in_a_picture(chromium: Chromium, tmp_path: Path) -> None:

@@ -125,6 +125,34 @@ def test_similarities_fall_with_distance_for_sinusoids_and_come_again_in_a_tiled
     assert abs(tiled[32]) < 0.1
 
 
+def test_no_pair_that_stands_out_is_lost_in_a_map_of_a_long_table() -> None:
+    values = torch.randn(50, 50, generator=torch.Generator().manual_seed(1))
+    made = numbers.strongest(values, 12)  # cells of 5 x 5
+    assert made.shape == (10, 10)
+    for row in range(10):
+        for column in range(10):
+            cell = [float(values[5 * row + i, 5 * column + j]) for i in range(5) for j in range(5)]
+            assert float(made[row, column]) == max(cell, key=abs)
+    torch.testing.assert_close(numbers.strongest(values, 64), values)
+    tiled = numbers.similarities(numbers.table_rows(seen("learned", extend="tile")))  # 256 positions, 64 of their own
+    assert (numbers.strongest(tiled, 96) > 0.99).any(dim=1).all()
+
+
+def test_what_is_learned_is_said_to_be_drawn_as_it_begins(tmp_path: Path) -> None:
+    (drawn,) = draw_positions(["t5", "alibi"], tmp_path, geometry=SHAPE, pictures=["bias"])
+    assert drawn.said[0] == "t5: from 0 to 0 over 4 heads (learned: as it begins)"
+    assert "learned" not in drawn.said[1]
+
+
+@pytest.mark.parametrize("length", [64, 100])
+def test_scores_are_said_at_the_ends_of_window_and_text(tmp_path: Path, length: int) -> None:
+    shape = sample_geometry(heads=2, dim=16, length=length)
+    (drawn,) = draw_positions(["alibi"], tmp_path, geometry=shape, pictures=["scores"])
+    slope = (2**-4 + 2**-8) / 2
+    expected = [f"{4 - slope * d:.2f} at {d}" for d in (0, length - 1, 4 * length - 1)]
+    assert drawn.said == (f"alibi: {', '.join(expected)}",)
+
+
 def test_a_token_is_added_to_by_a_table_and_turned_by_a_rotation() -> None:
     token, placed = token_at(seen("sinusoidal"))
     rows = numbers.table_rows(seen("sinusoidal"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import resource
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,52 +11,30 @@ from typing import Any
 import pytest
 
 from hf_posswap.report import write_html
+from tests.chromium import start_chromium
 from tests.report.conftest import NAMES
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed: the page is not tested in a browser")
 
-from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeService  # noqa: E402
+from selenium.webdriver import ActionChains, Chrome  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage")
-PHONE = {"deviceMetrics": {"width": 375, "height": 812, "pixelRatio": 2}}
 FIGURES = ("perplexity", "positions", "gain", "offsets", "cost")
 
 
 @pytest.fixture(params=["desktop", "phone", "dark"])
 def browser(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Chrome]:
-    with _chromium(request.param, tmp_path) as driver:
+    with start_chromium(request.param, tmp_path / "profile") as driver:
         yield driver
 
 
 @pytest.fixture
 def desktop(tmp_path: Path) -> Iterator[Chrome]:
-    with _chromium("desktop", tmp_path) as driver:
+    with start_chromium("desktop", tmp_path / "profile") as driver:
         yield driver
-
-
-def _chromium(kind: str, folder: Path) -> Chrome:
-    """Return a Chromium with an empty profile; skip, loudly, where there is none or it has no room."""
-    program, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-    if program is None or driver is None:
-        pytest.skip("chromium and chromedriver are not installed: the page is not tested in a browser")
-    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        pytest.skip("address space is limited (ulimit -v): chromium cannot start, the page is not tested in a browser")
-    options = ChromeOptions()
-    options.binary_location = program
-    for flag in (*FLAGS, f"--user-data-dir={folder / 'profile'}", "--window-size=1280,900"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    if kind == "phone":
-        options.add_experimental_option("mobileEmulation", PHONE)
-    chrome = Chrome(options=options, service=ChromeService(driver))
-    if kind == "dark":
-        feature = {"name": "prefers-color-scheme", "value": "dark"}
-        chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-    return chrome
 
 
 def _open(driver: Chrome, results: dict[str, Any], folder: Path) -> None:
@@ -97,7 +73,7 @@ def test_nothing_is_wider_than_the_screen(browser: Chrome, results: dict[str, An
 
 
 def test_letters_on_a_phone_can_be_read(results: dict[str, Any], tmp_path: Path) -> None:
-    with _chromium("phone", tmp_path) as driver:
+    with start_chromium("phone", tmp_path / "profile") as driver:
         _open(driver, results, tmp_path)
         ratio = "return [...document.querySelectorAll('svg.narrow')].map(s => s.getBoundingClientRect().width / 360)"
         assert all(shrunk * 12.5 > 10.5 for shrunk in driver.execute_script(ratio))  # pixels of the smallest letters
@@ -106,7 +82,7 @@ def test_letters_on_a_phone_can_be_read(results: dict[str, Any], tmp_path: Path)
 def test_the_page_is_dark_where_dark_is_preferred(results: dict[str, Any], tmp_path: Path) -> None:
     def brightness(kind: str) -> float:
         (tmp_path / kind).mkdir()
-        with _chromium(kind, tmp_path / kind) as driver:
+        with start_chromium(kind, tmp_path / kind) as driver:
             _open(driver, results, tmp_path)
             colour = driver.find_element(By.TAG_NAME, "body").value_of_css_property("background-color")
         return sum(map(float, colour.partition("(")[2].rstrip(")").split(",")[:3])) / 765

@@ -7,7 +7,14 @@ from pathlib import Path
 
 from repository import ROOT
 
+import hf_posswap
+from hf_posswap.cli.output import quiet_library
+from hf_posswap.comparison import Candidate, compare_attention
 from hf_posswap.plotting import PICTURES, draw_positions
+
+ATTENTION = "attention"
+MODEL = Path(hf_posswap.__file__).parent / "quickstart" / "model"
+"""The small GPT-2 of 128 learned positions that comes with the package."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +22,7 @@ class Sheet:
     """One picture.
 
     Attributes:
-        picture: its kind, a name in `hf_posswap.plotting.PICTURES`.
+        picture: its kind, a name in `hf_posswap.plotting.PICTURES`, or attention.
         schemes: that are drawn in it.
         title: above it.
         words: what to look for.
@@ -29,6 +36,49 @@ class Sheet:
 
 SHEETS = (
     Sheet(
+        "table",
+        ("sinusoidal",),
+        "A position table",
+        "What is added to the embeddings, a row a position. Columns on the left change at each position, those on the "
+        "right hardly within a text: together they are the digits of a counter.",
+    ),
+    Sheet(
+        "waves",
+        ("sinusoidal",),
+        "Single dimensions along the positions",
+        "Each column of the table is a wave; a fast one tells neighbours apart, a slow one the parts of a text.",
+    ),
+    Sheet(
+        "similarity",
+        ("sinusoidal", "learned:extend=tile", "learned:extend=interpolate"),
+        "Likeness of rows",
+        "In a table of sinusoids near positions are alike. A learned table that is tiled comes again: its bands beside "
+        "the diagonal are positions that the model cannot tell apart. One that is stretched keeps to the diagonal. Its "
+        "rows are random here, as before training; `--model` draws a model's own.",
+    ),
+    Sheet(
+        "similarity-by-distance",
+        ("sinusoidal", "learned:extend=tile", "learned:extend=interpolate"),
+        "Likeness by distance",
+        "The product of two sinusoidal rows depends on their distance alone. The peaks of the tiled table stand at "
+        "multiples of the window.",
+    ),
+    Sheet(
+        "token",
+        ("sinusoidal", "rope"),
+        "One token at three places",
+        "A table is added, and changes every dimension of the token wherever it stands. A rotation leaves the token at "
+        "place 0 as it is and turns its pairs elsewhere: the fast ones at once, the slow ones hardly.",
+    ),
+    Sheet(
+        "turning",
+        ("rope", "yarn:factor=4"),
+        "Pairs that turn",
+        "The fastest pair has been everywhere on the circle after six tokens, the slowest on a hundredth of it in the "
+        "whole window. YaRN leaves the fast one and slows the others; it lies beyond the circle, because it makes "
+        "queries and keys longer, which sharpens attention.",
+    ),
+    Sheet(
         "wavelengths",
         ("rope", "linear:factor=4", "ntk:factor=4", "yarn:factor=4"),
         "Wavelengths against the window",
@@ -37,22 +87,35 @@ SHEETS = (
     ),
     Sheet(
         "scores",
-        ("rope", "alibi", "xpos", "nope"),
+        ("rope", "alibi", "t5", "kerple", "fire", "xpos", "nope"),
         "Attention scores by distance",
-        "Alike queries and keys. RoPE oscillates around a slow decay, ALiBi falls in a line, NoPE knows no distance.",
+        "Alike queries and keys. RoPE oscillates around a slow decay, xPos damps it, ALiBi falls in a line, KERPLE "
+        "with the logarithm, NoPE knows no distance. T5's bias, KERPLE and FIRE are learned, and drawn as they begin: "
+        "T5's at 0, as NoPE.",
+    ),
+    Sheet(
+        "bias",
+        ("alibi", "kerple", "fire", "t5:init_std=1"),
+        "Biases by query and key",
+        "ALiBi's first head sees a few neighbours, its last one everything. KERPLE and FIRE are drawn as they begin. "
+        "T5's buckets, with random numbers in them to be seen: one a distance at first, then wider and wider, and one "
+        "for all that is far.",
     ),
     Sheet(
         "relative",
-        ("self_extend", "rerope", "dual_chunk"),
+        ("rope", "self_extend", "rerope", "dual_chunk"),
         "The distance that attention sees",
-        "Query down, key across. Far keys are grouped (`self_extend`), held at a window (`rerope`), or counted anew in "
-        "each chunk (`dual_chunk`), so that no distance is beyond those of training.",
+        "Query down, key across. Left of the line RoPE comes to distances that were never trained. Far keys are "
+        "grouped (`self_extend`), held at a window (`rerope`), or counted anew in each chunk (`dual_chunk`), so that "
+        "none is.",
     ),
     Sheet(
-        "similarity-by-distance",
-        ("sinusoidal",),
-        "Likeness of a sinusoidal table's rows",
-        "The product of two rows depends on their distance alone, and near rows are alike.",
+        ATTENTION,
+        ("rope", "alibi"),
+        "Attention paid",
+        "The small GPT-2 that comes with the package reads texts, as it is and with each scheme put in, untrained. "
+        "Above the dotted line a key gets more than its equal share. Its learned table ends at the window, so that the "
+        "right panel has no line of it; ALiBi puts most attention on near keys.",
     ),
 )  # fmt: skip
 
@@ -68,17 +131,29 @@ def drawn(folder: Path) -> dict[str, Path]:
         for tone in ("light", "dark"):
             file = folder / tone / f"{sheet.picture}.svg"
             if not file.exists() or file.stat().st_mtime < code:
-                draw_positions(sheet.schemes, file.parent, pictures=[sheet.picture], dark=tone == "dark")
+                _draw(sheet, file.parent, dark=tone == "dark")
             out[f"pictures/{tone}/{file.name}"] = file
     return out
 
 
+def _draw(sheet: Sheet, folder: Path, *, dark: bool) -> None:
+    if sheet.picture != ATTENTION:
+        draw_positions(sheet.schemes, folder, pictures=[sheet.picture], dark=dark)
+        return
+    models = [Candidate(MODEL, name="learned"), *(Candidate(MODEL, one, name=one) for one in sheet.schemes)]
+    with quiet_library():
+        compare_attention(models, folder, limit=2, dark=dark)
+
+
 def render() -> str:
     """Return the sheets with their words, as they come in light and in dark."""
-    parts = []
-    for sheet in SHEETS:
-        alt = f"{PICTURES[sheet.picture].summary}: {', '.join(sheet.schemes)}"
-        files = [f"![{alt}](pictures/{tone}/{sheet.picture}.svg#only-{tone})" for tone in ("light", "dark")]
-        typed = f"`posswap show {' '.join(sheet.schemes)} --picture {sheet.picture}`"
-        parts.append(f"### {sheet.title}\n\n{sheet.words}\n\n{''.join(files)}\n\nMade by {typed}.")
-    return "\n\n".join(parts)
+    return "\n\n".join(map(_section, SHEETS))
+
+
+def _section(sheet: Sheet) -> str:
+    shown = PICTURES[sheet.picture].summary if sheet.picture in PICTURES else "attention by distance"
+    alt = f"{shown}: {', '.join(sheet.schemes)}"
+    files = [f"![{alt}](pictures/{tone}/{sheet.picture}.svg#only-{tone})" for tone in ("light", "dark")]
+    model = " --model my-gpt2" if sheet.picture == ATTENTION else ""
+    typed = f"`posswap show {' '.join(sheet.schemes)}{model} --picture {sheet.picture}`"
+    return f"### {sheet.title}\n\n{sheet.words}\n\n{''.join(files)}\n\nMade by {typed}."

@@ -1,7 +1,7 @@
 "use strict";
 // Sliders, numbers beside them, and schemes to choose; what is chosen stands in the address, too.
 posswap.controls = (() => {
-  const { styles, start, limits } = JSON.parse(document.getElementById("settings").textContent);
+  const { styles, start, limits } = posswap.given;
   const chosen = new Set(start.schemes);
   const s = { ...start.settings };
   const inputs = {};

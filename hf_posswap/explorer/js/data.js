@@ -1,7 +1,7 @@
 "use strict";
 // The numbers of each picture: posswap.data(picture, scheme, settings). The page draws these and nothing else.
 posswap.data = (() => {
-  const { range, sum, target, distances, places } = posswap.numbers;
+  const { range, sum, unique, target, distances, places } = posswap.numbers;
   const { rotary, piecewise, bias, table } = posswap;
   const ROWS = 128, COLUMNS = 128, TURNS = 24;
 
@@ -10,7 +10,7 @@ posswap.data = (() => {
     const at = distances(target(s));
     const size = Math.sqrt(s.dim);
     if (bias.NAMES.includes(name)) {
-      return { distances: at, heads: bias.heads(name, s).map((add) => at.map((d) => size + add(d))) };
+      return { distances: at, heads: bias.heads(name, s).map((add) => at.map((d) => size + add(target(s) - 1, d))) };
     }
     return { distances: at, heads: [at.map((d) => product(name, s, d))] };
   };
@@ -43,16 +43,16 @@ posswap.data = (() => {
 
   const biases = (name, s) => {
     const at = places(target(s));
-    const chosen = posswap.numbers.unique([0, Math.floor(s.heads / 2), s.heads - 1]);
+    const chosen = unique([0, Math.floor(s.heads / 2), s.heads - 1]);
     const each = bias.heads(name, s);
-    const matrix = (head) => at.map((i) => at.map((j) => (j > i ? null : each[head](i - j))));
+    const matrix = (head) => at.map((i) => at.map((j) => (j > i ? null : each[head](i, i - j))));
     return { places: at, heads: chosen, matrices: chosen.map(matrix) };
   };
 
   const turning = (name, s) => {
     const pairs = s.dim / 2;
     const step = Math.max(1, Math.floor(s.window / TURNS));
-    const chosen = posswap.numbers.unique([0, Math.floor(pairs / 2), pairs - 1]);
+    const chosen = unique([0, Math.floor(pairs / 2), pairs - 1]);
     const at = (pair) => range(TURNS).map((n) => n * (pair === 0 ? 1 : step));
     return chosen.map((pair) => ({ pair, positions: at(pair), points: rotary.turned(name, s, pair, at(pair)) }));
   };
@@ -62,6 +62,13 @@ posswap.data = (() => {
     return { places: at, rows: table.rows(s, at, Math.min(COLUMNS, s.heads * s.dim)) };
   };
 
+  // The cosine of the first row with the row d after it; rows that are a window apart are among them.
+  const similarity = (name, s) => {
+    const ends = range(Math.floor((target(s) - 1) / s.window)).flatMap((k) => [-1, 0, 1].map((by) => (k + 1) * s.window + by));
+    const at = unique([...distances(target(s)), ...ends.filter((d) => d < target(s))]).sort((a, b) => a - b);
+    return { distances: at, values: at.map((d) => table.likeness(name, s, d)) };
+  };
+
   const PICTURES = {
     wavelengths: (name, s) => rotary.wavelengths(name, s),
     scores,
@@ -69,6 +76,7 @@ posswap.data = (() => {
     bias: biases,
     turning,
     table: waves,
+    similarity,
   };
 
   return (picture, name, s) => PICTURES[picture](name, s);
@@ -82,4 +90,5 @@ posswap.takes = {
   bias: posswap.bias.NAMES,
   turning: posswap.rotary.NAMES,
   table: ["sinusoidal"],
+  similarity: posswap.table.NAMES,
 };

@@ -1,6 +1,6 @@
 "use strict";
 // Everything lives in one object. Settings s: base, factor, window (tokens of the model), heads, dim (of a head).
-const posswap = {};
+const posswap = { given: JSON.parse(document.getElementById("settings").textContent) };
 
 posswap.numbers = (() => {
   const range = (count) => Array.from({ length: count }, (_, i) => i);
@@ -30,7 +30,10 @@ posswap.numbers = (() => {
 
   const sum = (values) => values.reduce((total, value) => total + value, 0);
 
-  return { range, clamp, unique, round, target, factor, distances, places, sum };
+  // float32 numbers, as Python packed them.
+  const unpacked = (text) => new Float32Array(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
+
+  return { unpacked, range, clamp, unique, round, target, factor, distances, places, sum };
 })();
 
 // What the scheme's own code would refuse, too.

@@ -74,16 +74,21 @@ posswap.pictures = (() => {
     return all.map(({ name }, k) => `${name}: the farthest seems ${short(flat[k].reduce((high, value) => Math.max(high, value), 0))} tokens away, of ${target(s) - 1}`);
   };
 
+  const extent = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
+
+  // Each scheme has colours of its own: learned ones begin with numbers that beside ALiBi's would be one colour.
   const bias = (place, all, s) => {
-    const least = Math.min(...all.flatMap(({ found }) => found.matrices.flat(2).filter((value) => value !== null)));
-    const low = Math.max(Math.min(least, -1e-9), FLOOR);
-    const made = all.flatMap(({ style, name, found }) =>
-      found.matrices.map((rows, k) =>
-        maps.figure(style, `${name}, head ${found.heads[k]}`, maps.canvas(rows, low, 0, maps.AMOUNT, `${name}, head ${found.heads[k]}`), "down: query; to the right: key", null),
-      ),
-    );
-    place.replaceChildren(html("div", { class: "maps" }, ...made), maps.bar(short(low), "0", maps.AMOUNT));
-    return all.map(({ name, found }) => `${name}: down to ${short(Math.min(...found.matrices.flat(2).filter((value) => value !== null)))} in the heads shown`);
+    const ends = all.map(({ found }) => extent(found.matrices.flat(2).filter((value) => value !== null)));
+    const drawn = all.flatMap(({ style, name, found }, k) => {
+      const [low, high] = [Math.max(ends[k][0], FLOOR), ends[k][1]];
+      const made = found.matrices.map((rows, at) => {
+        const heading = `${name}, head ${found.heads[at]}`;
+        return maps.figure(style, heading, maps.canvas(rows, low === high ? low - 1 : low, high, maps.AMOUNT, heading), "down: query; to the right: key", null);
+      });
+      return [html("div", { class: "maps" }, ...made), maps.bar(short(low), short(high), maps.AMOUNT)];
+    });
+    place.replaceChildren(...drawn);
+    return all.map(({ name }, k) => `${name}: from ${ends[k].map(short).join(" to ")} in the heads shown`);
   };
 
   const turning = (place, all, s) => {
@@ -109,7 +114,24 @@ posswap.pictures = (() => {
     return all.map(({ name }) => `${name}: ${s.heads * s.dim} dimensions, the slowest wave is ${short(2 * Math.PI * s.base ** (1 - 2 / (s.heads * s.dim)))} tokens long`);
   };
 
-  const DRAW = { wavelengths, scores, relative, bias, turning, table };
+  const similarity = (place, all, s) => {
+    const series = all.map(({ style, name, found: { distances, values } }) => ({ style, name, points: distances.map((d, k) => [d + 1, values[k]]) }));
+    lines.draw(place, {
+      title: "Likeness of the first position and others",
+      x: { label: "distance d + 1, tokens", kind: lines.log, low: 1, high: target(s) },
+      y: { label: "cosine of two rows", kind: lines.plain, low: -0.4, high: 1.05 },
+      series,
+      marks: target(s) > s.window ? [{ value: s.window, text: "original window", way: "up" }] : [],
+      hint: "The row of the first position, and the one d after it.",
+      tell: (d) => `distance ${d - 1}`,
+    });
+    return all.map(({ name, found: { distances, values } }) => {
+      const alike = distances.filter((d, k) => d > 0 && values[k] > 0.5);
+      return `${name}: ${alike.length ? `the farthest row that is more than half alike is ${alike.at(-1)} away` : "no other row is more than half alike"}`;
+    });
+  };
+
+  const DRAW = { wavelengths, scores, relative, bias, turning, table, similarity };
 
   // Draw every picture of the page for the chosen schemes.
   const drawAll = (chosen, s) => {
@@ -122,6 +144,8 @@ posswap.pictures = (() => {
       const said = draw(section.querySelector(".place"), all, s);
       section.querySelector(".said").replaceChildren(...said.map((text, k) => html("li", {}, mark(all[k].style), text)));
     }
+    const about = chosen.filter((style) => style.words);
+    document.getElementById("words").replaceChildren(...about.map((style) => html("li", {}, mark(style), `${style.title}: ${style.words}`)));
     const told = document.getElementById("refused");
     told.replaceChildren(...posswap.numbers.unique(refused).map((text) => html("p", { class: "warning" }, text)));
   };

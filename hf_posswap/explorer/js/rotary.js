@@ -33,6 +33,12 @@ posswap.rotary = (() => {
       return ((1 - kept) * theta) / factor(s) + kept * theta;
     });
 
+  // Divisors that rise evenly from 1 to the factor stand for those that a search finds.
+  const divided = (s) => {
+    const pairs = s.dim / 2;
+    return plain(s.base, s.dim).map((theta, i) => theta / (1 + ((factor(s) - 1) * i) / Math.max(1, pairs - 1)));
+  };
+
   const shared = (s) => {
     const kept = Math.floor(SHARE * (s.dim / 2) + 1e-9);
     if (kept === 0) throw new posswap.Refused("p = 0.75 of the pairs is none");
@@ -47,6 +53,7 @@ posswap.rotary = (() => {
     ntk_by_parts: byParts,
     yarn: byParts,
     llama3,
+    longrope: divided,
     p_rope: shared,
     xpos: (s) => plain(s.base, s.dim),
   };
@@ -54,7 +61,11 @@ posswap.rotary = (() => {
   const theta = (name, s) => THETA[name](s);
 
   // The factor on cos and sin.
-  const attention = (name, s) => (name === "yarn" && factor(s) > 1 ? 0.1 * Math.log(factor(s)) + 1 : 1);
+  const attention = (name, s) => {
+    const grown = factor(s);
+    if (name === "yarn" && grown > 1) return 0.1 * Math.log(grown) + 1;
+    return name === "longrope" ? Math.sqrt(1 + Math.log(grown) / Math.log(s.window)) : 1;
+  };
 
   // What a pair's product keeps at distance d: 1, or xPos's decay.
   const decay = (name, s, i, d) => {

@@ -42,7 +42,8 @@ def draw_wavelengths(subjects: Sequence[Shown], path: Path, *, dark: bool = Fals
         for number, subject in enumerate(subjects):
             lengths = numbers.wavelengths(subject)
             shown = lengths.masked_fill(lengths.isinf(), torch.nan)
-            panel.plot(range(len(lengths)), shown.numpy(), label=subject.name, **page.line(number))
+            look = page.marked_line(number, len(subjects), len(lengths))
+            panel.plot(range(len(lengths)), shown.numpy(), label=subject.name, **look)
         panel.set_yscale("log", base=10)
         page.mark(panel, window, f"original window, {window}", vertical=False)
         if target != window:
@@ -66,30 +67,40 @@ def draw_scores(subjects: Sequence[Shown], path: Path, *, dark: bool = False) ->
     """
     first = subjects[0]
     window, target = first.geometry.original_length, first.length
-    distances = torch.logspace(0, math.log2(target), _POINTS, base=2.0).round().long().unique() - 1
+    distances = _distances(window, target)
+    places = (distances + 1).numpy()
     below = "The last query and the key d tokens before it, both of ones; lines are means of heads, bands all heads."
-    said = []
+    found = [numbers.scores_by_distance(subject, distances) for subject in subjects]
     with sheet(path, "Attention score by distance", below, height=3.6, dark=dark) as page:
         panel = page.panels[0]
         page.ruled(panel)
-        places = (distances + 1).numpy()
-        for number, subject in enumerate(subjects):
-            made = numbers.scores_by_distance(subject, distances)
-            look = page.line(number) | {"marker": None}
+        for number, (subject, made) in enumerate(zip(subjects, found, strict=True)):
+            look = page.marked_line(number, len(subjects), len(places))
             panel.plot(places, made.mean(0).numpy(), label=subject.name, **look)
             low, high = made.amin(0).numpy(), made.amax(0).numpy()
             if (low < high).any():
                 panel.fill_between(places, low, high, color=look["color"], alpha=0.12, linewidth=0)
-            at = [int((distances - place).abs().argmin()) for place in (0, window - 1, target - 1)]
-            values = ", ".join(f"{made.mean(0)[one]:.2f} at {int(distances[one])}" for one in at)
-            said.append(f"{subject.name}: {values}")
-        whole = subjects[0].geometry.head_dim ** 0.5
-        panel.set_ylim(-_BELOW * whole, 1.5 * whole)
-        panel.set_xscale("log", base=2)
+        lowest = max(min(float(made.min()) for made in found), -_BELOW * first.geometry.head_dim**0.5)
+        highest = max(float(made.max()) for made in found)
+        room = 0.05 * (highest - lowest) or 1.0
+        panel.set_ylim(lowest - room, highest + room)
+        page.length_axis(panel, target)
         page.mark(panel, window, "original window", vertical=True)
         page.axes(panel, "distance d + 1, tokens", "score (before the softmax)")
         page.legend(panel)
-    return said
+    at = [int((distances == place).nonzero()) for place in (0, window - 1, target - 1)]
+    return [
+        f"{subject.name}: "
+        + ", ".join(f"{made.mean(0)[one]:.2f} at {int(distances[one])}" for one in at)
+        + numbers.as_it_begins(subject)
+        for subject, made in zip(subjects, found, strict=True)
+    ]
+
+
+def _distances(window: int, target: int) -> torch.Tensor:
+    """Return whole distances, evenly spread in their logarithm, the last of the window and of all among them."""
+    spread = torch.logspace(0, math.log2(target), _POINTS, base=2.0).round().long() - 1
+    return torch.cat((spread, torch.tensor([window - 1, target - 1]))).unique()
 
 
 def draw_waves(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> list[str]:
@@ -135,7 +146,7 @@ def draw_similarity_by_distance(subjects: Sequence[Shown], path: Path, *, dark: 
         page.ruled(panel)
         for number, subject in enumerate(subjects):
             made = numbers.similarity_by_distance(numbers.table_rows(subject))
-            panel.plot(made.numpy(), label=subject.name, **(page.line(number) | {"marker": None}))
+            panel.plot(made.numpy(), label=subject.name, **page.marked_line(number, len(subjects), len(made)))
             said.append(f"{subject.name}: {made[1]:.2f} one apart, {made[len(made) // 2]:.2f} {len(made) // 2} apart")
         page.mark(panel, subjects[0].geometry.original_length, "original window", vertical=True)
         page.axes(panel, "distance d, tokens", "cosine")
@@ -171,12 +182,25 @@ def draw_turning(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -
                 panel.plot(
                     _CIRCLE.cos().numpy(), _CIRCLE.sin().numpy(), color=page.colours["grid"], linewidth=0.8, zorder=1
                 )
-                panel.scatter(made[:, one], made[:, other], c=places.numpy(), cmap="cividis", s=14, zorder=2)
+                panel.scatter(
+                    made[:, one],
+                    made[:, other],
+                    c=places.numpy(),
+                    cmap="cividis",
+                    s=14,
+                    zorder=2,
+                    edgecolors=page.colours["faint"],
+                    linewidths=0.4,
+                )
                 panel.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal")
                 turn = f"{lengths[pair]:,.0f} tokens a turn" if lengths[pair].isfinite() else "it does not turn"
                 page.name(panel, f"{subject.name}, pair {pair}\n{turn}")
-            within = window / lengths[-1]
-            said.append(f"{subject.name}: within the window the slowest pair makes {within:.3g} of a turn")
+            within, size = window / lengths[-1], float(numbers.turned(subject, vector, places).norm(dim=-1)[0])
+            longer = size / float(vector.norm())
+            said.append(
+                f"{subject.name}: within the window the slowest pair makes {within:.3g} of a turn"
+                + (f"; cos and sin are times {longer:.3g}" if abs(longer - 1) > 1e-4 else "")
+            )
     return said
 
 

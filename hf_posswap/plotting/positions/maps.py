@@ -15,6 +15,8 @@ from hf_posswap.plotting.positions.sheet import AMOUNT, SIGNED, sheet
 
 _SIDE = 96
 """Positions along a side of a map: more are not seen."""
+_HEIGHTS = {1: 3.0, 2: 2.7, 3: 1.95}
+"""Of a row of square maps, in inches, by how many stand beside each other."""
 _FLOOR = -30.0
 PLACES = (0, 50, 99)
 """Of the one token whose vector is drawn."""
@@ -56,15 +58,23 @@ def draw_similarity(subjects: Sequence[Shown], path: Path, *, dark: bool = False
         path: of the picture, a .png; an .svg is drawn beside it.
         dark: for a dark page.
     """
-    below = "The cosine of the rows of two positions: the diagonal is 1."
-    columns = min(3, len(subjects))
+    below = "The cosine of the rows of two positions. A cell that holds several pairs shows the strongest."
+    columns = _columns(len(subjects))
     said = []
     with sheet(
-        path, "Likeness of positions", below, rows=-(-len(subjects) // columns), columns=columns, height=2.3, dark=dark
+        path,
+        "Likeness of positions",
+        below,
+        rows=-(-len(subjects) // columns),
+        columns=columns,
+        height=_HEIGHTS[columns],
+        dark=dark,
     ) as page:
         for subject, panel in zip(subjects, page.panels, strict=False):
             made = numbers.similarities(numbers.table_rows(subject))
-            image = panel.imshow(made.numpy(), cmap=SIGNED, vmin=-1, vmax=1, interpolation="nearest")
+            cells = numbers.strongest(made, _SIDE).numpy()
+            ends = (-0.5, len(made) - 0.5, len(made) - 0.5, -0.5)
+            image = panel.imshow(cells, cmap=SIGNED, vmin=-1, vmax=1, extent=ends, interpolation="nearest")
             page.name(panel, subject.name)
             page.axes(panel, "position", "position")
             said.append(f"{subject.name}: neighbours {made.diagonal(1).mean():.2f}, first and last {made[0, -1]:.2f}")
@@ -85,13 +95,15 @@ def draw_bias(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> l
         f"What is added to the score of query i and key j; from {_FLOOR:.0f} down a key has no weight, and one colour."
     )
     said = []
-    with sheet(path, "Bias by query and key", below, rows=len(subjects), columns=3, height=2.2, dark=dark) as page:
+    with sheet(
+        path, "Bias by query and key", below, rows=len(subjects), columns=3, height=_HEIGHTS[3], dark=dark
+    ) as page:
         for row, subject in enumerate(subjects):
             at = _places(subject.length)
             made = numbers.scores(subject, at, at, query=torch.zeros(subject.geometry.head_dim))
             heads = _three(len(made))
             least, high = (float(fold(made.nan_to_num(0))) for fold in (torch.min, torch.max))
-            low = max(least, _FLOOR)
+            low = max(least, _FLOOR) - (least == high)  # colours need two ends
             for column, head in enumerate(heads):
                 panel = page.panels[3 * row + column]
                 image = panel.imshow(
@@ -100,7 +112,9 @@ def draw_bias(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> l
                 page.name(panel, f"{subject.name}: head {head}")
                 page.axes(panel, "key j", "query i")
             page.bar(image, page.panels[3 * row : 3 * row + 3], "bias")
-            said.append(f"{subject.name}: from {least:.3g} to {high:.3g} over {len(made)} heads")
+            said.append(
+                f"{subject.name}: from {least:.3g} to {high:.3g} over {len(made)} heads{numbers.as_it_begins(subject)}"
+            )
     return said
 
 
@@ -114,7 +128,7 @@ def draw_relative(subjects: Sequence[Shown], path: Path, *, dark: bool = False) 
     """
     window = subjects[0].geometry.original_length
     below = f"Distances as the slowest pair that turns tells them. Beyond {window} (the line) the model met none."
-    columns = min(3, len(subjects))
+    columns = _columns(len(subjects))
     found = []
     for subject in subjects:
         at = _places(subject.length)
@@ -126,7 +140,7 @@ def draw_relative(subjects: Sequence[Shown], path: Path, *, dark: bool = False) 
         below,
         rows=-(-len(found) // columns),
         columns=columns,
-        height=2.3,
+        height=_HEIGHTS[columns],
         dark=dark,
     ) as page:
         for (subject, at, made), panel in zip(found, page.panels, strict=False):
@@ -191,6 +205,11 @@ def _places(length: int) -> Tensor:
 def _extent(at: Tensor) -> tuple[float, float, float, float]:
     last = float(at[-1])
     return -0.5, last + 0.5, last + 0.5, -0.5
+
+
+def _columns(maps: int) -> int:
+    """Return how many maps stand beside each other: three at most, four in a square."""
+    return 2 if maps == 4 else min(3, maps)
 
 
 def _three(heads: int) -> list[int]:

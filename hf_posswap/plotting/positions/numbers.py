@@ -215,6 +215,19 @@ def _mechanism(subject: Shown, layer: int) -> Mechanism | None:
     return found.requires_grad_(False)
 
 
+def as_it_begins(subject: Shown) -> str:
+    """Return words for a scheme that is learned, of which a picture shows what it begins with; none for others.
+
+    Example:
+        >>> from hf_posswap.schemes import Alibi, T5Bias
+        >>> [as_it_begins(shown(scheme, sample_geometry())) for scheme in (Alibi(), T5Bias())]
+        ['', ' (learned: as it begins)']
+    """
+    mechanism = _mechanism(subject, 0)
+    learned = mechanism is not None and any(True for _ in mechanism.parameters())
+    return " (learned: as it begins)" if learned else ""
+
+
 def scores_by_distance(subject: Shown, distances: Tensor, layer: int = 0) -> Tensor:
     """Return the score of the last query with the key each of `distances` [N] before it, [H, N]: see `scores`."""
     last = torch.tensor([int(distances.max())])
@@ -277,6 +290,22 @@ def similarities(rows: Tensor) -> Tensor:
     """
     unit = torch.nn.functional.normalize(rows, dim=-1)
     return unit @ unit.mT
+
+
+def strongest(values: Tensor, side: int) -> Tensor:
+    """Return `values` [N, N] in at most `side` x `side` cells, of each the value farthest from 0.
+
+    A picture has fewer dots than a long table has rows: without this it would leave out most diagonals.
+
+    Example:
+        >>> strongest(torch.tensor([[1.0, 0.0, 0.2], [0.0, 1.0, 0.0], [0.2, -0.3, 1.0]]), 2).tolist()
+        [[1.0, 0.20000000298023224], [-0.30000001192092896, 1.0]]
+    """
+    cell = -(-len(values) // side)
+    missing = -len(values) % cell
+    whole = torch.nn.functional.pad(values, (0, missing, 0, missing))
+    cells = whole.unfold(0, cell, cell).unfold(1, cell, cell).flatten(2)  # [side, side, cell^2]
+    return cells.gather(2, cells.abs().argmax(dim=2, keepdim=True))[..., 0]
 
 
 def similarity_by_distance(rows: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import MissingDependencyError
 from hf_posswap.plotting import canvas
-from hf_posswap.plotting.styles import Style, is_dashed, style_of
+from hf_posswap.plotting.styles import Style, stroke_of, style_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +22,8 @@ _DARK = {"paper": "#16191d", "ink": "#e9ecef", "faint": "#98a1ab", "grid": "#343
 SIGNED = "RdBu_r"
 """Colours of values around 0, and of those from 0 on: both are told apart by any colour vision."""
 AMOUNT = "cividis"
+_MARKS = 9
+"""Of a line."""
 
 
 class Sheet:
@@ -76,13 +78,36 @@ class Sheet:
             "marker": style.marker,
             "markersize": 4,
             "linewidth": 1.5,
-            "linestyle": (0, (4, 2)) if is_dashed(number) else "-",
+            "linestyle": canvas.DASHES[stroke_of(number)],
         }
+
+    def marked_line(self, number: int, count: int, points: int) -> dict[str, Any]:
+        """Return `line`, with a mark here and there: where lines of `count` schemes lie on each other, all are seen.
+
+        Args:
+            number: of the scheme.
+            count: of schemes in the panel.
+            points: of its line.
+        """
+        step = max(count, points // _MARKS)
+        return self.line(number) | {"markevery": (step * number // count, step)}
+
+    def length_axis(self, panel: Axes, tokens: int) -> None:
+        """Make x a log axis from 1 to `tokens`, whose ticks read as plain numbers."""
+        panel.set_xscale("log", base=2)
+        ticks = [4**power for power in range(20) if 4**power <= tokens]
+        panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        panel.minorticks_off()
 
     def legend(self, panel: Axes) -> None:
         """Name the lines of a panel beside it."""
         panel.legend(
-            fontsize=8, frameon=False, labelcolor=self.colours["ink"], loc="center left", bbox_to_anchor=(1.0, 0.5)
+            fontsize=8,
+            frameon=False,
+            labelcolor=self.colours["ink"],
+            loc="center left",
+            bbox_to_anchor=(1.0, 0.5),
+            handlelength=2.8,
         )
 
     def bar(self, image: Any, panels: Any, text: str) -> None:
@@ -107,6 +132,7 @@ class Sheet:
             ha="right",
             va="top" if vertical else "bottom",
             rotation=90 if vertical else 0,
+            bbox={"facecolor": self.colours["paper"], "edgecolor": "none", "alpha": 0.75, "pad": 1},
         )
 
 
