@@ -18,7 +18,7 @@ def header_shapes(path: Path) -> Shapes:
     """Return names and shapes of the tensors in a safetensors file, from its header alone.
 
     Raises:
-        CheckpointError: it has no such header.
+        CheckpointError: it has no such header, or ends before its last tensor.
     """
     try:
         with path.open("rb") as file:
@@ -26,10 +26,27 @@ def header_shapes(path: Path) -> Shapes:
             if size > min(_MOST_HEADER, path.stat().st_size - 8):
                 raise ValueError(f"a header of {size} bytes")
             header = json.loads(file.read(size))
+        _check_whole(header, path.stat().st_size - 8 - size)
         found = {name: tuple(map(int, entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        struct.error,
+        RecursionError,
+    ) as error:
         raise CheckpointError(f"{path} has no readable safetensors header: {error}. Copy or make it again.") from error
     return found
+
+
+def _check_whole(header: dict[str, Any], size: int) -> None:
+    """Raise a ValueError where `size` bytes do not hold the tensors of a header."""
+    wanted = max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"), default=0)
+    if wanted > size:
+        raise ValueError(f"its tensors take {wanted} bytes, and {size} are there")
 
 
 def folder_shapes(folder: Path) -> Shapes | None:
