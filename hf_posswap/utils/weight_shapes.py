@@ -26,8 +26,10 @@ def header_shapes(path: Path) -> Shapes:
             if size > min(_MOST_HEADER, path.stat().st_size - 8):
                 raise ValueError(f"a header of {size} bytes")
             header = json.loads(file.read(size))
-        _check_whole(header, path.stat().st_size - 8 - size)
-        found = {name: tuple(map(int, entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        found = {name: tuple(map(int, entry["shape"])) for name, entry in tensors.items()}
+        wanted = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+        held = path.stat().st_size - 8 - size
     except (
         OSError,
         ValueError,
@@ -39,14 +41,11 @@ def header_shapes(path: Path) -> Shapes:
         RecursionError,
     ) as error:
         raise CheckpointError(f"{path} has no readable safetensors header: {error}. Copy or make it again.") from error
+    if wanted > held:
+        raise CheckpointError(
+            f"{path} is cut off: its tensors take {wanted} bytes, and it has {held}. Copy or make it again."
+        )
     return found
-
-
-def _check_whole(header: dict[str, Any], size: int) -> None:
-    """Raise a ValueError where `size` bytes do not hold the tensors of a header."""
-    wanted = max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"), default=0)
-    if wanted > size:
-        raise ValueError(f"its tensors take {wanted} bytes, and {size} are there")
 
 
 def folder_shapes(folder: Path) -> Shapes | None:
