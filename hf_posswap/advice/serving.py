@@ -69,7 +69,10 @@ def serving_of(
 
 
 def _judged(target: str, found: Stated, converted: str) -> Serving:
-    judgement = judge(target, found)
+    try:
+        judgement = judge(target, found)
+    except UnsupportedModelError as error:
+        return Serving(target, "unknown", str(error), "", converted)
     return Serving(target, judgement.verdict, judgement.why, judgement.claim.source, converted)
 
 

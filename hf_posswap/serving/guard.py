@@ -73,7 +73,7 @@ def _refuse_native(model: Any, config: Any) -> None:
     """Refuse a checkpoint that stock transformers runs, whose rotation vLLM would compute wrongly."""
     try:
         found = stated(config)
-    except UnsupportedModelError:  # rope parameters for each layer type: none of those is known to be wrong
+    except UnsupportedModelError:  # it states no length: nothing of that kind is known to be wrong
         return
     problem = rope_problem(found, model.max_model_len, is_own=not model.using_transformers_backend())
     if problem is not None:

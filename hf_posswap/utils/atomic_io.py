@@ -69,7 +69,7 @@ def replacing(path: Path, *, tidy: bool = True) -> Iterator[Path]:
     except Exception as error:
         if not _is_about_writing(error):
             raise
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise CheckpointError(
             f"cannot write {shown(path)}: {reason}. Free some space or choose another folder."
         ) from error
@@ -207,6 +207,20 @@ def writable_folder(path: Path) -> Path:
             f"cannot write to the folder {shown(path)}: {error.strerror or error}. Choose another."
         ) from error
     return path
+
+
+def check_room(path: Path, size: int) -> None:
+    """Raise a CheckpointError where a file of `size` bytes does not go onto the disk of `path`, whose folder may lack.
+
+    For writers that end the whole process on a full disk, as torch.save does.
+    """
+    held = next(folder for folder in path.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(held).free
+    if size > free:
+        raise CheckpointError(
+            f"cannot write {shown(path)}: it takes {size / 2**20:.1f} MiB, and {free / 2**20:.1f} MiB are free. Free "
+            "some space or choose another folder."
+        )
 
 
 def cache_folder(chosen: Path | None) -> Path:

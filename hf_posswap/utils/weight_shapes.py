@@ -18,7 +18,7 @@ def header_shapes(path: Path) -> Shapes:
     """Return names and shapes of the tensors in a safetensors file, from its header alone.
 
     Raises:
-        CheckpointError: it has no such header.
+        CheckpointError: it has no such header, or ends before its last tensor.
     """
     try:
         with path.open("rb") as file:
@@ -26,9 +26,25 @@ def header_shapes(path: Path) -> Shapes:
             if size > min(_MOST_HEADER, path.stat().st_size - 8):
                 raise ValueError(f"a header of {size} bytes")
             header = json.loads(file.read(size))
-        found = {name: tuple(map(int, entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        found = {name: tuple(map(int, entry["shape"])) for name, entry in tensors.items()}
+        wanted = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+        held = path.stat().st_size - 8 - size
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        struct.error,
+        RecursionError,
+    ) as error:
         raise CheckpointError(f"{path} has no readable safetensors header: {error}. Copy or make it again.") from error
+    if wanted > held:
+        raise CheckpointError(
+            f"{path} is cut off: its tensors take {wanted} bytes, and it has {held}. Copy or make it again."
+        )
     return found
 
 

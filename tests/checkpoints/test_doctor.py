@@ -393,6 +393,15 @@ def test_a_cut_weights_file_is_refused(length: int, llama: Path, tmp_path: Path)
         doctor(path)
 
 
+def test_weights_without_their_end_are_refused(llama: Path, tmp_path: Path) -> None:
+    path = edited(llama, tmp_path / "x")
+    weights = path / "model.safetensors"
+    assert header_shapes(weights)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="is cut off: its tensors take"):
+        doctor(path)
+
+
 @pytest.mark.parametrize("header", [b"[1]", b'{"a": {"shape": "x"}}', b'{"a": 3}', b'{"a": {}}', b"nonsense"])
 def test_a_hostile_safetensors_header_is_refused(header: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"

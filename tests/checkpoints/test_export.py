@@ -430,8 +430,41 @@ def test_wrong_targets_and_folders_are_refused(tmp_path: Path) -> None:
         export(tmp_path / "missing", "vllm")
     nested = transformers.Gemma3TextConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=11)
     nested.save_pretrained(tmp_path / "gemma3")
-    with pytest.raises(UnsupportedModelError, match="Gemma3TextConfig has rope parameters for each layer type"):
-        export(tmp_path / "gemma3", "vllm")
+    with pytest.raises(UnsupportedModelError, match="each type of layers: what sglang makes of those in"):
+        export(tmp_path / "gemma3", "sglang")
+
+
+def test_half_a_checkpoint_is_not_copied(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "x", "llama", "yarn", factor=4.0)
+    (folder / "notes.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"cannot copy .*notes.txt to .*out: .*No such file .* Nothing was"):
+        export(folder, "vllm", tmp_path / "out")
+    (folder / "notes.txt").unlink()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="model.safetensors is cut off"):
+        export(folder, "vllm", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="cannot load"):
+        export(folder, "llamacpp", tmp_path / "out.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize(("target", "name"), [("vllm", "out"), ("llamacpp", "out.gguf"), ("torch", "out.pt2")])
+def test_a_link_to_nowhere_is_not_written_over(target: str, name: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "x", "llama", "ntk", factor=4.0)
+    (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"give a (file|folder) that is new"):
+        export(folder, target, tmp_path / name)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_record_that_lies_of_the_length_is_not_believed(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "x", "llama", "dynamic", factor=4.0)
+    config = json.loads((folder / "config.json").read_text())
+    assert stated(read(folder)).original == LENGTH
+    config["posswap"]["original"]["max_position_embeddings"] = 10**6
+    (folder / "config.json").write_text(json.dumps(config))
+    assert stated(read(folder)).original == LENGTH
 
 
 def test_the_command_writes_the_config_and_says_the_verdict(tmp_path: Path) -> None:

@@ -25,16 +25,25 @@ from hf_posswap.checkpoints.exports.graph_file import write_graph
 from hf_posswap.checkpoints.exports.mechanism import stated
 from hf_posswap.checkpoints.exports.rotary_by_length import follow_length
 from hf_posswap.checkpoints.exports.traced import behind_padding, signature_of
-from hf_posswap.errors import CheckpointError, MissingDependencyError, SwapVerificationError, UnsupportedSwapError
+from hf_posswap.errors import (
+    CheckpointError,
+    MissingDependencyError,
+    SwapVerificationError,
+    UnsupportedModelError,
+    UnsupportedSwapError,
+)
 from hf_posswap.patching.inspect.describe import read_config
-from tests.contract.models import LENGTH, PADDING, VOCABULARY, build
+from hf_posswap.testing.tiny import tiny_model
+from tests.contract.models import LENGTH, PADDING, TINY, VOCABULARY, build
 from tests.contract.paired import PAIRED
+from tests.serving.seen import Record, Seen, swap_words
 
 onnxruntime = pytest.importorskip(
     "onnxruntime", reason="onnxruntime is not installed, so no claim about it is tested: pip install -e '.[onnx]'"
 )
 LISTS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 LONG = 4 * LENGTH
+NEW = 8  # tokens that are generated
 BOUND = 1e-4  # nats; float32 on both sides, and logits of 3 to 5
 WRONG = 0.1  # nats; what another mechanism is at least off by on these weights
 
@@ -46,6 +55,12 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], int]] = {
     "dynamic": ("llama", "dynamic", {"factor": 4.0}, LONG),
     "dynamic, neox": ("gpt_neox", "dynamic", {"factor": 4.0}, LONG),
     "linear, neox": ("gpt_neox", "linear", {"factor": 4.0}, LONG),
+    "gemma3": ("gemma3_text", None, {}, LENGTH),
+    "yarn, gemma3": ("gemma3_text", "yarn", {"factor": 4.0}, LONG),
+    "longrope, gemma3": ("gemma3_text", "longrope", {"factor": 4.0} | LISTS, LONG),
+    "dynamic, gemma3": ("gemma3_text", "dynamic", {"factor": 4.0}, LONG),
+    "modernbert": ("modernbert", None, {}, LENGTH),
+    "dynamic, modernbert": ("modernbert", "dynamic", {"factor": 4.0}, LONG),
     "rnope": ("llama", "rnope", {"every": 2}, LONG),
     "self_extend": ("llama", "self_extend", {"window": 8, "group": 4}, 3 * LENGTH),
     "dual_chunk": ("llama", "dual_chunk", {}, LENGTH),
@@ -63,17 +78,28 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], int]] = {
     "learned, roberta": ("roberta", None, {}, LENGTH),
     "t5, bert": ("bert", "t5", {"max_length": LONG}, LONG),
 }
-SLOW = ("longrope", "dynamic", "self_extend", "learned", "t5, bert")
+SLOW = ("longrope", "dynamic", "longrope, gemma3", "dynamic, modernbert", "self_extend", "learned", "t5, bert")
 """The cases that run with the slow tests, between them on all of the code; the others are exhaustive."""
-PROGRAMS = ("llama", "longrope", "dynamic", "self_extend", "learned", "alibi", "t5, bert")
+PROGRAMS = (*SLOW, "llama", "alibi", "modernbert")
 """The cases that torch.export is tried with as well: ONNX goes through it."""
 MARKED = [pytest.param(case, marks=pytest.mark.slow if case in SLOW else pytest.mark.exhaustive) for case in CASES]
+# Each type of layers has rope parameters of its own there, and the frequencies are far enough apart to tell.
+BY_LAYER_TYPE: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"max_position_embeddings": LENGTH, "sliding_window": 8, "pad_token_id": PADDING},
+    "modernbert": {
+        "max_position_embeddings": LENGTH,
+        "local_attention": 8,
+        "pad_token_id": PADDING,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+    },
+}
 Run = Callable[[dict[str, Tensor]], Tensor]
 
 
 def swapped(case: str) -> Any:
     name, scheme, options, _ = CASES[case]
-    model = build(name)
+    model = build(name) if name in TINY else tiny_model(name, meta=False, vocab_size=VOCABULARY, **BY_LAYER_TYPE[name])
     return model if scheme is None else patch_model(model, scheme, **options)
 
 
@@ -116,10 +142,14 @@ def batch(rows: list[Tensor], side: str) -> dict[str, Tensor]:
     return inputs | {"token_type_ids": torch.zeros_like(inputs["input_ids"])}
 
 
+def lengths_of(longest: int) -> list[int]:
+    return [count for count in sorted({1, 2, 9, LENGTH, LENGTH + 1, longest}) if count <= longest]
+
+
 def differences(run: Run, case: str, longest: int) -> Iterator[float]:
     """Give how far log probabilities are from the model's, text by text, in nats: alone and in padded batches."""
     sides = ("right",) if case == "learned, bert" else ("right", "left")  # stock BERT counts padding
-    alone = [[words(count)] for count in sorted({1, 2, 9, LENGTH, LENGTH + 1, longest}) if count <= longest]
+    alone = [[words(count)] for count in lengths_of(longest)]
     near = min(longest, LENGTH)  # angles that follow the length are those of the longest row
     together = [[words(near), words(3), words(near - 1)], [words(5), words(6)]]
     for rows, side in [*((one, "right") for one in alone), *((many, side) for many in together for side in sides)]:
@@ -132,23 +162,38 @@ def differences(run: Run, case: str, longest: int) -> Iterator[float]:
             yield float((own - expected).abs().max())
 
 
-def check(case: str, target: str, path: Path, folder: Path) -> None:
+def greedy(run: Run, case: str, longest: int) -> int:
+    """Return how many of NEW tokens that `generate` adds up to the `longest` text the graph takes as well."""
+    begun = words(longest - NEW)[None]
+    asked = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "use_cache": False}  # a graph has none
+    ids = swapped(case).generate(begun, **asked)[0]
+    return int((run(batch([ids], "right"))[0, -NEW - 1 : -1].argmax(-1) == ids[-NEW:]).sum())
+
+
+def check(case: str, target: str, path: Path, folder: Path, record: Record) -> None:
     made = export(saved(folder, swapped(case)), target, path)
     assert row_of(folder, target).known == "tested"
     assert made.verdict == "exact"
     assert f"'{path}'" in made.command
     assert "it gives the model's outputs for texts of 1 to" in made.notes["compared"]
-    assert max(differences(opened(made), case, CASES[case][3])) < BOUND
+    name, scheme, options, longest = CASES[case]
+    run = opened(made)
+    most, new = max(differences(run, case, longest)), NEW if swapped(case).can_generate() else 0
+    same = greedy(run, case, longest) if new else 0
+    seen = Seen(ENGINES[target], name, swap_words(scheme, options), lengths_of(longest), most, same, new)
+    seen.keep(record)
+    assert most < BOUND
+    assert same == new
 
 
 @pytest.mark.parametrize("case", MARKED)
-def test_onnxruntime_computes_what_the_model_does(case: str, tmp_path: Path) -> None:
-    check(case, "onnx", tmp_path / "m.onnx", tmp_path / "x")
+def test_onnxruntime_computes_what_the_model_does(case: str, tmp_path: Path, record_property: Record) -> None:
+    check(case, "onnx", tmp_path / "m.onnx", tmp_path / "x", record_property)
 
 
 @pytest.mark.parametrize("case", [each for each in MARKED if each.values[0] in PROGRAMS])
-def test_a_program_of_torch_computes_what_the_model_does(case: str, tmp_path: Path) -> None:
-    check(case, "torch", tmp_path / "m.pt2", tmp_path / "x")
+def test_a_program_of_torch_computes_what_the_model_does(case: str, tmp_path: Path, record_property: Record) -> None:
+    check(case, "torch", tmp_path / "m.pt2", tmp_path / "x", record_property)
 
 
 @pytest.mark.slow
@@ -256,6 +301,15 @@ def test_angles_by_length_are_those_of_transformers(kind: str) -> None:
 def test_positions_begin_behind_padding() -> None:
     mask = torch.tensor([[0, 0, 1, 0, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
     assert behind_padding(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("target", ["onnx", "torch", "vllm"])
+@pytest.mark.parametrize("config", [transformers.ViTConfig(), transformers.CLIPConfig(), transformers.Gemma3Config()])
+def test_models_of_images_are_refused(target: str, config: Any, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    out = {"onnx": tmp_path / "m.onnx", "torch": tmp_path / "m.pt2"}.get(target)
+    with pytest.raises(UnsupportedModelError, match=f"{type(config).__name__} is of a model that reads images"):
+        export(tmp_path, target, out)
 
 
 def test_what_reads_no_text_is_refused() -> None:

@@ -25,12 +25,14 @@ from hf_posswap.checkpoints.exports.gguf_proof import run_llamacpp
 from hf_posswap.checkpoints.exports.mechanism import stated
 from hf_posswap.errors import SwapVerificationError
 from tests.contract.models import LENGTH, VOCABULARY, build
+from tests.serving.seen import Record, Seen, swap_words
 
 pytestmark = pytest.mark.skipif(
     find_spec("llama_cpp") is None,
     reason="llama-cpp-python is not installed, so no claim about it is tested: run .ci/serving",
 )
 LISTS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+NEW = 8  # tokens that are generated
 BOUND = 1e-3  # nats; float32 on both sides
 GELU_BOUND = 2e-2  # nats; llama.cpp looks GELU up in a table in half precision, in the stock GPT-2 as well
 WRONG = 0.5  # nats; what another mechanism is at least off by on these weights
@@ -78,19 +80,31 @@ def row_of(folder: Path) -> Claim:
     return claim_for("llamacpp", stated(transformers.AutoConfig.from_pretrained(folder)))
 
 
-def apart(folder: Path, path: Path, length: int) -> float:
-    """Return how far log probabilities of llama.cpp are from transformers' at most, in nats, on `length` tokens."""
-    ids = torch.randint(5, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length))
+def compared(folder: Path, path: Path, length: int) -> tuple[float, int]:
+    """Return how near llama.cpp is to transformers on `length` tokens, the last NEW of which `generate` made.
+
+    Returns:
+        How far log probabilities are apart at most, in nats, and how many of the last tokens llama.cpp takes as well:
+        as it sees the same text before each, it would generate the same.
+    """
+    begun = torch.randint(5, VOCABULARY, (1, length - NEW), generator=torch.Generator().manual_seed(length))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
-        expected = model(ids[None]).logits[0].double().log_softmax(-1)
-    found = run_llamacpp(path, ids, length).double().log_softmax(-1)
+        ids = model.generate(begun, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()  # "dynamic" remembers long texts
+        expected = model(ids).logits[0].double().log_softmax(-1)
+    found = run_llamacpp(path, ids[0], length).double().log_softmax(-1)
     assert found.isfinite().all()
-    return float((found - expected).abs().max())
+    same = found[-NEW - 1 : -1].argmax(-1) == ids[0, -NEW:]
+    return float((found - expected).abs().max()), int(same.sum())
+
+
+def apart(folder: Path, path: Path, length: int) -> float:
+    return compared(folder, path, length)[0]
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_the_file_computes_what_transformers_does(case: str, tmp_path: Path) -> None:
+def test_the_file_computes_what_transformers_does(case: str, tmp_path: Path, record_property: Record) -> None:
     folder = saved(tmp_path / "x", case)
     made = export(folder, "llamacpp", tmp_path / "m.gguf")
     assert row_of(folder).known == "tested"
@@ -98,7 +112,12 @@ def test_the_file_computes_what_transformers_does(case: str, tmp_path: Path) -> 
     bound = GELU_BOUND if case.startswith(("gpt2", "neox")) else BOUND
     whole = stated(transformers.AutoConfig.from_pretrained(folder)).length
     lengths = {"longrope": [whole], "dynamic": [LENGTH // 2, LENGTH]}.get(case, [LENGTH // 2, LENGTH, whole])
-    assert max(apart(folder, tmp_path / "m.gguf", length) for length in lengths) < bound
+    found = [compared(folder, tmp_path / "m.gguf", length) for length in lengths]
+    most, same = max(apart for apart, _ in found), sum(same for _, same in found)
+    name, scheme, options = CASES[case]
+    Seen(ENGINE, name, swap_words(scheme, options), lengths, most, same, NEW * len(lengths)).keep(record_property)
+    assert most < bound
+    assert same == NEW * len(lengths)
 
 
 def test_every_row_that_says_so_is_tested(tmp_path: Path) -> None:

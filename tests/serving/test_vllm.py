@@ -33,6 +33,7 @@ from hf_posswap.serving import versions
 from hf_posswap.serving.guard import refuse_unservable
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import TINY, build
+from tests.serving.seen import Record, Seen, swap_words
 
 pytestmark = [
     pytest.mark.skipif(
@@ -66,6 +67,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 SIZES |= {name: SIZES["llama"] for name in ("mistral", "qwen2")}
 SIZES["smollm3"] = SIZES["llama"] | {"no_rope_layers": [1, 0], "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES["gemma3_text"] = SIZES["llama"] | {"sliding_window": 64}
 SIZES["mistral"] = SIZES["mistral"] | {"sliding_window": 64}
 LISTS = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 LONG = {"max_length": LENGTH}
@@ -97,10 +99,13 @@ EXACT: dict[str, Case] = {
     "nope": ("llama", "nope", LONG, BY_TRANSFORMERS),
     "neox yarn": ("gpt_neox", "yarn", {"factor": 4.0}, {}),
     "smollm3": ("smollm3", "ntk", {"factor": 4.0}, {}),
+    "gemma3 yarn": ("gemma3_text", "yarn", {"factor": 4.0}, {}),
 }
 """What vLLM computes as transformers and hf_posswap do."""
 ENDS = {"gpt2 table and rope": ORIGINAL}
 """Where a table ends before LENGTH, in tokens."""
+SIXTEEN = ("alibi", "sliding xpos", "gpt2 yarn", "yarn")
+"""Those that are served in bfloat16 as well."""
 REFUSED: dict[str, tuple[Case, str]] = {
     "kerple": (("llama", "kerple", LONG, {}), "kerple adds a bias to the scores that is no line by distance"),
     "t5": (("llama", "t5", LONG, {}), "t5 adds a bias to the scores"),
@@ -109,6 +114,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "gpt2 longrope": (("gpt2", "longrope", {"factor": 4.0} | LISTS, {}), "longrope with pin=LENGTH have fixed angles"),
     "bloom": (("bloom", "rope", LONG, {}), "the attention of BloomForCausalLM does not go by transformers'"),
     "dynamic": (("llama", "dynamic", {"factor": 4.0}, {}), "beyond 256 tokens its angles follow the length"),
+    "gemma3 dynamic": (("gemma3_text", "dynamic", {"factor": 4.0}, {}), "beyond 256 tokens its angles follow"),
     "longrope": (("llama", "longrope", {"factor": 4.0} | LISTS, BY_TRANSFORMERS), "or --model-impl vllm"),
     "other implementation": (("llama", "alibi", LONG, BY_TRANSFORMERS), "leave --model-impl and --hf-overrides out"),
     "other class": (
@@ -213,19 +219,33 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made | {what: halved(root / "half" / what, what) for what in HALF}
 
 
+def chosen(request: pytest.FixtureRequest, *tests: Any) -> set[str]:
+    """Return the cases that this run of pytest has of `tests`, so that `-k alibi` starts few engines."""
+    picked = [item for item in request.session.items if getattr(item, "function", None) in tests]
+    return {value for item in picked for value in vars(item)["callspec"].params.values()}
+
+
 @pytest.fixture(scope="module")
-def served(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def served(
+    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     whole = EXACT | DIFFERENT
+    wanted = chosen(request, test_vllm_computes_what_transformers_does, test_where_it_is_said_to_differ_it_does)
     # vLLM changes classes of transformers that run in it as they are: those come last
-    names = sorted(whole, key=lambda name: whole[name][3] == BY_TRANSFORMERS)
-    cases = {name: asked(folders[name], whole[name][3], ENDS.get(name, LENGTH)) for name in names}
+    names = sorted(wanted, key=lambda name: (whole[name][3] == BY_TRANSFORMERS, list(whole).index(name)))
+    rounded = [name for name in SIXTEEN if name in chosen(request, test_in_16_bits_it_is_as_near_as_transformers)]
+    cases = {f"{name}, bfloat16": asked(folders[name], {"dtype": "bfloat16"}) for name in rounded}
+    cases |= {name: asked(folders[name], whole[name][3], ENDS.get(name, LENGTH)) for name in names}
     return run_child(cases, tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="module")
-def refused(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cases = {name: asked(folders[name], case[3]) for name, (case, _) in REFUSED.items()}
-    cases |= {what: asked(folders[what], {}) for what in HALF}
+def refused(
+    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    options = {name: case[3] for name, (case, _) in REFUSED.items()} | {what: {} for what in HALF}
+    wanted = chosen(request, test_what_vllm_would_compute_wrongly_is_refused, test_half_a_checkpoint_is_refused)
+    cases = {name: asked(folders[name], options[name]) for name in options if name in wanted}
     return run_child(cases, tmp_path_factory.mktemp("refused"))
 
 
@@ -246,20 +266,41 @@ def scores(model: Any, ids: list[int]) -> tuple[list[float], list[int]]:
 
 
 @pytest.mark.parametrize("name", list(EXACT))
-def test_vllm_computes_what_transformers_does(name: str, folders: dict[str, Path], served: dict[str, Any]) -> None:
+def test_vllm_computes_what_transformers_does(
+    name: str, folders: dict[str, Path], served: dict[str, Any], record_property: Record
+) -> None:
     found, row = served[name], row_of(folders[name])
     assert "refused" not in found, found
     assert (row.verdict, row.known) == ("exact", "tested")
     model = hf_posswap.load(folders[name]).eval()
     case = asked(folders[name], {}, ENDS.get(name, LENGTH))
-    assert max(apart(folders[name], case, found)) < BOUND
+    most, same = max(apart(folders[name], case, found)), 0
     assert max(found["cached"]) > 0
     for number, ids in enumerate(case["prompts"]):
         for key, text in (("new", ids), ("again", ids + case["tail"])):
             made = found[key][number]
-            assert made["tokens"] == scores(model, text)[1]
+            tokens = scores(model, text)[1]
+            assert made["tokens"] == tokens
+            same += len(tokens)
             expected = scores(model, text + made["tokens"])[0][-NEW:]
             assert made["scores"] == pytest.approx(expected, abs=BOUND)
+    lengths = [len(ids) for ids in case["prompts"]]
+    seen = Seen(row.engine, EXACT[name][0], swap_words(*EXACT[name][1:3]), lengths, most, same, same)
+    seen.keep(record_property)
+    assert most < BOUND
+
+
+@pytest.mark.parametrize("name", SIXTEEN)
+def test_in_16_bits_it_is_as_near_as_transformers(name: str, folders: dict[str, Path], served: dict[str, Any]) -> None:
+    found, case = served[f"{name}, bfloat16"], asked(folders[name], {})
+    assert "refused" not in found, found
+    whole = hf_posswap.load(folders[name]).eval()
+    rounded = hf_posswap.load(folders[name], dtype=torch.bfloat16).eval()
+    for ids, told in zip(case["prompts"], found["told"], strict=True):
+        truth = torch.tensor(scores(whole, ids)[0])
+        theirs = torch.tensor(scores(rounded, ids)[0]) - truth
+        ours = torch.tensor(told) - truth
+        assert ours.square().mean().sqrt() < 2 * theirs.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

@@ -42,6 +42,8 @@ _VALUES = (
     "with follow='query' how many rotations a text takes depends on the numbers that come in, and a graph is the "
     "same for all: use follow='sequence'."
 )
+_ROTARY_MODELS = "Llama, GPT-NeoX, Gemma 3, ModernBERT"
+_rotary = of_model("llama", "gpt_neox", "gemma3_text", "modernbert")
 _follows = both(of_type("dynamic", "longrope"), but_not(one_list))
 _Row = tuple[str, str, str, Condition, Known]
 _ROWS: tuple[_Row, ...] = (
@@ -63,13 +65,13 @@ _ROWS: tuple[_Row, ...] = (
     ("a table", "others", f"{_ENDS} {_CHECKED}", table, "read"),
     (
         "dynamic, longrope of two lists",
-        "Llama, GPT-NeoX",
+        _ROTARY_MODELS,
         _LENGTH,
-        both(_follows, of_model("llama", "gpt_neox")),
+        both(_follows, _rotary),
         "tested",
     ),
     ("dynamic, longrope of two lists", "others", f"{_LENGTH} {_CHECKED}", _follows, "read"),
-    ("any other rope", "Llama, GPT-NeoX", _ITSELF, of_model("llama", "gpt_neox"), "tested"),
+    ("any other rope", _ROTARY_MODELS, _ITSELF, _rotary, "tested"),
     ("any other rope", "others", _COMPARED, anything, "read"),
 )
 

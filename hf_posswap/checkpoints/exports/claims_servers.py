@@ -48,7 +48,7 @@ _PLUGIN = (
     "only hf_posswap computes {scheme} in a {model}: the attention of other programs is their own. posswap to-native "
     "makes a stock model of it where one is exact: export that."
 )
-_NAMES = {"llama": "Llama", "gpt_neox": "GPT-NeoX", "smollm3": "SmolLM3"}
+_NAMES = {"llama": "Llama", "gpt_neox": "GPT-NeoX", "smollm3": "SmolLM3", "gemma3_text": "Gemma 3"}
 _PLUGGED_NAMES = "Llama, Mistral, Qwen2, OPT, GPT-2, GPT-NeoX"
 _PLUGGED = of_model("llama", "mistral", "qwen2", "opt", "gpt2", "gpt_neox")
 
@@ -150,6 +150,7 @@ VLLM = (
         f"{_ALWAYS}; releases before about September 2026 drop attention_factor and mscale.",
         of_type("yarn"),
         "gpt_neox",
+        "gemma3_text",
     ),
     *_vllm_exact(
         "longrope of one list, resonance_yarn, angles of one's own",

@@ -10,6 +10,7 @@ from hf_posswap.checkpoints.exports.claims_graphs import ONNX, TORCH
 from hf_posswap.checkpoints.exports.claims_llamacpp import LLAMACPP
 from hf_posswap.checkpoints.exports.claims_servers import SGLANG, TGI, TRANSFORMERS, VLLM
 from hf_posswap.checkpoints.exports.mechanism import Stated
+from hf_posswap.errors import UnsupportedModelError
 
 CLAIMS: dict[str, tuple[Claim, ...]] = {
     "transformers": TRANSFORMERS,
@@ -25,8 +26,29 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
 """By program, the rows in order: the first that fits a checkpoint is the one about it; the last fits all."""
 
 
+_BY_LAYER_TYPE = ("transformers", "onnx", "torch", "sentence-transformers")
+"""The programs that run transformers' own code, with rope parameters for each type of layers as with any other."""
+_SEEN_BY_LAYER_TYPE = {"vllm": ("gemma3_text",)}
+"""The model types with such parameters that others were run with."""
+
+
+def is_known(target: str, stated: Stated) -> bool:
+    """Return whether the rows of the program `target` are about such a checkpoint at all."""
+    seen = target in _BY_LAYER_TYPE or stated.model_type in _SEEN_BY_LAYER_TYPE.get(target, ())
+    return seen or not stated.rope_set
+
+
 def claim_for(target: str, stated: Stated) -> Claim:
-    """Return the row about a checkpoint's positions in the program `target`."""
+    """Return the row about a checkpoint's positions in the program `target`.
+
+    Raises:
+        UnsupportedModelError: no row is about it.
+    """
+    if not is_known(target, stated):
+        raise UnsupportedModelError(
+            f"the config has rope parameters for each type of layers: what {target} makes of those in a "
+            f"{stated.model_type} is not known here. Known: {', '.join(_BY_LAYER_TYPE)}; vllm with gemma3_text."
+        )
     return next(claim for claim in CLAIMS[target] if claim.fits(stated))
 
 

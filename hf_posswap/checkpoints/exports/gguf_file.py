@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,7 +60,7 @@ def write_gguf(source: Path, out: Path, stated: Stated, vocab: Path | None) -> G
     """
     if find_spec("gguf") is None:
         raise MissingDependencyError("gguf", "gguf")
-    if out.exists():
+    if os.path.lexists(out):
         raise CheckpointError(f"{out} is there already; give a file that is new.")
     model: Any = load(source)
     held = contents_of(model, stated)

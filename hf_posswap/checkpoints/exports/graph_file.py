@@ -23,7 +23,7 @@ from hf_posswap.checkpoints.exports.mechanism import Stated
 from hf_posswap.checkpoints.exports.traced import Traced, signature_of
 from hf_posswap.checkpoints.load import load
 from hf_posswap.errors import CheckpointError, MissingDependencyError, UnsupportedSwapError
-from hf_posswap.utils.atomic_io import replacing
+from hf_posswap.utils.atomic_io import check_room, replacing
 from hf_posswap.utils.format import said_by
 
 LARGEST = 3 * 2**29
@@ -77,6 +77,7 @@ def write_graph(source: Path, out: Path, stated: Stated, *, trust_remote_code: b
     dtype: dict[str, Any] = {"dtype": torch.float32} if kind == ".onnx" else {}
     model: Any = load(source, trust_remote_code=trust_remote_code, **dtype).eval()
     signature, width = signature_of(model), _bytes(model)
+    check_room(out, width)
     asked = trials(model, signature, stated)
     expected = [answers(model, signature, trial) for trial in asked]
     traced = Traced(model, signature)

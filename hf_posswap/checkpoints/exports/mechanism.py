@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hf_posswap.errors import UnsupportedModelError
+from hf_posswap.families.rope_config import parameters_of, reaching
 from hf_posswap.patching.inspect.describe import model_class_of
 from hf_posswap.patching.inspect.paged import paged_problem
 from hf_posswap.patching.inspect.recorded import recorded_plan
@@ -23,7 +24,8 @@ class Stated:
         kind: "plugin": only hf_posswap computes it; "table": rows of a table, ordinary weights; "rope": rope
             parameters.
         model_type: of the stock class; for "plugin" that of the base.
-        rope: the rope parameters, standardised; {} where there are none.
+        rope: the rope parameters, standardised; {} where there are none. Where each type of layers has its own, those
+            of the layers that see all tokens.
         length: positions that the model is meant for, in tokens.
         original: positions before any scaling, in tokens; None where nothing tells.
         scheme: name of the scheme that hf_posswap put in, or None.
@@ -34,6 +36,8 @@ class Stated:
             hf_posswap beside it, as the rest of a sentence; None: it can.
         dtype: of the weights, as the config names it; None where it does not.
         architecture: the class that config.json names; "" where it names none.
+        rope_set: the type of layers that `rope` is about, where each has rope parameters of its own, as in Gemma 3 and
+            ModernBERT; "": all layers.
     """
 
     kind: Kind
@@ -48,6 +52,7 @@ class Stated:
     unpaged: str | None = None
     dtype: str | None = None
     architecture: str = ""
+    rope_set: str = ""
 
     @property
     def rope_type(self) -> str:
@@ -87,21 +92,28 @@ def stated(config: Any) -> Stated:
     """Return what `config`, of a checkpoint, states.
 
     Raises:
-        UnsupportedModelError: it has rope parameters for each layer type, or neither rope parameters nor a length.
+        UnsupportedModelError: it is of a model of images, or states no length.
         RecordError: its record cannot be read, or not be carried out.
     """
     values = getattr(config, "posswap", None)
     record = None if values is None else SwapRecord.from_dict(values)
     length = getattr(config, "max_position_embeddings", None)
-    rope = dict(getattr(config, "rope_parameters", None) or {})
-    if length is None or any(isinstance(value, dict) for value in rope.values()):
+    rope_set = _rope_set(config)
+    rope = dict(parameters_of(config, rope_set))
+    if length is None and (hasattr(config, "image_size") or hasattr(config, "vision_config")):
         raise UnsupportedModelError(
-            f"{type(config).__name__} has rope parameters for each layer type, or no max_position_embeddings: what "
-            "other programs make of those is not known here."
+            f"{type(config).__name__} is of a model that reads images: language models alone are exported. "
+            "hf_posswap.load loads it; of one that reads both, save the language model by itself and export that."
+        )
+    if length is None:
+        raise UnsupportedModelError(
+            f"{type(config).__name__} has no max_position_embeddings: what other programs make of its positions is not "
+            "known here."
         )
     original = rope.get("original_max_position_embeddings")
     if record is not None and original is None:
         original = record.original.get("max_position_embeddings")
+        original = min(original, length) if isinstance(original, int) else None  # whatever a record says
     plugin = native_config_class(config) is not type(config)
     kind: Kind = "plugin" if plugin else "rope" if rope else "table"
     name = None if record is None else str(record.scheme["name"])
@@ -121,7 +133,15 @@ def stated(config: Any) -> Stated:
         paged_problem(recorded_plan(config, model_class_of(config))[1]) if plugin else None,
         str(config.dtype).removeprefix("torch.") if getattr(config, "dtype", None) is not None else None,
         next(iter(getattr(config, "architectures", None) or ()), ""),
+        "" if plugin else rope_set,
     )
+
+
+def _rope_set(config: Any) -> str:
+    """Return the first type of layers that see all tokens, where each type has rope parameters of its own; "" else."""
+    sets = (getattr(config, "rope_parameters", None) or {}).items()
+    names = tuple(name for name, values in sets if isinstance(values, dict))
+    return reaching(names)[0] if names else ""
 
 
 def _window(config: Any) -> int | None:

@@ -55,7 +55,11 @@ class Judgement:
 
 
 def judge(target: str, stated: Stated) -> Judgement:
-    """Return what the program `target` makes of a mechanism."""
+    """Return what the program `target` makes of a mechanism.
+
+    Raises:
+        UnsupportedModelError: as `claim_for`.
+    """
     claim = claim_for(target, stated)
     spelled = Spelling() if claim.verdict == "impossible" else TARGETS[target](stated)
     return Judgement(claim, filled(claim.why, stated), spelled)

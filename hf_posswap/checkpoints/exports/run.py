@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from hf_posswap.checkpoints.exports.rules import TARGETS, Judgement, judge
 from hf_posswap.errors import CheckpointError, OptionError, UnknownNameError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta, read_config
 from hf_posswap.utils.atomic_io import replacing, write_json
+from hf_posswap.utils.weight_shapes import folder_shapes
 
 FILES = {"llamacpp": ".gguf", "onnx": ".onnx", "torch": ".pt2"}
 """What the names of files end in that are written for a program."""
@@ -179,7 +181,7 @@ def _check_places(source: Path, out: Path, is_file: bool) -> None:
         raise CheckpointError(f"{str(source)!r} is no folder: download the checkpoint first, and export the folder.")
     if is_file:
         return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is not empty; give a folder that is new.")
     if out.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"{out} lies in the checkpoint itself; give another folder.")
@@ -195,8 +197,8 @@ def _wanted(held: dict[str, Any], found: Stated, judgement: Judgement, target: s
     if target != "transformers" and found.kind != "plugin":
         wanted.pop("posswap", None)  # the record would no longer be what the config says
     if found.kind == "rope":
-        rope = found.rope | judgement.rope
-        wanted["rope_parameters"] = {name: value for name, value in rope.items() if value is not None}
+        rope = {name: value for name, value in (found.rope | judgement.rope).items() if value is not None}
+        wanted["rope_parameters"] = wanted["rope_parameters"] | {found.rope_set: rope} if found.rope_set else rope
         wanted.pop("rope_scaling", None)
     wanted |= judgement.config
     return {name: value for name, value in wanted.items() if value is not None or name not in judgement.config}
@@ -212,9 +214,19 @@ def _gguf(config: Any, found: Stated) -> dict[str, Any]:
 
 
 def _write(source: Path, out: Path, config: dict[str, Any]) -> None:
-    """Copy the checkpoint to `out` with another config.json, whole or not at all."""
+    """Copy the checkpoint to `out` with another config.json, whole or not at all.
+
+    Raises:
+        CheckpointError: its weights are not whole, or it cannot be copied.
+    """
+    folder_shapes(source)
     with replacing(out) as temporary:
-        shutil.copytree(source, temporary)
+        try:
+            shutil.copytree(source, temporary)
+        except shutil.Error as error:  # it goes on after a first one, and tells all
+            place, _, why = error.args[0][0]
+            reason = str(why).partition(": '")[0]  # without the names of both files
+            raise CheckpointError(f"cannot copy {place} to {out}: {reason}. Nothing was written.") from error
         write_json(temporary / "config.json", config)
 
 
