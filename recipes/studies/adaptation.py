@@ -21,7 +21,7 @@ A run that was stopped goes on by the same command, and what did not change is n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,11 +43,11 @@ from recipes.studies.running import (
     CONTROL,
     RECIPES,
     Run,
-    command_line,
     control_settings,
     make_run,
     source_settings,
     step_tokens,
+    study_command,
     tokens_of,
     versions,
 )
@@ -105,24 +105,13 @@ def main(
         "seeds": seeds,
         "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or found.source},
         "rows": rows,
-        "command": _command(context.params, places),
+        "command": study_command(NAME, context.params, places),
         "commands": [run.command(places) for of_config in pairs.values() for run in of_config[0]],
     }
     write_json(out / f"{NAME}.json", result)
     write_text(out / f"{NAME}.md", markdown(result))
     draw_goals(result, out / f"{NAME}.png")
     typer.echo(markdown(result))
-
-
-def _command(asked: Mapping[str, Any], places: Mapping[Path, str]) -> str:
-    """Return the command line of the study as others can use it, without what says where this machine keeps things."""
-    words: list[str] = []
-    for name, value in asked.items():
-        option = "--set" if name == "settings" else f"--{name}"
-        if name not in ("out", "work"):
-            several = value if isinstance(value, list | tuple) else [] if value is None else [value]
-            words += [word for one in several for word in (option, str(one))]
-    return command_line("python -m recipes.studies.adaptation", [*words, "--out", "results"], places)
 
 
 def _pairs(

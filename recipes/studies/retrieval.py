@@ -9,8 +9,8 @@
 The base is a folder with a causal model, or that of a run of recipes/pretrain.py, which finds needles inside its
 window: a model that does not can show nothing. Each recipe puts its scheme in for 8 windows and trains on windows of
 that length. The goal: of 100 needles at 4 windows at least 90 are found after training, where the base finds 95 of 100
-in its own window. Beside it stand the base as it is, and each swap before training. A run that was stopped goes on by
-the same command, and what did not change is not trained again.
+in its own window. Beside it stand the base as it is, and each swap before training, unless its recipe fits or centres
+the base first. A run that was stopped goes on by the same command, and what did not change is not trained again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import typer
 import hf_posswap
 from hf_posswap.cli.outcome import script
 from hf_posswap.comparison.candidates import fingerprint
-from hf_posswap.errors import DataError
+from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.evaluation import RunStore, passkey_grid, reach_of, wilson_interval
 from hf_posswap.evaluation.passkey import PasskeyTask
 from hf_posswap.text.tokens import load_tokenizer
-from hf_posswap.training.config import load_recipe
+from hf_posswap.training.config import Recipe, load_recipe
 from hf_posswap.training.engine.preparing import chosen_scheme
 from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
 from recipes.studies.pictures import draw_found
-from recipes.studies.running import RECIPES, Run, make_run, source_settings, tokens_of, versions
+from recipes.studies.running import RECIPES, Run, make_run, source_settings, study_command, tokens_of, versions
 
 NAME = "retrieval"
 MULTIPLES = (0.5, 1, 2, 4, 8)
@@ -47,6 +47,7 @@ Cells = dict[str, list[int]]
 
 
 def main(
+    context: typer.Context,
     base: Annotated[Path, typer.Option(help="A folder with a causal model, or of recipes/pretrain.py.")],
     train: Annotated[list[str], typer.Option(help="As data.sources[].path: text with far needles.")],
     tokens: Annotated[int, typer.Option(help="To train on.")],
@@ -71,12 +72,10 @@ def main(
     with RunStore(place / "measured" / NAME) as store:
         rows = [_row("base", "as it is", [model], task, window, trials, store)]
         for config, of_config in runs.items():
-            swapped = hf_posswap.load(folder).eval()
-            first = of_config[0].recipe
-            scheme = chosen_scheme(first)
-            assert scheme is not None  # only a control has none
-            hf_posswap.patch_model(swapped, scheme, max_length=first.swap.max_length)
-            rows.append(_row(config.stem, "before training", [swapped], task, window, trials, store))
+            swap = of_config[0].recipe.swap
+            if not (swap.centre or swap.fit):
+                swapped = _swapped(folder, of_config[0].recipe)
+                rows.append(_row(config.stem, "before training", [swapped], task, window, trials, store))
             for run in of_config:
                 typer.echo(f"{config.stem}, seed {run.recipe.training.seed}: {tokens_of(run.recipe):,} tokens")
                 run.finish()
@@ -91,12 +90,23 @@ def main(
         "seeds": seeds,
         "rows": rows,
         "goals": list(_goals(rows)),
+        "command": study_command(NAME, context.params, places),
         "commands": [of_config[0].command(places) for of_config in runs.values()],
     }
     write_json(out / f"{NAME}.json", result)
     write_text(out / f"{NAME}.md", markdown(result))
     draw_found(result, out / f"{NAME}.png")
     typer.echo(markdown(result))
+
+
+def _swapped(folder: Path, recipe: Recipe) -> Any:
+    """Return the base in `folder` with the swap of `recipe`, not trained."""
+    scheme = chosen_scheme(recipe)
+    if scheme is None:
+        raise ConfigError("a recipe without a swap has nothing to show here: name one that has swap.scheme.")
+    model = hf_posswap.load(folder).eval()
+    hf_posswap.patch_model(model, scheme, max_length=recipe.swap.max_length)
+    return model
 
 
 def _runs(config: Path, shared: Sequence[str], sizes: tuple[int, int, int], place: Path) -> Iterator[Run]:
@@ -162,29 +172,31 @@ def _goals(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def markdown(result: dict[str, Any]) -> str:
     """Return the result as a page."""
     base, columns = result["base"], list(result["rows"][0]["found"])
-    asked = result["rows"][0]["found"][columns[0]][1]
+    needles = result["rows"][0]["found"][columns[0]][1]
     lines = [
         f"# retrieval: {result['tokens']:,} tokens on {base['name']}, {base['parameters'] / 1e6:.1f} M parameters, "
         f"window {base['window']}",
         "",
-        f"Passkeys found of {asked} for each length and seed, at five depths; {result['seeds']} seed(s). Brackets: the "
-        "95 % interval (Wilson).",
+        f"Passkeys found of {needles} for each length, at five depths, the mean of {result['seeds']} seed(s). Brackets: "
+        f"the 95 % interval (Wilson) of {needles} needles: seeds are asked for the same ones.",
         "",
         "| recipe | state | " + " | ".join(f"{m} x {base['window']}" for m in columns) + " |",
         "|---" * (2 + len(columns)) + "|",
     ]
     for row in result["rows"]:
-        cells = [_cell(*row["found"][m]) if m in row["found"] else "ends before" for m in columns]
+        cells = [_cell(*row["found"][m], needles=needles) if m in row["found"] else "ends before" for m in columns]
         lines.append(f"| {row['recipe']} | {row['state']} | {' | '.join(cells)} |")
     lines += ["", "| recipe | goal | share | verdict |", "|---|---|---|---|"]
     for goal in result["goals"]:
         verdict = "reached" if goal["reached"] else "missed"
         lines.append(f"| {goal['recipe']} | {goal['goal']} | {goal['share']:.1%} | {verdict} |")
-    return "\n".join([*lines, "", *(f"    {line}" for line in result["commands"]), ""])
+    commands = [result["command"], *result["commands"]]
+    return "\n".join([*lines, "", *(f"    {line}" for line in commands), ""])
 
 
-def _cell(found: int, asked: int) -> str:
-    low, high = wilson_interval(found, asked)
+def _cell(found: int, asked: int, *, needles: int) -> str:
+    """Return the share that was found, with the interval of one seed's needles."""
+    low, high = wilson_interval(round(needles * found / asked), needles)
     return f"{found / asked:.0%} [{low:.0%}, {high:.0%}]"
 
 

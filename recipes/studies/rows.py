@@ -100,6 +100,7 @@ class Row:
 
 _WINDOWS = {
     "openai-community/gpt2": 1024,
+    "HuggingFaceTB/SmolLM-135M": 2048,
     "huggyllama/llama-7b": 2048,
     "google-bert/bert-base-uncased": 512,
     "sentence-transformers/all-MiniLM-L6-v2": 512,

@@ -118,6 +118,27 @@ def command_line(program: str, arguments: Sequence[str], places: Mapping[Path, s
     return line
 
 
+def study_command(name: str, asked: Mapping[str, Any], places: Mapping[Path, str]) -> str:
+    """Return the command line of the study `name` as others can use it, without what says where a machine keeps things.
+
+    Args:
+        name: of its module.
+        asked: its options, as its function has them.
+        places: as `command_line`.
+
+    Example:
+        >>> study_command("retrieval", {"base": "finder", "seeds": 3, "recipe": None, "work": "here"}, {})
+        'python -m recipes.studies.retrieval --base finder --seeds 3 --out results'
+    """
+    words: list[str] = []
+    for option, value in asked.items():
+        if option not in ("out", "work"):
+            flag = "--set" if option == "settings" else f"--{option.replace('_', '-')}"
+            several = value if isinstance(value, list | tuple) else [] if value is None else [value]
+            words += [word for one in several for word in (flag, str(one))]
+    return command_line(f"python -m recipes.studies.{name}", [*words, "--out", "results"], places)
+
+
 def source_settings(paths: Sequence[str]) -> str:
     """Return data.sources=... for files, folders or data sets.
 
