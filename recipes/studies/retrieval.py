@@ -9,8 +9,8 @@
 The base is a folder with a causal model, or that of a run of recipes/pretrain.py, which finds needles inside its
 window: a model that does not can show nothing. Each recipe puts its scheme in for 8 windows and trains on windows of
 that length. The goal: of 100 needles at 4 windows at least 90 are found after training, where the base finds 95 of 100
-in its own window. Beside it stand the base as it is, and each swap before training, unless its recipe fits or centres
-the base first. A run that was stopped goes on by the same command, and what did not change is not trained again.
+in its own window. Beside it stand the base as it is, and each swap before training. A run that was stopped goes on by
+the same command, and what did not change is not trained again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ import typer
 import hf_posswap
 from hf_posswap.cli.outcome import script
 from hf_posswap.comparison.candidates import fingerprint
-from hf_posswap.errors import ConfigError, DataError
+from hf_posswap.errors import DataError
 from hf_posswap.evaluation import RunStore, passkey_grid, reach_of, wilson_interval
 from hf_posswap.evaluation.passkey import PasskeyTask
 from hf_posswap.text.tokens import load_tokenizer
-from hf_posswap.training.config import Recipe, load_recipe
-from hf_posswap.training.engine.preparing import chosen_scheme
+from hf_posswap.training.config import load_recipe
 from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
 from recipes.studies.pictures import draw_found
-from recipes.studies.running import RECIPES, Run, make_run, source_settings, study_command, tokens_of, versions
+from recipes.studies.running import RECIPES, Run, make_run, source_settings, study_command, swapped, tokens_of, versions
 
 NAME = "retrieval"
 MULTIPLES = (0.5, 1, 2, 4, 8)
@@ -72,14 +71,12 @@ def main(
     with RunStore(place / "measured" / NAME) as store:
         rows = [_row("base", "as it is", [model], task, window, trials, store)]
         for config, of_config in runs.items():
-            swap = of_config[0].recipe.swap
-            if not (swap.centre or swap.fit):
-                swapped = _swapped(folder, of_config[0].recipe)
-                rows.append(_row(config.stem, "before training", [swapped], task, window, trials, store))
             for run in of_config:
                 typer.echo(f"{config.stem}, seed {run.recipe.training.seed}: {tokens_of(run.recipe):,} tokens")
                 run.finish()
             trained = [hf_posswap.load(run.model).eval() for run in of_config]
+            start = swapped(hf_posswap.load(folder).eval(), of_config[0], trained[0])
+            rows.append(_row(config.stem, "before training", [start], task, window, trials, store))
             rows.append(_row(config.stem, "trained", trained, task, window, trials, store))
     places = {place: "$WORK", folder: "$BASE", **{Path(path): f"$TEXT/{Path(path).name}" for path in train}}
     result = {
@@ -97,16 +94,6 @@ def main(
     write_text(out / f"{NAME}.md", markdown(result))
     draw_found(result, out / f"{NAME}.png")
     typer.echo(markdown(result))
-
-
-def _swapped(folder: Path, recipe: Recipe) -> Any:
-    """Return the base in `folder` with the swap of `recipe`, not trained."""
-    scheme = chosen_scheme(recipe)
-    if scheme is None:
-        raise ConfigError("a recipe without a swap has nothing to show here: name one that has swap.scheme.")
-    model = hf_posswap.load(folder).eval()
-    hf_posswap.patch_model(model, scheme, max_length=recipe.swap.max_length)
-    return model
 
 
 def _runs(config: Path, shared: Sequence[str], sizes: tuple[int, int, int], place: Path) -> Iterator[Run]:

@@ -113,10 +113,12 @@ ROWS = (
     Row("gradual", "gpt2"),
     Row("distill", "gpt2"),
     Row("to-alibi", "gpt2"),
+    Row("learned-to-t5", "gpt2"),
     Row("learned-to-sinusoidal", "gpt2"),
     Row("abf", "llama"),
     Row("linear", "llama"),
     Row("yarn", "llama"),
+    Row("rope-to-yarn", "llama"),
     Row("pose", "llama"),
     Row("staged", "llama"),
     Row("longrope", "llama", demonstration="a search of few candidates, where 1344 are meant"),
@@ -125,10 +127,6 @@ ROWS = (
     Row("encoder-mlm", "bert", demonstration=_UNLEARNED),
     Row("embedding", "bert", demonstration=_UNLEARNED),
 )
-MEASURED_ELSEWHERE = {
-    name: f"recipes/studies/results/{name}/adaptation.md" for name in ("learned-to-t5", "rope-to-yarn")
-}
-"""Recipes without a row here, and the results that another study has of them."""
 
 
 def row_settings(row: Row, sizes: Sizes, model: Path, scheme: Path | None) -> list[str]:

@@ -156,7 +156,7 @@ def make_run(config: Path, settings: Sequence[str], work: Path) -> Run:
     Raises:
         ConfigError: as `load_recipe`.
     """
-    given = (*settings, *_QUIET)
+    given = (*(setting for setting in settings if setting not in _QUIET), *_QUIET)
     recipe = load_recipe(config, given)
     identity = _said(to_dict(recipe), to_dict(Recipe()))
     identity = {name: value for name, value in identity.items() if name not in ("out", "evaluation")}
@@ -252,7 +252,16 @@ def _trains(setting: str) -> bool:
 
 
 def swapped(base: Any, run: Run, model: Any) -> Any:
-    """Return `base` with the swap that `run` gave `model`, not trained."""
+    """Return `base` with the swap that `run` gave `model`, not trained.
+
+    What a recipe fits to the base before its first step (swap.fit) no record holds: there the recipe is run for one
+    step at a learning rate of 0, which leaves its start as it was.
+    """
+    if run.recipe.swap.fit:
+        still = [f"training.{key}=0" for key in ("learning_rate", "warmup_steps", "weight_decay")]
+        start = make_run(run.config, [*run.settings, *still, "training.max_steps=1"], run.folder.parents[1])
+        start.finish()
+        return hf_posswap.load(start.model).eval()
     record = SwapRecord.from_dict(model.config.posswap)
     if run.recipe.swap.centre:
         hf_posswap.centre_table(base)
