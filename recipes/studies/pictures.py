@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_posswap.plotting import canvas
 from hf_posswap.utils.atomic_io import replacing
+from recipes.studies.goals import row_name
 
 _SWAPPED, _CONTROL, _ALLOWED = canvas.COLOURS[2], canvas.COLOURS[1], canvas.COLOURS[3]
 
@@ -32,7 +33,7 @@ def draw_goals(result: dict[str, Any], path: Path) -> None:
             limit = 0.0 if allowed is None else row["allowed"][allowed]
             ax.plot([limit], [place], marker="|", markersize=22, color=_ALLOWED)
         ax.axvline(0, color=_CONTROL, linewidth=1)
-        ax.set_yticks(range(len(result["rows"])), [row["recipe"] for row in result["rows"]])
+        ax.set_yticks(range(len(result["rows"])), [row_name(row) for row in result["rows"]])
         ax.set_ylim(len(result["rows"]) - 0.5, -0.5)
         ax.set_xlabel(f"nats a token, {said}", fontsize=8)
         ax.locator_params(axis="x", nbins=5)  # so that numbers do not touch

@@ -119,6 +119,7 @@ ROWS = (
     Row("linear", "llama"),
     Row("yarn", "llama"),
     Row("rope-to-yarn", "llama"),
+    Row("rope-to-abf", "llama"),
     Row("pose", "llama"),
     Row("staged", "llama"),
     Row("longrope", "llama", demonstration="a search of few candidates, where 1344 are meant"),

@@ -255,11 +255,12 @@ def swapped(base: Any, run: Run, model: Any) -> Any:
     """Return `base` with the swap that `run` gave `model`, not trained.
 
     What a recipe fits to the base before its first step (swap.fit) no record holds: there the recipe is run for one
-    step at a learning rate of 0, which leaves its start as it was.
+    step at a learning rate that no weight of float32 feels, which leaves its start as it was.
     """
     if run.recipe.swap.fit:
-        still = [f"training.{key}=0" for key in ("learning_rate", "warmup_steps", "weight_decay")]
-        start = make_run(run.config, [*run.settings, *still, "training.max_steps=1"], run.folder.parents[1])
+        still = ["learning_rate=1e-30", "warmup_steps=0", "weight_decay=0", "max_steps=1"]
+        settings = [*run.settings, *(f"training.{setting}" for setting in still)]
+        start = make_run(run.config, settings, run.folder.parents[1])
         start.finish()
         return hf_posswap.load(start.model).eval()
     record = SwapRecord.from_dict(model.config.posswap)
