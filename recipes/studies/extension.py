@@ -142,7 +142,7 @@ def _runs(name: str, shared: Sequence[str], sizes: tuple[int, int, int], place: 
     mine = [f"swap.scheme={{name: {name}, factor: {FACTOR}}}", f"data.length={FACTOR * window}"]
     mine += ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=1"]
     mine += [f"training.max_steps={steps}", f"training.warmup_steps={int(_WARMUP * steps)}"]
-    mine += ["training.lr_scheduler_type=cosine", "training.gradient_checkpointing=false"]
+    mine += ["training.lr_scheduler_type=cosine", "training.gradient_checkpointing=false", "gates.start=false"]
     for seed in range(seeds):
         yield make_run(RECIPES / "yarn.yaml", [*shared, *mine, f"data.seed={seed}", f"training.seed={seed}"], place)
 
