@@ -22,6 +22,8 @@ PAGE_OF: dict[str, str] = {
     f"{_RESULTS}/adaptation.md": "results/adaptation.md",
     f"{_RESULTS}/learned-to-t5/adaptation.md": "results/learned-to-t5.md",
     f"{_RESULTS}/rope-to-yarn/adaptation.md": "results/rope-to-yarn.md",
+    f"{_RESULTS}/rope-to-abf/adaptation.md": "results/rope-to-abf.md",
+    f"{_RESULTS}/ablations/adaptation.md": "results/ablations.md",
     f"{_RESULTS}/retrieval.md": "results/retrieval.md",
     f"{_RESULTS}/starts.md": "results/starts.md",
     f"{_RESULTS}/effects.md": "results/effects.md",

@@ -65,6 +65,14 @@ _ROPE = (
         windows=8,
     ),
     Candidate(
+        "rope-to-abf",
+        "RoPE with a base of 500000, trained with the base's sliding window as teacher of every layer",
+        _named("rope:base=500000"),
+        "rope-to-abf",
+        _length,
+        windows=8,
+    ),
+    Candidate(
         "abf", "RoPE with a base of 500000, trained at the new length", _named("rope:base=500000"), "abf", _length
     ),
     Candidate("linear", "linear interpolation, trained at the new length", _scaled("linear"), "linear", _factor),

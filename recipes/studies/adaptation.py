@@ -3,6 +3,8 @@
     python -m recipes.studies.adaptation --base my-gpt2 --train books/ --valid other/ --tokens 421000 --out results
     python -m recipes.studies.adaptation --base my-llama --recipe recipes/yarn.yaml --set swap.scheme.factor=8 \\
         --tokens 421000 --seeds 3 --out results
+    python -m recipes.studies.adaptation --base my-gpt2 --tokens 50000 --tokens 140000 --tokens 421000 --out curve
+    python -m recipes.studies.adaptation --base my-gpt2 --tokens 421000 --ablate swap.fit=0 --out without
 
 The base is a folder with a causal model, or that of a run of recipes/pretrain.py. Each recipe and the control are
 trained by recipes/train.py on equal tokens, on each seed; the control at its own learning rate, so that no rate which
@@ -21,7 +23,8 @@ A run that was stopped goes on by the same command, and what did not change is n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,11 +46,11 @@ from recipes.studies.running import (
     CONTROL,
     RECIPES,
     Run,
-    command_line,
     control_settings,
     make_run,
     source_settings,
     step_tokens,
+    study_command,
     tokens_of,
     versions,
 )
@@ -60,7 +63,7 @@ WARMUP = 0.05
 def main(
     context: typer.Context,
     base: Annotated[Path, typer.Option(help="A folder with a causal model, or of recipes/pretrain.py.")],
-    tokens: Annotated[int, typer.Option(help="To train on, recipes and control alike.")],
+    tokens: Annotated[list[int], typer.Option(help="To train on, recipes and control alike; a row for each.")],
     out: Annotated[Path, typer.Option(help="The folder for JSON, table and picture.")],
     train: Annotated[
         list[str] | None, typer.Option(help="As data.sources[].path; Python's own text otherwise.")
@@ -75,6 +78,9 @@ def main(
         list[str] | None,
         typer.Option("--set", help="KEY=VALUE of the recipes; data.length: where they mix no lengths."),
     ] = None,
+    ablate: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE: one more row of each recipe, with this besides.")
+    ] = None,
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
 ) -> None:
     """Train recipes and control at equal tokens, and say which goals are reached."""
@@ -86,14 +92,14 @@ def main(
     found = read_documents(valid, tokenizer, length=pieces * MULTIPLES[-1] * window, limit=documents)
     texts = Texts(found, window, tokenizer)
     shared = [f"model.name={folder}", source_settings(train or ["python"])]
-    configs = recipe or [RECIPES / "learned-to-rope.yaml"]
-    pairs = {config: _pairs(config, shared, settings or (), (window, tokens, step, seeds), place) for config in configs}
-    for run in (run for of_config in pairs.values() for pair in of_config for run in pair):
+    cases = list(_cases(recipe or [RECIPES / "learned-to-rope.yaml"], settings or [], ablate or [], tokens))
+    pairs = {case: _pairs(case, shared, (window, step, seeds), place) for case in cases}
+    for run in (run for of_case in pairs.values() for pair in of_case for run in pair):
         typer.echo(f"{run.config.stem}, seed {run.recipe.training.seed}: {tokens_of(run.recipe):,} tokens")
         run.finish()
     with RunStore(place / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
         plain = _measured(model, texts, store)
-        rows = [_row(config.stem, of_config, plain, texts, store) for config, of_config in pairs.items()]
+        rows = [_row(case, of_case, plain, texts, store) for case, of_case in pairs.items()]
     named = [Path(path) for path in (*(train or ()), *(valid or ()))]
     texts_in = {path.parent: "$TEXT" for path in named if path.parent.parts}
     places = {place: "$WORK", folder: "$BASE", base: "$BASE", **texts_in}
@@ -101,12 +107,12 @@ def main(
         "study": NAME,
         "versions": versions(),
         "base": {"name": base.name, "parameters": model.num_parameters(), "window": window},
-        "tokens": max(tokens_of(run.recipe) for of_config in pairs.values() for run, _ in of_config),
+        "tokens": max(row["tokens"] for row in rows),
         "seeds": seeds,
         "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or found.source},
         "rows": rows,
-        "command": _command(context.params, places),
-        "commands": [run.command(places) for of_config in pairs.values() for run in of_config[0]],
+        "command": study_command(NAME, context.params, places),
+        "commands": [run.command(places) for of_case in pairs.values() for run in of_case[0]],
     }
     write_json(out / f"{NAME}.json", result)
     write_text(out / f"{NAME}.md", markdown(result))
@@ -114,30 +120,44 @@ def main(
     typer.echo(markdown(result))
 
 
-def _command(asked: Mapping[str, Any], places: Mapping[Path, str]) -> str:
-    """Return the command line of the study as others can use it, without what says where this machine keeps things."""
-    words: list[str] = []
-    for name, value in asked.items():
-        option = "--set" if name == "settings" else f"--{name}"
-        if name not in ("out", "work"):
-            several = value if isinstance(value, list | tuple) else [] if value is None else [value]
-            words += [word for one in several for word in (option, str(one))]
-    return command_line("python -m recipes.studies.adaptation", [*words, "--out", "results"], places)
+@dataclass(frozen=True)
+class Case:
+    """What a row is of.
+
+    Attributes:
+        config: of the recipe.
+        settings: KEY=VALUE of it.
+        tokens: to train on.
+        variant: how it differs from the other rows of the recipe; "": it is the only one, or as it is.
+    """
+
+    config: Path
+    settings: tuple[str, ...]
+    tokens: int
+    variant: str = ""
 
 
-def _pairs(
-    config: Path, shared: Sequence[str], settings: Sequence[str], sizes: tuple[int, int, int, int], place: Path
-) -> list[tuple[Run, Run]]:
-    """Return the trainings of a recipe and of its controls, by seed.
+def _cases(
+    configs: Sequence[Path], settings: Sequence[str], ablations: Sequence[str], tokens: Sequence[int]
+) -> Iterator[Case]:
+    """Give every recipe at each number of tokens, and with each ablation at the last."""
+    for config in configs:
+        for count in tokens:
+            yield Case(config, (*settings,), count, f"{count:,} tokens" if len(tokens) > 1 else "")
+        for ablation in ablations:
+            yield Case(config, (*settings, ablation), tokens[-1], ablation)
+
+
+def _pairs(case: Case, shared: Sequence[str], sizes: tuple[int, int, int], place: Path) -> list[tuple[Run, Run]]:
+    """Return the trainings of a case and of its controls, by seed.
 
     Args:
-        config: of the recipe.
+        case: the recipe, and what it reads.
         shared: settings of both.
-        settings: of the recipe, from the command line.
-        sizes: window, tokens, tokens of a step, seeds.
+        sizes: window, tokens of a step, seeds.
         place: where they lie.
     """
-    window, tokens, step, seeds = sizes
+    (window, step, seeds), config, settings, tokens = sizes, case.config, case.settings, case.tokens
     said = load_recipe(config, [*shared, *settings]).data
     given = any(setting.startswith("data.length=") for setting in settings)
     length, steps = said.length if given else max(said.cut) * window, tokens // step
@@ -172,8 +192,9 @@ def _measured(model: Any, texts: Texts, store: RunStore) -> Subject:
     return Subject(document_means(model, texts, store), sliding_means(model, texts, store))
 
 
-def _row(name: str, pairs: list[tuple[Run, Run]], base: Subject, texts: Texts, store: RunStore) -> dict[str, Any]:
-    """Return what came of one recipe, over its seeds."""
+def _row(case: Case, pairs: list[tuple[Run, Run]], base: Subject, texts: Texts, store: RunStore) -> dict[str, Any]:
+    """Return what came of one case, over its seeds."""
+    name = case.config.stem
     models = [hf_posswap.load(run.model).eval() for run, _ in pairs]
     after = [document_means(model, texts, store) for model in models]
     if LAST not in after[0]:
@@ -187,14 +208,20 @@ def _row(name: str, pairs: list[tuple[Run, Run]], base: Subject, texts: Texts, s
         {key: np.mean([one.means[key] for one in controls], axis=0) for key in controls[0].means},
         np.mean([one.sliding for one in controls], axis=0),
     )
-    scheme = _name(models[0].config.posswap["scheme"])
-    return {"recipe": name, "scheme": scheme, **judge(scheme, base, control, mean, after)}
+    scheme = _name(models[0].config.posswap)
+    said = {"recipe": name, "variant": case.variant, "scheme": scheme, "tokens": tokens_of(pairs[0][0].recipe)}
+    return {**said, **judge(scheme, base, control, mean, after)}
 
 
-def _name(scheme: dict[str, Any]) -> str:
-    """Return the name that a scheme of a record goes by: of layers that differ in numbers alone, theirs."""
+def _name(record: dict[str, Any]) -> str:
+    """Return the name that the scheme of a record goes by in the goals.
+
+    Of layers that differ in numbers alone it is theirs; RoPE where RoPE was is another base, "abf".
+    """
+    scheme, rotary = record["scheme"], "rope_parameters" in record["original"]
     names = {layer["name"] for layer in scheme["layers"].values()} if scheme["name"] == "per_layer" else set()
-    return str(names.pop() if len(names) == 1 else scheme["name"])
+    name = str(names.pop() if len(names) == 1 else scheme["name"])
+    return "abf" if name == "rope" and rotary else name
 
 
 app = script(main)

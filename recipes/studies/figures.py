@@ -26,11 +26,9 @@ from hf_posswap.utils.atomic_io import read_json, write_json
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("recipes/studies/results")
 PACKAGED = ROOT / "hf_posswap" / "advice" / FILE
-_ADAPTED = ("adaptation", "learned-to-t5/adaptation", "rope-to-yarn/adaptation")
+_ADAPTED = ("adaptation", "learned-to-t5/adaptation", "rope-to-yarn/adaptation", "rope-to-abf/adaptation")
 """Results of recipes.studies.adaptation."""
 _KINDS = {"gpt2": "learned", "llama": "rope", "bert": "encoder"}
-_BEFORE_FITS = {"learned-to-rope", "distill", "to-alibi"}
-"""Recipes that had no fitted start (swap.fit) when their effects were measured: the study's remark says so."""
 
 
 def main(
@@ -79,7 +77,7 @@ def _adaptation(name: str) -> Iterator[Figure]:
 def _effects() -> Iterator[Figure]:
     source, held = _held("effects")
     for row in held["rows"]:
-        if row["measure"] == "1 - cosine" or row["recipe"] in _BEFORE_FITS:  # no loss in nats; another recipe then
+        if row["measure"] == "1 - cosine":  # no loss in nats
             continue
         texts, kind = row["texts"], _KINDS[row["base"]]
         base = Base(f"a small {row['base']}", kind, row["parameters"], texts["window"])

@@ -119,7 +119,7 @@ def markdown(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     columns = ("from_control", "from_base", "far_text", "from_sliding_control", "from_sliding_base")
-    lines += [f"| {row['recipe']} | {' | '.join(_told(row[key]) for key in columns)} |" for row in result["rows"]]
+    lines += [f"| {row_name(row)} | {' | '.join(_told(row[key]) for key in columns)} |" for row in result["rows"]]
     lines += ["", "| recipe | goal | allowed | verdict |", "|---|---|---|---|"]
     for row in result["rows"]:
         allowed = row["allowed"]
@@ -129,11 +129,11 @@ def markdown(result: dict[str, Any]) -> str:
             "a bound below 0",
         )
         for goal, said in zip(row["goals"], wanted, strict=True):
-            lines.append(f"| {row['recipe']} | {goal['goal']} | {said} | {_VERDICTS[goal['reached']]} |")
+            lines.append(f"| {row_name(row)} | {goal['goal']} | {said} | {_VERDICTS[goal['reached']]} |")
     lines += ["", "| recipe | base | control | recipe | base, sliding | control, sliding | recipe, 8 windows |"]
     lines += ["|---|---|---|---|---|---|---|"]
     lines += [
-        f"| {row['recipe']} | {' | '.join(f'{x:.4f}' for x in row['losses'].values())} |" for row in result["rows"]
+        f"| {row_name(row)} | {' | '.join(f'{x:.4f}' for x in row['losses'].values())} |" for row in result["rows"]
     ]
     return (
         "\n".join(
@@ -141,6 +141,16 @@ def markdown(result: dict[str, Any]) -> str:
         )
         + "\n"
     )
+
+
+def row_name(row: dict[str, Any]) -> str:
+    """Return what a row is called: its recipe, and how it differs from the recipe's other rows.
+
+    Example:
+        >>> row_name({"recipe": "to-alibi", "variant": "swap.fit=0"})
+        'to-alibi, swap.fit=0'
+    """
+    return ", ".join(filter(None, (row["recipe"], row.get("variant"))))
 
 
 def _told(found: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The picture of the study of adaptation: differences from base and control, and what was allowed."""
+"""The pictures of the studies: what was found, by length or beside what was allowed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_posswap.plotting import canvas
 from hf_posswap.utils.atomic_io import replacing
+from recipes.studies.goals import row_name
 
 _SWAPPED, _CONTROL, _ALLOWED = canvas.COLOURS[2], canvas.COLOURS[1], canvas.COLOURS[3]
 
@@ -32,7 +33,7 @@ def draw_goals(result: dict[str, Any], path: Path) -> None:
             limit = 0.0 if allowed is None else row["allowed"][allowed]
             ax.plot([limit], [place], marker="|", markersize=22, color=_ALLOWED)
         ax.axvline(0, color=_CONTROL, linewidth=1)
-        ax.set_yticks(range(len(result["rows"])), [row["recipe"] for row in result["rows"]])
+        ax.set_yticks(range(len(result["rows"])), [row_name(row) for row in result["rows"]])
         ax.set_ylim(len(result["rows"]) - 0.5, -0.5)
         ax.set_xlabel(f"nats a token, {said}", fontsize=8)
         ax.locator_params(axis="x", nbins=5)  # so that numbers do not touch
@@ -65,5 +66,35 @@ def draw_found(result: dict[str, Any], path: Path) -> None:
     ax.set_ylabel("needles found")
     ax.legend(fontsize=8, frameon=False)
     canvas.title(ax, "Needles found by length", "passkeys at five depths")
+    with replacing(path) as temporary:
+        picture.savefig(temporary, format="png", metadata={"Software": None})
+
+
+def draw_extension(result: dict[str, Any], path: Path) -> None:
+    """Draw what `recipes.studies.extension` read, before training and after, and write it to `path` (PNG).
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        CheckpointError: the place cannot be written.
+    """
+    picture, axes = canvas.figure(10.0, 4.2, columns=2)
+    methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
+    for ax, state in zip(axes, ("before training", "trained"), strict=True):
+        for row in (row for row in result["rows"] if row["state"] in (state, "as it is")):
+            index = methods.index(row["method"])
+            colour, marker = (
+                (_CONTROL, "s") if row["method"] == "base" else (canvas.COLOURS[index], canvas.MARKERS[index])
+            )
+            windows = [cell["windows"] for cell in row["lengths"]]
+            ax.plot(windows, [cell["nll"] for cell in row["lengths"]], marker=marker, color=colour, label=row["method"])
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(windows, [f"{count}" for count in windows])
+        ax.set_xlabel("windows of the base, read at once")
+        ax.set_ylabel("nats a token")
+        ax.legend(fontsize=8, frameon=False)
+        said = (
+            "no training" if state == "before training" else f"{result['tokens']:,} tokens, {result['seeds']} seed(s)"
+        )
+        canvas.title(ax, state.capitalize(), said)
     with replacing(path) as temporary:
         picture.savefig(temporary, format="png", metadata={"Software": None})

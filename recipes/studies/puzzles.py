@@ -11,6 +11,7 @@ them, the filler of any length.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ import numpy as np
 import typer
 
 from hf_posswap.cli.outcome import script
+from hf_posswap.errors import DataError
 from hf_posswap.evaluation.passkey import FILLER, LARGEST_KEY, NEEDLE, QUESTION
 from hf_posswap.utils.atomic_io import writable_folder, write_text
 
@@ -63,7 +65,7 @@ def _lines(halves: int) -> str:
 
 def _beyond(random: np.random.Generator, filler: int) -> str:
     """Return filler between two halves of a dense document: none where all fits into a window of the base."""
-    lines = _lines(int(random.integers(0, filler - IN_A_WINDOW + 1)))
+    lines = _lines(int(random.integers(0, max(0, filler - IN_A_WINDOW) + 1)))
     return f"{lines}\n" if lines else ""
 
 
@@ -80,16 +82,19 @@ def documents(count: int, filler: int, seed: int) -> list[str]:
 
 def main(
     out: Annotated[Path, typer.Argument(help="The folder to write into.")],
-    count: Annotated[int, typer.Option("--documents", help="How many.")] = 60_000,
+    count: Annotated[int, typer.Option("--documents", min=1, help="How many.")] = 60_000,
     filler: Annotated[
-        int, typer.Option(help="Most halves of the filler's line around a passkey, 12 tokens each.")
+        int, typer.Option(min=0, help="Most halves of the filler's line around a passkey, 12 tokens each.")
     ] = IN_A_WINDOW,
-    seed: Annotated[int, typer.Option(help="Of all of them.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of all of them.")] = 0,
 ) -> None:
-    """Write documents of puzzles, a text file each kilobyte or so would be many: JSON lines."""
-    import json
-
+    """Write documents of puzzles as JSON lines, several files of them."""
     place = writable_folder(out)
+    others = sorted(path.name for path in place.iterdir() if not path.match("puzzles-*.jsonl"))
+    if others:
+        raise DataError(f"{out} holds {others[0]} already, which would be read as text too: give a new folder.")
+    for path in place.glob("puzzles-*.jsonl"):
+        path.unlink()
     lines = [json.dumps({"text": text}) for text in documents(count, filler, seed)]
     for first in range(0, count, _FILE):
         write_text(place / f"puzzles-{first // _FILE}.jsonl", "\n".join(lines[first : first + _FILE]) + "\n")

@@ -29,10 +29,9 @@ from hf_posswap.evaluation import RunStore, passkey_grid, reach_of, wilson_inter
 from hf_posswap.evaluation.passkey import PasskeyTask
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.training.config import load_recipe
-from hf_posswap.training.engine.preparing import chosen_scheme
 from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
 from recipes.studies.pictures import draw_found
-from recipes.studies.running import RECIPES, Run, make_run, source_settings, tokens_of, versions
+from recipes.studies.running import RECIPES, Run, make_run, source_settings, study_command, swapped, tokens_of, versions
 
 NAME = "retrieval"
 MULTIPLES = (0.5, 1, 2, 4, 8)
@@ -47,6 +46,7 @@ Cells = dict[str, list[int]]
 
 
 def main(
+    context: typer.Context,
     base: Annotated[Path, typer.Option(help="A folder with a causal model, or of recipes/pretrain.py.")],
     train: Annotated[list[str], typer.Option(help="As data.sources[].path: text with far needles.")],
     tokens: Annotated[int, typer.Option(help="To train on.")],
@@ -71,16 +71,12 @@ def main(
     with RunStore(place / "measured" / NAME) as store:
         rows = [_row("base", "as it is", [model], task, window, trials, store)]
         for config, of_config in runs.items():
-            swapped = hf_posswap.load(folder).eval()
-            first = of_config[0].recipe
-            scheme = chosen_scheme(first)
-            assert scheme is not None  # only a control has none
-            hf_posswap.patch_model(swapped, scheme, max_length=first.swap.max_length)
-            rows.append(_row(config.stem, "before training", [swapped], task, window, trials, store))
             for run in of_config:
                 typer.echo(f"{config.stem}, seed {run.recipe.training.seed}: {tokens_of(run.recipe):,} tokens")
                 run.finish()
             trained = [hf_posswap.load(run.model).eval() for run in of_config]
+            start = swapped(hf_posswap.load(folder).eval(), of_config[0], trained[0])
+            rows.append(_row(config.stem, "before training", [start], task, window, trials, store))
             rows.append(_row(config.stem, "trained", trained, task, window, trials, store))
     places = {place: "$WORK", folder: "$BASE", **{Path(path): f"$TEXT/{Path(path).name}" for path in train}}
     result = {
@@ -91,6 +87,7 @@ def main(
         "seeds": seeds,
         "rows": rows,
         "goals": list(_goals(rows)),
+        "command": study_command(NAME, context.params, places),
         "commands": [of_config[0].command(places) for of_config in runs.values()],
     }
     write_json(out / f"{NAME}.json", result)
@@ -162,29 +159,31 @@ def _goals(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def markdown(result: dict[str, Any]) -> str:
     """Return the result as a page."""
     base, columns = result["base"], list(result["rows"][0]["found"])
-    asked = result["rows"][0]["found"][columns[0]][1]
+    needles = result["rows"][0]["found"][columns[0]][1]
     lines = [
         f"# retrieval: {result['tokens']:,} tokens on {base['name']}, {base['parameters'] / 1e6:.1f} M parameters, "
         f"window {base['window']}",
         "",
-        f"Passkeys found of {asked} for each length and seed, at five depths; {result['seeds']} seed(s). Brackets: the "
-        "95 % interval (Wilson).",
+        f"Passkeys found of {needles} for each length, at five depths, the mean of {result['seeds']} seed(s). In "
+        f"brackets the 95 % interval (Wilson) of {needles} needles: seeds are asked for the same ones.",
         "",
         "| recipe | state | " + " | ".join(f"{m} x {base['window']}" for m in columns) + " |",
         "|---" * (2 + len(columns)) + "|",
     ]
     for row in result["rows"]:
-        cells = [_cell(*row["found"][m]) if m in row["found"] else "ends before" for m in columns]
+        cells = [_cell(*row["found"][m], needles=needles) if m in row["found"] else "ends before" for m in columns]
         lines.append(f"| {row['recipe']} | {row['state']} | {' | '.join(cells)} |")
     lines += ["", "| recipe | goal | share | verdict |", "|---|---|---|---|"]
     for goal in result["goals"]:
         verdict = "reached" if goal["reached"] else "missed"
         lines.append(f"| {goal['recipe']} | {goal['goal']} | {goal['share']:.1%} | {verdict} |")
-    return "\n".join([*lines, "", *(f"    {line}" for line in result["commands"]), ""])
+    commands = [result["command"], *result["commands"]]
+    return "\n".join([*lines, "", *(f"    {line}" for line in commands), ""])
 
 
-def _cell(found: int, asked: int) -> str:
-    low, high = wilson_interval(found, asked)
+def _cell(found: int, asked: int, *, needles: int) -> str:
+    """Return the share that was found, with the interval of one seed's needles."""
+    low, high = wilson_interval(round(needles * found / asked), needles)
     return f"{found / asked:.0%} [{low:.0%}, {high:.0%}]"
 
 

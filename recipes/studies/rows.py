@@ -100,6 +100,7 @@ class Row:
 
 _WINDOWS = {
     "openai-community/gpt2": 1024,
+    "HuggingFaceTB/SmolLM-135M": 2048,
     "huggyllama/llama-7b": 2048,
     "google-bert/bert-base-uncased": 512,
     "sentence-transformers/all-MiniLM-L6-v2": 512,
@@ -112,10 +113,13 @@ ROWS = (
     Row("gradual", "gpt2"),
     Row("distill", "gpt2"),
     Row("to-alibi", "gpt2"),
+    Row("learned-to-t5", "gpt2"),
     Row("learned-to-sinusoidal", "gpt2"),
     Row("abf", "llama"),
     Row("linear", "llama"),
     Row("yarn", "llama"),
+    Row("rope-to-yarn", "llama"),
+    Row("rope-to-abf", "llama"),
     Row("pose", "llama"),
     Row("staged", "llama"),
     Row("longrope", "llama", demonstration="a search of few candidates, where 1344 are meant"),
@@ -124,10 +128,6 @@ ROWS = (
     Row("encoder-mlm", "bert", demonstration=_UNLEARNED),
     Row("embedding", "bert", demonstration=_UNLEARNED),
 )
-MEASURED_ELSEWHERE = {
-    name: f"recipes/studies/results/{name}/adaptation.md" for name in ("learned-to-t5", "rope-to-yarn")
-}
-"""Recipes without a row here, and the results that another study has of them."""
 
 
 def row_settings(row: Row, sizes: Sizes, model: Path, scheme: Path | None) -> list[str]:

@@ -118,6 +118,27 @@ def command_line(program: str, arguments: Sequence[str], places: Mapping[Path, s
     return line
 
 
+def study_command(name: str, asked: Mapping[str, Any], places: Mapping[Path, str]) -> str:
+    """Return the command line of the study `name` as others can use it, without what says where a machine keeps things.
+
+    Args:
+        name: of its module.
+        asked: its options, as its function has them.
+        places: as `command_line`.
+
+    Example:
+        >>> study_command("retrieval", {"base": "finder", "seeds": 3, "recipe": None, "work": "here"}, {})
+        'python -m recipes.studies.retrieval --base finder --seeds 3 --out results'
+    """
+    words: list[str] = []
+    for option, value in asked.items():
+        if option not in ("out", "work"):
+            flag = "--set" if option == "settings" else f"--{option.replace('_', '-')}"
+            several = value if isinstance(value, list | tuple) else [] if value is None else [value]
+            words += [word for one in several for word in (flag, str(one))]
+    return command_line(f"python -m recipes.studies.{name}", [*words, "--out", "results"], places)
+
+
 def source_settings(paths: Sequence[str]) -> str:
     """Return data.sources=... for files, folders or data sets.
 
@@ -135,7 +156,7 @@ def make_run(config: Path, settings: Sequence[str], work: Path) -> Run:
     Raises:
         ConfigError: as `load_recipe`.
     """
-    given = (*settings, *_QUIET)
+    given = (*(setting for setting in settings if setting not in _QUIET), *_QUIET)
     recipe = load_recipe(config, given)
     identity = _said(to_dict(recipe), to_dict(Recipe()))
     identity = {name: value for name, value in identity.items() if name not in ("out", "evaluation")}
@@ -231,7 +252,17 @@ def _trains(setting: str) -> bool:
 
 
 def swapped(base: Any, run: Run, model: Any) -> Any:
-    """Return `base` with the swap that `run` gave `model`, not trained."""
+    """Return `base` with the swap that `run` gave `model`, not trained.
+
+    What a recipe fits to the base before its first step (swap.fit) no record holds: there the recipe is run for one
+    step at a learning rate that no weight of float32 feels, which leaves its start as it was.
+    """
+    if run.recipe.swap.fit:
+        still = ["learning_rate=1e-30", "warmup_steps=0", "weight_decay=0", "max_steps=1"]
+        settings = [*run.settings, *(f"training.{setting}" for setting in still)]
+        start = make_run(run.config, settings, run.folder.parents[1])
+        start.finish()
+        return hf_posswap.load(start.model).eval()
     record = SwapRecord.from_dict(model.config.posswap)
     if run.recipe.swap.centre:
         hf_posswap.centre_table(base)

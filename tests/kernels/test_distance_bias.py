@@ -14,9 +14,8 @@ from torch import Tensor
 from hf_posswap.kernels import distance_bias, made_bias
 from hf_posswap.kernels.distance_bias import attend_by_distance
 from hf_posswap.kernels.made_bias import attend_made
+from tests.kernels.gradients import same_with_gradients
 
-EXACT = 1e-12
-"""Between sums of float64 in another order."""
 SCALING = 0.3
 
 
@@ -34,15 +33,6 @@ def noise(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def tensors(heads: int, groups: int, length: int, keys: int | None = None) -> list[Tensor]:
     keys = keys or length
     return [noise(2, heads, length, 8), noise(2, groups, keys, 8), noise(2, groups, keys, 8)]
-
-
-def same_with_gradients(found: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
-    torch.testing.assert_close(found, expected, atol=EXACT, rtol=0)
-    weight = torch.randn_like(found)
-    ours = torch.autograd.grad((found * weight).sum(), leaves)
-    theirs = torch.autograd.grad((expected * weight).sum(), leaves)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=20 * EXACT, rtol=0)
 
 
 @settings(max_examples=30)

@@ -18,9 +18,8 @@ from hf_posswap.kernels.mask_segments import placed, segments_of, together
 from hf_posswap.kernels.merge import Region, attend_regions
 from hf_posswap.kernels.row_bias import attend_linear
 from hf_posswap.kernels.segments import Segment, tiles, whole
+from tests.kernels.gradients import same_with_gradients
 
-EXACT = 1e-12
-"""Between sums of float64 in another order."""
 SCALING = 0.3
 
 
@@ -202,15 +201,6 @@ def dense(scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
 
 def products(query: Tensor, key: Tensor) -> Tensor:
     return query @ key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(-1, -2) * SCALING
-
-
-def same_with_gradients(found: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
-    torch.testing.assert_close(found, expected, atol=EXACT, rtol=0)
-    weight = torch.randn_like(found)
-    ours = torch.autograd.grad((found * weight).sum(), leaves)
-    theirs = torch.autograd.grad((expected * weight).sum(), leaves)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=20 * EXACT, rtol=0)
 
 
 def apart(mask: Tensor, positions: Tensor) -> Tensor:

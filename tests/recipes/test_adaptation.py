@@ -10,12 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import hf_posswap
 from hf_posswap.comparison import EvalDocuments
 from hf_posswap.evaluation import RunStore
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.utils.atomic_io import read_json
 from recipes.studies import adaptation
-from recipes.studies.goals import Subject, judge, markdown
+from recipes.studies.goals import Subject, judge, markdown, row_name
 from recipes.studies.measuring import LAST, LAST_ALONE, WINDOW, Means, Texts, sliding_means
 from recipes.studies.running import RECIPES
 from tests.training.engine_runs import write_model, write_texts
@@ -120,6 +121,39 @@ def test_it_runs_from_end_to_end_and_finds_what_is_done(tmp_path: Path) -> None:
     assert again.exit_code == 0, again.output
     assert read_json(tmp_path / "out" / "adaptation.json") == found
     assert {path: path.stat().st_mtime_ns for path in runs} == runs
+
+
+@pytest.mark.slow
+def test_rows_by_tokens_and_by_ablation(tmp_path: Path) -> None:
+    """The same recipe after one step, after two, and after two with another start."""
+    write_model(tmp_path / "gpt2", n_positions=32)
+    write_texts(tmp_path / "train", count=12)
+    write_texts(tmp_path / "valid", count=9)
+    options = ["--base", tmp_path / "gpt2", "--train", tmp_path / "train", "--valid", tmp_path / "valid",
+               "--tokens", 600, "--tokens", 1100, "--step", 512, "--ablate", "swap.fit=0", "--work", tmp_path / "work",
+               "--set", f"data.cache={tmp_path / 'cache'}", "--out", tmp_path / "out"]  # fmt: skip
+    done = CliRunner().invoke(adaptation.app, list(map(str, options)))
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = read_json(tmp_path / "out" / "adaptation.json")
+    assert [(row_name(row), row["tokens"]) for row in found["rows"]] == [
+        ("learned-to-rope, 600 tokens", 512),
+        ("learned-to-rope, 1,100 tokens", 1024),
+        ("learned-to-rope, swap.fit=0", 1024),
+    ]
+    assert len({row["losses"]["recipe"] for row in found["rows"]}) == 3
+    assert len({row["losses"]["control"] for row in found["rows"]}) == 2, "an ablation has the recipe's control"
+    assert sum("swap.fit=0" in command for command in found["commands"]) == 1
+    assert found["tokens"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "name"),
+    [("gpt2", "rope", "rope"), ("llama", "rope:base=500000", "abf"), ("llama", "yarn:factor=2", "yarn")],
+)
+def test_rope_in_the_place_of_rope_is_another_base(kind: str, scheme: str, name: str) -> None:
+    model = tiny(kind)
+    hf_posswap.patch_model(model, scheme)
+    assert adaptation._name(model.config.posswap) == name
 
 
 def test_steps_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import hf_posswap
-from hf_posswap.evaluation import passkey_grid
+from hf_posswap.evaluation import passkey_grid, wilson_interval
 from hf_posswap.evaluation.passkey import FILLER, QUESTION, PasskeyTask
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.atomic_io import read_json
@@ -22,7 +22,7 @@ from tests.training.engine_runs import write_model
 DRAWS = 50
 
 
-@pytest.mark.parametrize("filler", [puzzles.IN_A_WINDOW, 40])
+@pytest.mark.parametrize("filler", [0, puzzles.IN_A_WINDOW, 40])
 def test_pairs_and_copies_are_answered_by_what_stands_before(filler: int) -> None:
     random = np.random.default_rng(0)
     for _ in range(DRAWS):
@@ -59,6 +59,24 @@ def test_documents_follow_from_the_seed(tmp_path: Path) -> None:
     assert [json.loads(line)["text"] for line in texts["a"].splitlines()] == puzzles.documents(30, 7, 0)
 
 
+def test_a_folder_of_other_files_is_refused_and_an_earlier_set_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    found = CliRunner().invoke(puzzles.app, [str(tmp_path), "--documents", "5"])
+    assert found.exit_code != 0
+    assert "holds notes.txt already" in " ".join(found.output.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    for documents in (10_001, 5):
+        found = CliRunner().invoke(puzzles.app, [str(tmp_path / "new"), "--documents", f"{documents}"])
+        assert found.exit_code == 0, found.output
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["puzzles-0.jsonl"]
+    assert len((tmp_path / "new" / "puzzles-0.jsonl").read_text().splitlines()) == 5
+
+
+def test_the_interval_is_that_of_one_seeds_needles() -> None:
+    low, high = wilson_interval(90, 100)
+    assert retrieval._cell(270, 300, needles=100) == f"90% [{low:.0%}, {high:.0%}]"
+
+
 @pytest.mark.slow
 def test_the_study_counts_needles_before_a_swap_after_it_and_after_training(tmp_path: Path) -> None:
     write_model(tmp_path / "base", "llama", max_position_embeddings=256)
@@ -89,6 +107,7 @@ def test_the_study_counts_needles_before_a_swap_after_it_and_after_training(tmp_
     assert study() == result
     assert runs == {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("report.json")}
     page = (tmp_path / "out" / "retrieval.md").read_text()
+    assert "python -m recipes.studies.retrieval --base $BASE --train $TEXT/far --tokens 4200 --seeds 2" in page
     assert "| base | finds them in its window | 0.0% | missed |" in page
     assert (tmp_path / "out" / "retrieval.png").read_bytes().startswith(b"\x89PNG")
 

@@ -26,20 +26,22 @@ HEADER = ("Purpose:", "Source:", "Launch:", "Cost:", "Expected:")
 KINDS = {
     "openai-community/gpt2": "gpt2",
     "huggyllama/llama-7b": "llama",
+    "HuggingFaceTB/SmolLM-135M": "llama",
     "google-bert/bert-base-uncased": "bert",
     "sentence-transformers/all-MiniLM-L6-v2": "bert",
 }
 FOUND = sorted((ROOT / "recipes").rglob("*.yaml"))
 LAUNCHERS = [path for path in FOUND if "distributed_type" in yaml.safe_load(path.read_text())]
 RECIPES = [path for path in FOUND if path not in LAUNCHERS and path.name != "base.yaml"]
-SHARED_CODE = ("abf", "linear", "drope", "to-alibi", "learned-to-sinusoidal", "distill")
+SHARED_CODE = ("abf", "rope-to-abf", "linear", "drope", "to-alibi", "learned-to-sinusoidal", "distill")
 """Recipes that train as others here do, with another scheme or another teacher."""
 TRAINED = [
     pytest.param(path, marks=pytest.mark.slow if path.stem in SHARED_CODE else [], id=path.stem) for path in RECIPES
 ]
 NAMES = {
     "abf", "linear", "yarn", "longrope", "pose", "learned-to-rope", "learned-to-sinusoidal", "learned-to-t5",
-    "rope-to-yarn", "to-alibi", "drope", "rnope", "staged", "gradual", "distill", "encoder-mlm", "embedding", "control",
+    "rope-to-abf", "rope-to-yarn", "to-alibi", "drope", "rnope", "staged", "gradual", "distill", "encoder-mlm",
+    "embedding", "control",
 }  # fmt: skip
 
 

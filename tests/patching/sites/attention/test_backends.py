@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_posswap import Alibi, Blend, NoPE, PerLayer, patch_model, plan_swap, set_backend
 from hf_posswap.errors import BackendWarning, NotPatchedError, OptionError, UnsupportedSwapError
@@ -17,6 +17,7 @@ from hf_posswap.kernels import fused
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.patching.sites.attention.backends import backends_of
 from hf_posswap.schemes.base import Mechanism
+from tests.patching.sites.attention.encoders import swapped_bert
 
 LENGTH = 70
 EXACT = 1e-11
@@ -148,13 +149,7 @@ def test_padding_packing_and_a_cache_are_exact_too(scheme: Any, options: dict[st
 
 @pytest.mark.parametrize("scheme", ["alibi", "t5", "kerple", "fire"])
 def test_an_encoder_sees_both_sides(scheme: str, spy: Spy) -> None:
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        max_position_embeddings=128, initializer_range=0.3,
-    )  # fmt: skip
-    model = BertModel(config).double().eval()
-    patch_model(model, scheme)
+    model = swapped_bert(scheme)
     with torch.no_grad():
         set_backend(model, "plain")
         expected = model(IDS).last_hidden_state

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    BertConfig,
-    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -24,6 +22,7 @@ from hf_posswap import patch_model, set_backend
 from hf_posswap.kernels import row_bias
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.schemes.base import Mechanism
+from tests.patching.sites.attention.encoders import swapped_bert
 
 LENGTH, ROWS = 40, 4
 EXACT = 1e-10
@@ -240,13 +239,7 @@ def test_chunks_upon_a_cache_equal_the_whole(
 @pytest.mark.parametrize("shown", [LEFT, RIGHT, INSIDE], ids=["left", "right", "inside"])
 @pytest.mark.parametrize("scheme", ["alibi", "t5", "kerple", "fire"])
 def test_a_padded_encoder_equals_the_formula(scheme: str, shown: Tensor, taken: list[str]) -> None:
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        max_position_embeddings=64, initializer_range=0.3,
-    )  # fmt: skip
-    model = BertModel(config).double().eval()
-    patch_model(model, scheme)
+    model = swapped_bert(scheme)
     way = "chunked" if scheme == "fire" else "hankel"
     with torch.no_grad():
         expected = by_formula(model, lambda: model(IDS, attention_mask=shown).last_hidden_state)

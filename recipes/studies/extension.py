@@ -1,0 +1,217 @@
+"""Longer contexts for RoPE as papers compare them: before any training, and after the same few steps.
+
+    python recipes/pretrain.py llama my-llama
+    python -m recipes.studies.extension --base my-llama --tokens 150000 --seeds 3 --out results
+
+The protocol is that of YaRN's ablation (https://arxiv.org/abs/2309.00071, table of LLaMA-7B, 2k to 32k) and of LCEG
+(https://arxiv.org/abs/2409.12181): one base, one text, each method for 8 windows, trained on windows of that length by
+one recipe at one learning rate. Self-Extend and dynamic NTK are read as they are: they are made for it. Then every
+document is read at 1, 2, 4 and 8 windows, and each order that the papers print is held against these numbers: it holds
+where the 95 % interval of the difference lies below 0, it is reversed where it lies above 0, and else it is open.
+
+The base is a folder with a causal model of RoPE, or that of a run of recipes/pretrain.py. A run that was stopped goes
+on by the same command, and what did not change is not trained again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+import hf_posswap
+from hf_posswap.cli.outcome import script
+from hf_posswap.comparison import read_documents
+from hf_posswap.errors import DataError
+from hf_posswap.evaluation import RunStore, reach_of
+from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
+from hf_posswap.text.tokens import load_tokenizer
+from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
+from recipes.studies.measuring import MULTIPLES, Means, Texts, difference, document_means, mean_with_interval
+from recipes.studies.pictures import draw_extension
+from recipes.studies.running import RECIPES, Run, make_run, source_settings, study_command, tokens_of, versions
+
+NAME = "extension"
+FACTOR = MULTIPLES[-1]
+TRAINED = ("linear", "ntk", "ntk_by_parts", "yarn")
+FROZEN = ("self_extend", "dynamic")
+BEFORE, AFTER = "before training", "trained"
+_WARMUP = 0.05
+_VERDICTS = {1: "holds", 0: "open", -1: "reversed", None: f"no verdict under {LEAST_DOCUMENTS} documents"}
+
+
+@dataclass(frozen=True)
+class Order:
+    """One method below another in a paper's table.
+
+    Attributes:
+        lower: the method with the lower loss, and its state.
+        higher: the other.
+        windows: read at once.
+        source: the table.
+    """
+
+    lower: tuple[str, str]
+    higher: tuple[str, str]
+    windows: int
+    source: str
+
+
+_YARN = "YaRN, ablation on LLaMA-7B"
+_LCEG = "LCEG, PG19"
+ORDERS = (
+    *(Order(("yarn", BEFORE), ("ntk", BEFORE), windows, _YARN) for windows in (1, FACTOR)),
+    *(Order(("ntk_by_parts", AFTER), (other, AFTER), 1, _YARN) for other in ("yarn", "ntk", "linear")),
+    *(Order(("yarn", AFTER), (other, AFTER), FACTOR, _YARN) for other in ("ntk_by_parts", "linear", "ntk")),
+    *(Order(("ntk", AFTER), (other, AFTER), FACTOR, _LCEG) for other in ("yarn", "linear")),
+    Order(("yarn", AFTER), ("linear", AFTER), FACTOR, _LCEG),
+    *(Order((other, AFTER), ("self_extend", BEFORE), FACTOR, _LCEG) for other in ("ntk", "yarn", "linear")),
+)
+"""What the papers print, as far as two of these rows say it. On NTK after training at full length they disagree."""
+
+
+def main(
+    context: typer.Context,
+    base: Annotated[Path, typer.Option(help="A folder with a causal model of RoPE, or of recipes/pretrain.py.")],
+    tokens: Annotated[int, typer.Option(help="To train on.")],
+    out: Annotated[Path, typer.Option(help="The folder for JSON, table and picture.")],
+    train: Annotated[
+        list[str] | None, typer.Option(help="As data.sources[].path; Python's own text otherwise.")
+    ] = None,
+    valid: Annotated[list[Path] | None, typer.Option(help="Likewise, to measure on.")] = None,
+    seeds: Annotated[int, typer.Option(help="Trainings of each, from seed 0 on.")] = 1,
+    documents: Annotated[int, typer.Option(help="Most documents to measure on.")] = 48,
+    learning_rate: Annotated[float, typer.Option(help="Of all trainings.")] = 5e-4,
+    work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
+) -> None:
+    """Extend a base by each method, train it, read by length, and hold the papers' orders against it."""
+    place = writable_folder((work or cache_folder(None) / "studies").expanduser().resolve())
+    folder = (base if (base / "config.json").is_file() else base / "model").resolve()
+    model = hf_posswap.load(folder).eval()
+    tokenizer = load_tokenizer(folder, instead="save it beside the model")
+    window = reach_of(model).window
+    found = read_documents(valid, tokenizer, length=FACTOR * window, limit=documents)
+    texts = Texts(found, window, tokenizer)
+    shared = [f"model.name={folder}", source_settings(train or ["python"]), f"training.learning_rate={learning_rate}"]
+    runs = {name: list(_runs(name, shared, (window, tokens, seeds), place)) for name in TRAINED}
+    rows = {("base", "as it is"): [model], **{(name, BEFORE): [_swapped(folder, name)] for name in (*TRAINED, *FROZEN)}}
+    for name, of_method in runs.items():
+        for run in of_method:
+            typer.echo(f"{name}, seed {run.recipe.training.seed}: {tokens_of(run.recipe):,} tokens")
+            run.finish()
+        rows[name, AFTER] = [hf_posswap.load(run.model).eval() for run in of_method]
+    with RunStore(place / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
+        means = {key: _mean([document_means(one, texts, store) for one in models]) for key, models in rows.items()}
+    named = [Path(path) for path in (*(train or ()), *(valid or ()))]
+    places = {place: "$WORK", folder: "$BASE", base: "$BASE", **{p.parent: "$TEXT" for p in named if p.parent.parts}}
+    result = {
+        "study": NAME,
+        "versions": versions(),
+        "base": {"name": base.name, "parameters": model.num_parameters(), "window": window},
+        "tokens": max(tokens_of(run.recipe) for of_method in runs.values() for run in of_method),
+        "seeds": seeds,
+        "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or found.source},
+        "rows": [{"method": name, "state": state, "lengths": _lengths(held)} for (name, state), held in means.items()],
+        "orders": [judge(order, means) for order in ORDERS],
+        "command": study_command(NAME, context.params, places),
+        "commands": [of_method[0].command(places) for of_method in runs.values()],
+    }
+    write_json(out / f"{NAME}.json", result)
+    write_text(out / f"{NAME}.md", markdown(result))
+    draw_extension(result, out / f"{NAME}.png")
+    typer.echo(markdown(result))
+
+
+def _runs(name: str, shared: Sequence[str], sizes: tuple[int, int, int], place: Path) -> Iterator[Run]:
+    """Give the trainings of a method, by seed.
+
+    Args:
+        name: of its scheme.
+        shared: settings of all.
+        sizes: window, tokens, seeds.
+        place: where they lie.
+    """
+    window, tokens, seeds = sizes
+    steps = tokens // (FACTOR * window)
+    if steps < 1:
+        raise DataError(f"{tokens} tokens are less than one window of {FACTOR * window}: give as many, or more.")
+    mine = [f"swap.scheme={{name: {name}, factor: {FACTOR}}}", f"data.length={FACTOR * window}"]
+    mine += ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=1"]
+    mine += [f"training.max_steps={steps}", f"training.warmup_steps={int(_WARMUP * steps)}"]
+    mine += ["training.lr_scheduler_type=cosine", "training.gradient_checkpointing=false", "gates.start=false"]
+    for seed in range(seeds):
+        yield make_run(RECIPES / "yarn.yaml", [*shared, *mine, f"data.seed={seed}", f"training.seed={seed}"], place)
+
+
+def _swapped(folder: Path, name: str) -> Any:
+    """Return the base with a method for 8 windows, not trained."""
+    model = hf_posswap.load(folder).eval()
+    scheme = {"name": name} if name == "self_extend" else {"name": name, "factor": FACTOR}
+    hf_posswap.patch_model(model, scheme, max_length=FACTOR * reach_of(model).window)
+    return model
+
+
+def _mean(seeds: Sequence[Means]) -> Means:
+    return {key: np.mean([means[key] for means in seeds], axis=0) for key in seeds[0]}
+
+
+def _lengths(means: Means) -> list[dict[str, Any]]:
+    return [{"windows": m, **mean_with_interval(means[str(m)])} for m in MULTIPLES if str(m) in means]
+
+
+def judge(order: Order, means: dict[tuple[str, str], Means]) -> dict[str, Any]:
+    """Return whether an order holds: 1, reversed: -1, open: 0, and the difference that it rests on.
+
+    Args:
+        order: of two rows.
+        means: of documents, by method and state.
+
+    Example:
+        >>> order = Order(("yarn", "trained"), ("ntk", "trained"), 8, "a paper")
+        >>> low, high = {"8": np.arange(8.0)}, {"8": np.arange(8.0) + 0.5}
+        >>> found = judge(order, {("yarn", "trained"): low, ("ntk", "trained"): high})
+        >>> found["verdict"], found["difference"]
+        (1, -0.5)
+    """
+    higher, lower = (means[key][str(order.windows)] for key in (order.higher, order.lower))
+    found = difference(higher, lower)
+    verdict = int(found["high"] < 0) - int(found["low"] > 0) if len(lower) >= LEAST_DOCUMENTS else None
+    said = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(order).items()}
+    return said | {"verdict": verdict, **{key: found[key] for key in ("difference", "low", "high", "documents")}}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the result as a page."""
+    base, texts = result["base"], result["texts"]
+    lines = [
+        f"# extension: {result['tokens']:,} tokens on {base['name']}, {base['parameters'] / 1e6:.1f} M parameters, "
+        f"window {base['window']}",
+        "",
+        f"Nats a token of {texts['documents']} documents ({texts['source']}), read from their start, so many windows "
+        f"at once, by the mean of {result['seeds']} seed(s); every method is made for {FACTOR}. Later text may be "
+        "easier than the start: compare within a column.",
+        "",
+        "| method | state | " + " | ".join(f"{m}x" for m in MULTIPLES) + " |",
+        "|---" * (2 + len(MULTIPLES)) + "|",
+    ]
+    for row in result["rows"]:
+        cells = [f"{cell['nll']:.3f}" for cell in row["lengths"]] + ["–"] * (len(MULTIPLES) - len(row["lengths"]))
+        lines.append(f"| {row['method']} | {row['state']} | {' | '.join(cells)} |")
+    lines += ["", "Orders that papers print: the first less the second, and the 95 % interval over documents.", ""]
+    lines += ["| order | windows | source | difference | verdict |", "|---|---|---|---|---|"]
+    for order in result["orders"]:
+        first, second = (", ".join(order[key]) for key in ("lower", "higher"))
+        told = f"{order['difference']:+.3f} [{order['low']:+.3f}, {order['high']:+.3f}]"
+        verdict = _VERDICTS[order["verdict"]]
+        lines.append(f"| {first} below {second} | {order['windows']} | {order['source']} | {told} | {verdict} |")
+    return "\n".join([*lines, "", *(f"    {line}" for line in [result["command"], *result["commands"]]), ""])
+
+
+app = script(main)
+
+if __name__ == "__main__":
+    app()
