@@ -117,8 +117,8 @@ def compare_attention(
     paid = _measured(models, limits, asked, text)
     path = Path(out) / f"{PICTURE}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    look = {"below": _below(text, by_layer), "by_layer": by_layer, "dark": dark}
-    draw_attention({n: _lines(paid, n) for n in asked}, window, path, causal=_causal(paid), **look)
+    lines, below = {n: _lines(paid, n) for n in asked}, _below(text, by_layer)
+    draw_attention(lines, window, path, below=below, causal=_causal(paid), by_layer=by_layer, dark=dark)
     return AttentionComparison(path, window, paid, tuple(_said(paid, limits, asked, window)), text.source)
 
 

@@ -71,9 +71,10 @@ def backward(
         lengths = query.shape[2], key.shape[2]
         flash = fused_attention_backward("cuda")
         return flash(*given, None, None, *lengths, 0.0, causal, unread, unread, scale=scaling)
-    given = grad, query, *_for_heads(query.shape[1], key, value), out, sums
-    to_query, *shared = fused_attention_backward("cpu")(*given, 0.0, causal, attn_mask=bias, scale=scaling)
-    to_key, to_value = (_by_group(x, key.shape[1]) for x in shared)
+    shared = _for_heads(query.shape[1], key, value)
+    backward = fused_attention_backward("cpu")
+    to_query, *grads = backward(grad, query, *shared, out, sums, 0.0, causal, attn_mask=bias, scale=scaling)
+    to_key, to_value = (_by_group(x, key.shape[1]) for x in grads)
     return to_query, to_key, to_value
 
 

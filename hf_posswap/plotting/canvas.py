@@ -59,7 +59,7 @@ def plain_log_y(ax: Axes, low: float, high: float) -> None:
     ax.set_yscale("log")
     steps = [m * 10.0**e for e in range(-3, 9) for m in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)]
     if high < 3 * low:  # so narrow that those are too few
-        steps = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high).tolist()
+        steps = [float(s) for s in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)]
     inside = [s for s in steps if low * 0.97 <= s <= high * 1.03]
     while len(inside) > 8:
         inside = inside[::2]
