@@ -8,6 +8,7 @@ from typing import Any
 from hf_posswap.plotting import canvas
 from hf_posswap.utils.atomic_io import replacing
 from recipes.studies.goals import row_name
+from recipes.studies.measuring import MULTIPLES
 
 _SWAPPED, _CONTROL, _ALLOWED = canvas.COLOURS[2], canvas.COLOURS[1], canvas.COLOURS[3]
 
@@ -77,24 +78,20 @@ def draw_extension(result: dict[str, Any], path: Path) -> None:
         MissingDependencyError: matplotlib is not installed.
         CheckpointError: the place cannot be written.
     """
-    picture, axes = canvas.figure(10.0, 4.2, columns=2)
+    picture, axes = canvas.figure(11.0, 4.2, columns=2)
     methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
-    for ax, state in zip(axes, ("before training", "trained"), strict=True):
+    looks = dict(zip(methods, zip(canvas.COLOURS[1:], canvas.MARKERS[1:], strict=False), strict=False))
+    trained = f"{result['tokens']:,} tokens, {result['seeds']} seed(s)"
+    for ax, state, said in zip(axes, ("before training", "trained"), ("no training", trained), strict=True):
         for row in (row for row in result["rows"] if row["state"] in (state, "as it is")):
-            index = methods.index(row["method"])
-            colour, marker = (
-                (_CONTROL, "s") if row["method"] == "base" else (canvas.COLOURS[index], canvas.MARKERS[index])
-            )
-            windows = [cell["windows"] for cell in row["lengths"]]
-            ax.plot(windows, [cell["nll"] for cell in row["lengths"]], marker=marker, color=colour, label=row["method"])
+            colour, marker = looks[row["method"]]
+            counts, losses = zip(*((cell["windows"], cell["nll"]) for cell in row["lengths"]), strict=True)
+            ax.plot(counts, losses, marker=marker, color=colour, label=row["method"])
         ax.set_xscale("log", base=2)
-        ax.set_xticks(windows, [f"{count}" for count in windows])
+        ax.set_xticks(MULTIPLES, [f"{count}" for count in MULTIPLES])
         ax.set_xlabel("windows of the base, read at once")
         ax.set_ylabel("nats a token")
-        ax.legend(fontsize=8, frameon=False)
-        said = (
-            "no training" if state == "before training" else f"{result['tokens']:,} tokens, {result['seeds']} seed(s)"
-        )
         canvas.title(ax, state.capitalize(), said)
+    picture.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     with replacing(path) as temporary:
         picture.savefig(temporary, format="png", metadata={"Software": None})
