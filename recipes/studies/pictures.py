@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from hf_posswap.utils.atomic_io import replacing
 from recipes.studies.goals import row_name
 from recipes.studies.measuring import MULTIPLES
 
+_LINE = 32
+"""Most letters of a row's name in a line."""
 _SWAPPED, _CONTROL, _ALLOWED = canvas.COLOURS[2], canvas.COLOURS[1], canvas.COLOURS[3]
 
 
@@ -20,22 +23,24 @@ def draw_goals(result: dict[str, Any], path: Path) -> None:
         MissingDependencyError: matplotlib is not installed.
         CheckpointError: the place cannot be written.
     """
-    picture, axes = canvas.figure(12.0, 1.6 + 0.9 * len(result["rows"]) + 1.0, columns=3)
+    rows = result["rows"]
+    picture, axes = canvas.figure(13.0, 1.6 + 0.6 * len(rows) + 1.0, columns=3)
     shown = (
         ("from_base", "In the window", "above the untouched base", "above base"),
         ("far_text", "Far text", "the last window after the others, less alone", "far text"),
         ("from_sliding_control", "Eight windows", "above the control's sliding window", None),
     )
+    names = ["\n".join(textwrap.wrap(row_name(row), _LINE)) for row in rows]
     for ax, (key, head, said, allowed) in zip(axes, shown, strict=True):
-        for place, row in enumerate(result["rows"]):
+        for place, row in enumerate(rows):
             found = row[key]
             spans = [[found["difference"] - found["low"]], [found["high"] - found["difference"]]]
             ax.errorbar([found["difference"]], [place], xerr=spans, fmt="o", capsize=3, color=_SWAPPED)
             limit = 0.0 if allowed is None else row["allowed"][allowed]
             ax.plot([limit], [place], marker="|", markersize=22, color=_ALLOWED)
         ax.axvline(0, color=_CONTROL, linewidth=1)
-        ax.set_yticks(range(len(result["rows"])), [row_name(row) for row in result["rows"]])
-        ax.set_ylim(len(result["rows"]) - 0.5, -0.5)
+        ax.set_yticks(range(len(rows)), names if ax is axes[0] else [""] * len(rows))
+        ax.set_ylim(len(rows) - 0.5, -0.5)
         ax.set_xlabel(f"nats a token, {said}", fontsize=8)
         ax.locator_params(axis="x", nbins=5)  # so that numbers do not touch
         canvas.title(ax, head, "95 % intervals; the bar is allowed")
