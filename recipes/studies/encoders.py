@@ -14,8 +14,7 @@ Two tasks, at 1, 2, 4 and 8 windows: passkeys in filler, and passages taken out 
 part, or --valid). Each document is asked for once from each eighth of it. Accuracy at 1 and nDCG at 10, with 95 %
 intervals over documents, a document's score being the mean over seeds; differences are paired.
 
-A run that was stopped goes on by the same command, and what did not change is not trained or read again. With `--only`
-several processes may share the work; the command without it then puts all together.
+A run that was stopped goes on by the same command, and what did not change is not trained or read again.
 """
 
 from __future__ import annotations
@@ -26,18 +25,20 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
+import torch
 import typer
 
 import hf_posswap
 from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import read_documents
-from hf_posswap.errors import UnknownNameError, UnsupportedModelError
+from hf_posswap.errors import OptionError, UnknownNameError, UnsupportedModelError
 from hf_posswap.evaluation import reach_of
 from hf_posswap.evaluation.frames import special_frame
+from hf_posswap.evaluation.retrieval import Pooling
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
 from recipes.studies.encoders_reading import Bench, Way
-from recipes.studies.encoders_scores import CUT, INTERPOLATED, MEAN, NTK, ROPE, cells_of, near_the_base, verdicts
+from recipes.studies.encoders_scores import CUT, INTERPOLATED, MEAN, NTK, ROPE, Found, cells_of, near_the_base, verdicts
 from recipes.studies.encoders_table import markdown
 from recipes.studies.long_texts import Task, needed, passages, passkeys
 from recipes.studies.measuring import MULTIPLES
@@ -51,6 +52,7 @@ QUESTIONS = 8
 _WARMUP = 0.1
 _ROPE = {"partial": 0.5}
 """What is not rotated is what can be fitted."""
+POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "last": "last"}
 DISTILLED: dict[str, dict[str, Any]] = {"rope": _ROPE, "alibi": {}}
 WAYS = (
     Way(CUT, "cut"),
@@ -101,13 +103,15 @@ def main(
     train: Annotated[list[str] | None, typer.Option(help="As data.sources[].path; Python's own otherwise.")] = None,
     valid: Annotated[list[Path] | None, typer.Option(help="Texts to find; Python's own otherwise.")] = None,
     pooling: Annotated[str, typer.Option(help="Of the base: mean, cls or last.")] = "mean",
-    only: Annotated[list[str] | None, typer.Option(help="Ways to measure, by name; nothing is written then.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Ways to measure, by name; otherwise all.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of the distillation.")] = None,
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
 ) -> None:
     """Distil, read long texts in every way, and say what is found."""
-    sizes = _named("size", size, SIZES)
-    ways = [_named("way", name, {way.name: way for way in WAYS}) for name in only] if only else list(WAYS)
+    sizes, pooled = _named("size", size, SIZES), _named("pooling", pooling, POOLINGS)
+    if sizes.device == "cuda" and not torch.cuda.is_available():
+        raise OptionError(f"--size {size} reads on a GPU, and torch finds none here: use --size cpu.")
+    ways = _ways(only)
     place = writable_folder((work or cache_folder(None) / "studies").expanduser().resolve())
     folder = base.expanduser().resolve()
     model = hf_posswap.load(folder)
@@ -120,21 +124,9 @@ def main(
     tasks = list(_tasks(tokenizer, texts.tokens, reach.window, sizes.documents))
     shared = [f"model.name={folder}", source_settings(train or ["python"]), *_sized(sizes, reach.window)]
     runs = {scheme: list(_runs(scheme, [*shared, *(settings or ())], sizes.seeds, place)) for scheme in DISTILLED}
-    bench = Bench(folder, tasks, reach.window, special_frame(tokenizer), pooling, sizes.device, place)  # type: ignore[arg-type]
+    bench = Bench(folder, tasks, reach.window, special_frame(tokenizer), pooled, sizes.device, place)
     found = {way.name: [bench.read(way, model) for model in _models(way, runs)] for way in ways}
-    if only:
-        return
-    (cut,), (mean,) = found[CUT], found[MEAN]
-    rows = [
-        {
-            "way": way.name,
-            "vectors": way.reads,
-            "distilled": way.trained is not None,
-            "near": near_the_base(found[way.name], cut, reach.window),
-            "cells": cells_of(found[way.name], cut, mean, reach.window),
-        }
-        for way in ways
-    ]
+    rows = _rows(ways, found, reach.window)
     places = {place: "$WORK", folder: "$BASE", **_folders_of((*(train or ()), *(valid or ())))}
     result = {
         "study": NAME,
@@ -150,7 +142,10 @@ def main(
         },
         "rows": rows,
         "verdicts": list(verdicts(rows, longest)),
-        "command": _command(size, train, valid, settings, places),
+        "command": _command(
+            {"size": [size], "train": train, "valid": valid, "pooling": [pooling], "only": only, "set": settings},
+            places,
+        ),
         "commands": [of_scheme[0].command(places) for of_scheme in runs.values()],
     }
     write_json(out / f"{NAME}.json", result)
@@ -163,6 +158,28 @@ def _named(kind: str, name: str, known: Mapping[str, T]) -> T:
     if name not in known:
         raise UnknownNameError(kind, name, known)
     return known[name]
+
+
+def _ways(only: Sequence[str] | None) -> list[Way]:
+    """Return the ways to measure: what the others are held against is always among them."""
+    known = {way.name: way for way in WAYS}
+    wanted = {_named("way", name, known).name for name in only or known} | {CUT, MEAN}
+    return [way for way in WAYS if way.name in wanted]
+
+
+def _rows(ways: Sequence[Way], found: Mapping[str, Sequence[Sequence[Found]]], window: int) -> list[dict[str, Any]]:
+    """Return what each way found, of all seeds."""
+    (cut,), (mean,) = found[CUT], found[MEAN]
+    return [
+        {
+            "way": way.name,
+            "vectors": way.reads,
+            "distilled": way.trained is not None,
+            "near": near_the_base(found[way.name], cut, window),
+            "cells": cells_of(found[way.name], cut, mean, window),
+        }
+        for way in ways
+    ]
 
 
 def _tasks(tokenizer: Any, rows: np.ndarray, window: int, documents: int) -> Iterator[Task]:
@@ -211,18 +228,11 @@ def _folders_of(paths: Sequence[str | Path]) -> dict[Path, str]:
     return {parent: "$TEXT" for parent in parents if parent.parts}
 
 
-def _command(
-    size: str,
-    train: Sequence[str] | None,
-    valid: Sequence[Path] | None,
-    settings: Sequence[str] | None,
-    places: Mapping[Path, str],
-) -> str:
+def _command(asked: Mapping[str, Sequence[str | Path] | None], places: Mapping[Path, str]) -> str:
     """Return the command line of the study as others can use it."""
-    several = {"--train": train, "--valid": valid, "--set": settings}
-    words = [word for name, values in several.items() for value in values or () for word in (name, str(value))]
-    line = command_line(f"python -m recipes.studies.{NAME}", ["--size", size, *words, "--out", "results"], places)
-    return line.replace("--size", "--base $BASE --size", 1)
+    words = [word for name, values in asked.items() for value in values or () for word in (f"--{name}", str(value))]
+    line = command_line("", [*words, "--out", "results"], places)
+    return f"python -m recipes.studies.{NAME} --base $BASE {line.strip()}"
 
 
 app = script(main)

@@ -93,6 +93,8 @@ def verdicts(rows: Sequence[dict[str, Any]], length: int) -> Iterator[dict[str, 
     }
     for task in dict.fromkeys(task for _, task in held):
         for claim, better, other in CLAIMS:
+            if (better, task) not in held or (other, task) not in held:
+                continue
             found = _change(held[other, task], held[better, task])
             said = "holds" if found["low"] > 0 else "the opposite holds" if found["high"] < 0 else "undecided"
             yield {"task": task, "claim": claim, "way": better, "other": other, **found, "verdict": said}

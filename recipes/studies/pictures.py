@@ -83,12 +83,10 @@ def draw_ways(result: dict[str, Any], path: Path) -> None:
         for number, row in enumerate(rows):
             cells = [cell for cell in row["cells"] if cell["task"] == task]
             lengths = [cell["length"] for cell in cells]
-            style = {
-                "marker": canvas.MARKERS[number % len(canvas.MARKERS)],
-                "color": canvas.COLOURS[number % len(canvas.COLOURS)],
-            }
+            shares = [cell["accuracy"]["mean"] for cell in cells]
+            colour, marker = canvas.COLOURS[number % len(canvas.COLOURS)], canvas.MARKERS[number % len(canvas.MARKERS)]
             line = "-" if row["vectors"] == "whole" else "--"
-            ax.plot(lengths, [cell["accuracy"]["mean"] for cell in cells], line, label=row["way"], **style)
+            ax.plot(lengths, shares, line, marker=marker, color=colour, label=row["way"])
         canvas.length_axis(ax, lengths, window)
         ax.axhline(1 / cells[0]["documents"], color=canvas.FAINT, linewidth=0.7)
         ax.set_ylim(-0.03, 1.03)

@@ -163,13 +163,13 @@ def make_small(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(encoders, "QUESTIONS", 2)
 
 
-def study(place: Path, *words: str, code: int = 0) -> Any:
+def study(place: Path, *words: str, code: int = 0, out: str = "out") -> Any:
     """Run the study as its user does, and return its results, or what it says where it ends with an error."""
-    given = {"base": "bert", "train": "train", "valid": "valid", "out": "out", "work": "work"}
+    given = {"base": "bert", "train": "train", "valid": "valid", "out": out, "work": "work"}
     arguments = [part for name, value in given.items() for part in (f"--{name}", str(place / value))]
     found = CliRunner().invoke(encoders.app, [*arguments, "--size", "tiny", *words])
     assert found.exit_code == code, found.output
-    return read_json(place / "out" / "encoders.json") if code == 0 else " ".join(found.output.split())
+    return read_json(place / out / "encoders.json") if code == 0 else " ".join(found.output.split())
 
 
 @pytest.fixture(scope="module")
@@ -222,18 +222,20 @@ def test_what_cutting_finds_is_what_transformers_gives(place: Path, result: Any)
 
 
 @pytest.mark.slow
-def test_a_way_by_itself_is_measured_and_writes_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_ways_stand_beside_cutting_and_the_mean_of_windows(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_small(monkeypatch)
-    words = ["--base", str(place / "bert"), "--valid", str(place / "valid"), "--size", "tiny", "--only", CUT]
-    found = CliRunner().invoke(encoders.app, [*words, "--work", str(place / "alone"), "--out", str(place / "nothing")])
-    assert found.exit_code == 0, found.output
-    assert len(list((place / "alone" / "measured" / "encoders").iterdir())) == 1
-    assert not (place / "nothing").exists()
+    result = study(place, "--only", "table, tiled", out="some")
+    assert [row["way"] for row in result["rows"]] == [CUT, MEAN, "table, tiled"]
+    assert result["verdicts"] == []
+    assert "--only 'table, tiled'" in result["command"]
 
 
 def test_unknown_names_and_causal_models_are_refused(place: Path) -> None:
     assert "unknown size 'tiny'" in study(place, code=2)
     assert "unknown way 'cutting'" in study(place, "--size", "cpu", "--only", "cutting", code=2)
+    assert "unknown pooling 'max'" in study(place, "--size", "cpu", "--pooling", "max", code=2)
+    if not torch.cuda.is_available():
+        assert "reads on a GPU, and torch finds none here: use --size cpu" in study(place, "--size", "gpu", code=2)
     write_model(place / "gpt2", "gpt2")
     words = ["--size", "cpu", "--base", str(place / "gpt2")]
     assert "the study is of encoders with a learned table, got GPT2LMHeadModel" in study(place, *words, code=3)
