@@ -100,3 +100,32 @@ def draw_extension(result: dict[str, Any], path: Path) -> None:
     picture.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     with replacing(path) as temporary:
         picture.savefig(temporary, format="png", metadata={"Software": None})
+
+
+def draw_ways(result: dict[str, Any], path: Path) -> None:
+    """Draw what `recipes.studies.encoders` found, a panel a task, and write it to `path` (PNG).
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        CheckpointError: the place cannot be written.
+    """
+    rows, window = result["rows"], result["base"]["window"]
+    tasks = list(dict.fromkeys(cell["task"] for cell in rows[0]["cells"]))
+    picture, axes = canvas.figure(5.5 * len(tasks), 4.6, columns=len(tasks))
+    for ax, task in zip(axes, tasks, strict=True):
+        for number, row in enumerate(rows):
+            cells = [cell for cell in row["cells"] if cell["task"] == task]
+            lengths = [cell["length"] for cell in cells]
+            shares = [cell["accuracy"]["mean"] for cell in cells]
+            colour, marker = canvas.COLOURS[number % len(canvas.COLOURS)], canvas.MARKERS[number % len(canvas.MARKERS)]
+            line = "-" if row["vectors"] == "whole" else "--"
+            ax.plot(lengths, shares, line, marker=marker, color=colour, label=row["way"])
+        canvas.length_axis(ax, lengths, window)
+        ax.axhline(1 / cells[0]["documents"], color=canvas.FAINT, linewidth=0.7)
+        ax.set_ylim(-0.03, 1.03)
+        ax.set_xlabel("tokens of a document")
+        ax.set_ylabel("questions whose document is the nearest")
+        canvas.title(ax, f"{task}s".capitalize(), "dashed: the base unswapped; faint: chance")
+    axes[0].legend(fontsize=8, frameon=False)
+    with replacing(path) as temporary:
+        picture.savefig(temporary, format="png", metadata={"Software": None})

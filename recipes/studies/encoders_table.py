@@ -1,0 +1,104 @@
+"""The study of encoders as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_TASKS = {
+    "passkey": "Passkeys: filler that is the same in all documents, and eight names with their keys",
+    "passage": "Passages: real text, of which eight passages were taken out",
+}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the results of `recipes.studies.encoders` for people: the answer, a table a task, and the commands."""
+    held, base, texts = result["versions"], result["base"], result["texts"]
+    tasks = list(dict.fromkeys(cell["task"] for cell in result["rows"][0]["cells"]))
+    lines = [
+        f"# One vector for a long text: {base['name']}, {base['parameters'] / 1e6:.1f} M parameters, window "
+        f"{base['window']}",
+        "",
+        f"Distilled: {result['tokens']:,} tokens in texts of one window, {result['seeds']} seeds; all else without "
+        f"training. torch {held['torch']}, transformers {held['transformers']}, size "
+        f"{result['size']}. Brackets: 95 % intervals over documents; differences are paired.",
+        "",
+        "- Accuracy: the share of questions whose document is the nearest by cosine. nDCG at 10 likewise.",
+        "- Beyond: the accuracy on questions whose answer stands beyond the first window, at the longest length.",
+        f"- Real text: {texts['source']}; {texts['said']}.",
+        "",
+        *_answers(result),
+    ]
+    for task in tasks:
+        lines += ["", *_task(task, result["rows"])]
+    return "\n".join([*lines, "", *(f"    {command}" for command in (result["command"], *result["commands"])), ""])
+
+
+def _answers(result: dict[str, Any]) -> list[str]:
+    """Return what was found at the longest length, in words that follow from the numbers."""
+    longest = max(cell["length"] for cell in result["rows"][0]["cells"])
+    lines = [
+        f"## What was found at {longest:,} tokens",
+        "",
+        "| task | LongEmbed | here | difference of accuracy | verdict |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for found in result["verdicts"]:
+        cells = (found["task"], found["claim"], f"{found['way']} less {found['other']}", _change(found))
+        lines.append(_line([*cells, found["verdict"]]))
+    return [*lines, "", *_sorted_ways(result["rows"], longest)]
+
+
+def _sorted_ways(rows: Sequence[dict[str, Any]], length: int) -> list[str]:
+    """Return for each task the ways whose interval lies above that of cutting, and those above the mean of windows."""
+    lines = []
+    for task in dict.fromkeys(cell["task"] for cell in rows[0]["cells"]):
+        for key, other in (("less_cut", "cutting"), ("less_mean", "the mean of windows")):
+            found = {
+                row["way"]: cell[key]
+                for row in rows
+                for cell in row["cells"]
+                if (cell["task"], cell["length"]) == (task, length)
+            }
+            better = [way for way, change in found.items() if change["low"] > 0]
+            worse = [way for way, change in found.items() if change["high"] < 0]
+            lines.append(
+                f"- {task}: better than {other}: {'; '.join(better) or 'none'}. Worse: {'; '.join(worse) or 'none'}."
+            )
+    return lines
+
+
+def _task(task: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    first = [cell for cell in rows[0]["cells"] if cell["task"] == task]
+    longest = first[-1]
+    head = ["way", *(f"{cell['length']:,}" for cell in first), "beyond", "nDCG at 10", "less cutting", "less the mean"]
+    lines = [
+        f"## {_TASKS[task]}",
+        "",
+        f"{longest['documents']} documents and {longest['questions']} questions of each length; chance is "
+        f"{1 / longest['documents']:.0%}. The last four columns are of {longest['length']:,} tokens.",
+        "",
+        _line(head),
+        _line(["---"] * len(head)),
+    ]
+    for row in rows:
+        cells = [cell for cell in row["cells"] if cell["task"] == task]
+        last = cells[-1]
+        shown = [_share(cell["accuracy"]) for cell in cells]
+        beyond = "–" if last["beyond"] is None else f"{last['beyond']:.0%}"
+        ends = [f"{last['ndcg']['mean']:.2f}", _change(last["less_cut"]), _change(last["less_mean"])]
+        lines.append(_line([row["way"], *shown, beyond, *ends]))
+    near = [f"{row['way']} {row['near']:.3f}" for row in rows if row["near"] is not None]
+    return [*lines, "", f"Cosine to the base's vectors at one window, both tasks: {', '.join(near)}."]
+
+
+def _share(found: dict[str, float]) -> str:
+    return f"{found['mean']:.0%} [{found['low']:.0%}, {found['high']:.0%}]"
+
+
+def _change(found: dict[str, Any]) -> str:
+    return f"{found['difference']:+.2f} [{found['low']:+.2f}, {found['high']:+.2f}]"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
