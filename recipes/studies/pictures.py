@@ -1,4 +1,4 @@
-"""The picture of the study of adaptation: differences from base and control, and what was allowed."""
+"""The pictures of the studies: differences from base and control and what was allowed, and what comes with length."""
 
 from __future__ import annotations
 
@@ -67,3 +67,55 @@ def draw_found(result: dict[str, Any], path: Path) -> None:
     canvas.title(ax, "Needles found by length", "passkeys at five depths")
     with replacing(path) as temporary:
         picture.savefig(temporary, format="png", metadata={"Software": None})
+
+
+def draw_claims(result: dict[str, Any], path: Path) -> None:
+    """Draw what `recipes.studies.claims` measured, and write it to `path` (PNG).
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        CheckpointError: the place cannot be written.
+    """
+    picture, axes = canvas.figure(13.0, 8.0, rows=2, columns=3)
+    looks = {scheme: dict(color=canvas.COLOURS[1 + i], label=scheme) for i, scheme in enumerate(result["text"])}
+    marks = {scheme: dict(marker=canvas.MARKERS[1 + i], markersize=4) for i, scheme in enumerate(result["text"])}
+    tokens, window, longest = result["trained"]["text"]["tokens"], result["window"], result["longest"]
+    for scheme, held in result["text"].items():
+        curve = held["curve"]
+        axes[0].plot([tokens * (i + 1) / len(curve) for i in range(len(curve))], curve, linewidth=1.2, **looks[scheme])
+        losses = {float(m): sum(found) / len(found) for m, found in held["losses"].items()}
+        axes[1].plot(list(losses), list(losses.values()), **looks[scheme], **marks[scheme])
+    axes[0].set_yscale("log")
+    axes[0].minorticks_off()
+    low, high = min(min(held["curve"]) for held in result["text"].values()), result["text"]["rope"]["curve"][0]
+    canvas.plain_log_y(axes[0], low, high)
+    axes[0].set_xlabel("tokens read")
+    axes[0].set_ylabel("training loss, nats a token")
+    canvas.title(axes[0], "Text: convergence", f"mean of {result['seeds']} seeds, same tokens in the same order")
+    axes[1].set_ylabel("nats a token")
+    canvas.title(axes[1], "Text: windows read at once", "the same held-out tokens each time")
+    _draw_shares(axes[2], result["shares"]["needles"], looks, marks, 1.0)
+    canvas.title(axes[2], "Needles: passkeys found", f"trained on windows of {window} tokens")
+    for ax in axes[1:3]:
+        ax.set_xscale("log", base=2)
+        ax.minorticks_off()
+        ax.set_xlabel(f"windows of {window} tokens")
+    for ax, task in zip(axes[3:5], ("copy", "sorting"), strict=True):
+        lengths = {s: {n: v for n, v in held.items() if n.isdigit()} for s, held in result["shares"][task].items()}
+        _draw_shares(ax, lengths, looks, marks, longest)
+        ax.set_xlabel("letters")
+        canvas.title(ax, f"Task: {task}", f"trained on up to {longest}; right to the end")
+    axes[5].axis("off")
+    axes[5].legend(*axes[1].get_legend_handles_labels(), loc="center", frameon=False, fontsize=12)
+    with replacing(path) as temporary:
+        picture.savefig(temporary, format="png", metadata={"Software": None})
+
+
+def _draw_shares(ax: Any, shares: dict[str, dict[str, list[float]]], looks: Any, marks: Any, trained: float) -> None:
+    """Draw mean shares of right answers by length, and where the lengths of training end."""
+    for scheme, held in shares.items():
+        means = {float(length): sum(found) / len(found) for length, found in held.items()}
+        ax.plot(list(means), list(means.values()), **looks[scheme], **marks[scheme])
+    ax.axvline(trained, color=_CONTROL, linewidth=0.5)
+    ax.set_ylim(-0.03, 1.03)
+    ax.set_ylabel("right answers")

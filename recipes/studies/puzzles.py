@@ -11,6 +11,7 @@ them, the filler of any length.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -87,12 +88,14 @@ def main(
     seed: Annotated[int, typer.Option(help="Of all of them.")] = 0,
 ) -> None:
     """Write documents of puzzles, a text file each kilobyte or so would be many: JSON lines."""
-    import json
+    write_documents(writable_folder(out), count, filler, seed)
 
-    place = writable_folder(out)
+
+def write_documents(folder: Path, count: int, filler: int, seed: int) -> None:
+    """Write `documents` into files of JSON lines."""
     lines = [json.dumps({"text": text}) for text in documents(count, filler, seed)]
     for first in range(0, count, _FILE):
-        write_text(place / f"puzzles-{first // _FILE}.jsonl", "\n".join(lines[first : first + _FILE]) + "\n")
+        write_text(folder / f"puzzles-{first // _FILE}.jsonl", "\n".join(lines[first : first + _FILE]) + "\n")
 
 
 app = script(main)
