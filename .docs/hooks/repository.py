@@ -23,6 +23,7 @@ PAGE_OF: dict[str, str] = {
     f"{_RESULTS}/learned-to-t5/adaptation.md": "results/learned-to-t5.md",
     f"{_RESULTS}/rope-to-yarn/adaptation.md": "results/rope-to-yarn.md",
     f"{_RESULTS}/retrieval.md": "results/retrieval.md",
+    f"{_RESULTS}/claims.md": "results/claims.md",
     f"{_RESULTS}/starts.md": "results/starts.md",
     f"{_RESULTS}/effects.md": "results/effects.md",
     "recipes/bench/results/table.md": "results/bench.md",

@@ -23,7 +23,7 @@ def copy(random: np.random.Generator, length: int) -> Example:
         >>> question == answer.strip() + "=", len(answer)
         (True, 5)
     """
-    letters = "".join(random.choice(list(string.ascii_letters), length))
+    letters = "".join(random.choice(list(string.ascii_lowercase), length))
     return f"{letters}=", f"{letters}\n"
 
 

@@ -50,8 +50,8 @@ def main(
     sizes = SIZES[size]
     done = []
     for training in trainings(sizes, place):
-        rate = sizes.rates(training.material)[training.other]
-        typer.echo(f"{training.material}, {training.scheme}, seed {training.seed}, rate {rate:g}")
+        other = ", at the other rate" if training.other else ""
+        typer.echo(f"{training.material}, {training.scheme}, seed {training.seed}{other}")
         training.run.finish()
         done.append(training)
     with RunStore(place / "measured" / size) as store:
@@ -82,9 +82,9 @@ def measure(training: Training, sizes: Sizes, store: RunStore) -> dict[str, Any]
         runs = {m: n for m, n in lengths.items() if n >= task.shortest and (limit is None or n <= limit)}
         found = needles(model, task, runs, sizes.trials, store)
         return {"shares": {m: number / (sizes.trials * len(DEPTHS)) for m, number in found.items()}}
-    longest = sizes.tasks.longest
-    right = answers(model, tokenizer, training.material, range(1, 2 * longest + 1), sizes.trials, store)
-    shares = {length: number / sizes.trials for length, number in right.items()}
+    longest, trials = sizes.tasks.longest, sizes.tasks.trials
+    right = answers(model, tokenizer, training.material, range(1, 2 * longest + 1), trials, store)
+    shares = {length: number / trials for length, number in right.items()}
     parts = {INSIDE: range(1, longest + 1), BEYOND: range(longest + 1, 2 * longest + 1)}
     return {"shares": shares | {name: float(np.mean([shares[str(n)] for n in ns])) for name, ns in parts.items()}}
 
@@ -101,7 +101,7 @@ def result_of(sizes: Sizes, done: list[Training], measured: list[dict[str, Any]]
         "window": sizes.window,
         "trained": {training.material: _trained(training, sizes) for training in done},
         "longest": sizes.tasks.longest,
-        "trials": sizes.trials,
+        "trials": {"needles": sizes.trials * len(DEPTHS), "tasks": sizes.tasks.trials},
         "texts": texts,
         "claims": [judge(claim, seeds, elsewhere) for claim in CLAIMS],
         "needed": _needed(seeds),
@@ -112,9 +112,9 @@ def result_of(sizes: Sizes, done: list[Training], measured: list[dict[str, Any]]
 
 def _trained(training: Training, sizes: Sizes) -> dict[str, Any]:
     """Return the size of the model of a training, the amount it read, and its two learning rates."""
-    run = training.run
+    run, held = training.run, sizes.amount(training.material)
     read = {"tokens": tokens_of(run.recipe)} if isinstance(run, Run) else {"examples": run.steps * run.batch}
-    return {"parameters": hf_posswap.load(run.model).num_parameters(), "rates": sizes.rates(training.material)} | read
+    return {"parameters": hf_posswap.load(run.model).num_parameters(), "rates": [held.rate, held.other_rate]} | read
 
 
 def _of(measured: Iterable[tuple[Training, dict[str, Any]]], seed: int, *, other: bool) -> Measured:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from recipes.studies.algorithms import TASKS
-from recipes.studies.claims_judging import BEYOND, INSIDE
+from recipes.studies.claims_judging import BEYOND, FAR, INSIDE
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -21,6 +21,8 @@ def markdown(result: dict[str, Any]) -> str:
             "## Verdicts",
             "",
             *_table(("claim", "source", "verdict"), _claims(result)),
+            *(f"- {line}" for line in _in_words(result)),
+            "",
             "## Their numbers",
             "",
             "A part holds where its whole interval lies where it should, and does not where none of it does. Other "
@@ -67,6 +69,39 @@ def _amounts(trained: dict[str, Any]) -> Iterator[Sequence[str]]:
 def _claims(result: dict[str, Any]) -> Iterator[Sequence[str]]:
     for claim in result["claims"]:
         yield claim["said"], claim["source"], f"**{claim['verdict']}**"
+
+
+def _in_words(result: dict[str, Any]) -> Iterator[str]:
+    """Give what was found in sentences whose numbers are those of the tables."""
+    parts = {(claim["claim"], part["what"]): part for claim in result["claims"] for part in claim["parts"]}
+    text, shares = result["text"], result["shares"]
+    gains = [parts["rope converges", f"rope less {rival}"]["estimate"] for rival in ("sinusoidal", "learned")]
+    yield (
+        f"Convergence: in the mean over the training RoPE stands {_apart(gains[0])} sinusoidal positions and "
+        f"{_apart(gains[1])} learned ones. It is where they end after {_needed(result['needed']['sinusoidal'])} and "
+        f"{_needed(result['needed']['learned'])} of the tokens."
+    )
+    close = parts["tables end close", "learned less sinusoidal, in the window"]
+    yield f"Tables: at the end learned positions stand {_apart(close['estimate'])} sinusoidal ones, {interval(close)}."
+    for scheme, label in (
+        ("alibi", "ALiBi"),
+        ("nope", "NoPE"),
+        ("rope", "RoPE"),
+        ("sinusoidal", "sinusoidal positions"),
+    ):
+        means = {windows: float(np.mean(found)) for windows, found in text[scheme]["losses"].items()}
+        moved = " / ".join(f"{means[windows] - means['1']:+.3f}" for windows in FAR)
+        yield f"Longer text, {scheme}: {moved} nats at 2 / 4 / 8 windows at once, above {means['1']:.3f} one by one."
+    found = " / ".join(f"{np.mean(shares['needles']['alibi'][windows]):.0%}" for windows in ("1", *FAR))
+    yield f"Needles, ALiBi: found at 1 / 2 / 4 / 8 windows {found}."
+    for task in TASKS:
+        beyond = ", ".join(f"{scheme} {np.mean(held[BEYOND]):.0%}" for scheme, held in shares[task].items())
+        inside = ", ".join(f"{scheme} {np.mean(held[INSIDE]):.0%}" for scheme, held in shares[task].items())
+        yield f"{task.capitalize()}: beyond the trained lengths {beyond}; inside them {inside}."
+
+
+def _apart(difference: float) -> str:
+    return f"{abs(difference):.3f} nats {'below' if difference < 0 else 'above'}"
 
 
 def _parts(result: dict[str, Any]) -> Iterator[Sequence[str]]:

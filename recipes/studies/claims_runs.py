@@ -38,13 +38,21 @@ class Amount:
     Attributes:
         tokens: of a training.
         batch: windows a step.
+        rate: learning rate of all schemes.
+        other_rate: at which seed 0 is trained again, so that no verdict hangs on the rate.
+        layers: of the models.
         schemes: that are trained on it.
+        checked: those that are trained at the other rate, too.
         examples: documents that are made, where they are made.
     """
 
     tokens: int
     batch: int
+    rate: float
+    other_rate: float
+    layers: int
     schemes: tuple[str, ...] = SCHEMES
+    checked: tuple[str, ...] = SCHEMES
     examples: int = 0
 
 
@@ -56,17 +64,27 @@ class Tasks:
         steps: of a training.
         batch: examples a step.
         longest: letters of the longest example in training; twice as many are asked for.
-        width: of the hidden states.
-        rate: learning rate.
+        layers: of the models.
+        width: of their hidden states.
+        heads: of each attention.
+        rate: learning rate of all schemes.
         other_rate: at which seed 0 is trained again.
+        trials: examples of each length that are asked.
+        schemes: that are trained.
+        checked: those that are trained at the other rate, too.
     """
 
     steps: int
     batch: int
     longest: int
+    layers: int
     width: int
+    heads: int
     rate: float
     other_rate: float
+    trials: int = 100
+    schemes: tuple[str, ...] = SCHEMES
+    checked: tuple[str, ...] = SCHEMES
 
 
 @dataclass(frozen=True)
@@ -77,63 +95,61 @@ class Sizes:
         amounts: of text and needles.
         tasks: of copying and sorting.
         window: that is trained on.
-        layers: of the models.
-        width: of their hidden states.
+        width: of the hidden states of models of text and needles.
         heads: of each attention.
         vocabulary: of text and needles; tasks are read in bytes.
         seeds: of the weights and the order, from 0 on.
-        rate: learning rate of all schemes on text and needles.
-        other_rate: at which seed 0 is trained again, so that no verdict hangs on the rate.
         documents: most to measure on.
-        trials: prompts of each length and, of needles, each depth.
+        trials: needles of each length and depth.
     """
 
     amounts: dict[Material, Amount]
     tasks: Tasks
     window: int = 128
-    layers: int = 2
     width: int = 128
     heads: int = 4
     vocabulary: int = 512
     seeds: int = 3
-    rate: float = 2e-3
-    other_rate: float = 1e-3
     documents: int = 24
-    trials: int = 40
+    trials: int = 20
 
     @property
     def longest(self) -> int:
         """Tokens that are read at most."""
         return self.window * MULTIPLES[-1]
 
-    def rates(self, material: Material) -> tuple[float, float]:
-        """Return the learning rate of all trainings on `material`, and the second one."""
-        held = self.tasks if material in TASKS else self
-        return held.rate, held.other_rate
+    def amount(self, material: Material) -> Amount | Tasks:
+        """Return how much is read of `material`."""
+        return self.tasks if material in TASKS else self.amounts[material]
 
 
 SIZES = {
     "cpu": Sizes(
-        {"text": Amount(600_000, 8), "needles": Amount(1_500_000, 16, ("alibi",), examples=30_000)},
-        Tasks(1000, 32, 10, width=64, rate=4e-3, other_rate=2e-3),
+        {
+            "text": Amount(600_000, 8, 2e-3, 1e-3, layers=2),
+            "needles": Amount(1_600_000, 16, 3e-3, 1.5e-3, layers=3, schemes=("alibi",), examples=30_000),
+        },
+        Tasks(1500, 32, 4, layers=2, width=64, heads=2, rate=4e-3, other_rate=2e-3),
     ),
     "gpu": Sizes(
-        {"text": Amount(16_000_000, 32), "needles": Amount(24_000_000, 64, examples=400_000)},
-        Tasks(20_000, 128, 20, width=256, rate=1e-3, other_rate=5e-4),
-        layers=6,
+        {
+            "text": Amount(16_000_000, 32, 1e-3, 5e-4, layers=6),
+            "needles": Amount(24_000_000, 64, 1e-3, 5e-4, layers=6, examples=400_000),
+        },
+        Tasks(20_000, 128, 20, layers=6, width=256, heads=8, rate=1e-3, other_rate=5e-4),
         width=384,
         heads=8,
         vocabulary=2048,
         seeds=5,
-        rate=1e-3,
-        other_rate=5e-4,
         documents=48,
     ),
     "smoke": Sizes(
-        {"text": Amount(2_560, 4), "needles": Amount(2_560, 4, ("alibi",), examples=200)},
-        Tasks(10, 4, 4, width=32, rate=2e-3, other_rate=1e-3),
+        {
+            "text": Amount(2_560, 4, 2e-3, 1e-3, layers=1),
+            "needles": Amount(2_560, 4, 2e-3, 1e-3, layers=1, schemes=("alibi",), examples=200),
+        },
+        Tasks(10, 4, 4, layers=1, width=32, heads=2, rate=2e-3, other_rate=1e-3, trials=4),
         window=64,
-        layers=1,
         width=32,
         heads=2,
         seeds=2,
@@ -175,28 +191,30 @@ def trainings(sizes: Sizes, place: Path, only: Material | None = None) -> Iterat
         DataError: a training of less than one step.
     """
     for material in (*sizes.amounts, *TASKS):
-        if only in (None, material):
-            for seed, other in [*((seed, False) for seed in range(sizes.seeds)), (0, True)]:
-                give = _task_runs if material in TASKS else _runs
-                for scheme, run in give(material, sizes, seed, sizes.rates(material)[other], place):
-                    yield Training(material, scheme, seed, other, run)
+        if only not in (None, material):
+            continue
+        held = sizes.amount(material)
+        give = _task_run if isinstance(held, Tasks) else _text_run
+        for seed in range(sizes.seeds):
+            for scheme in held.schemes:
+                yield Training(material, scheme, seed, False, give(material, sizes, scheme, seed, held.rate, place))
+        for scheme in (scheme for scheme in held.checked if scheme in held.schemes):
+            yield Training(material, scheme, 0, True, give(material, sizes, scheme, 0, held.other_rate, place))
 
 
-def _runs(material: Material, sizes: Sizes, seed: int, rate: float, place: Path) -> Iterator[tuple[str, Run]]:
+def _text_run(material: Material, sizes: Sizes, scheme: str, seed: int, rate: float, place: Path) -> Run:
     amount = sizes.amounts[material]
     source = _source(material, amount, place)
-    start = _start(Path(source).name, sizes, sizes.width, sizes.vocabulary, seed, source, place)
-    for scheme in amount.schemes:
-        settings = run_settings(amount, sizes, scheme, seed, rate)
-        yield scheme, make_run(CONFIG, [f"model.name={start}", source_settings([source]), *settings], place)
+    shape = FreshSettings("gpt2", sizes.window, amount.layers, sizes.width, sizes.heads, sizes.vocabulary, seed)
+    given = [f"model.name={_start(shape, source, place)}", source_settings([source])]
+    return make_run(CONFIG, [*given, *run_settings(amount, sizes, scheme, seed, rate)], place)
 
 
-def _task_runs(task: Material, sizes: Sizes, seed: int, rate: float, place: Path) -> Iterator[tuple[str, TaskRun]]:
+def _task_run(task: Material, sizes: Sizes, scheme: str, seed: int, rate: float, place: Path) -> TaskRun:
     held = sizes.tasks
-    start = _start("bytes", sizes, held.width, 0, seed, None, place)
+    shape = FreshSettings("gpt2", sizes.window, held.layers, held.width, held.heads, 0, seed)
     sized = (sizes.longest, held.longest, held.steps, held.batch, rate, seed, place)
-    for scheme in SCHEMES:
-        yield scheme, TaskRun(start, task, scheme, *sized)
+    return TaskRun(_start(shape, None, place), task, scheme, *sized)
 
 
 def run_settings(amount: Amount, sizes: Sizes, scheme: str, seed: int, rate: float) -> list[str]:
@@ -227,20 +245,16 @@ def _source(material: Material, amount: Amount, place: Path) -> str:
     return str(folder)
 
 
-def _start(name: str, sizes: Sizes, width: int, vocabulary: int, seed: int, source: str | None, place: Path) -> Path:
+def _start(shape: FreshSettings, source: str | None, place: Path) -> Path:
     """Return the folder of a model with random weights and learned positions, and a tokenizer: made once.
 
     Args:
-        name: of what the tokenizer is made from.
-        sizes: of the study.
-        width: of the hidden states.
-        vocabulary: of the tokenizer; 0: bytes.
-        seed: of the weights.
-        source: of the text that the tokenizer is made from; None: none is needed.
+        shape: of the model.
+        source: of the text that the tokenizer is made from; None: bytes need none.
         place: the folder of the study's work.
     """
-    shape = FreshSettings("gpt2", sizes.window, sizes.layers, width, sizes.heads, vocabulary, seed)
-    numbers = (sizes.window, sizes.layers, width, sizes.heads, vocabulary, seed)
+    name = "bytes" if source is None else Path(source).name
+    numbers = (shape.window, shape.layers, shape.width, shape.heads, shape.vocabulary, shape.seed)
     folder = place / "starts" / "-".join([name, *map(str, numbers)])
     if not (folder / _MADE).is_file():
         found = () if source is None else source_documents(Source(source))

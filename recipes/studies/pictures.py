@@ -82,22 +82,24 @@ def draw_claims(result: dict[str, Any], path: Path) -> None:
     tokens, window, longest = result["trained"]["text"]["tokens"], result["window"], result["longest"]
     for scheme, held in result["text"].items():
         curve = held["curve"]
-        axes[0].plot([tokens * (i + 1) / len(curve) for i in range(len(curve))], curve, linewidth=1.2, **looks[scheme])
+        read = [tokens / 1000 * (i + 1) / len(curve) for i in range(len(curve))]
+        axes[0].plot(read, curve, linewidth=1.2, **looks[scheme])
         losses = {float(m): sum(found) / len(found) for m, found in held["losses"].items()}
         axes[1].plot(list(losses), list(losses.values()), **looks[scheme], **marks[scheme])
-    axes[0].set_yscale("log")
-    axes[0].minorticks_off()
     low, high = min(min(held["curve"]) for held in result["text"].values()), result["text"]["rope"]["curve"][0]
     canvas.plain_log_y(axes[0], low, high)
-    axes[0].set_xlabel("tokens read")
+    axes[0].set_xlabel("thousand tokens read")
     axes[0].set_ylabel("training loss, nats a token")
     canvas.title(axes[0], "Text: convergence", f"mean of {result['seeds']} seeds, same tokens in the same order")
     axes[1].set_ylabel("nats a token")
     canvas.title(axes[1], "Text: windows read at once", "the same held-out tokens each time")
     _draw_shares(axes[2], result["shares"]["needles"], looks, marks, 1.0)
     canvas.title(axes[2], "Needles: passkeys found", f"trained on windows of {window} tokens")
-    for ax in axes[1:3]:
+    for ax, held in zip(
+        axes[1:3], (result["text"]["alibi"]["losses"], result["shares"]["needles"]["alibi"]), strict=True
+    ):
         ax.set_xscale("log", base=2)
+        ax.set_xticks([float(m) for m in held], list(held))
         ax.minorticks_off()
         ax.set_xlabel(f"windows of {window} tokens")
     for ax, task in zip(axes[3:5], ("copy", "sorting"), strict=True):

@@ -84,8 +84,9 @@ class TaskRun:
         optimizer = make_optimizer(model, self.rate)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_share(step, self.steps))
         random, losses = np.random.default_rng(self.seed), []
+        lengths = np.arange(1, self.longest + 1)
         for step in range(self.steps):
-            length = int(random.integers(1, self.longest + 1))
+            length = int(random.choice(lengths, p=lengths / lengths.sum()))  # the longer, the more there is to learn
             asked = [TASKS[self.task](random, length) for _ in range(self.batch)]
             loss = answer_loss(model, *tokens_of_answers(tokenizer, asked))
             if not bool(loss.isfinite()):
