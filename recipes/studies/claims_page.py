@@ -83,12 +83,7 @@ def _in_words(result: dict[str, Any]) -> Iterator[str]:
     )
     close = parts["tables end close", "learned less sinusoidal, in the window"]
     yield f"Tables: at the end learned positions stand {_apart(close['estimate'])} sinusoidal ones, {interval(close)}."
-    for scheme, label in (
-        ("alibi", "ALiBi"),
-        ("nope", "NoPE"),
-        ("rope", "RoPE"),
-        ("sinusoidal", "sinusoidal positions"),
-    ):
+    for scheme in ("alibi", "nope", "rope", "sinusoidal"):
         means = {windows: float(np.mean(found)) for windows, found in text[scheme]["losses"].items()}
         moved = " / ".join(f"{means[windows] - means['1']:+.3f}" for windows in FAR)
         yield f"Longer text, {scheme}: {moved} nats at 2 / 4 / 8 windows at once, above {means['1']:.3f} one by one."
