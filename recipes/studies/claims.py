@@ -29,7 +29,7 @@ from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json
 from recipes.studies.claims_judging import BEYOND, CLAIMS, INSIDE, Measured, judge
 from recipes.studies.claims_measuring import DEPTHS, answers, curve_of, needles, readings, share_needed
 from recipes.studies.claims_page import markdown
-from recipes.studies.claims_runs import SIZES, Sizes, Training, trainings
+from recipes.studies.claims_runs import MATERIALS, SIZES, Material, Sizes, Training, trainings
 from recipes.studies.measuring import MULTIPLES, Texts
 from recipes.studies.pictures import draw_claims
 from recipes.studies.running import Run, tokens_of, versions
@@ -43,27 +43,33 @@ Size = StrEnum("Size", list(SIZES))
 def main(
     out: Annotated[Path, typer.Option(help="The folder for JSON, table and picture.")],
     size: Annotated[Size, typer.Option(help="Of models and trainings.")] = Size["cpu"],
+    only: Annotated[list[Material] | None, typer.Option(help="To train on, and to judge the claims about.")] = None,
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
 ) -> None:
     """Train with each scheme, measure, and judge the claims."""
     place = writable_folder((work or cache_folder(None) / "studies" / NAME).expanduser().resolve())
-    sizes = SIZES[size]
+    sizes, wanted = SIZES[size], only or list(MATERIALS)
     done = []
-    for training in trainings(sizes, place):
+    for training in trainings(sizes, place, wanted):
         other = ", at the other rate" if training.other else ""
         typer.echo(f"{training.material}, {training.scheme}, seed {training.seed}{other}")
         training.run.finish()
         done.append(training)
     with RunStore(place / "measured" / size) as store:
         measured = [measure(training, sizes, store) for training in done]
-    result = result_of(sizes, done, measured) | {"size": str(size), "command": f"{_COMMAND} --size {size}"}
+    command = " ".join([_COMMAND, f"--size {size}", *(f"--only {material}" for material in only or ())])
+    save(result_of(sizes, done, measured) | {"size": str(size), "command": command}, out)
+
+
+_COMMAND = "python -m recipes.studies.claims --out results"
+
+
+def save(result: dict[str, Any], out: Path) -> None:
+    """Write JSON, table and picture, and show the table."""
     write_json(out / f"{NAME}.json", result)
     write_text(out / f"{NAME}.md", markdown(result))
     draw_claims(result, out / f"{NAME}.png")
     typer.echo(markdown(result))
-
-
-_COMMAND = "python -m recipes.studies.claims --out results"
 
 
 def measure(training: Training, sizes: Sizes, store: RunStore) -> dict[str, Any]:
@@ -93,7 +99,7 @@ def result_of(sizes: Sizes, done: list[Training], measured: list[dict[str, Any]]
     """Return the results: what was trained, the claims with their verdicts, and what was measured of each seed."""
     seeds = [_of(zip(done, measured, strict=True), seed, other=False) for seed in range(sizes.seeds)]
     elsewhere = _of(zip(done, measured, strict=True), 0, other=True)
-    texts = seeds[0]["text"]["rope"]["texts"]
+    texts = [found["texts"] for found in measured if "texts" in found]
     return {
         "study": NAME,
         "versions": versions(),
@@ -102,10 +108,10 @@ def result_of(sizes: Sizes, done: list[Training], measured: list[dict[str, Any]]
         "trained": {training.material: _trained(training, sizes) for training in done},
         "longest": sizes.tasks.longest,
         "trials": {"needles": sizes.trials * len(DEPTHS), "tasks": sizes.tasks.trials},
-        "texts": texts,
-        "claims": [judge(claim, seeds, elsewhere) for claim in CLAIMS],
-        "needed": _needed(seeds),
-        "text": {scheme: _text(scheme, seeds) for scheme in seeds[0]["text"]},
+        "texts": texts[0] if texts else None,
+        "claims": [judge(claim, seeds, elsewhere) for claim in CLAIMS if claim.materials <= seeds[0].keys()],
+        "needed": _needed(seeds) if texts else {},
+        "text": {scheme: _text(scheme, seeds) for scheme in seeds[0].get("text", ())},
         "shares": {material: _shares(material, seeds) for material in seeds[0] if material != "text"},
     }
 

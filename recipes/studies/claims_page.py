@@ -9,6 +9,7 @@ import numpy as np
 
 from recipes.studies.algorithms import TASKS
 from recipes.studies.claims_judging import BEYOND, FAR, INSIDE
+from recipes.studies.claims_runs import MATERIALS
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -47,17 +48,34 @@ def _about(result: dict[str, Any]) -> list[str]:
         f"tokens in the same order. torch {held['torch']}, transformers {held['transformers']}.",
         "",
         *_table(("material", "parameters", "read in a training", "learning rate", "other rate"), _amounts(trained)),
-        f"Text is Python's own; its losses are nats a token of {texts['documents']} held-out documents, "
-        f"{texts['tokens of a piece']} tokens of each. Needles are passkeys, and the text around them asks back at "
+        *_read(texts),
+        "Needles are passkeys, and the text around them asks back at "
         f"every turn. Tasks have 1 to {result['longest']} letters in training and up to twice as many when asked, "
         "right to the end. Intervals are of 95 %: Student's over seeds, paired; of losses of documents they also "
         "cover the bootstrap over documents. One of no width: all seeds agree.",
         "",
+        *_left_out(trained),
         "What the papers did is larger and other: figure 3 of RoFormer is of a masked BERT, Vaswani's table of "
         "translation, Press's of WikiText-103, Kazemnejad's of 107 M parameters. A claim that does not hold here may "
         "hold there, and the other way round; the verdicts are about models and budgets of this size.",
         "",
     ]
+
+
+def _read(texts: dict[str, Any] | None) -> Iterator[str]:
+    if texts:
+        yield (
+            f"Text is Python's own; its losses are nats a token of {texts['documents']} held-out documents, "
+            f"{texts['tokens of a piece']} tokens of each."
+        )
+
+
+def _left_out(trained: dict[str, Any]) -> Iterator[str]:
+    """Say which materials nothing was trained on: claims about them are not on the page."""
+    missing = [material for material in MATERIALS if material not in trained]
+    if missing:
+        yield f"**Not run:** {', '.join(missing)}. The claims about them are not judged here."
+        yield ""
 
 
 def _amounts(trained: dict[str, Any]) -> Iterator[Sequence[str]]:
@@ -75,23 +93,27 @@ def _in_words(result: dict[str, Any]) -> Iterator[str]:
     """Give what was found in sentences whose numbers are those of the tables."""
     parts = {(claim["claim"], part["what"]): part for claim in result["claims"] for part in claim["parts"]}
     text, shares = result["text"], result["shares"]
-    gains = [parts["rope converges", f"rope less {rival}"]["estimate"] for rival in ("sinusoidal", "learned")]
-    yield (
-        f"Convergence: in the mean over the training RoPE stands {_apart(gains[0])} sinusoidal positions and "
-        f"{_apart(gains[1])} learned ones. It is where they end after {_needed(result['needed']['sinusoidal'])} and "
-        f"{_needed(result['needed']['learned'])} of the tokens."
-    )
-    close = parts["tables end close", "learned less sinusoidal, in the window"]
-    yield f"Tables: at the end learned positions stand {_apart(close['estimate'])} sinusoidal ones, {interval(close)}."
-    for scheme in ("alibi", "nope", "rope", "sinusoidal"):
+    if text:
+        gains = [parts["rope converges", f"rope less {rival}"]["estimate"] for rival in ("sinusoidal", "learned")]
+        close = parts["tables end close", "learned less sinusoidal, in the window"]
+        yield (
+            f"Convergence: in the mean over the training RoPE stands {_apart(gains[0])} sinusoidal positions and "
+            f"{_apart(gains[1])} learned ones. It is where they end after {_needed(result['needed']['sinusoidal'])} "
+            f"and {_needed(result['needed']['learned'])} of the tokens."
+        )
+        yield f"Tables: learned positions end {_apart(close['estimate'])} sinusoidal ones, {interval(close)}."
+    for scheme in (scheme for scheme in ("alibi", "nope", "rope", "sinusoidal") if text):
         means = {windows: float(np.mean(found)) for windows, found in text[scheme]["losses"].items()}
         moved = " / ".join(f"{means[windows] - means['1']:+.3f}" for windows in FAR)
         yield f"Longer text, {scheme}: {moved} nats at 2 / 4 / 8 windows at once, above {means['1']:.3f} one by one."
-    found = " / ".join(f"{np.mean(shares['needles']['alibi'][windows]):.0%}" for windows in ("1", *FAR))
-    yield f"Needles, ALiBi: found at 1 / 2 / 4 / 8 windows {found}."
-    for task in TASKS:
-        beyond = ", ".join(f"{scheme} {np.mean(held[BEYOND]):.0%}" for scheme, held in shares[task].items())
-        inside = ", ".join(f"{scheme} {np.mean(held[INSIDE]):.0%}" for scheme, held in shares[task].items())
+    if "needles" in shares:
+        found = " / ".join(f"{np.mean(shares['needles']['alibi'][windows]):.0%}" for windows in ("1", *FAR))
+        yield f"Needles, ALiBi: found at 1 / 2 / 4 / 8 windows {found}."
+    for task in (task for task in TASKS if task in shares):
+        beyond, inside = (
+            ", ".join(f"{scheme} {np.mean(held[part]):.0%}" for scheme, held in shares[task].items())
+            for part in (BEYOND, INSIDE)
+        )
         yield f"{task.capitalize()}: beyond the trained lengths {beyond}; inside them {inside}."
 
 
@@ -126,25 +148,27 @@ def interval(part: Mapping[str, Any]) -> str:
 
 
 def _measured(result: dict[str, Any]) -> Iterator[str]:
-    text, shares = result["text"], result["shares"]
-    windows = list(text["rope"]["losses"])
-    yield "Loss by how many windows are read at once, the same tokens each time, and the share of the tokens after"
-    yield "which RoPE was as low in training as the scheme at its end. Mean over seeds (least to most)."
-    yield ""
-    rows = [
-        [scheme, *(_spread(held["losses"].get(m)) for m in windows), _needed(result["needed"].get(scheme))]
-        for scheme, held in text.items()
-    ]
-    yield from _table(["scheme", *(f"{m} x {result['window']}" for m in windows), "RoPE needs"], rows)
-    yield "Shares of right answers, mean over seeds (least to most)."
-    yield ""
-    lengths = list(shares["needles"]["rope"])
-    rows = [
-        ["needles", scheme, *(_spread(held.get(m), "%") for m in lengths)] for scheme, held in shares["needles"].items()
-    ]
-    yield from _table(["", "scheme", *(f"{m} x {result['window']}" for m in lengths)], rows)
-    head = ["", "scheme", "trained lengths", "beyond", "one longer", "half longer", "twice"]
-    yield from _table(head, [row for task in TASKS for row in _answers(task, result)])
+    text, shares, window = result["text"], result["shares"], result["window"]
+    if text:
+        yield "Loss by how many windows are read at once, the same tokens each time, and the share of the tokens after"
+        yield "which RoPE was as low in training as the scheme at its end. Mean over seeds (least to most)."
+        yield ""
+        windows = list(text["rope"]["losses"])
+        rows = [
+            [scheme, *(_spread(held["losses"].get(m)) for m in windows), _needed(result["needed"].get(scheme))]
+            for scheme, held in text.items()
+        ]
+        yield from _table(["scheme", *(f"{m} x {window}" for m in windows), "RoPE needs"], rows)
+    if shares:
+        yield "Shares of right answers, mean over seeds (least to most)."
+        yield ""
+    if "needles" in shares:
+        lengths = list(shares["needles"]["alibi"])
+        rows = [["needles", s, *(_spread(held.get(m), "%") for m in lengths)] for s, held in shares["needles"].items()]
+        yield from _table(["", "scheme", *(f"{m} x {window}" for m in lengths)], rows)
+    if tasks := [task for task in TASKS if task in shares]:
+        head = ["", "scheme", "trained lengths", "beyond", "one longer", "half longer", "twice"]
+        yield from _table(head, [row for task in tasks for row in _answers(task, result)])
 
 
 def _answers(task: str, result: dict[str, Any]) -> Iterator[Sequence[str]]:

@@ -6,10 +6,10 @@ same ones, and read the same tokens in the same order at the same learning rate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import hf_posswap
 from hf_posswap.errors import DataError
@@ -29,6 +29,7 @@ _WARMUP = 0.05
 _MADE = "made.json"
 
 Material = Literal["text", "needles", "copy", "sorting"]
+MATERIALS: tuple[Material, ...] = get_args(Material)
 
 
 @dataclass(frozen=True)
@@ -179,20 +180,18 @@ class Training:
     run: Run | TaskRun
 
 
-def trainings(sizes: Sizes, place: Path, only: Material | None = None) -> Iterator[Training]:
+def trainings(sizes: Sizes, place: Path, materials: Sequence[Material] = MATERIALS) -> Iterator[Training]:
     """Give all trainings of a size, those of one material after another; what they start from is made first.
 
     Args:
         sizes: of the study.
         place: the folder of its work.
-        only: one material; None: all.
+        materials: to train on.
 
     Raises:
         DataError: a training of less than one step.
     """
-    for material in (*sizes.amounts, *TASKS):
-        if only not in (None, material):
-            continue
+    for material in materials:
         held = sizes.amount(material)
         give = _task_run if isinstance(held, Tasks) else _text_run
         for seed in range(sizes.seeds):

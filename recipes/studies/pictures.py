@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,48 +78,78 @@ def draw_claims(result: dict[str, Any], path: Path) -> None:
         MissingDependencyError: matplotlib is not installed.
         CheckpointError: the place cannot be written.
     """
-    picture, axes = canvas.figure(13.0, 8.0, rows=2, columns=3)
-    looks = {scheme: dict(color=canvas.COLOURS[1 + i], label=scheme) for i, scheme in enumerate(result["text"])}
-    marks = {scheme: dict(marker=canvas.MARKERS[1 + i], markersize=4) for i, scheme in enumerate(result["text"])}
-    tokens, window, longest = result["trained"]["text"]["tokens"], result["window"], result["longest"]
-    for scheme, held in result["text"].items():
-        curve = held["curve"]
-        read = [tokens / 1000 * (i + 1) / len(curve) for i in range(len(curve))]
-        axes[0].plot(read, curve, linewidth=1.2, **looks[scheme])
-        losses = {float(m): sum(found) / len(found) for m, found in held["losses"].items()}
-        axes[1].plot(list(losses), list(losses.values()), **looks[scheme], **marks[scheme])
-    low, high = min(min(held["curve"]) for held in result["text"].values()), result["text"]["rope"]["curve"][0]
-    canvas.plain_log_y(axes[0], low, high)
-    axes[0].set_xlabel("thousand tokens read")
-    axes[0].set_ylabel("training loss, nats a token")
-    canvas.title(axes[0], "Text: convergence", f"mean of {result['seeds']} seeds, same tokens in the same order")
-    axes[1].set_ylabel("nats a token")
-    canvas.title(axes[1], "Text: windows read at once", "the same held-out tokens each time")
-    _draw_shares(axes[2], result["shares"]["needles"], looks, marks, 1.0)
-    canvas.title(axes[2], "Needles: passkeys found", f"trained on windows of {window} tokens")
-    for ax, held in zip(
-        axes[1:3], (result["text"]["alibi"]["losses"], result["shares"]["needles"]["alibi"]), strict=True
-    ):
-        ax.set_xscale("log", base=2)
-        ax.set_xticks([float(m) for m in held], list(held))
-        ax.minorticks_off()
-        ax.set_xlabel(f"windows of {window} tokens")
-    for ax, task in zip(axes[3:5], ("copy", "sorting"), strict=True):
-        lengths = {s: {n: v for n, v in held.items() if n.isdigit()} for s, held in result["shares"][task].items()}
-        _draw_shares(ax, lengths, looks, marks, longest)
-        ax.set_xlabel("letters")
-        canvas.title(ax, f"Task: {task}", f"trained on up to {longest}; right to the end")
-    axes[5].axis("off")
-    axes[5].legend(*axes[1].get_legend_handles_labels(), loc="center", frameon=False, fontsize=12)
+    text, shares = result["text"], result["shares"]
+    panels: list[Callable[[Any, dict[str, Any]], None]] = [_draw_curves, _draw_readings] if text else []
+    panels += [partial(_draw_shares, material=material) for material in shares]
+    picture, axes = canvas.figure(13.0 if len(panels) > 2 else 9.5, 8.0 if len(panels) > 3 else 4.2,
+                                  rows=1 + (len(panels) > 3), columns=min(3, len(panels)))  # fmt: skip
+    for ax, panel in zip(axes, panels, strict=False):
+        panel(ax, result)
+    for ax in axes[len(panels) :]:
+        ax.axis("off")
     with replacing(path) as temporary:
         picture.savefig(temporary, format="png", metadata={"Software": None})
 
 
-def _draw_shares(ax: Any, shares: dict[str, dict[str, list[float]]], looks: Any, marks: Any, trained: float) -> None:
-    """Draw mean shares of right answers by length, and where the lengths of training end."""
-    for scheme, held in shares.items():
-        means = {float(length): sum(found) / len(found) for length, found in held.items()}
-        ax.plot(list(means), list(means.values()), **looks[scheme], **marks[scheme])
-    ax.axvline(trained, color=_CONTROL, linewidth=0.5)
+_SCHEMES = ("learned", "sinusoidal", "rope", "alibi", "nope")
+
+
+def _look(scheme: str) -> dict[str, Any]:
+    number = 1 + _SCHEMES.index(scheme)
+    return {"color": canvas.COLOURS[number], "marker": canvas.MARKERS[number], "markersize": 4, "label": scheme}
+
+
+def _draw_curves(ax: Any, result: dict[str, Any]) -> None:
+    """Draw the loss during the trainings on text."""
+    tokens = result["trained"]["text"]["tokens"] / 1000
+    for scheme, held in result["text"].items():
+        curve = held["curve"]
+        read = [tokens * (point + 1) / len(curve) for point in range(len(curve))]
+        ax.plot(read, curve, linewidth=1.2, **_look(scheme) | {"markevery": max(1, len(curve) // 8)})
+    curves = [held["curve"] for held in result["text"].values()]
+    canvas.plain_log_y(ax, min(map(min, curves)), max(map(max, curves)))
+    ax.set_xlabel("thousand tokens read")
+    ax.set_ylabel("training loss, nats a token")
+    ax.legend(fontsize=8, frameon=False)
+    canvas.title(ax, "Text: convergence", f"mean of {result['seeds']} seeds, the same tokens in the same order")
+
+
+def _draw_readings(ax: Any, result: dict[str, Any]) -> None:
+    """Draw the loss on held-out text by how many windows are read at once."""
+    for scheme, held in result["text"].items():
+        ax.plot(*_means(held["losses"]), **_look(scheme))
+    _windows(ax, result)
+    ax.set_ylabel("nats a token")
+    ax.legend(fontsize=8, frameon=False)
+    canvas.title(ax, "Text: windows read at once", "the same held-out tokens each time")
+
+
+def _draw_shares(ax: Any, result: dict[str, Any], *, material: str) -> None:
+    """Draw the shares of right answers by length, and where the lengths of training end."""
+    for scheme, held in result["shares"][material].items():
+        ax.plot(*_means(held), **_look(scheme))
     ax.set_ylim(-0.03, 1.03)
     ax.set_ylabel("right answers")
+    ax.legend(fontsize=8, frameon=False)
+    if material == "needles":
+        _windows(ax, result)
+        canvas.title(ax, "Needles: passkeys found", f"trained on windows of {result['window']} tokens")
+    else:
+        ax.axvline(result["longest"], color=_CONTROL, linewidth=0.5)
+        ax.set_xlabel("letters")
+        canvas.title(ax, f"Task: {material}", f"trained on up to {result['longest']}; right to the end")
+
+
+def _means(held: dict[str, list[float]]) -> tuple[list[float], list[float]]:
+    """Return lengths and means over seeds; names that are no length are left out."""
+    numbers = {float(name): sum(found) / len(found) for name, found in held.items() if name[0].isdigit()}
+    return list(numbers), list(numbers.values())
+
+
+def _windows(ax: Any, result: dict[str, Any]) -> None:
+    ax.axvline(1, color=_CONTROL, linewidth=0.5)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks([0.5, 1, 2, 4, 8] if ax.get_xlim()[0] < 0.9 else [1, 2, 4, 8])
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.minorticks_off()
+    ax.set_xlabel(f"windows of {result['window']} tokens")
