@@ -22,6 +22,7 @@ import typer
 import hf_posswap
 from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import read_documents
+from hf_posswap.errors import UnknownNameError
 from hf_posswap.evaluation import RunStore, reach_of
 from hf_posswap.evaluation.passkey import PasskeyTask
 from hf_posswap.text.tokens import load_tokenizer
@@ -29,7 +30,7 @@ from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json
 from recipes.studies.claims_judging import BEYOND, CLAIMS, INSIDE, Measured, judge
 from recipes.studies.claims_measuring import DEPTHS, answers, curve_of, needles, readings, share_needed
 from recipes.studies.claims_page import markdown
-from recipes.studies.claims_runs import MATERIALS, SIZES, Material, Sizes, Training, trainings
+from recipes.studies.claims_runs import MATERIALS, SIZES, Sizes, Training, trainings
 from recipes.studies.measuring import MULTIPLES, Texts
 from recipes.studies.pictures import draw_claims
 from recipes.studies.running import Run, tokens_of, versions
@@ -37,20 +38,31 @@ from recipes.studies.running import Run, tokens_of, versions
 NAME = "claims"
 _NEEDLE_WINDOWS = (0.5, *MULTIPLES)
 
-Size = StrEnum("Size", list(SIZES))
+
+class Size(StrEnum):
+    """The names of `SIZES`."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+    SMOKE = "smoke"
 
 
 def main(
     out: Annotated[Path, typer.Option(help="The folder for JSON, table and picture.")],
-    size: Annotated[Size, typer.Option(help="Of models and trainings.")] = Size["cpu"],
-    only: Annotated[list[Material] | None, typer.Option(help="To train on, and to judge the claims about.")] = None,
+    size: Annotated[Size, typer.Option(help="Of models and trainings.")] = Size.CPU,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A material to train on and to judge claims about: text, needles, copy ...")
+    ] = None,
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
 ) -> None:
     """Train with each scheme, measure, and judge the claims."""
     place = writable_folder((work or cache_folder(None) / "studies" / NAME).expanduser().resolve())
-    sizes, wanted = SIZES[size], only or list(MATERIALS)
+    for name in only or ():
+        if name not in MATERIALS:
+            raise UnknownNameError("material", name, MATERIALS)
+    sizes = SIZES[size]
     done = []
-    for training in trainings(sizes, place, wanted):
+    for training in trainings(sizes, place, [name for name in MATERIALS if not only or name in only]):
         other = ", at the other rate" if training.other else ""
         typer.echo(f"{training.material}, {training.scheme}, seed {training.seed}{other}")
         training.run.finish()

@@ -103,10 +103,11 @@ def answers(
         trials: examples of each.
         store: of what was measured.
     """
-    named = {"what": "answers", "model": fingerprint(model), "task": task, "lengths": [*lengths], "trials": trials}
+    asked = [*lengths]
+    named = {"what": "answers", "model": fingerprint(model), "task": task, "lengths": asked, "trials": trials}
 
     def measure() -> dict[str, Any]:
-        return {str(n): _right(Scorer(model), tokenizer, examples(task, trials, n, _SEED)) for n in named["lengths"]}
+        return {str(n): _right(Scorer(model), tokenizer, examples(task, trials, n, _SEED)) for n in asked}
 
     assert task in TASKS
     return dict(store.value(named, measure))

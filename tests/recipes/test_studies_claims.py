@@ -231,6 +231,11 @@ def test_the_study_trains_measures_and_judges(tmp_path: Path) -> None:
     assert learned == [OPEN] * 5  # ten steps teach nobody a task
     assert (tmp_path / "out" / "claims.md").read_text() == markdown(result)
     assert (tmp_path / "out" / "claims.png").read_bytes().startswith(b"\x89PNG")
+    words += ["--only", "copy"]
+    some = study()
+    assert [claim["claim"] for claim in some["claims"]] == ["nope, copy", "nope alone, copy"]
+    assert some["shares"] == {"copy": result["shares"]["copy"]}
+    assert "**Not run:** text, needles, sorting." in (tmp_path / "out" / "claims.md").read_text()
 
 
 @pytest.mark.slow
@@ -249,6 +254,12 @@ def test_trainings_begin_with_the_same_weights_and_sinusoids_stay_what_they_are(
     scale = math.sqrt(2) * float(start.transformer.wpe.weight.square().mean().sqrt())
     assert np.abs(table.detach().numpy() - scale * expected).max() < 1e-5
     assert not torch.equal(end.transformer.wte.weight, start.transformer.wte.weight)
+
+
+def test_an_unknown_material_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(claims.app, ["--out", str(tmp_path), "--work", str(tmp_path), "--only", "neddles"])
+    assert done.exit_code == 2
+    assert "Did you mean 'needles'?" in done.stderr
 
 
 def test_the_committed_page_says_what_its_json_does() -> None:
