@@ -22,7 +22,7 @@ import typer
 import hf_posswap
 from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import read_documents
-from hf_posswap.errors import UnknownNameError
+from hf_posswap.errors import DataError, UnknownNameError
 from hf_posswap.evaluation import RunStore, reach_of
 from hf_posswap.evaluation.passkey import PasskeyTask
 from hf_posswap.text.tokens import load_tokenizer
@@ -53,6 +53,9 @@ def main(
     only: Annotated[
         list[str] | None, typer.Option(help="A material to train on and to judge claims about: text, needles, copy ...")
     ] = None,
+    finished: Annotated[
+        bool, typer.Option("--finished", help="Train nothing; judge by what is finished, and say what is missing.")
+    ] = False,
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
 ) -> None:
     """Train with each scheme, measure, and judge the claims."""
@@ -63,13 +66,16 @@ def main(
     sizes = SIZES[size]
     done = []
     for training in trainings(sizes, place, [name for name in MATERIALS if not only or name in only]):
-        other = ", at the other rate" if training.other else ""
-        typer.echo(f"{training.material}, {training.scheme}, seed {training.seed}{other}")
-        training.run.finish()
-        done.append(training)
+        if not finished:
+            other = ", at the other rate" if training.other else ""
+            typer.echo(f"{training.material}, {training.scheme}, seed {training.seed}{other}")
+            training.run.finish()
+        if (training.run.folder / "report.json").is_file():
+            done.append(training)
     with RunStore(place / "measured" / size) as store:
         measured = [measure(training, sizes, store) for training in done]
     command = " ".join([_COMMAND, f"--size {size}", *(f"--only {material}" for material in only or ())])
+    command += " --finished" if finished else ""
     save(result_of(sizes, done, measured) | {"size": str(size), "command": command}, out)
 
 
@@ -108,10 +114,24 @@ def measure(training: Training, sizes: Sizes, store: RunStore) -> dict[str, Any]
 
 
 def result_of(sizes: Sizes, done: list[Training], measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the results: what was trained, the claims with their verdicts, and what was measured of each seed."""
+    """Return the results: what was trained, the claims with their verdicts, and what was measured of each seed.
+
+    Args:
+        sizes: of the study.
+        done: finished trainings; a scheme counts where those of all seeds are.
+        measured: of each.
+
+    Raises:
+        DataError: there is no such scheme.
+    """
     seeds = [_of(zip(done, measured, strict=True), seed, other=False) for seed in range(sizes.seeds)]
     elsewhere = _of(zip(done, measured, strict=True), 0, other=True)
     texts = [found["texts"] for found in measured if "texts" in found]
+    whole = set.intersection(*({(material, s) for material, of in seed.items() for s in of} for seed in seeds))
+    if not whole:
+        raise DataError("no scheme is trained on every seed yet: leave --finished out.")
+    seeds = [{m: {s: of[s] for s in of if (m, s) in whole} for m, of in seed.items()} for seed in seeds]
+    judged = [claim for claim in CLAIMS if {pair for part in claim.parts for pair in part.of} <= whole]
     return {
         "study": NAME,
         "versions": versions(),
@@ -121,10 +141,13 @@ def result_of(sizes: Sizes, done: list[Training], measured: list[dict[str, Any]]
         "longest": sizes.tasks.longest,
         "trials": {"needles": sizes.trials * len(DEPTHS), "tasks": sizes.tasks.trials},
         "texts": texts[0] if texts else None,
-        "claims": [judge(claim, seeds, elsewhere) for claim in CLAIMS if claim.materials <= seeds[0].keys()],
-        "needed": _needed(seeds) if texts else {},
+        "claims": [judge(claim, seeds, elsewhere) for claim in judged],
+        "left out": [claim.said for claim in CLAIMS if claim not in judged],
+        "needed": _needed(seeds) if ("text", "rope") in whole else {},
         "text": {scheme: _text(scheme, seeds) for scheme in seeds[0].get("text", ())},
-        "shares": {material: _shares(material, seeds) for material in seeds[0] if material != "text"},
+        "shares": {
+            material: _shares(material, seeds) for material in seeds[0] if material != "text" and seeds[0][material]
+        },
     }
 
 

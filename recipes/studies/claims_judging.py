@@ -68,11 +68,6 @@ class Claim:
     unit: str
     parts: tuple[Part, ...]
 
-    @property
-    def materials(self) -> set[str]:
-        """What must have been trained to judge it."""
-        return {material for part in self.parts for material, _ in part.of}
-
 
 def _curves(quick: str, slow: str, of: Measured) -> Pair:
     return of["text"][slow]["curve"], of["text"][quick]["curve"]

@@ -9,7 +9,6 @@ import numpy as np
 
 from recipes.studies.algorithms import TASKS
 from recipes.studies.claims_judging import BEYOND, FAR, INSIDE
-from recipes.studies.claims_runs import MATERIALS
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -54,7 +53,7 @@ def _about(result: dict[str, Any]) -> list[str]:
         "right to the end. Intervals are of 95 %: Student's over seeds, paired; of losses of documents they also "
         "cover the bootstrap over documents. One of no width: all seeds agree.",
         "",
-        *_left_out(trained),
+        *_left_out(result),
         "What the papers did is larger and other: figure 3 of RoFormer is of a masked BERT, Vaswani's table of "
         "translation, Press's of WikiText-103, Kazemnejad's of 107 M parameters. A claim that does not hold here may "
         "hold there, and the other way round; the verdicts are about models and budgets of this size.",
@@ -70,11 +69,10 @@ def _read(texts: dict[str, Any] | None) -> Iterator[str]:
         )
 
 
-def _left_out(trained: dict[str, Any]) -> Iterator[str]:
-    """Say which materials nothing was trained on: claims about them are not on the page."""
-    missing = [material for material in MATERIALS if material not in trained]
-    if missing:
-        yield f"**Not run:** {', '.join(missing)}. The claims about them are not judged here."
+def _left_out(result: dict[str, Any]) -> Iterator[str]:
+    """Say which claims are not judged, because trainings that they are about were left out or are not finished."""
+    if result["left out"]:
+        yield f"**Not run, not judged:** {'; '.join(result['left out'])}. The command goes on where it stopped."
         yield ""
 
 
@@ -93,16 +91,18 @@ def _in_words(result: dict[str, Any]) -> Iterator[str]:
     """Give what was found in sentences whose numbers are those of the tables."""
     parts = {(claim["claim"], part["what"]): part for claim in result["claims"] for part in claim["parts"]}
     text, shares = result["text"], result["shares"]
-    if text:
+    judged = {claim["claim"] for claim in result["claims"]}
+    if "rope converges" in judged:
         gains = [parts["rope converges", f"rope less {rival}"]["estimate"] for rival in ("sinusoidal", "learned")]
-        close = parts["tables end close", "learned less sinusoidal, in the window"]
         yield (
             f"Convergence: in the mean over the training RoPE stands {_apart(gains[0])} sinusoidal positions and "
             f"{_apart(gains[1])} learned ones. It is where they end after {_needed(result['needed']['sinusoidal'])} "
             f"and {_needed(result['needed']['learned'])} of the tokens."
         )
+    if "tables end close" in judged:
+        close = parts["tables end close", "learned less sinusoidal, in the window"]
         yield f"Tables: learned positions end {_apart(close['estimate'])} sinusoidal ones, {interval(close)}."
-    for scheme in (scheme for scheme in ("alibi", "nope", "rope", "sinusoidal") if text):
+    for scheme in (scheme for scheme in text if scheme != "learned"):  # its table ends with the window
         means = {windows: float(np.mean(found)) for windows, found in text[scheme]["losses"].items()}
         moved = " / ".join(f"{means[windows] - means['1']:+.3f}" for windows in FAR)
         yield f"Longer text, {scheme}: {moved} nats at 2 / 4 / 8 windows at once, above {means['1']:.3f} one by one."
@@ -153,7 +153,7 @@ def _measured(result: dict[str, Any]) -> Iterator[str]:
         yield "Loss by how many windows are read at once, the same tokens each time, and the share of the tokens after"
         yield "which RoPE was as low in training as the scheme at its end. Mean over seeds (least to most)."
         yield ""
-        windows = list(text["rope"]["losses"])
+        windows = sorted({windows for held in text.values() for windows in held["losses"]}, key=int)
         rows = [
             [scheme, *(_spread(held["losses"].get(m)) for m in windows), _needed(result["needed"].get(scheme))]
             for scheme, held in text.items()

@@ -231,11 +231,19 @@ def test_the_study_trains_measures_and_judges(tmp_path: Path) -> None:
     assert learned == [OPEN] * 5  # ten steps teach nobody a task
     assert (tmp_path / "out" / "claims.md").read_text() == markdown(result)
     assert (tmp_path / "out" / "claims.png").read_bytes().startswith(b"\x89PNG")
-    words += ["--only", "copy"]
+    words += ["--only", "copy", "--only", "text", "--finished"]
+    for report in (tmp_path / "work" / "runs").glob("copy-alibi-*/report.json"):
+        report.unlink()
     some = study()
-    assert [claim["claim"] for claim in some["claims"]] == ["nope, copy", "nope alone, copy"]
-    assert some["shares"] == {"copy": result["shares"]["copy"]}
-    assert "**Not run:** text, needles, sorting." in (tmp_path / "out" / "claims.md").read_text()
+    assert [claim["claim"] for claim in some["claims"]] == [
+        claim.name for claim in CLAIMS if {pair for part in claim.parts for pair in part.of} <= TRAINED
+    ]
+    assert len(some["claims"]) == 5
+    assert (some["text"], set(some["shares"]["copy"])) == (result["text"], set(SCHEMES) - {"alibi"})
+    assert "NoPE generalises in length better than the others: copy" in some["left out"]
+
+
+TRAINED = {("text", scheme) for scheme in SCHEMES} | {("copy", scheme) for scheme in SCHEMES if scheme != "alibi"}
 
 
 @pytest.mark.slow
