@@ -27,6 +27,7 @@ PAGE_OF: dict[str, str] = {
     f"{_RESULTS}/extension.md": "results/extension.md",
     f"{_RESULTS}/retrieval.md": "results/retrieval.md",
     f"{_RESULTS}/encoders.md": "results/encoders.md",
+    f"{_RESULTS}/claims.md": "results/claims.md",
     f"{_RESULTS}/starts.md": "results/starts.md",
     f"{_RESULTS}/effects.md": "results/effects.md",
     "recipes/bench/results/table.md": "results/bench.md",

@@ -95,9 +95,14 @@ def main(
         raise DataError(f"{out} holds {others[0]} already, which would be read as text too: give a new folder.")
     for path in place.glob("puzzles-*.jsonl"):
         path.unlink()
+    write_documents(place, count, filler, seed)
+
+
+def write_documents(folder: Path, count: int, filler: int, seed: int) -> None:
+    """Write `documents` into files of JSON lines."""
     lines = [json.dumps({"text": text}) for text in documents(count, filler, seed)]
     for first in range(0, count, _FILE):
-        write_text(place / f"puzzles-{first // _FILE}.jsonl", "\n".join(lines[first : first + _FILE]) + "\n")
+        write_text(folder / f"puzzles-{first // _FILE}.jsonl", "\n".join(lines[first : first + _FILE]) + "\n")
 
 
 app = script(main)

@@ -129,13 +129,15 @@ def study_command(name: str, asked: Mapping[str, Any], places: Mapping[Path, str
     Example:
         >>> study_command("retrieval", {"base": "finder", "seeds": 3, "recipe": None, "work": "here"}, {})
         'python -m recipes.studies.retrieval --base finder --seeds 3 --out results'
+        >>> study_command("claims", {"only": ["text"], "finished": True}, {})
+        'python -m recipes.studies.claims --only text --finished --out results'
     """
     words: list[str] = []
     for option, value in asked.items():
         if option not in ("out", "work"):
             flag = "--set" if option == "settings" else f"--{option.replace('_', '-')}"
-            several = value if isinstance(value, list | tuple) else [] if value is None else [value]
-            words += [word for one in several for word in (flag, str(one))]
+            several = value if isinstance(value, list | tuple) else [] if value is None or value is False else [value]
+            words += [word for one in several for word in ((flag,) if one is True else (flag, str(one)))]
     return command_line(f"python -m recipes.studies.{name}", [*words, "--out", "results"], places)
 
 

@@ -1,0 +1,200 @@
+"""The study of claims as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from recipes.studies.algorithms import TASKS
+from recipes.studies.claims_judging import BEYOND, FAR, INSIDE
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the result as a page: verdicts, their numbers, what was measured, and what it says."""
+    return "\n".join(
+        [
+            "# Famous claims about positions, on small models from scratch",
+            "",
+            *_about(result),
+            "## Verdicts",
+            "",
+            *_table(("claim", "source", "verdict"), _claims(result)),
+            *(f"- {line}" for line in _in_words(result)),
+            "",
+            "## Their numbers",
+            "",
+            "A part holds where its whole interval lies where it should, and does not where none of it does. Other "
+            "rate: the estimate of seed 0 at the other learning rate; a verdict that it contradicts is none. Nor is "
+            "there one where the models have not learned inside what they are asked beyond.",
+            "",
+            *_table(("claim", "unit", "what", "estimate", "asked", "other rate", "verdict"), _parts(result)),
+            "## What was measured",
+            "",
+            *_measured(result),
+            f"    {result['command']}",
+            "",
+        ]
+    )
+
+
+def _about(result: dict[str, Any]) -> list[str]:
+    held, texts, trained = result["versions"], result["texts"], result["trained"]
+    return [
+        f"GPT-2s with a window of {result['window']}, trained from random weights with each scheme, {result['seeds']} "
+        "seeds each. Trainings of one seed begin with the same weights, as far as they share them, and read the same "
+        f"tokens in the same order. torch {held['torch']}, transformers {held['transformers']}.",
+        "",
+        *_table(("material", "parameters", "read in a training", "learning rate", "other rate"), _amounts(trained)),
+        *_read(texts),
+        "Needles are passkeys, and the text around them asks back at "
+        f"every turn. Tasks have 1 to {result['longest']} letters in training and up to twice as many when asked, "
+        "right to the end. Intervals are of 95 %: Student's over seeds, paired; of losses of documents they also "
+        "cover the bootstrap over documents. One of no width: all seeds agree.",
+        "",
+        *_left_out(result),
+        "What the papers did is larger and other: figure 3 of RoFormer is of a masked BERT, Vaswani's table of "
+        "translation, Press's of WikiText-103, Kazemnejad's of 107 M parameters. A claim that does not hold here may "
+        "hold there, and the other way round; the verdicts are about models and budgets of this size.",
+        "",
+    ]
+
+
+def _read(texts: dict[str, Any] | None) -> Iterator[str]:
+    if texts:
+        yield (
+            f"Text is Python's own; its losses are nats a token of {texts['documents']} held-out documents, "
+            f"{texts['tokens of a piece']} tokens of each."
+        )
+
+
+def _left_out(result: dict[str, Any]) -> Iterator[str]:
+    """Say which claims are not judged, because trainings that they are about were left out or are not finished."""
+    if result["left out"]:
+        yield f"**Not run, not judged:** {'; '.join(result['left out'])}. The command goes on where it stopped."
+        yield ""
+
+
+def _amounts(trained: dict[str, Any]) -> Iterator[Sequence[str]]:
+    for material, held in trained.items():
+        (read,) = (f"{held[name]:,} {name}" for name in ("tokens", "examples") if name in held)
+        yield material, f"{held['parameters'] / 1e6:.2f} M", read, *(f"{rate:g}" for rate in held["rates"])
+
+
+def _claims(result: dict[str, Any]) -> Iterator[Sequence[str]]:
+    for claim in result["claims"]:
+        yield claim["said"], claim["source"], f"**{claim['verdict']}**"
+
+
+def _in_words(result: dict[str, Any]) -> Iterator[str]:
+    """Give what was found in sentences whose numbers are those of the tables."""
+    parts = {(claim["claim"], part["what"]): part for claim in result["claims"] for part in claim["parts"]}
+    text, shares = result["text"], result["shares"]
+    judged = {claim["claim"] for claim in result["claims"]}
+    if "rope converges" in judged:
+        gains = [parts["rope converges", f"rope less {rival}"]["estimate"] for rival in ("sinusoidal", "learned")]
+        yield (
+            f"Convergence: in the mean over the training RoPE stands {_apart(gains[0])} sinusoidal positions and "
+            f"{_apart(gains[1])} learned ones. It is where they end after {_needed(result['needed']['sinusoidal'])} "
+            f"and {_needed(result['needed']['learned'])} of the tokens."
+        )
+    if "tables end close" in judged:
+        close = parts["tables end close", "learned less sinusoidal, in the window"]
+        yield f"Tables: learned positions end {_apart(close['estimate'])} sinusoidal ones, {interval(close)}."
+    for scheme in (scheme for scheme in text if scheme != "learned"):  # its table ends with the window
+        means = {windows: float(np.mean(found)) for windows, found in text[scheme]["losses"].items()}
+        moved = " / ".join(f"{means[windows] - means['1']:+.3f}" for windows in FAR)
+        yield f"Longer text, {scheme}: {moved} nats at 2 / 4 / 8 windows at once, above {means['1']:.3f} one by one."
+    if "needles" in shares:
+        found = " / ".join(f"{np.mean(shares['needles']['alibi'][windows]):.0%}" for windows in ("1", *FAR))
+        yield f"Needles, ALiBi: found at 1 / 2 / 4 / 8 windows {found}."
+    for task in (task for task in TASKS if task in shares):
+        beyond, inside = (
+            ", ".join(f"{scheme} {np.mean(held[part]):.0%}" for scheme, held in shares[task].items())
+            for part in (BEYOND, INSIDE)
+        )
+        yield f"{task.capitalize()}: beyond the trained lengths {beyond}; inside them {inside}."
+
+
+def _apart(difference: float) -> str:
+    return f"{abs(difference):.3f} nats {'below' if difference < 0 else 'above'}"
+
+
+def _parts(result: dict[str, Any]) -> Iterator[Sequence[str]]:
+    for claim in result["claims"]:
+        for part in claim["parts"]:
+            why = f": {part['why']}" if part["why"] else ""
+            other = part["other rate"]
+            yield (
+                claim["claim"],
+                claim["unit"],
+                part["what"],
+                interval(part),
+                part["asked"],
+                "–" if other is None else f"{other:+.3f}",
+                part["verdict"] + why,
+            )
+
+
+def interval(part: Mapping[str, Any]) -> str:
+    """Return an estimate with its interval.
+
+    Example:
+        >>> interval({"estimate": -0.1, "low": -0.2, "high": 0.0})
+        '-0.100 [-0.200, +0.000]'
+    """
+    return f"{part['estimate']:+.3f} [{part['low']:+.3f}, {part['high']:+.3f}]"
+
+
+def _measured(result: dict[str, Any]) -> Iterator[str]:
+    text, shares, window = result["text"], result["shares"], result["window"]
+    if text:
+        yield "Loss by how many windows are read at once, the same tokens each time, and the share of the tokens after"
+        yield "which RoPE was as low in training as the scheme at its end. Mean over seeds (least to most)."
+        yield ""
+        windows = sorted({windows for held in text.values() for windows in held["losses"]}, key=int)
+        rows = [
+            [scheme, *(_spread(held["losses"].get(m)) for m in windows), _needed(result["needed"].get(scheme))]
+            for scheme, held in text.items()
+        ]
+        yield from _table(["scheme", *(f"{m} x {window}" for m in windows), "RoPE needs"], rows)
+    if shares:
+        yield "Shares of right answers, mean over seeds (least to most)."
+        yield ""
+    if "needles" in shares:
+        lengths = list(shares["needles"]["alibi"])
+        rows = [["needles", s, *(_spread(held.get(m), "%") for m in lengths)] for s, held in shares["needles"].items()]
+        yield from _table(["", "scheme", *(f"{m} x {window}" for m in lengths)], rows)
+    if tasks := [task for task in TASKS if task in shares]:
+        head = ["", "scheme", "trained lengths", "beyond", "one longer", "half longer", "twice"]
+        yield from _table(head, [row for task in tasks for row in _answers(task, result)])
+
+
+def _answers(task: str, result: dict[str, Any]) -> Iterator[Sequence[str]]:
+    longest = result["longest"]
+    lengths = (INSIDE, BEYOND, str(longest + 1), str(longest + longest // 2), str(2 * longest))
+    for scheme, held in result["shares"][task].items():
+        yield [f"{task}, up to {longest}", scheme, *(_spread(held[length], "%") for length in lengths)]
+
+
+def _needed(found: Sequence[float | None] | None) -> str:
+    if found is None:
+        return "–"
+    reached = [value for value in found if value is not None]
+    if len(reached) < len(found):
+        return f"all, and more ({len(found) - len(reached)} of {len(found)} seeds)"
+    return _spread(reached, "%")
+
+
+def _spread(values: Sequence[float] | None, kind: str = "nats") -> str:
+    if values is None:
+        return "ends before"
+    said = "{:.0%}" if kind == "%" else "{:.3f}"
+    low, mean, high = (said.format(value) for value in (min(values), float(np.mean(values)), max(values)))
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def _table(head: Sequence[str], rows: Any) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [*(f"| {' | '.join(line)} |" for line in lines), ""]

@@ -1,0 +1,130 @@
+"""Verdicts on what others claim: an interval, and whether it lies where the claim says.
+
+Claims about schemes are claims about trainings, so the unit is the training: Student's interval over seeds, of
+differences between trainings of the same seed. Where documents were read too, the interval that is judged also covers
+the bootstrap over documents: few seeds can agree by chance, and few documents too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from hf_posswap.errors import DataError
+from hf_posswap.evaluation import paired_change
+
+Verdict = Literal["holds", "does not hold", "not decided here"]
+HOLDS: Verdict = "holds"
+FAILS: Verdict = "does not hold"
+OPEN: Verdict = "not decided here"
+_STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
+"""The 97.5 % quantile of Student's t with 1, 2, ... degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and its 95 % interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where an estimate lies if a claim is true, without the ends.
+
+    Example:
+        >>> Region(high=0.0).verdict(Interval(-0.2, -0.3, -0.1)), Region(low=0.9).verdict(Interval(0.9, 0.8, 1.0))
+        ('holds', 'not decided here')
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def verdict(self, found: Interval) -> Verdict:
+        """Return whether all of the interval lies in the region, none of it, or some."""
+        if self.low < found.low and found.high < self.high:
+            return HOLDS
+        return FAILS if found.high <= self.low or found.low >= self.high else OPEN
+
+    def __contains__(self, value: float) -> bool:
+        return self.low < value < self.high
+
+    def __str__(self) -> str:
+        if math.isinf(self.low):
+            return f"below {self.high:g}"
+        return f"above {self.low:g}" if math.isinf(self.high) else f"between {self.low:g} and {self.high:g}"
+
+
+def over_seeds(values: Sequence[float]) -> Interval:
+    """Return the mean of one value a seed and Student's 95 % interval of it.
+
+    Raises:
+        DataError: fewer than 2 seeds, or more than 10.
+
+    Example:
+        >>> over_seeds([1.0, 1.0, 1.0])
+        Interval(estimate=1.0, low=1.0, high=1.0)
+    """
+    if not 2 <= len(values) <= len(_STUDENT) + 1:
+        raise DataError(f"an interval over trainings takes 2 to {len(_STUDENT) + 1} seeds, got {len(values)}.")
+    mean = float(np.mean(values))
+    half = _STUDENT[len(values) - 2] * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half)
+
+
+def over_both(before: np.ndarray, after: np.ndarray) -> Interval:
+    """Return `after` less `before` with an interval that covers the one over seeds and the one over documents.
+
+    Args:
+        before: means of documents, [seeds, N].
+        after: of the same tokens and seeds, [seeds, N].
+
+    Raises:
+        DataError: shapes that differ, or too few or too many seeds.
+    """
+    if before.shape != after.shape:
+        raise DataError(f"pairs are of the same seeds and documents, got shapes {before.shape} and {after.shape}.")
+    seeds = over_seeds((after - before).mean(axis=1))
+    texts = paired_change(before.mean(axis=0), after.mean(axis=0), np.ones(before.shape[1]))
+    return Interval(seeds.estimate, min(seeds.low, texts.low), max(seeds.high, texts.high))
+
+
+def joined(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the verdict on a claim of several parts: it holds where all do, and fails where one does.
+
+    Example:
+        >>> joined([HOLDS, OPEN]), joined([OPEN, FAILS])
+        ('not decided here', 'does not hold')
+    """
+    if FAILS in verdicts:
+        return FAILS
+    return HOLDS if verdicts and set(verdicts) == {HOLDS} else OPEN
+
+
+def judged(region: Region, found: Interval, elsewhere: float | None = None, unfit: str = "") -> dict[str, Any]:
+    """Return a part of a claim as JSON: the interval, what was asked of it, the verdict, and what stands against one.
+
+    Args:
+        region: where the claim has it.
+        found: at the study's learning rate.
+        elsewhere: the estimate at another rate, where it was measured: a verdict must not hang on the rate.
+        unfit: why these trainings cannot tell, such as a task that was not learned; "": they can.
+    """
+    verdict, why = region.verdict(found), unfit
+    if not why and verdict != OPEN and elsewhere is not None and (elsewhere in region) != (verdict == HOLDS):
+        why = "the other learning rate says otherwise"
+    return {
+        "estimate": found.estimate,
+        "low": found.low,
+        "high": found.high,
+        "asked": str(region),
+        "other rate": elsewhere,
+        "verdict": OPEN if why else verdict,
+        "why": why,
+    }
