@@ -8,9 +8,10 @@
 
 The base is a folder with a causal model, or that of a run of recipes/pretrain.py, which finds needles inside its
 window: a model that does not can show nothing. Each recipe puts its scheme in for 8 windows and trains on windows of
-that length. The goal: of 100 needles at 4 windows at least 90 are found after training, where the base finds 95 of 100
-in its own window. Beside it stand the base as it is, and each swap before training. A run that was stopped goes on by
-the same command, and what did not change is not trained again.
+that length. The goals: of 100 needles at 4 windows at least 90 are found after training, where the base finds 95 of 100
+in its own window; and the effective length, up to which every length's lower bound is 0.85 of the share in the window
+(`hf_posswap.evaluation.effective_length`), is larger than the base's. Beside them stand the base as it is, and each
+swap before training. A run that was stopped goes on by the same command, and what did not change is not trained again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import hf_posswap
 from hf_posswap.cli.outcome import script
 from hf_posswap.comparison.candidates import fingerprint
 from hf_posswap.errors import DataError
-from hf_posswap.evaluation import RunStore, passkey_grid, reach_of, wilson_interval
+from hf_posswap.evaluation import RunStore, effective_length, passkey_grid, reach_of, wilson_interval
 from hf_posswap.evaluation.passkey import PasskeyTask
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.training.config import load_recipe
@@ -86,7 +87,7 @@ def main(
         "tokens": max(tokens_of(run.recipe) for of_config in runs.values() for run in of_config),
         "seeds": seeds,
         "rows": rows,
-        "goals": list(_goals(rows)),
+        "goals": list(goals_of(rows, window)),
         "command": study_command(NAME, context.params, places),
         "commands": [of_config[0].command(places) for of_config in runs.values()],
     }
@@ -145,15 +146,45 @@ def _found(model: Any, task: PasskeyTask, window: int, trials: int, store: RunSt
     return dict(store.value(named, measure))
 
 
-def _goals(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def goals_of(rows: Sequence[dict[str, Any]], window: int) -> Iterator[dict[str, Any]]:
+    """Give the goals, each with what was found and whether it is reached.
+
+    Args:
+        rows: of the result; the first is the base's.
+        window: of the base, in tokens.
+    """
     inside = [rows[0]["found"][m] for m in ("0.5", "1") if m in rows[0]["found"]]
     share = sum(found for found, _ in inside) / sum(asked for _, asked in inside)
-    yield {"recipe": "base", "goal": "finds them in its window", "share": share, "reached": share >= IN_WINDOW}
-    for row in rows:
-        if row["state"] == "trained":
-            found, asked = row["found"].get(f"{FAR_WINDOWS}", (0, 1))
-            goal = f"finds them at {FAR_WINDOWS} windows"
-            yield {"recipe": row["recipe"], "goal": goal, "share": found / asked, "reached": found / asked >= FAR}
+    yield _goal("base", "finds them in its window", f"{share:.1%}", share >= IN_WINDOW)
+    before = effective_tokens(rows[0], rows[0], window)
+    for row in (row for row in rows if row["state"] == "trained"):
+        found, asked = row["found"].get(f"{FAR_WINDOWS}", (0, 1))
+        yield _goal(row["recipe"], f"finds them at {FAR_WINDOWS} windows", f"{found / asked:.1%}", found / asked >= FAR)
+        after = effective_tokens(row, rows[0], window)
+        told = [f"{tokens} tokens" if tokens else "no verdict" for tokens in (after, before)]
+        found_both = f"{told[0]}, {told[1]} before"
+        yield _goal(row["recipe"], "the effective length grows", found_both, (after or 0) > (before or 0))
+
+
+def _goal(recipe: str, goal: str, found: str, reached: bool) -> dict[str, Any]:
+    return {"recipe": recipe, "goal": goal, "found": found, "reached": reached}
+
+
+def effective_tokens(row: dict[str, Any], base: dict[str, Any], window: int) -> int | None:
+    """Return the effective length of a row in tokens, held against its own share in the window; None: no verdict.
+
+    Seeds are asked for the same needles, so that the intervals are of one seed's.
+
+    Args:
+        row: of the result.
+        base: the base's row, which has one seed.
+        window: of the base, in tokens.
+    """
+    needles = base["found"]["1"][1]
+    answers = {
+        int(float(m) * window): (round(needles * found / asked), needles) for m, (found, asked) in row["found"].items()
+    }
+    return effective_length(answers, base_length=window).length
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -167,16 +198,17 @@ def markdown(result: dict[str, Any]) -> str:
         f"Passkeys found of {needles} for each length, at five depths, the mean of {result['seeds']} seed(s). In "
         f"brackets the 95 % interval (Wilson) of {needles} needles: seeds are asked for the same ones.",
         "",
-        "| recipe | state | " + " | ".join(f"{m} x {base['window']}" for m in columns) + " |",
-        "|---" * (2 + len(columns)) + "|",
+        "| recipe | state | " + " | ".join(f"{m} x {base['window']}" for m in columns) + " | effective length |",
+        "|---" * (3 + len(columns)) + "|",
     ]
     for row in result["rows"]:
         cells = [_cell(*row["found"][m], needles=needles) if m in row["found"] else "ends before" for m in columns]
-        lines.append(f"| {row['recipe']} | {row['state']} | {' | '.join(cells)} |")
-    lines += ["", "| recipe | goal | share | verdict |", "|---|---|---|---|"]
+        reach = effective_tokens(row, result["rows"][0], base["window"])
+        lines.append(f"| {row['recipe']} | {row['state']} | {' | '.join(cells)} | {'–' if reach is None else reach} |")
+    lines += ["", "| recipe | goal | found | verdict |", "|---|---|---|---|"]
     for goal in result["goals"]:
         verdict = "reached" if goal["reached"] else "missed"
-        lines.append(f"| {goal['recipe']} | {goal['goal']} | {goal['share']:.1%} | {verdict} |")
+        lines.append(f"| {goal['recipe']} | {goal['goal']} | {goal['found']} | {verdict} |")
     commands = [result["command"], *result["commands"]]
     return "\n".join([*lines, "", *(f"    {line}" for line in commands), ""])
 

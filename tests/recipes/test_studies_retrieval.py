@@ -77,6 +77,22 @@ def test_the_interval_is_that_of_one_seeds_needles() -> None:
     assert retrieval._cell(270, 300, needles=100) == f"90% [{low:.0%}, {high:.0%}]"
 
 
+def test_the_effective_length_ends_before_the_first_length_that_falls_below_the_bar() -> None:
+    """By hand: of 100 needles 93 have a lower bound of 0.863, 91 one of 0.838; the bar of 100 % is 0.85."""
+    base = {"recipe": "base", "state": "as it is", "found": {"0.5": [10, 100], "1": [100, 100], "2": [91, 100]}}
+    trained = {"recipe": "yarn", "state": "trained", "found": {"1": [300, 300], "2": [279, 300], "4": [273, 300]}}
+    assert retrieval.effective_tokens(base, base, 128) == 128
+    assert retrieval.effective_tokens(trained, base, 128) == 256
+    goals = list(retrieval.goals_of([base, trained], 128))
+    assert [goal["reached"] for goal in goals] == [False, True, True]
+    assert goals[2]["found"] == "256 tokens, 128 tokens before"
+
+
+def test_a_model_that_finds_nothing_has_no_effective_length() -> None:
+    row = {"recipe": "base", "state": "as it is", "found": {"1": [0, 100], "2": [0, 100]}}
+    assert retrieval.effective_tokens(row, row, 128) is None
+
+
 @pytest.mark.slow
 def test_the_study_counts_needles_before_a_swap_after_it_and_after_training(tmp_path: Path) -> None:
     write_model(tmp_path / "base", "llama", max_position_embeddings=256)
@@ -101,7 +117,7 @@ def test_the_study_counts_needles_before_a_swap_after_it_and_after_training(tmp_
         grid = passkey_grid(model, task, lengths=[round(256 * float(multiple))], depths=retrieval.DEPTHS, trials=1)
         assert [found, asked] == [sum(cell.exact for cell in grid), len(grid)]
     assert all(asked == 10 for _, asked in result["rows"][2]["found"].values())  # of two seeds
-    assert [goal["reached"] for goal in result["goals"]] == [False] * 3  # it has learned nothing
+    assert [goal["reached"] for goal in result["goals"]] == [False] * 5  # it has learned nothing
     runs = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("report.json")}
     assert len(runs) == 4
     assert study() == result
