@@ -11,6 +11,8 @@ from hf_posswap.utils.atomic_io import replacing
 from recipes.studies.goals import row_name
 from recipes.studies.measuring import MULTIPLES
 
+_UNSWAPPED = ("s", "o", "*")
+"""The marks of what the base gives without a swap."""
 _LINE = 32
 """Most letters of a row's name in a line."""
 _SWAPPED, _CONTROL, _ALLOWED = canvas.COLOURS[2], canvas.COLOURS[1], canvas.COLOURS[3]
@@ -113,13 +115,14 @@ def draw_ways(result: dict[str, Any], path: Path) -> None:
     tasks = list(dict.fromkeys(cell["task"] for cell in rows[0]["cells"]))
     picture, axes = canvas.figure(5.5 * len(tasks), 4.6, columns=len(tasks))
     for ax, task in zip(axes, tasks, strict=True):
-        for number, row in enumerate(rows):
+        swapped, unswapped = iter(zip(canvas.COLOURS[2:], canvas.MARKERS[2:], strict=True)), iter(_UNSWAPPED)
+        for row in rows:
             cells = [cell for cell in row["cells"] if cell["task"] == task]
             lengths = [cell["length"] for cell in cells]
             shares = [cell["accuracy"]["mean"] for cell in cells]
-            colour, marker = canvas.COLOURS[number % len(canvas.COLOURS)], canvas.MARKERS[number % len(canvas.MARKERS)]
-            line = "-" if row["vectors"] == "whole" else "--"
-            ax.plot(lengths, shares, line, marker=marker, color=colour, label=row["way"])
+            whole = row["vectors"] == "whole"
+            colour, marker = next(swapped) if whole else (_CONTROL, next(unswapped))
+            ax.plot(lengths, shares, "-" if whole else "--", marker=marker, color=colour, label=row["way"])
         canvas.length_axis(ax, lengths, window)
         ax.axhline(1 / cells[0]["documents"], color=canvas.FAINT, linewidth=0.7)
         ax.set_ylim(-0.03, 1.03)
