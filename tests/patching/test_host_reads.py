@@ -34,7 +34,8 @@ LENGTH = 24
 def swapped(family: str, scheme: str) -> Any:
     """Return a tiny model with the scheme, or skip where it is none of the family's."""
     model = tiny_model(family, meta=False)
-    model.config.pad_token_id = None  # stock code looks for it in the ids, to warn
+    if family not in ENCODERS:
+        model.config.pad_token_id = None  # stock code looks for it in the ids, to warn
     try:
         return patch_model(model, scheme, max_length=512, **FIELDS.get(scheme, {}))
     except PosswapError as error:
