@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -11,13 +10,12 @@ import transformers
 
 from hf_posswap.checkpoints.native.parts import Blueprint, Weights, refuse
 from hf_posswap.checkpoints.native.rope import rotary_scheme, say_rope
-from hf_posswap.compat.transformers_models import give_config_class
 from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.building import build_native
 from hf_posswap.patching.record.model_class import native_class
-from hf_posswap.patching.record.record import native_config, native_config_class
+from hf_posswap.patching.record.record import native_config, without_record
 from hf_posswap.rope_layout import permute_rows
 from hf_posswap.schemes import NoPE, RotaryScheme
 from hf_posswap.schemes.layered import Layered
@@ -36,9 +34,7 @@ def same_class(model: Any, plan: SwapPlan) -> Blueprint:
     """
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if plan.route == "native":
-        config = copy.deepcopy(model.config)
-        give_config_class(config, native_config_class(config))
-        del config.posswap
+        config = without_record(model.config)
         ends = plan.sites.table_path is not None
         return Blueprint(native_class(type(model)), config, weights, limit=plan.max_length if ends else None)
     if not plan.sites.rotary:

@@ -12,7 +12,7 @@ from hf_posswap.compat.transformers_models import give_config_class
 from hf_posswap.errors import PosswapError, RecordError
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.patching.record.migrations import RECORD_VERSION, migrate
-from hf_posswap.patching.record.refusals import REFUSED_ATTENTION, stock_name
+from hf_posswap.patching.record.refusals import REFUSED_ATTENTION, REFUSED_IN_MEMORY, stock_name
 from hf_posswap.patching.record.schema import check_record
 from hf_posswap.schemes import Scheme, make_scheme
 
@@ -122,12 +122,23 @@ def native_config_class(config: Any) -> type:
     return getattr(type(config), "posswap_native", type(config))
 
 
-def native_config(config: Any) -> Any:
-    """Return a copy of a swapped `config` as it was before the swap, of its native class."""
-    record = SwapRecord.from_dict(config.posswap)
+def without_record(config: Any) -> Any:
+    """Return a copy of a swapped `config`, of its native class, without hf_posswap's record.
+
+    Its values are those of the swapped model: of a native swap they are what stock code runs.
+    """
     native = copy.deepcopy(config)
     give_config_class(native, native_config_class(config))
     del native.posswap
+    for name in REFUSED_IN_MEMORY:
+        vars(native).pop(name, None)  # see `plugin_config_class`
+    return native
+
+
+def native_config(config: Any) -> Any:
+    """Return a copy of a swapped `config` as it was before the swap, of its native class."""
+    record = SwapRecord.from_dict(config.posswap)
+    native = without_record(config)
     if attention_implementation(native) == REFUSED_ATTENTION:  # a stock config, made from what `to_dict` gives
         setattr(native, IMPLEMENTATION, None)
     native.architectures = native.architectures and [stock_name(name) for name in native.architectures]
