@@ -22,6 +22,7 @@ PAGE_OF: dict[str, str] = {
     f"{_RESULTS}/adaptation.md": "results/adaptation.md",
     f"{_RESULTS}/learned-to-t5/adaptation.md": "results/learned-to-t5.md",
     f"{_RESULTS}/to-alibi/adaptation.md": "results/to-alibi.md",
+    f"{_RESULTS}/learned-to-sinusoidal/adaptation.md": "results/learned-to-sinusoidal.md",
     f"{_RESULTS}/rope-to-yarn/adaptation.md": "results/rope-to-yarn.md",
     f"{_RESULTS}/rope-to-abf/adaptation.md": "results/rope-to-abf.md",
     f"{_RESULTS}/ablations/adaptation.md": "results/ablations.md",

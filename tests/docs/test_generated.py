@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,10 @@ from hf_posswap import errors
 from hf_posswap.plotting import PICTURES
 from hf_posswap.schemes import SCHEMES
 from hf_posswap.training.config.shipped import shipped_recipes
+from hf_posswap.utils.atomic_io import read_json
 from tests.docs.pages import PAGES, ROOT, anchors, text_of
+
+PAGE_FOLDER = ".docs/pages"
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +45,17 @@ def test_links_lead_from_page_to_page(hooks: Any) -> None:
 def test_every_region_is_known_and_used(hooks: Any) -> None:
     used = {line.split()[2] for page in PAGES for line in text_of(page).splitlines() if "<!-- generated:" in line}
     assert used == set(hooks[0].GENERATED)
+
+
+def test_the_table_of_goals_says_of_each_recipe_what_its_results_do(hooks: Any) -> None:
+    lines = hooks[0].goals.render().splitlines()[2:]
+    for source in hooks[0].goals.OF_RECIPES:
+        row = read_json((ROOT / source).with_suffix(".json"))["rows"][0]
+        (line,) = (line for line in lines if f"({posixpath.relpath(source, PAGE_FOLDER)})" in line)
+        assert line.count("reached") == sum(goal["reached"] for goal in row["goals"])
+        assert line.count("missed") == sum(not goal["reached"] for goal in row["goals"])
+        assert f"{row['far_text']['difference']:+.3f}" in line
+    assert sum("/retrieval.md" in line for line in lines) == 2
 
 
 def test_each_scheme_has_formula_source_and_citation(hooks: Any) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from generated import command, error_list, explorer, images, pictures, public_names, recipes, schemes, walks
+from generated import command, error_list, explorer, goals, images, pictures, public_names, recipes, schemes, walks
 
 GENERATED: dict[str, Callable[[], str]] = {
     "api": public_names.render,
     "command": command.render,
     "errors": error_list.render,
     "explorer": explorer.render,
+    "goals": goals.render,
     "images": images.render,
     "pictures": pictures.render,
     "recipes": recipes.render,
