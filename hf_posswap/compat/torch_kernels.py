@@ -25,3 +25,12 @@ def fused_attention_backward(device: str) -> Any:
     """
     name = "_scaled_dot_product_flash_attention"
     return getattr(torch.ops.aten, f"{name}_backward" if device == "cuda" else f"{name}_for_cpu_backward")
+
+
+def efficient_attention() -> Any:
+    """Return the operator of memory-efficient attention on a GPU, for float32 and for masks.
+
+    Touches `torch.ops.aten._scaled_dot_product_efficient_attention` (torch 2.6 to 2.13). Without it a dry run would
+    hold scores that no GPU holds.
+    """
+    return torch.ops.aten._scaled_dot_product_efficient_attention

@@ -41,3 +41,10 @@ def test_fused_attention_backward(device: str, dtype: torch.dtype, near: float) 
     expected = torch.autograd.grad(scaled_dot_product_attention(*given, is_causal=True).sum(), given)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=near, rtol=near)
+
+
+def test_efficient_attention() -> None:
+    names = [argument.name for argument in torch_kernels.efficient_attention().default._schema.arguments]
+    assert names == ["query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "scale"]
+    query, key, value = (one.detach().to("meta") for one in inputs("cpu", torch.float32))
+    assert torch_kernels.efficient_attention()(query, key, value, None, True, 0.1, True)[0].shape == query.shape
