@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -65,4 +66,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     asked = json.loads(sys.argv[1])
     measure(asked[0])  # what is loaded and kept once has no part in it
-    sys.stdout.write(json.dumps([measure(values) for values in asked]))
+    found = [measure(values) for values in asked]
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(json.dumps(found))
