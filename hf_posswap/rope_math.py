@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_posswap.compat.torch_fake import is_fake
 from hf_posswap.compat.torch_tensors import transforms_active
 from hf_posswap.geometry import Layout
+from hf_posswap.utils.devices import device_type
 
 
 class _Frequencies(NamedTuple):
@@ -241,7 +243,7 @@ def compile_rotation(on: bool = True) -> None:
 
 def _is_plain(x: Tensor, table: CosSin) -> bool:
     """Return whether x may be rotated in the ways made for speed: nothing is traced, only x is differentiated."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not (type(x) is Tensor or is_fake(x)):
         return False
     if transforms_active():  # torch.func wants the parts
         return False
@@ -275,7 +277,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     turned = torch.empty_like(x)
     turned[..., width:] = x[..., width:]
     rows = max(LEAST_TOKENS, IN_CACHE * tokens // x.numel())
-    if x.device.type != "cpu" or rows >= tokens or cos.shape[-2] != tokens:
+    if device_type(x) != "cpu" or rows >= tokens or cos.shape[-2] != tokens:
         _turn_into(turned[..., :width], x[..., :width], cos, sin, layout)
         return turned
     for start in range(0, tokens, rows):

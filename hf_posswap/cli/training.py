@@ -12,6 +12,7 @@ import typer
 
 from hf_posswap.cli.arguments import TrustRemoteCode
 from hf_posswap.cli.completing import training_names
+from hf_posswap.cli.dry_running import run_dry, show_dry_run
 from hf_posswap.cli.fields import format_value
 from hf_posswap.cli.output import console, quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import ConfigError
@@ -41,6 +42,42 @@ def train(
         bool, typer.Option("--keys", help="List every key with its meaning and default, and stop.")
     ] = False,
     show: Annotated[bool, typer.Option("--show", help="Print the recipe as it would run, as JSON, and stop.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Say what the training would hold and do on each GPU, and stop: from config.json alone, without "
+            "weights, text or a GPU.",
+        ),
+    ] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            metavar="h100|a100|4090|MEMORY",
+            help="With --dry-run: whether it fits there, in what time at least, and what makes it fit. MEMORY: 24GB.",
+            show_default=False,
+        ),
+    ] = None,
+    accelerate: Annotated[
+        str | None,
+        typer.Option(
+            "--accelerate",
+            metavar="FILE",
+            help="With --dry-run: the file that accelerate launch would be given, or fsdp2, ddp, ... of the package.",
+            show_default=False,
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes",
+            metavar="N",
+            help="With --dry-run: GPUs; without it as FILE says, or one.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="With --dry-run: print it as JSON.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Adapt a model to a new position mechanism, as a recipe says; stopped anywhere, the same command goes on.
@@ -50,10 +87,14 @@ def train(
     accelerate launch --config_file ddp.yaml -m hf_posswap.cli train RECIPE ... It needs the extra "train".
 
     Example: posswap train yarn model.name=my-llama data.length=8192 out=my-run
+
+    Example: posswap train yarn model.name=my-llama data.length=8192 --dry-run --gpu h100 --accelerate fsdp2
     """
     if keys:
         show_pairs(key_rows())
         return
+    if not dry_run and (json or any(given is not None for given in (gpu, accelerate, processes))):
+        raise ConfigError("--gpu, --accelerate, --processes and --json are of --dry-run: give that one too.")
     chosen, changes = _recipe_and_changes(config, settings or [])
     progress = console()  # on stdout, which the block below takes away
     with quiet_library():
@@ -64,9 +105,14 @@ def train(
 
         trusted = ["model.trust_remote_code=true"] if trust_remote_code else []
         recipe = load_recipe(chosen, [*changes, *trusted])
-        if not show:
+        if dry_run:
+            reporter = None if json else Reporter(progress)
+            found = run_dry(recipe, reporter, gpu=gpu, accelerate=accelerate, processes=processes)
+        elif not show:
             finished = run_recipe(recipe, reporter=Reporter(progress))
-    if show:
+    if dry_run:
+        show_dry_run(found, json=json)
+    elif show:
         show_json(to_dict(recipe))
     elif int(os.environ.get("RANK", "0")) == 0:
         show_text("", f"Saved to {finished.model}; the report is {finished.folder / 'report.md'}.")

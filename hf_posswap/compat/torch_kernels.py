@@ -37,3 +37,12 @@ def fused_takes_groups(device: str) -> bool:
     Without it grouped heads break the memory.
     """
     return device == "cuda" or _GROUPS_ON_CPU
+
+
+def efficient_attention() -> Any:
+    """Return the operator of memory-efficient attention on a GPU, for float32 and for masks.
+
+    Touches `torch.ops.aten._scaled_dot_product_efficient_attention` (torch 2.6 to 2.13). Without it a dry run would
+    hold scores that no GPU holds.
+    """
+    return torch.ops.aten._scaled_dot_product_efficient_attention

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hf_posswap.kernels.trying import right
+from hf_posswap.utils.devices import device_type, is_standing_for
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -72,6 +74,10 @@ def attend_read(
     def modified(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return score + bias[batch, head, row, column]
 
+    if is_standing_for():  # nothing is compiled without its device; this holds as much, but for the bias's gradient
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
     blocks = _causal_blocks(query.shape[2], key.shape[2], query.device) if causal else None
     grouped = query.shape[1] != key.shape[1]
     return _compiled(query.device.type)(
@@ -100,14 +106,14 @@ def _is_past(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor
 
 def fits_flex(query: Tensor, value: Tensor, bias: Penalty | ByDistance | None) -> bool:
     """Return whether `attend_read` takes these, and is right in this process."""
-    device = query.device.type
+    device = device_type(query)
     if bias is None or device not in ("cpu", "cuda") or query.shape[-1] != value.shape[-1]:
         return False
     held = (query, value, bias.line if isinstance(bias, ByDistance) else bias.slopes)
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in held)
     if query.shape[-1] < LEAST_WIDTH or query.dtype == torch.float64 or (device == "cpu" and differentiated):
         return False  # flex_attention has no gradient on a CPU
-    return flex_available(device)
+    return is_standing_for() or flex_available(device)
 
 
 @functools.cache

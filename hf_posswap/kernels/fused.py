@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_posswap.compat.torch_kernels import fused_attention, fused_attention_backward, fused_takes_groups
 from hf_posswap.kernels.trying import right
+from hf_posswap.utils.devices import device_type, is_standing_for
 
 DTYPES = {
     "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
@@ -38,7 +39,7 @@ def forward(
         bias: added to the scaled scores, [1 or B, 1 or H, 1 or Q, K], of dtype `bias_dtype`; together with `causal`
             only those of the first key that is seen may be -inf. On a GPU: None.
     """
-    if query.device.type == "cuda":
+    if device_type(query) == "cuda":
         assert bias is None, "the fused call of a GPU takes no bias"
         out, sums, *_ = fused_attention("cuda")(query, key, value, 0.0, causal, False, scale=scaling)
         return out, sums[..., : query.shape[2]]
@@ -63,7 +64,7 @@ def backward(
     `out` [B, H, Q, D] and `sums` [B, H, Q] need not be those of this call: given those of a softmax over more keys, the
     gradients are this call's share of the whole's.
     """
-    if query.device.type == "cuda":
+    if device_type(query) == "cuda":
         assert bias is None, "the fused call of a GPU takes no bias"
         unread = torch.zeros(2, dtype=torch.int64, device=query.device)  # the random state of a dropout of 0
         # the kernel reads these as if they were contiguous
@@ -101,10 +102,10 @@ def bias_dtype(dtype: torch.dtype) -> torch.dtype:
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether the fused call takes such tensors, and is right in this process."""
     same = query.shape[-1] == key.shape[-1] == value.shape[-1] and query.dtype == key.dtype == value.dtype
-    device = query.device.type
+    device = device_type(query)
     if not same or device not in DTYPES or query.dtype not in DTYPES[device]:
         return False
-    return (device == "cpu" or query.shape[-1] % 8 == 0) and available(device)
+    return (device == "cpu" or query.shape[-1] % 8 == 0) and (is_standing_for() or available(device))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from hf_posswap.compat.torch_dispatch import without_modes
 from hf_posswap.errors import BackendWarning
 from hf_posswap.utils.format import said_by
 
@@ -23,7 +24,8 @@ def right(what: str, device: str, error: Callable[[str], float]) -> bool:
         error: runs the kernel there, and returns its largest difference from the formula.
     """
     try:
-        far = error(device)
+        with without_modes():
+            far = error(device)
     except Exception as problem:  # whatever an unknown PyTorch raises here, it means no
         reason = f"{type(problem).__name__}: {said_by(problem)}"
     else:

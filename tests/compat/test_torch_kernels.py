@@ -54,3 +54,10 @@ def test_fused_takes_groups(device: str, dtype: torch.dtype, near: float) -> Non
         expected = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     out, *_ = torch_kernels.fused_attention(device)(query, key, value, 0.0, True)
     torch.testing.assert_close(out, expected, atol=near, rtol=0)
+
+
+def test_efficient_attention() -> None:
+    names = [argument.name for argument in torch_kernels.efficient_attention().default._schema.arguments]
+    assert names == ["query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "scale"]
+    query, key, value = (one.detach().to("meta") for one in inputs("cpu", torch.float32))
+    assert torch_kernels.efficient_attention()(query, key, value, None, True, 0.1, True)[0].shape == query.shape

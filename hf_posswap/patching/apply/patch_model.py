@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from hf_posswap.compat.torch_fake import make_fake_as, without_fake_mode
 from hf_posswap.errors import NotPatchedError, SchemeError
 from hf_posswap.families.rope_config import config_parts
 from hf_posswap.patching.apply.applied import AppliedSwap
@@ -76,7 +77,7 @@ def patch_model(
     """
     target: Any = unwrap(model)
     stop_if_building(target)
-    with changing(target, "patch_model"):
+    with changing(target, "patch_model"), without_fake_mode():
         plan = plan_swap(target, scheme, max_length=max_length, site=site, relative=relative, **options)
         refusal = next(filter(None, (edit.refusal(target) for edit in plan.edits)), None)
         if refusal is not None:
@@ -132,6 +133,7 @@ def apply_plan(model: Any, plan: SwapPlan, owner: nn.Module | None = None) -> No
             take_swapped_class(model, [plan.sites.stack(name).attention[0] for name in plan.schemes])
         check_structure(model)
         check_untouched(model, before)
+        make_fake_as(model)
     except BaseException:
         _undo(model, swap, owner)
         raise
@@ -159,7 +161,7 @@ def unpatch_model(model: M) -> M:
         True
     """
     target: Any = unwrap(model)
-    with changing(target, "unpatch_model"):
+    with changing(target, "unpatch_model"), without_fake_mode():
         patch = getattr(target, "_posswap", None)
         if patch is None:
             raise NotPatchedError(f"{type(target).__name__} carries no swap: nothing to undo.{unread_record(target)}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.peft_wrappers import original_of
+from hf_posswap.compat.torch_fake import without_fake_mode
 from hf_posswap.compat.transformers_models import fill_weights, is_initialised, mark_initialised
 from hf_posswap.errors import RecordError
 from hf_posswap.patching.apply.patch_model import apply_plan
@@ -29,6 +30,11 @@ def restore_swap(model: Any, record: SwapRecord) -> None:
     Raises:
         RecordError: this version of the package would carry out another swap than the one recorded.
     """
+    with without_fake_mode():
+        _restore(model, record)
+
+
+def _restore(model: Any, record: SwapRecord) -> None:
     plan = plan_swap(model, record.choice(), **record.arguments)
     if plan.route != record.route:
         raise RecordError(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.families.modules import owner_of
 from hf_posswap.patching.edits.edit import Edit, Saved
 from hf_posswap.patching.edits.restore import replace_buffer, restore_buffers
@@ -25,7 +26,7 @@ def grown_mask(owner: Any, old: Tensor, length: int) -> Tensor:
     """
     full = torch.ones((*old.shape[:-2], length, length), dtype=torch.bool, device=old.device).tril()
     window = None
-    if not old.is_meta and not old[..., -1, :].all():
+    if holds_values(old) and not old[..., -1, :].all():
         window = int(old.reshape(-1, old.shape[-1])[-1].sum())
     elif getattr(owner, "attention_type", None) == "local":
         window = owner.config.window_size

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.compat.torch_modules import TensorHooks
 
 
@@ -33,7 +34,7 @@ class NoPositions(TensorHooks):
     @property
     def is_empty(self) -> bool:
         """Whether nothing but zeros stands for the table."""
-        if self.weight.is_meta or not self.saved:
+        if not holds_values(self.weight) or not self.saved:
             return True
         return not bool(self.weight.any())
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.families.modules import owner_of
 from hf_posswap.patching.edits.edit import Saved
 
@@ -27,7 +28,7 @@ def restore_child(model: nn.Module, path: str, saved: Saved) -> None:
     if module is None:
         return
     reference = next((p for p in model.parameters() if p.device.type != "meta"), None)
-    if reference is not None and not any(one.is_meta for one in (*module.parameters(), *module.buffers())):
+    if reference is not None and all(map(holds_values, (*module.parameters(), *module.buffers()))):
         module.to(reference.device)
     substitute = next(model.get_submodule(path).buffers(recurse=False), None)  # it was cast with the model
     if substitute is not None:

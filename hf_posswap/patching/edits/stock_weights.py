@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_posswap.compat.torch_fake import holds_values
+
 _ROUNDING = 2.0**-7
 """Of the largest entry of a frozen table: what rounding it to bfloat16, once, takes from it, twice over."""
 _CASTS = (torch.bfloat16, torch.float16)
@@ -14,7 +16,7 @@ def not_zero(weight: Tensor, rows: int | None = None) -> str | None:
     """Return what is wrong with a tensor [P, E] that was taken away, of which `rows` zero rows are left; or None."""
     if rows is not None and len(weight) != rows:
         return f"has {len(weight)} rows instead of {rows}"
-    if not weight.is_meta and bool(weight.any()):
+    if holds_values(weight) and bool(weight.any()):
         return "was taken away, and holds other values than zeros"
     return None
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hf_posswap.compat.torch_fake import without_fake_mode
 from hf_posswap.errors import AlreadyPatchedError, OptionError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.rope_config import config_at
@@ -75,7 +76,18 @@ def plan_swap(
         >>> plan.route, [edit.path for edit in plan.edits][:2]
         ('plugin', ['transformer.wpe', 'transformer.posswap'])
     """
-    model = unwrap(model)
+    with without_fake_mode():
+        return _planned(unwrap(model), scheme, max_length, site, relative, options)
+
+
+def _planned(
+    model: Any,
+    scheme: SchemeChoice,
+    max_length: int | None,
+    site: SiteChoice,
+    relative: RelativeChoice | None,
+    options: dict[str, Any],
+) -> SwapPlan:
     _check_arguments(model, max_length, site)
     refuse_wrapped_parts(model)
     refuse_nested_swaps(model)

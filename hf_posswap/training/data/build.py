@@ -11,7 +11,7 @@ import torch
 
 from hf_posswap.errors import DataError
 from hf_posswap.training.data.cutting import LEAST, Cut, cut_pieces, pack_pieces
-from hf_posswap.training.data.masking import make_masking
+from hf_posswap.training.data.masking import Masking, make_masking
 from hf_posswap.training.data.mixing import StepRows
 from hf_posswap.training.data.order import Order
 from hf_posswap.training.data.settings import DataSettings, Packing
@@ -110,7 +110,6 @@ def build_data(
     for source in settings.sources:
         check_source(source)
     masking = None if causal else make_masking(tokenizer, settings.mask_share)
-    around = 0 if masking is None else masking.around
     folder = cache_folder(settings.cache) / "tokens"
     stores, held_out = [], []
     for source in settings.sources:
@@ -119,6 +118,47 @@ def build_data(
         )
         stores.append(store)
         held_out.append(measured)
+
+    return cut_data(
+        settings,
+        stores,
+        held_out,
+        masking=masking,
+        filler=_filler(tokenizer),
+        scheme_length=scheme_length,
+        first_position=first_position,
+        dtype=dtype,
+    )
+
+
+def cut_data(
+    settings: DataSettings,
+    stores: Sequence[TokenStore],
+    held_out: Sequence[TokenStore],
+    *,
+    masking: Masking | None,
+    filler: int,
+    scheme_length: int,
+    first_position: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> TokenData:
+    """Return windows of documents that are token ids already.
+
+    Args:
+        settings: how windows are cut.
+        stores: of each source, to learn from.
+        held_out: of each source, the documents that training never sees.
+        masking: of an encoder; None: the model predicts the next token.
+        filler: id that stands where a document has ended.
+        scheme_length: as in `build_data`.
+        first_position: likewise.
+        dtype: likewise.
+
+    Raises:
+        DataError: a source has no window, or the window is longer than `scheme_length`.
+    """
+    _check_length(settings, scheme_length)
+    around = 0 if masking is None else masking.around
 
     def windows(length: int) -> TokenWindows:
         cuts = [
@@ -133,7 +173,7 @@ def build_data(
             target=scheme_length,
             packing=settings.packing,
             masking=masking,
-            filler=_filler(tokenizer),
+            filler=filler,
             first_position=first_position,
             seed=settings.seed,
             count=sum(map(len, cuts)),
@@ -145,14 +185,14 @@ def build_data(
         train,
         shorter,
         settings.cut,
-        Collate(causal, dtype),
+        Collate(masking is None, dtype),
         held_out=[document for part in held_out for document in part[:]],
         summary=_summary(settings, [train, *others], held_out),
         identity=_identity(train, settings, held_out),
     )
 
 
-def _identity(train: TokenWindows, settings: DataSettings, held_out: list[TokenStore]) -> dict[str, Any]:
+def _identity(train: TokenWindows, settings: DataSettings, held_out: Sequence[TokenStore]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, (source, learned, measured) in enumerate(zip(settings.sources, train.stores, held_out, strict=True), 1):
         name = f"documents of {source.path}" + (f" (source {number})" if len(settings.sources) > 1 else "")
@@ -202,7 +242,7 @@ def _filler(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
-def _summary(settings: DataSettings, lengths: list[TokenWindows], held_out: list[TokenStore]) -> dict[str, Any]:
+def _summary(settings: DataSettings, lengths: list[TokenWindows], held_out: Sequence[TokenStore]) -> dict[str, Any]:
     rows = []
     for number, (source, measured) in enumerate(zip(settings.sources, held_out, strict=True)):
         store, cut = lengths[0].stores[number], lengths[0].cuts[number]

@@ -15,6 +15,7 @@ from hf_posswap.utils.atomic_io import read_json
 
 _DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
+_CPU = "ACCELERATE_USE_CPU"
 _ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
@@ -101,6 +102,11 @@ def as_launched(recipe: Recipe) -> tuple[Recipe, list[str]]:
     if not changes:
         return recipe, []
     return dataclasses.replace(recipe, training=dataclasses.replace(training, **changes)), said
+
+
+def is_launched_on_cpu() -> bool:
+    """Return whether a launcher's file asks for a CPU."""
+    return _is_on(_CPU)
 
 
 def _precision(recipe: Recipe) -> str:

@@ -95,8 +95,7 @@ def prepare(
     sites = locate(model)
     causal, window = sites.geometry.causal, sites.geometry.original_length
     scheme = chosen_scheme(recipe)
-    length = _max_length(recipe, scheme, has_table=sites.geometry.base is None)
-    how: dict[str, Any] = {"max_length": length, "site": recipe.swap.site, "relative": recipe.swap.relative}
+    how = swap_arguments(recipe, scheme, has_table=sites.geometry.base is None)
     plan = None if scheme is None else plan_swap(model, scheme, **how)
     refuse_silent_errors(recipe, plan.scheme if plan else None, launch)
     check_start(model, scheme, plan, recipe.swap, services)
@@ -219,6 +218,18 @@ def chosen_scheme(recipe: Recipe) -> Scheme | None:
         return None
     scheme = make_scheme(held if isinstance(held, str) else dict(held))
     return Blend(new=scheme, weight=0.0) if recipe.swap.gradual_steps else scheme
+
+
+def swap_arguments(recipe: Recipe, scheme: Scheme | None, *, has_table: bool) -> dict[str, Any]:
+    """Return the arguments of `patch_model` beside the scheme.
+
+    Args:
+        recipe: without stages.
+        scheme: that it puts in; None: no swap.
+        has_table: whether the model has a position table, which is the longest that a blend can be.
+    """
+    length = _max_length(recipe, scheme, has_table=has_table)
+    return {"max_length": length, "site": recipe.swap.site, "relative": recipe.swap.relative}
 
 
 def _max_length(recipe: Recipe, scheme: Scheme | None, *, has_table: bool) -> int | None:

@@ -23,6 +23,7 @@ from hf_posswap.patching.sites.attention.request import Request
 from hf_posswap.patching.sites.attention.ways import WAYS
 from hf_posswap.schemes.base import Mechanism, Scheme
 from hf_posswap.schemes.common.piece import Piece
+from hf_posswap.utils.devices import device_type
 
 BACKENDS = {
     "row": "the bias as one number a key, in a fused kernel",
@@ -78,7 +79,7 @@ def _gains(name: str, request: Request, wanted: str) -> bool:
     if name == "row_windowed" or request.pairs < MIN_QK_PAIRS:
         return False
     if name == "flex":
-        return request.query.device.type == "cuda" and request.pairs >= MIN_FLEX_QK_PAIRS
+        return device_type(request.query) == "cuda" and request.pairs >= MIN_FLEX_QK_PAIRS
     if name == "chunked" and request.mechanism.distance_only:  # else the bias is a network's, with more inside
         return request.query.shape[0] * request.query.shape[1] * request.pairs >= LARGE_BIAS
     if name == "merge":
@@ -90,7 +91,7 @@ def _gains(name: str, request: Request, wanted: str) -> bool:
 
 def _applies(name: str, request: Request) -> bool:
     """Return whether `name` is exact for this mask and these positions."""
-    if request.query.device.type != "cpu" and name not in ("flex", "merge", "plain"):
+    if device_type(request.query) != "cpu" and name not in ("flex", "merge", "plain"):
         return False  # the fused calls of a GPU take no bias
     if name in ("chunked", "plain"):
         return True
@@ -100,7 +101,7 @@ def _applies(name: str, request: Request) -> bool:
     division = request.division(name)
     if division is None:
         return False
-    if request.query.device.type != "cpu":
+    if device_type(request.query) != "cpu":
         return request.mask is None and request.span.is_prefill and not division.rest
     return division.gains or request.mechanism.backend == name
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.attention_traits import NativeScheme
 from hf_posswap.families.modules import join, matching
@@ -101,7 +102,7 @@ def is_native(context: SwapContext) -> bool:
 
 def _refuse_other_sinusoids(path: str, embedding: Any) -> None:
     """Refuse a frozen table of sinusoids that does not hold what its class computes: the native angles are unknown."""
-    if not hasattr(embedding, "create_weight") or stored(embedding, "weight").is_meta:
+    if not hasattr(embedding, "create_weight") or not holds_values(stored(embedding, "weight")):
         return
     if not torch.allclose(stored(embedding, "weight").float().cpu(), embedding.create_weight().float(), atol=1e-2):
         raise UnsupportedSwapError(

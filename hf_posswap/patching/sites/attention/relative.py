@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.attention_traits import RelativePart
 from hf_posswap.families.modules import join, matching, owner_of
@@ -31,7 +32,7 @@ class LeaveOut(Edit):
             return
         owner, leaf = owner_of(model, self.path)
         beside = next(owner.parameters())
-        if not beside.is_meta:
+        if holds_values(beside):
             saved["module"].to(beside.device, beside.dtype)
         setattr(owner, leaf, saved["module"])
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_posswap.compat.torch_fake import holds_values, is_fake
 from hf_posswap.compat.torch_tensors import transforms_active
 from hf_posswap.kernels import fused
 from hf_posswap.kernels.distance_bias import by_line
@@ -18,6 +19,7 @@ from hf_posswap.kernels.mask_segments import placed, segments_of, together
 from hf_posswap.kernels.segments import Segment, whole
 from hf_posswap.patching.sites.attention.positions import ForwardMemo, Span
 from hf_posswap.schemes.base import Mechanism
+from hf_posswap.utils.devices import device_type
 
 ALTERING = ("softcap", "s_aux", "position_bias", "head_mask", "score_mod", "cache", "output_attentions")
 """Arguments of an attention function that ask for what the kernels do not do."""
@@ -94,7 +96,7 @@ class Request:
 
     def is_plain(self) -> bool:
         """Return whether only the plain way is open, whatever the scheme."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(self.query) is not Tensor:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or self._is_opaque():
             return True
         if transforms_active():  # torch.func differentiates the formula, not its kernels
             return True
@@ -107,8 +109,14 @@ class Request:
         one_key = self.key[..., : self.query.shape[-1]] if self.mechanism.keys_per_token > 1 else self.key
         if learned_mask:
             return True
-        one_way = self.mechanism.biases and self.query.device.type == "cuda"  # flex, which is tried by itself
+        one_way = self.mechanism.biases and device_type(self.query) == "cuda"  # flex, which is tried by itself
         return not one_way and not fused.fits(self.query, one_key, self.value)
+
+    def _is_opaque(self) -> bool:
+        """Return whether the tensors are of a class of their own, or stand at places that cannot be read."""
+        if type(self.query) is Tensor:
+            return False
+        return not (is_fake(self.query) and holds_values(self.span.query))
 
     @cached_property
     def layout(self) -> Layout | None:
@@ -153,8 +161,8 @@ def seen_segments(
     batch, _, length, _ = query.shape
     if mask is None:
         return None if causal and length != keys else whole(batch, length, keys, causal=causal)
-    if not isinstance(mask, Tensor) or mask.device.type != "cpu":  # to read it from a GPU would cost more than it saves
-        return None
+    if not isinstance(mask, Tensor) or device_type(mask) != "cpu" or not holds_values(mask):
+        return None  # to read it from a GPU would cost more than it saves
     return memo.of_mask(mask, lambda: segments_of(mask, batch, keys))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_posswap.patching.sites.attention.one_query import attend_one, turns_of
 from hf_posswap.schemes.common.piece import Piece
+from hf_posswap.utils.devices import device_type
 
 BLOCK = 256
 """Queries that are scored at once."""
@@ -157,13 +158,13 @@ def _tile(found: list[Held], keys: int) -> bool:
 
 def _is_all(held: Tensor) -> bool:
     """Return whether all of `held` is; False where asking is dear."""
-    return not torch.compiler.is_compiling() and held.device.type == "cpu" and bool(held.all())
+    return not torch.compiler.is_compiling() and device_type(held) == "cpu" and bool(held.all())
 
 
 def _range(held: Tensor) -> tuple[int, int]:
     """Return the first key that any query of a block holds, and the one after the last; all where asking is dear."""
     keys = held.shape[-1]
-    if torch.compiler.is_compiling() or held.device.type != "cpu":
+    if torch.compiler.is_compiling() or device_type(held) != "cpu":
         return 0, keys
     found = held.flatten(0, -2).any(dim=0).nonzero()
     return (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 0)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.peft_wrappers import is_adapted
+from hf_posswap.compat.torch_fake import holds_values, is_plain
 from hf_posswap.families.images import PatchTable, tensor_at
 from hf_posswap.families.modules import get
 from hf_posswap.patching.edits.context import SwapContext
@@ -18,11 +20,11 @@ from hf_posswap.schemes.base import Scheme
 def fitted(context: SwapContext) -> Scheme:
     """Return the scheme of `context` with what its table takes from the old one's weights filled in.
 
-    Where these cannot be read (on meta, or in a form that the site refuses anyway) it stays as it is.
+    Where these cannot be read (on meta, fake, or in a form that the site refuses anyway) it stays as it is.
     """
     scheme, table = context.scheme, context.scheme.table_part
     old = _old_rows(context)
-    if table is None or old is None or old.is_meta or not _fits(table, context):
+    if table is None or old is None or not holds_values(old) or not _fits(table, context):
         return scheme
     if isinstance(context.stack.table, PatchTable):
         return scheme.with_table(table.fit(old, context.geometry))
@@ -31,16 +33,16 @@ def fitted(context: SwapContext) -> Scheme:
 
 
 def unfitted(table: Any, old: Tensor, fit: Callable[[Tensor], Any]) -> str | None:
-    """Return why `table`, resolved, cannot yet be written in the place of `old` [P, E] on meta, or None.
+    """Return why `table`, resolved, cannot yet be written in the place of `old` [P, E] without numbers, or None.
 
     Args:
         table: a scheme.
         old: the table that it replaces.
         fit: gives `table` fitted to a table of that shape.
     """
-    if not old.is_meta or table == fit(old.new_ones(old.shape, device="cpu")):
+    if holds_values(old) or table == fit(torch.ones(old.shape, dtype=old.dtype)):
         return None
-    return f"{table} takes a value from the old table's weights, and this model's are on meta."
+    return f"{table} takes a value from the old table's weights, and this model's are on meta or fake."
 
 
 def _fits(table: Any, context: SwapContext) -> bool:
@@ -68,4 +70,4 @@ def _plain_weight(module: nn.Module | None) -> Tensor | None:
     if module is None or is_adapted(module) or not hasattr(module, "weight"):
         return None
     weight = stored(module, "weight")
-    return weight if type(weight) in (nn.Parameter, Tensor) else None
+    return weight if is_plain(weight) else None

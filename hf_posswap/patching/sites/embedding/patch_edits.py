@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.compat.torch_modules import pre_hooks
 from hf_posswap.families.images import tensor_at
 from hf_posswap.families.modules import owner_of
@@ -87,8 +88,8 @@ class ReplacePatchTable(_PatchTableEdit):
         assert old is not None
         count = self.geometry.prefix_tokens + _count(self.scheme.grid(self.geometry))
         shape = (*old.shape[:-2], count, old.shape[-1])
-        if old.is_meta:
-            new = torch.empty(shape, device="meta")
+        if not holds_values(old):
+            new = old.detach().new_empty(shape)
         else:
             prefix = rows[: self.geometry.prefix_tokens].cpu()
             new = torch.cat((prefix.to(torch.promote_types(prefix.dtype, torch.float32)), self._made(rows))).view(shape)
@@ -113,7 +114,7 @@ class ReplacePatchTable(_PatchTableEdit):
             return f"the table has {len(rows)} rows instead of {count}"
         if rows.requires_grad and not self.scheme.trainable:
             return "the table is trainable where it should be frozen"
-        if self.scheme.trainable or rows.is_meta:
+        if self.scheme.trainable or not holds_values(rows):
             return None
         same = holds(self.patches(model), self._formula(model))
         return None if same else "the table does not hold what its formula gives"
@@ -125,7 +126,7 @@ class ReplacePatchTable(_PatchTableEdit):
 
     def check_loaded(self, model: Any) -> str | None:
         patches, count = self.patches(model), _count(self.scheme.grid(self.geometry))
-        frozen = len(patches) == count and not self.scheme.trainable and not patches.is_meta
+        frozen = len(patches) == count and not self.scheme.trainable and holds_values(patches)
         return not_rows(patches, self._formula(model) if frozen else None, count)
 
     def refusal(self, model: Any) -> str | None:
@@ -158,7 +159,7 @@ class RemovePatchTable(_PatchTableEdit):
     def check(self, model: Any) -> str | None:
         table, prefix = tensor_at(model, self.path), self.geometry.prefix_tokens
         assert table is not None
-        if table.is_meta:
+        if not holds_values(table):
             return None
         left = table.flatten(0, -2)[prefix:] if table.ndim > 1 else table
         expected = self.geometry.original_length - prefix if self.native else 0 if prefix else 1

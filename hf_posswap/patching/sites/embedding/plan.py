@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
-
 from hf_posswap.compat.peft_wrappers import is_adapted
+from hf_posswap.compat.torch_fake import is_plain
 from hf_posswap.compat.transformers_models import unsaved_keys
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.images import PatchTable
@@ -215,7 +214,7 @@ def _refuse_not_plain(context: SwapContext, path: str, scheme: str) -> None:
             "table beneath it. What works: patch first and add the adapter then; or merge_and_unload() before."
         )
     weight = table.weight
-    if not weight.is_floating_point() or type(weight) not in (nn.Parameter, Tensor):
+    if not weight.is_floating_point() or not is_plain(weight):
         raise UnsupportedSwapError(
             f"{path!r} is quantised ({type(weight).__name__} of {weight.dtype}), and {scheme} writes new rows. What "
             "works: patch first and quantise then; or quantise the linear layers only, as is usual."

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.peft_wrappers import original_of, trained_copies_of
+from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.compat.transformers_models import mark_initialised, set_unsaved_keys, unsaved_keys
 from hf_posswap.families.modules import owner_of, table_of
 from hf_posswap.geometry import Geometry
@@ -51,8 +52,8 @@ class ReplaceTable(Edit):
 
     def _rows(self, old: Tensor) -> Tensor:
         """Return all rows of the new table, [offset + rows, E]."""
-        if old.is_meta:
-            return torch.empty(self.rows + self.offset, old.shape[1], device="meta")
+        if not holds_values(old):
+            return old.new_empty(self.rows + self.offset, old.shape[1])
         rows = self.scheme.table(old[self.offset :], self.rows, self.geometry)
         return torch.cat((old[: self.offset].float().cpu(), rows))
 
@@ -76,7 +77,7 @@ class ReplaceTable(Edit):
             return f"the table has {weight.shape[0]} rows instead of {self.rows + self.offset}"
         if weight.requires_grad and not self.scheme.trainable:
             return "the table is trainable where it should be frozen"
-        if self.scheme.trainable or weight.is_meta:
+        if self.scheme.trainable or not holds_values(weight):
             return None
         found, expected = weight[self.offset :], self._formula(weight)
         same = holds(found, expected) if self.scheme.exact else not_rows(found, expected, self.rows) is None
@@ -89,7 +90,7 @@ class ReplaceTable(Edit):
     def check_loaded(self, model: Any) -> str | None:
         weight = stored(model.get_submodule(self.path), "weight").detach()
         fits = len(weight) == self.rows + self.offset
-        frozen = fits and not self.scheme.trainable and not weight.is_meta
+        frozen = fits and not self.scheme.trainable and holds_values(weight)
         return not_rows(weight[self.offset :], self._formula(weight) if frozen else None, self.rows)
 
     def reload(self, model: Any) -> None:
@@ -143,8 +144,8 @@ class BlendTable(Edit):
         if self.scheme is None:
             return None
         rows = old.shape[0] - self.offset
-        if old.is_meta:
-            return torch.empty(rows, old.shape[1], dtype=old.dtype, device="meta")
+        if not holds_values(old):
+            return old.detach().new_empty(rows, old.shape[1])
         fitted = self.scheme.fit(old.detach()[self.offset :], rows, self.geometry)
         new = fitted.table(old.detach()[self.offset :], rows, self.geometry).to(old)
         return nn.Parameter(new) if self.scheme.trainable else new

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.compat.transformers_rotary import rope_function
 from hf_posswap.families.measuring import rounds
 from hf_posswap.families.rope_config import buffer_name, factor_of, inv_freq_names, parameters_of, rope_sets
@@ -50,7 +51,7 @@ def matches_within(module: nn.Module, scheme: RotaryScheme, geometry: Geometry, 
     return bool(
         scheme.only_rotates
         and same_shape
-        and (found.is_meta or torch.allclose(found.float().cpu(), frequencies.inv_freq, rtol=1e-5, atol=0))
+        and (not holds_values(found) or torch.allclose(found.float().cpu(), frequencies.inv_freq, rtol=1e-5, atol=0))
         and abs(factor_of(module, rope_set) - frequencies.attention_factor) < 1e-6
     )
 
@@ -67,9 +68,9 @@ def _matches_beyond(module: nn.Module, scheme: RotaryScheme, geometry: Geometry,
 
 
 def turns_nothing(module: nn.Module) -> bool:
-    """Return whether a rebuilt rotary `module` turns nothing; always so on meta."""
+    """Return whether a rebuilt rotary `module` turns nothing; always so without numbers."""
     found: list[Tensor] = [getattr(module, name) for name in inv_freq_names(module)]
-    return all(buffer.is_meta or not bool(buffer.any()) for buffer in found)
+    return all(not holds_values(buffer) or not bool(buffer.any()) for buffer in found)
 
 
 def running(old: nn.Module, own: Any, config: Any) -> nn.Module | None:

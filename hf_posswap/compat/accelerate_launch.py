@@ -1,0 +1,53 @@
+"""What accelerate launch would tell the processes that it starts, without starting any."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def launch_arguments(file: Path, processes: int | None) -> Any:
+    """Return the arguments of `accelerate launch --config_file FILE`, its defaults filled in.
+
+    Touches `accelerate.commands.launch._validate_launch_command` (accelerate 1.12 to 1.15), which reads the file.
+    Without it a configuration would be read otherwise here than by the launcher.
+
+    Args:
+        file: as accelerate config writes it.
+        processes: --num_processes; None: as the file says.
+    """
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    said = [] if processes is None else ["--num_processes", str(processes)]
+    given = launch_command_parser().parse_args(["--config_file", str(file), *said, "nothing.py"])
+    arguments, _, _ = _validate_launch_command(given)
+    return arguments
+
+
+def launch_environment(arguments: Any) -> dict[str, str]:
+    """Return what accelerate launch would set in the environment of its processes.
+
+    Touches `accelerate.utils.launch` (accelerate 1.12 to 1.15), which no page documents. Without it sharding and mixed
+    precision would be set up otherwise than by the launcher.
+    """
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    if arguments.use_fsdp or arguments.multi_gpu:
+        arguments.main_process_port = 0  # any: nobody listens
+        made = prepare_multi_gpu_env(arguments)
+    else:
+        _, made = prepare_simple_launcher_cmd_env(arguments)
+    return {name: value for name, value in made.items() if os.environ.get(name) != value}
+
+
+def forget_launch() -> None:
+    """Have accelerate forget what it knows of this process and those beside it.
+
+    Touches `_reset_state` of `AcceleratorState` and `GradientState` (accelerate 1.12 to 1.15). Without it a second
+    launch in one process would be the first one again.
+    """
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

@@ -1,0 +1,110 @@
+"""The model of a recipe as a fake one: from its config alone, swapped, its trained weights chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_posswap.compat.torch_fake import fake_mode, keep_in_place, make_fake_as
+from hf_posswap.compat.transformers_models import without_initialising
+from hf_posswap.errors import ConfigError
+from hf_posswap.families.locating import locate
+from hf_posswap.patching.apply.patch_model import patch_model, swap_plan
+from hf_posswap.patching.inspect.describe import model_class_of, read_config
+from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.patching.record.model_class import swapped_class
+from hf_posswap.training.config import SENTENCES, Recipe
+from hf_posswap.training.engine.objectives import Objective, make_objective
+from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
+from hf_posswap.training.engine.preparing import chosen_scheme, swap_arguments
+from hf_posswap.training.trainable import prepare_trainable
+from hf_posswap.utils.auto_classes import TRUST
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """What is trained, without numbers.
+
+    Attributes:
+        model: swapped, adapters around it where the recipe wants them.
+        mode: of its fake weights.
+        teacher: the unswapped model; None: the objective needs none.
+        plan: of the swap; None: there is none.
+        sites: where positions were.
+    """
+
+    model: Any
+    mode: Any
+    teacher: Any
+    plan: SwapPlan | None
+    sites: Any
+
+
+def fake_model(recipe: Recipe, launch: Launch) -> FakeModel:
+    """Return what `recipe` trains; of the model's folder only config.json is read.
+
+    Args:
+        recipe: without stages.
+        launch: how processes share the training.
+
+    Raises:
+        PosswapError: whatever refuses the recipe before its model would be loaded, and planning.
+    """
+    mode = fake_mode()
+    model = _built(recipe, mode)
+    sites = locate(model)
+    scheme = chosen_scheme(recipe)
+    plan = None
+    if scheme is not None:
+        how = swap_arguments(recipe, scheme, has_table=sites.geometry.base is None)
+        plan = swap_plan(patch_model(model, scheme, **how))
+    refuse_silent_errors(recipe, plan.scheme if plan else None, launch)
+    teacher = None
+    if recipe.objective.kind == "distill":
+        teacher = _built(recipe, mode).requires_grad_(False)
+    model = prepare_trainable(model, recipe.trainable, recipe.peft)
+    make_fake_as(model)
+    keep_in_place(model)
+    return FakeModel(model, mode, teacher, plan, sites)
+
+
+def _built(recipe: Recipe, mode: Any) -> Any:
+    wanted = recipe.model
+    options: dict[str, Any] = {TRUST: wanted.trust_remote_code}
+    options |= {} if wanted.revision is None else {"revision": wanted.revision}
+    options |= {} if wanted.attention is None else {"attn_implementation": wanted.attention}
+    config = read_config(wanted.name, **options)
+    cls = model_class_of(config)
+    if getattr(config, "posswap", None) is not None:
+        cls = swapped_class(cls)
+    own = getattr(config, "dtype", None) or torch.float32
+    dtype = own if wanted.dtype == "auto" else getattr(torch, wanted.dtype)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with mode, without_initialising():
+            model = cls(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()
+
+
+def objective_of(recipe: Recipe, fake: FakeModel) -> Objective:
+    """Return the loss of `recipe`.
+
+    Raises:
+        ConfigError: it is not for this kind of model.
+    """
+    kind = recipe.objective.kind
+    if kind in SENTENCES:
+        raise ConfigError(f"objective.kind {kind} cannot be dry-run: next-token, masked and distill can.")
+    geometry = fake.sites.geometry
+    return make_objective(
+        recipe.objective,
+        causal=geometry.causal,
+        teacher=fake.teacher,
+        window=geometry.original_length,
+        chunk=recipe.objective.chunk,
+    )

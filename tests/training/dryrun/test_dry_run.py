@@ -1,0 +1,359 @@
+"""Recipes run dry: memory, work, launches, cards, and what makes them fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_posswap.cli import app
+from hf_posswap.compat.torch_fake import fake_mode
+from hf_posswap.errors import ConfigError, OptionError, UnknownNameError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.patching.sites.attention import backends
+from hf_posswap.training.config import Recipe, make_recipe
+from hf_posswap.training.dryrun import CARDS, DryRun, Prediction, card_of, dry_run, launch_file
+from hf_posswap.training.dryrun.changes import ladders
+from hf_posswap.training.dryrun.launching import launched
+from hf_posswap.training.dryrun.unreal import Unreal
+from hf_posswap.training.dryrun.work import Work
+from tests.training.tiny_models import tiny
+
+LENGTH, ROWS, WIDTH, LAYERS = 64, 2, 32, 2
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders that hold config.json and nothing else."""
+    place = tmp_path_factory.mktemp("configs")
+    for kind in ("gpt2", "llama", "bert"):
+        model = tiny(kind)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(place / kind)
+    return {kind: place / kind for kind in ("gpt2", "llama", "bert")}
+
+
+def recipe(folder: Path, **values: Any) -> Recipe:
+    held: dict[str, Any] = {
+        "model": {"name": str(folder)},
+        "swap": {"scheme": "yarn" if folder.name == "llama" else "rope", "max_length": 256},
+        "data": {"length": LENGTH},
+        "training": {"per_device_train_batch_size": ROWS, "report_to": "none"},
+    }
+    return make_recipe(held | {key: held.get(key, {}) | value for key, value in values.items()})
+
+
+def one(found: DryRun) -> Prediction:
+    (prediction,) = found.predictions
+    return prediction
+
+
+def weights_of(kind: str) -> int:
+    return sum(p.numel() for p in tiny(kind).parameters())
+
+
+def test_weights_gradients_and_optimizer_are_those_of_the_model(folders: dict[str, Path]) -> None:
+    found = one(dry_run(recipe(folders["llama"])))
+    weights = 4 * weights_of("llama")
+    assert found.held["weights"] == weights
+    assert 2 * weights <= found.held["optimizer"] < 2.1 * weights  # and a count of steps for each
+    assert sum(found.held.values()) == found.peak
+    assert found.tokens == ROWS * LENGTH
+
+
+def test_operations_are_those_of_the_formula(folders: dict[str, Path]) -> None:
+    found = one(dry_run(recipe(folders["llama"], objective={"chunk": 0})))
+    model = tiny("llama")
+    multiplied = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    # forward and twice that backward, of matrices; and of causal scores, half of them, with the scores made again
+    expected = 6 * multiplied + LAYERS * (4 + 10) * WIDTH * LENGTH / 2
+    assert found.flops == pytest.approx(expected, rel=0.05)
+
+
+def test_a_batch_cut_into_smaller_ones_does_the_same_work(folders: dict[str, Path]) -> None:
+    whole = one(dry_run(recipe(folders["llama"], training={"per_device_train_batch_size": 8})))
+    cut = one(
+        dry_run(recipe(folders["llama"], training={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}))
+    )
+    assert cut.tokens == whole.tokens
+    assert cut.flops == pytest.approx(whole.flops, rel=0.01)
+    assert cut.peak < whole.peak
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_fsdp2_shares_weights_gradients_and_optimizer(folders: dict[str, Path], processes: int) -> None:
+    alone = one(dry_run(recipe(folders["llama"])))
+    shared = one(dry_run(recipe(folders["llama"]), accelerate=launch_file("fsdp2"), processes=processes))
+    assert shared.processes == processes
+    for kind in ("weights", "optimizer"):
+        assert shared.held[kind] == pytest.approx(alone.held[kind] / processes, rel=0.05)
+    # gathered in bfloat16 in forward and mostly in backward, scattered in bfloat16, all but its own share
+    others = 2 * weights_of("llama") * (processes - 1) / processes
+    assert 2 * others < shared.sent < 3.1 * others
+
+
+def test_ddp_holds_all_and_sends_gradients_twice(folders: dict[str, Path]) -> None:
+    alone, both = one(dry_run(recipe(folders["llama"]))), one(dry_run(recipe(folders["llama"]), processes=2))
+    assert both.held["weights"] == alone.held["weights"]
+    assert both.peak >= alone.peak
+    assert both.peak - alone.peak == pytest.approx(4 * weights_of("llama"), rel=0.1)  # the buckets
+    assert both.sent == pytest.approx(2 * 4 * weights_of("llama") / 2, rel=0.01)  # half of it by each
+
+
+def test_checkpointing_and_adapters_hold_less(folders: dict[str, Path]) -> None:
+    full = one(dry_run(recipe(folders["llama"], training={"per_device_train_batch_size": 16})))
+    again = {"per_device_train_batch_size": 16, "gradient_checkpointing": True}
+    made_again = one(dry_run(recipe(folders["llama"], training=again)))
+    adapted = one(dry_run(recipe(folders["llama"], peft={"peft_type": "LORA"})))
+    assert made_again.peak < full.peak
+    assert made_again.flops > full.flops * 1.1
+    assert adapted.held.get("optimizer", 0) < full.held["optimizer"] / 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("gpt2", {"objective": {"kind": "distill", "distill": {"teacher": "sliding", "states": 1.0}}}),
+        ("gpt2", {"data": {"packing": "documents"}, "swap": {"scheme": "alibi"}}),
+        ("gpt2", {"data": {"packing": "pose"}}),
+        ("gpt2", {"data": {"cut": [4, 1]}}),
+        ("gpt2", {"swap": {"scheme": "self_extend", "max_length": 256}}),
+        ("gpt2", {"swap": {"scheme": "rope", "gradual_steps": 5, "max_length": None}}),
+        ("gpt2", {"training": {"bf16": True}}),
+        ("gpt2", {"training": {"optim": "adafactor"}}),
+        ("gpt2", {"trainable": {"what": "norms_qk", "layer_decay": 0.9}}),
+        ("bert", {"objective": {"kind": "masked"}, "data": {"packing": "documents"}}),
+        ("llama", {"swap": {"scheme": None, "max_length": None}}),
+        ("llama", {"model": {"dtype": "bfloat16"}}),
+        ("llama", {"model": {"attention": "eager"}}),
+    ],
+)
+@pytest.mark.parametrize("gpu", [None, "a100"])
+def test_every_kind_of_recipe_runs_dry(
+    folders: dict[str, Path], kind: str, values: dict[str, Any], gpu: str | None
+) -> None:
+    values = {key: {**({"name": str(folders[kind])} if key == "model" else {}), **v} for key, v in values.items()}
+    found = dry_run(recipe(folders[kind], **values), card=None if gpu is None else card_of(gpu))
+    assert found.fits is (None if gpu is None else True)
+    assert one(found).peak > 0
+    assert one(found).flops > 0
+
+
+def test_dropout_holds_no_scores_on_a_gpu(folders: dict[str, Path]) -> None:
+    long = recipe(folders["gpt2"], data={"length": 2048}, swap={"scheme": "rope", "max_length": 2048})
+    scores = 4 * ROWS * 4 * 2048**2 * LAYERS
+    assert tiny("gpt2").config.attn_pdrop > 0
+    on_cpu = dataclasses.replace(long, training=dataclasses.replace(long.training, use_cpu=True))
+    assert one(dry_run(on_cpu)).peak > scores
+    assert one(dry_run(long)).peak < scores
+
+
+@pytest.mark.parametrize(
+    ("scheme", "length", "values", "way"),
+    [
+        ("alibi", 1024, {}, "plain"),  # flex takes long to compile, and begins at 2048
+        ("alibi", 2048, {}, "flex"),
+        ("t5", 2048, {"training": {"bf16": True}}, "flex"),
+        ("self_extend", 1024, {}, "plain"),  # the fused calls of a GPU take no float32
+        ("self_extend", 1024, {"model": {"dtype": "bfloat16"}}, "merge"),
+        ("alibi", 1024, {"training": {"use_cpu": True}}, "row"),
+        ("self_extend", 1024, {"training": {"use_cpu": True}}, "merge"),
+    ],
+)
+def test_attention_goes_the_way_it_goes_there(
+    scheme: str, length: int, values: dict[str, Any], way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("llama").config
+    config.architectures, config.num_attention_heads, config.head_dim = ["LlamaForCausalLM"], 2, 16
+    config.num_key_value_heads = 2
+    config.save_pretrained(tmp_path)
+    taken = set()
+
+    def choose(request: Any) -> str:
+        taken.add(name := original(request))
+        return name
+
+    original = backends.choose
+    monkeypatch.setattr(backends, "choose", choose)
+    chosen = {"swap": {"scheme": scheme, "max_length": length}, "data": {"length": length}}
+    assert one(dry_run(recipe(tmp_path, **chosen, **values))).peak > 0
+    assert taken == {way}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_is_that_of_a_gpu(folders: dict[str, Path], precision: str) -> None:
+    """Products and attention are in half precision, whatever the dtype of what the rotation gives."""
+    found = one(dry_run(recipe(folders["llama"], training={precision: True})))
+    assert {kind for kind, flops, _ in found.steps[0].items if flops} == {torch.bfloat16}
+
+
+def test_batches_of_a_step_keep_whole_gradients_under_fsdp2(folders: dict[str, Path]) -> None:
+    fsdp: dict[str, Any] = {"accelerate": launch_file("fsdp2"), "processes": 4}
+    several = {"training": {"gradient_accumulation_steps": 2}}
+    alone, summed = (one(dry_run(recipe(folders["llama"], **more), **fsdp)) for more in ({}, several))
+    whole = 2 * weights_of("llama")  # in bfloat16
+    assert summed.held["gradients"] - alone.held.get("gradients", 0) > 0.5 * whole
+
+
+def test_a_card_is_no_cpu(folders: dict[str, Path]) -> None:
+    on_cpu = recipe(folders["llama"], training={"use_cpu": True})
+    with pytest.raises(ConfigError, match="--gpu is given, and training.use_cpu"):
+        dry_run(on_cpu, card=CARDS["h100"])
+    with pytest.raises(ConfigError, match="--gpu is given, and training.use_cpu"):
+        dry_run(recipe(folders["llama"]), card=CARDS["h100"], accelerate=launch_file("cpu"))
+
+
+def test_stages_are_told_apart(folders: dict[str, Path]) -> None:
+    found = dry_run(dataclasses.replace(recipe(folders["llama"]), stages=make_recipe(_staged(folders["llama"])).stages))
+    short, long = found.predictions
+    assert (short.phase, long.phase) == ("stage-1", "stage-2")
+    assert short.tokens * 2 == long.tokens
+    assert short.peak < long.peak
+
+
+def _staged(folder: Path) -> dict[str, Any]:
+    stages = [{"length": 64, "max_steps": 2}, {"length": 128, "max_steps": 2}]
+    return {"model": {"name": str(folder)}, "swap": {"scheme": "yarn", "max_length": 256}, "stages": stages}
+
+
+def test_the_smallest_change_is_found(folders: dict[str, Path]) -> None:
+    large = recipe(folders["llama"], training={"per_device_train_batch_size": 8}, objective={"chunk": 256})
+    needs = one(dry_run(large, card=CARDS["h100"])).peak
+    half = dataclasses.replace(large, training=dataclasses.replace(large.training, per_device_train_batch_size=4))
+    least = one(dry_run(half, card=CARDS["h100"])).peak
+    room = (needs + least) // 2
+    card = dataclasses.replace(CARDS["h100"], memory=int((room + (1 << 30)) / 0.96) + 1)
+    lines: list[str] = []
+    found = dry_run(large, card=card, say=lines.append)
+    assert found.fits is False
+    assert found.change is not None
+    assert found.change.said == "training.per_device_train_batch_size=4 training.gradient_accumulation_steps=2"
+    assert found.changed[0].fits
+    assert found.changed[0].tokens == found.predictions[0].tokens
+    assert lines
+
+
+def test_what_never_fits_is_said(folders: dict[str, Path]) -> None:
+    none = dataclasses.replace(CARDS["h100"], memory=int((1 << 30) / 0.96) + 1000)
+    found = dry_run(recipe(folders["llama"]), card=none)
+    assert (found.fits, found.change, found.changed) == (False, None, ())
+
+
+def test_each_ladder_goes_from_what_changes_least(folders: dict[str, Path]) -> None:
+    same, shared, adapted = ladders(recipe(folders["llama"], objective={"chunk": 0}), None, None)
+    assert [change.said for change in same] == [
+        "objective.chunk=1024",
+        "objective.chunk=1024 training.per_device_train_batch_size=1 training.gradient_accumulation_steps=2",
+        "objective.chunk=1024 training.per_device_train_batch_size=1 training.gradient_accumulation_steps=2 "
+        "training.gradient_checkpointing=true",
+    ]
+    assert "--processes 2" in shared[0].said
+    assert shared[0].processes == 2
+    assert shared[0].recipe.training.gradient_accumulation_steps == 1
+    assert [change.said.split()[-1] for change in adapted] == ["peft.peft_type=LORA"] * 2
+
+
+def test_whole_batches_are_kept_at_first_where_weights_are_shared(folders: dict[str, Path]) -> None:
+    """Of several batches FSDP2 keeps whole gradients, which may weigh more than what smaller batches save."""
+    first, same, _, _ = ladders(recipe(folders["llama"]), launch_file("fsdp2"), 2)
+    assert [change.said for change in first] == ["training.gradient_checkpointing=true"]
+    assert same[0].recipe.training.per_device_train_batch_size == 1
+
+
+def test_the_launch_is_forgotten(folders: dict[str, Path]) -> None:
+    before = dict(os.environ)
+    dry_run(recipe(folders["llama"]), accelerate=launch_file("fsdp2"), processes=2)
+    assert dict(os.environ) == before
+    assert not torch.distributed.is_initialized()
+
+
+def test_weights_are_never_read(folders: dict[str, Path], tmp_path: Path) -> None:
+    for file in folders["llama"].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    assert one(dry_run(dataclasses.replace(recipe(folders["llama"]), model=recipe(tmp_path).model))).peak > 0
+
+
+@pytest.mark.parametrize("name", ["deepspeed-zero3", "deepspeed-ulysses", "fsdp2-cp"])
+def test_engines_that_cannot_be_run_dry_are_refused_by_name(folders: dict[str, Path], name: str) -> None:
+    what = "context parallelism" if name == "fsdp2-cp" else "DeepSpeed"
+    with pytest.raises(ConfigError, match=rf"{name}.yaml asks for .*{what}.*What can: one process, DDP and FSDP2"):
+        dry_run(recipe(folders["llama"]), accelerate=launch_file(name))
+
+
+def test_other_refusals(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("num_processes: [")
+    with pytest.raises(ConfigError, match=r"bad.yaml is no file of accelerate that can be read"):
+        dry_run(recipe(folders["llama"]), accelerate=bad)
+    with pytest.raises(OptionError, match="--processes is a whole number of at least 1, got 0"):
+        dry_run(recipe(folders["llama"]), processes=0)
+    with pytest.raises(UnsupportedSwapError, match="objective.kind distill needs the unswapped model whole"):
+        dry_run(recipe(folders["gpt2"], objective={"kind": "distill"}), accelerate=launch_file("fsdp2"))
+    with pytest.raises(ConfigError, match="objective.kind embedding cannot be dry-run: next-token, masked and distill"):
+        dry_run(recipe(folders["bert"], objective={"kind": "embedding"}))
+    zero = {"zero_optimization": {"stage": 2}}
+    with pytest.raises(ConfigError, match="training.deepspeed: DeepSpeed's engine .* cannot be dry-run"):
+        dry_run(recipe(folders["llama"], training={"deepspeed": zero}))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(OptionError, match="a dry run takes one process, and this one was started by a launcher"):
+        dry_run(recipe(folders["llama"]))
+
+
+def test_a_card_is_a_name_or_a_size() -> None:
+    assert card_of("H100") is CARDS["h100"]
+    assert card_of("24GB").memory == card_of("4090").memory == 24 << 30
+    assert card_of("24GB").seconds(Work()) is None
+    with pytest.raises(UnknownNameError, match=r"unknown GPU 'h10'. Did you mean 'h100'\? Known: 4090, a size such as"):
+        card_of("h10")
+    with pytest.raises(OptionError, match="--gpu 500MB: CUDA itself takes about 1 GB"):
+        card_of("500MB")
+    with pytest.raises(UnknownNameError, match="unknown file of accelerate 'fsdp3'. Did you mean 'fsdp2'"):
+        launch_file("fsdp3")
+
+
+def test_a_roofline_is_the_slower_of_counting_and_moving() -> None:
+    card = CARDS["h100"]
+    counting, moving = Work(), Work()
+    counting.items[torch.bfloat16, 10**15, 10**6] = 2
+    moving.items[None, 0, 10**12] = 1
+    assert card.seconds(counting) == pytest.approx(2 * 10**15 / card.half)
+    assert card.seconds(moving) == pytest.approx(10**12 / card.bandwidth)
+    sending = Work(sent=10**13)
+    assert card.seconds(sending) == pytest.approx(10**13 / card.link)
+
+
+def test_a_number_that_weights_give_is_refused_in_a_step() -> None:
+    mode = fake_mode()
+    with mode:
+        weight = torch.ones(3)
+    unreal = Unreal(mode)
+    with unreal:
+        assert torch.arange(3).sum().item() == 3  # what no weight has a part in is real
+        assert weight.sum().item() == 0
+        with unreal.in_step(), pytest.raises(UnsupportedModelError, match="a dry run has no numbers, and the step"):
+            weight.sum().item()
+
+
+def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        f"model: {{name: {folders['llama']}}}\nswap: {{scheme: yarn, max_length: 256}}\ndata: {{length: 64}}"
+    )
+    arguments = ["train", "-c", str(path), "--dry-run", "--gpu", "24GB"]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "120"})
+    assert done.exit_code == 0, done.output
+    assert "memory: weights" in done.stdout
+    assert "it fits: 22.04 GiB of 24 GiB are left for tensors" in done.stdout
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    assert json.loads(done.stdout)["phases"][0]["fits"] is True
+    assert not (tmp_path / "posswap-run").exists()
+    done = CliRunner().invoke(app, ["train", "-c", str(path), "--gpu", "24GB"])
+    assert done.exit_code == 2
+    with launched(None, 1):  # a launch of one is no launch
+        assert not torch.distributed.is_initialized()
