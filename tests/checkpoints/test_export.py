@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import math
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -457,6 +460,19 @@ def test_llamacpp_has_no_opt(tmp_path: Path) -> None:
     found = export(saved(tmp_path / "x", "opt", None), "llamacpp")
     assert (found.verdict, found.command) == ("impossible", "")
     assert "no architecture for the model type opt" in found.why
+
+
+def test_what_is_to_be_typed_names_any_folder(tmp_path: Path) -> None:
+    folder = saved(tmp_path / 'it\'s $HOME `x` "y" \\z', "llama", "p_rope")
+    words = shlex.split(export(folder, "vllm").command)
+    assert words[:3] == ["vllm", "serve", str(folder)]
+    in_shell = 'python() { printf %s "$2"; }; ' + export(folder, "sentence-transformers").command
+    typed = subprocess.run(["sh", "-c", in_shell], capture_output=True, text=True, check=True).stdout
+    for code in (typed, export(folder, "transformers").command.partition(", or ")[0]):
+        (call,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
+        assert [ast.literal_eval(argument) for argument in call.args] == [str(folder)]
+    made = export(folder, "llamacpp", tmp_path / "a model.gguf")
+    assert shlex.split(made.command)[:3] == ["llama-server", "-m", str(tmp_path / "a model.gguf")]
 
 
 def test_doctor_says_what_export_says(tmp_path: Path) -> None:
