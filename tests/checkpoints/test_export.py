@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import math
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +314,66 @@ def test_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "m.gguf").exists()
 
 
+def byte_level(**settings: Any) -> dict[str, Any]:
+    """Return a tokenizer.json of GPT-2's kind with three tokens, and `settings` of its byte-pair encoding."""
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    return {"model": model | settings, "pre_tokenizer": {"type": "ByteLevel"}, "added_tokens": []}
+
+
+def added(index: int, **settings: Any) -> dict[str, Any]:
+    """Return a tokenizer.json with one more token."""
+    return byte_level() | {"added_tokens": [{"id": index, "content": "<tool>", "special": False} | settings]}
+
+
+TOKENIZERS: dict[str, tuple[str, str, str]] = {
+    "cut off": (
+        "tokenizer.json",
+        json.dumps(byte_level())[:40],
+        r"cannot read .*tokenizer\.json: .* where it is whole",
+    ),
+    "no tokenizer": ("tokenizer.json", "[]", r"tokenizer\.json holds no tokenizer: it names no model"),
+    "too many": ("tokenizer.json", json.dumps(added(97)), "has a token 97, and the model has 97, from 0 on"),
+    "strips": ("tokenizer.json", json.dumps(added(5, lstrip=True)), "not of GPT-2's kind"),
+    "drops": ("tokenizer.json", json.dumps(byte_level(dropout=0.1)), "not of GPT-2's kind"),
+    "whole words": ("tokenizer.json", json.dumps(byte_level(ignore_merges=True)), "not of GPT-2's kind"),
+    "another file": (
+        "tokenizer.model",
+        "",
+        r"in tokenizer\.model and not in tokenizer\.json\. Run convert_hf_to_gguf\.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(TOKENIZERS))
+def test_a_tokenizer_that_llamacpp_would_not_have_is_refused(case: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "x", "llama", "nope")
+    name, text, message = TOKENIZERS[case]
+    (folder / name).write_text(text)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        export(folder, "llamacpp", tmp_path / "m.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_added_tokens_are_told_from_others(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "x", "llama", "nope")
+    tokenizer = added(5)
+    tokenizer["added_tokens"].append({"id": 6, "content": "<end>", "special": True})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    fields = gguf.GGUFReader(export(folder, "llamacpp", tmp_path / "m.gguf").folder).fields
+    kinds = [gguf.TokenType(kind).name for kind in fields["tokenizer.ggml.token_type"].contents()]
+    assert kinds == ["NORMAL"] * 3 + ["UNUSED"] * 2 + ["USER_DEFINED", "CONTROL"] + ["UNUSED"] * 90
+    assert fields["tokenizer.ggml.tokens"].contents()[5:7] == ["<tool>", "<end>"]
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    model = build("llama")
+    torch.nn.init.constant_(model.model.layers[1].mlp.up_proj.weight[:1], math.nan)
+    hf_posswap.save(model, tmp_path / "x")
+    with pytest.raises(CheckpointError, match=r"NaN or infinity in model\.layers\.1\.mlp\.up_proj\.weight: take its"):
+        export(tmp_path / "x", "llamacpp", tmp_path / "m.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
 def test_an_activation_that_llamacpp_lacks_is_refused(tmp_path: Path) -> None:
     hf_posswap.save(build("llama", hidden_act="gelu"), tmp_path / "x")
     with pytest.raises(UnsupportedSwapError, match="llama.cpp computes hidden_act 'silu' .* has 'gelu'"):
@@ -332,6 +395,9 @@ def test_the_vocabulary_of_another_file_goes_along(tmp_path: Path) -> None:
     assert fields["tokenizer.ggml.scores"].contents()[7] == -7.0
     assert fields["tokenizer.ggml.bos_token_id"].contents() == 3
     assert made.notes["vocabulary"] == "that of v.gguf"
+    hf_posswap.save(build("llama", vocab_size=98), tmp_path / "y")
+    with pytest.raises(CheckpointError, match=r"v\.gguf has 97 tokens, and the model 98: give the vocabulary of this"):
+        export(tmp_path / "y", "llamacpp", tmp_path / "n.gguf", vocab=tmp_path / "v.gguf")
 
 
 def test_every_program_has_a_row_for_everything_and_the_page_shows_them() -> None:
@@ -394,6 +460,19 @@ def test_llamacpp_has_no_opt(tmp_path: Path) -> None:
     found = export(saved(tmp_path / "x", "opt", None), "llamacpp")
     assert (found.verdict, found.command) == ("impossible", "")
     assert "no architecture for the model type opt" in found.why
+
+
+def test_what_is_to_be_typed_names_any_folder(tmp_path: Path) -> None:
+    folder = saved(tmp_path / 'it\'s $HOME `x` "y" \\z', "llama", "p_rope")
+    words = shlex.split(export(folder, "vllm").command)
+    assert words[:3] == ["vllm", "serve", str(folder)]
+    in_shell = 'python() { printf %s "$2"; }; ' + export(folder, "sentence-transformers").command
+    typed = subprocess.run(["sh", "-c", in_shell], capture_output=True, text=True, check=True).stdout
+    for code in (typed, export(folder, "transformers").command.partition(", or ")[0]):
+        (call,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
+        assert [ast.literal_eval(argument) for argument in call.args] == [str(folder)]
+    made = export(folder, "llamacpp", tmp_path / "a model.gguf")
+    assert shlex.split(made.command)[:3] == ["llama-server", "-m", str(tmp_path / "a model.gguf")]
 
 
 def test_doctor_says_what_export_says(tmp_path: Path) -> None:

@@ -121,7 +121,11 @@ def test_the_file_computes_what_transformers_does(case: str, tmp_path: Path, rec
 
 
 def test_every_row_that_says_so_is_tested(tmp_path: Path) -> None:
+    from tests.serving import test_llamacpp_converter as converter
+
     met = {row_of(saved(tmp_path / str(number), case)).positions for number, case in enumerate(CASES)}
+    folders = (*converter.FOLDERS.values(), *converter.LOST.values())
+    met |= {row_of(converter.saved(tmp_path / f"c{number}", case)).positions for number, case in enumerate(folders)}
     assert {row.positions for row in CLAIMS["llamacpp"] if row.known == "tested"} <= met
 
 
@@ -169,12 +173,13 @@ def test_gpt2s_tokenizer_goes_along(tmp_path: Path) -> None:
     text = ["The quick brown fox doesn't jump over 12345 lazy dogs.\n\n  Ünïcödé, 数字 and tabs\there"] * 3
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(text, vocab_size=300, min_frequency=1, special_tokens=["<|endoftext|>"])
+    trained.add_tokens(["<tool>", "dogs"])  # taken whole wherever they stand, before words are split
     hf_posswap.save(build("gpt2", vocab_size=320), tmp_path / "x")
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<|endoftext|>")
     fast.save_pretrained(tmp_path / "x")
     made = export(tmp_path / "x", "llamacpp", tmp_path / "m.gguf")
     assert made.notes["vocabulary"].startswith("byte-level BPE")
     opened = llama_cpp.Llama(str(made.folder), vocab_only=True, verbose=False)
-    for words in [*text, "dogs  dogs\n jump<|endoftext|>over", "it's 7 o'clock"]:
+    for words in [*text, "dogs  dogs\n jump<|endoftext|>over", "it's 7 o'clock", "a<tool>dogs<tool>"]:
         assert opened.tokenize(words.encode(), add_bos=False, special=True) == fast(words)["input_ids"]
     assert opened.token_eos() == fast.eos_token_id

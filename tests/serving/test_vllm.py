@@ -333,6 +333,12 @@ def test_without_the_plugin_vllm_refuses(folders: dict[str, Path], tmp_path: Pat
     assert "contains custom code" in found["alibi"]["refused"]  # which nobody said to run
 
 
+def test_without_the_plugin_vllm_refuses_code_that_it_may_run(folders: dict[str, Path], tmp_path: Path) -> None:
+    cases = {name: asked(folders[name], {"trust_remote_code": True}) for name in ("alibi", "gpt2 alibi", "bloom")}
+    for name, found in run_child(cases, tmp_path, VLLM_PLUGINS="none").items():
+        assert "refused" in found, name
+
+
 def test_a_version_that_was_not_tested_is_told(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.AutoConfig.from_pretrained(folders["alibi"])
     model = SimpleNamespace(hf_config=config, architecture=config.architectures[0])

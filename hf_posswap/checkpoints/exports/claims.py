@@ -29,8 +29,9 @@ class Claim:
         verdict: "exact": what transformers computes; "approximate": near it, or equal up to some length;
             "impossible": it refuses, or computes something else.
         why: in words.
-        command: what to type, with {folder}, {length}, {original} (tokens) and {dtype} to be filled in; "" where
-            nothing helps.
+        command: what to type, with {folder}, {length}, {original} (tokens) and {dtype} to be filled in, and {python}
+            or {inner} for the folder in Python code, as it is or between double quotes of a shell; "" where nothing
+            helps.
         engine: the program's version that the claim is about.
         known: "tested": a test runs the program; "run": it was run by hand, and no test repeats it; "read": its code
             or documentation was read, and it was not run.

@@ -14,7 +14,7 @@ _TEI = "TEI's code of autumn 2026"
 _SENTENCES = "sentence-transformers 6.2"
 _ROUTER = "text-embeddings-router --model-id {folder}"
 _GRAPH = f"posswap export {{folder}} --target onnx -o {{folder}}/model.onnx && {_ROUTER}"
-_OPEN = "from sentence_transformers import SentenceTransformer; SentenceTransformer('{folder}')"
+_OPEN = "from sentence_transformers import SentenceTransformer; SentenceTransformer({inner})"
 _NO_ONNX = (
     'Not by backend="onnx": that wants optimum-onnx, whose newest release (0.1) refuses transformers 5. posswap export '
     "--target onnx writes the file without it."

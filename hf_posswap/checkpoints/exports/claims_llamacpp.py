@@ -215,6 +215,7 @@ LLAMACPP = (
         "its code rotates in all layers but every fourth, whatever no_rope_layers says; these are those.",
         both(of_model("smollm3"), every_fourth_plain, _simple),
         _CONVERT,
+        "tested",
     ),
     _row(
         "any other, as rnope with another `every`, or nope in all layers",
@@ -223,6 +224,7 @@ LLAMACPP = (
         "its code rotates in all layers but every fourth, whatever no_rope_layers says, and reads no "
         "rope_freqs.weight: wrong without a word.",
         of_model("smollm3"),
+        known="tested",
         roads=(),
     ),
     _row("rope, ntk, linear, yarn (betas 32 and 1)", "others", "exact", _SAME, _simple, _CONVERT),

@@ -34,7 +34,7 @@ _VERSIONS: dict[tuple[str, Known], str] = {
     ("tgi", "read"): "its documentation",
 }
 _COMMANDS = {
-    "transformers": "hf_posswap.load('{folder}'), or AutoModelForCausalLM.from_pretrained('{folder}')",
+    "transformers": "hf_posswap.load({python}), or AutoModelForCausalLM.from_pretrained({python})",
     "vllm": "vllm serve {folder} --max-model-len {length}{dtype}",
     "sglang": "python -m sglang.launch_server --model-path {folder} --context-length {length}",
     "tgi": "text-generation-launcher --model-id {folder} --max-total-tokens {length}",
@@ -90,7 +90,7 @@ TRANSFORMERS = (
         "all",
         "exact",
         "with hf_posswap, or with trust_remote_code=True where the checkpoint brings its code; refused without.",
-        "hf_posswap.load('{folder}')",
+        "hf_posswap.load({python})",
         _VERSIONS["transformers", "tested"],
         "tested",
         plugin,

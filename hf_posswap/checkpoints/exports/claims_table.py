@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from typing import Any
 
 from hf_posswap.checkpoints.exports.claims import Claim
@@ -58,11 +60,13 @@ def filled(text: str, stated: Stated, folder: str = "DIR") -> str:
     Args:
         text: `why` or `command` of a row.
         stated: the mechanism.
-        folder: of the checkpoint, as it is to be typed.
+        folder: of the checkpoint; it is quoted where a shell or Python would take it apart.
     """
     known = stated.original is not None and stated.scheme is not None
     values: dict[str, Any] = {
-        "folder": folder,
+        "folder": shlex.quote(folder),
+        "python": repr(folder),
+        "inner": re.sub(r'([\\"$`])', r"\\\1", repr(folder)),  # as a shell reads it between double quotes
         "length": stated.length,
         "original": stated.original or stated.length,
         "window": stated.settings.get("window", stated.window),
@@ -85,6 +89,7 @@ def claims_markdown() -> str:
     names = {name: "{" + name + "}" for name in ("folder", "length", "original", "window", "group", "scheme", "model")}
     shown = names | {"folder": "DIR", "length": "LENGTH", "original": "ORIGINAL", "window": "W", "group": "N"}
     shown |= {"scheme": "the scheme", "model": "model", "type": "it", "checked": "", "dtype": ""}
+    shown |= {"python": "'DIR'", "inner": "'DIR'"}
     shown |= {"problem": "it says why", "architecture": "its class"}
     for target, claims in CLAIMS.items():
         for claim in claims:

@@ -94,6 +94,10 @@ def _write(path: Path, config: Any, held: Contents, stated: Stated, kind: str, s
             new = names.get_name(old, try_suffixes=(".weight", ".bias"))
             if new is None:
                 raise CheckpointError(f"llama.cpp's architecture {name} has no place for the weight {old}.")
+            if not weight.isfinite().all():
+                raise CheckpointError(
+                    f"{source} has NaN or infinity in {old}: take its weights from where they are whole."
+                )
             wide = weight.float().contiguous().numpy()
             chosen = gguf.GGMLQuantizationType[kind if weight.dim() > 1 else "F32"]
             writer.add_tensor(new, gguf.quants.quantize(wide, chosen), raw_dtype=chosen)

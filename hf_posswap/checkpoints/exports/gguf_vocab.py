@@ -8,7 +8,13 @@ from typing import Any
 
 from hf_posswap.errors import CheckpointError, UnsupportedModelError
 
-_NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # gguf.TokenType
+_NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType; _ADDED is its USER_DEFINED
+_OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
+"""Files of tokenizers of other kinds."""
+_MORE = ("dropout", "ignore_merges", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
+"""Settings of a byte-pair encoding that GPT-2's has not."""
+_STRICTER = ("lstrip", "rstrip", "single_word")
+"""Settings of an added token by which it takes spaces along, or stands alone: llama.cpp has none of them here."""
 
 
 def add_vocabulary(writer: Any, source: Path, size: int, vocab: Path | None) -> str:
@@ -23,29 +29,48 @@ def add_vocabulary(writer: Any, source: Path, size: int, vocab: Path | None) -> 
 
     Raises:
         UnsupportedModelError: its tokenizer is of a kind that only llama.cpp's converter can tell.
-        CheckpointError: `vocab` cannot be read, or holds no vocabulary.
+        CheckpointError: `vocab` or the tokenizer cannot be read, or is not of this model.
     """
     if vocab is not None:
-        return _copied(writer, vocab)
+        return _copied(writer, vocab, size)
     path = source / "tokenizer.json"
+    other = next((name for name in _OTHERS if (source / name).exists()), None)
+    if not path.exists() and other is not None:
+        raise UnsupportedModelError(f"{source} has its tokenizer in {other} and not in tokenizer.json. {_ask(source)}")
     if not path.exists():
         writer.add_tokenizer_model("none")
         return "none: the checkpoint has no tokenizer.json, so llama.cpp takes token numbers alone"
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer = _read(path)
     if not _is_gpt2_kind(tokenizer):
         raise UnsupportedModelError(
-            f"the tokenizer of {source} is not of GPT-2's kind: what llama.cpp calls it only its converter knows. Run "
-            f"convert_hf_to_gguf.py {source} --vocab-only --outfile vocab.gguf, and give --vocab vocab.gguf."
+            f"the tokenizer of {source} is not of GPT-2's kind: what llama.cpp calls it only its converter knows. "
+            f"{_ask(source)}"
         )
     _add_gpt2(writer, tokenizer, source, size)
     return "byte-level BPE as GPT-2 has it, from tokenizer.json"
 
 
+def _ask(source: Path) -> str:
+    return f"Run convert_hf_to_gguf.py {source} --vocab-only --outfile vocab.gguf, and give --vocab vocab.gguf."
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}. Take it from where it is whole.") from error
+    if not isinstance(held, dict) or not isinstance(held.get("model"), dict):
+        raise CheckpointError(f"{path} holds no tokenizer: it names no model. Take it from where it is whole.")
+    return held
+
+
 def _is_gpt2_kind(tokenizer: dict[str, Any]) -> bool:
     """Return whether a tokenizer.json is a byte-level BPE that splits words by GPT-2's expression, and does no more."""
-    split = tokenizer.get("pre_tokenizer") or {}
+    split, model = tokenizer.get("pre_tokenizer") or {}, tokenizer["model"]
     return (
-        tokenizer["model"].get("type") == "BPE"
+        model.get("type") == "BPE"
+        and not any(model.get(name) for name in _MORE)
+        and not any(each.get(name) for each in tokenizer.get("added_tokens", []) for name in _STRICTER)
         and tokenizer.get("normalizer") is None
         and split.get("type") == "ByteLevel"
         and split.get("use_regex", True)
@@ -58,17 +83,23 @@ def _add_gpt2(writer: Any, tokenizer: dict[str, Any], source: Path, size: int) -
 
     names: dict[int, str] = {index: token for token, index in tokenizer["model"]["vocab"].items()}
     special = {each["id"]: each["content"] for each in tokenizer.get("added_tokens", []) if each.get("special")}
-    names |= {each["id"]: each["content"] for each in tokenizer.get("added_tokens", [])}
+    added = {each["id"]: each["content"] for each in tokenizer.get("added_tokens", [])}
+    names |= added
+    if max(names, default=0) >= size:
+        raise CheckpointError(
+            f"the tokenizer of {source} has a token {max(names)}, and the model has {size}, from 0 on: take the "
+            "tokenizer and the weights of one checkpoint."
+        )
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([names.get(i, f"[PAD{i}]") for i in range(size)])
-    kinds = [_CONTROL if i in special else _NORMAL if i in names else _UNUSED for i in range(size)]
-    writer.add_token_types(kinds)
+    kinds = dict.fromkeys(names, _NORMAL) | dict.fromkeys(added, _ADDED) | dict.fromkeys(special, _CONTROL)
+    writer.add_token_types([kinds.get(i, _UNUSED) for i in range(size)])
     gguf.SpecialVocab(source, load_merges=True, n_vocab=size).add_to_gguf(writer)
 
 
-def _copied(writer: Any, vocab: Path) -> str:
-    """Copy all keys of the tokenizer from another GGUF file."""
+def _copied(writer: Any, vocab: Path, size: int) -> str:
+    """Copy all keys of the tokenizer from another GGUF file, which has `size` tokens."""
     import gguf
 
     try:
@@ -78,6 +109,10 @@ def _copied(writer: Any, vocab: Path) -> str:
     held = {name: field for name, field in fields.items() if name.startswith("tokenizer.")}
     if "tokenizer.ggml.model" not in held:
         raise CheckpointError(f"{vocab} holds no vocabulary: give what convert_hf_to_gguf.py --vocab-only writes.")
+    tokens = held.get("tokenizer.ggml.tokens")
+    count = 0 if tokens is None else len(tokens.data)
+    if count != size:
+        raise CheckpointError(f"{vocab} has {count} tokens, and the model {size}: give the vocabulary of this model.")
     for name, field in held.items():
         inner = field.types[1] if len(field.types) > 1 else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ FILES = {"llamacpp": ".gguf", "onnx": ".onnx", "torch": ".pt2"}
 """What the names of files end in that are written for a program."""
 GRAPHS = ("onnx", "torch")
 """The targets that take a file alone: the model as a graph."""
-_OPENED = {"onnx": "onnxruntime.InferenceSession('{file}')", "torch": "torch.export.load('{file}').module()"}
+_OPENED = {"onnx": "onnxruntime.InferenceSession({file!r})", "torch": "torch.export.load({file!r}).module()"}
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def export(
             _write(Path(source), place, wanted)
     command = filled(judgement.claim.command, found, str(source if place is None or is_file else place))
     if is_file:
-        command = _OPENED[target].format(file=place) if target in GRAPHS else _served(command, place)
+        command = _OPENED[target].format(file=str(place)) if target in GRAPHS else _served(command, place)
     claim, ordered = judgement.claim, dict(sorted(changes.items()))
     return Export(target, claim.verdict, judgement.why, claim.source, command, wanted, ordered, gguf, place, notes)
 
@@ -232,7 +233,7 @@ def _write(source: Path, out: Path, config: dict[str, Any]) -> None:
 
 def _served(command: str, path: Path | None) -> str:
     """Return what of `command` serves the GGUF file that was written to `path`."""
-    return command.rpartition(" && ")[2].replace("model.gguf", str(path))
+    return command.rpartition(" && ")[2].replace("model.gguf", shlex.quote(str(path)))
 
 
 def _notes(made: GGUFFile) -> dict[str, str]:
