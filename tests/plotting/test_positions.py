@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from matplotlib.transforms import Bbox
 from transformers import BloomConfig, LlamaConfig
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_posswap.errors import OptionError, SchemeError, UnknownNameError
-from hf_posswap.plotting import PICTURES, draw_positions
+from hf_posswap.plotting import PICTURES, canvas, draw_positions
 from hf_posswap.plotting.positions import numbers
 from hf_posswap.plotting.positions.maps import PLACES, token_at
 from hf_posswap.plotting.positions.numbers import Shown, sample_geometry, shown
@@ -245,6 +248,30 @@ def test_every_scheme_for_texts_has_something_to_show() -> None:
             subject = seen(name)
             assert any(picture.takes(subject) for picture in PICTURES.values()), name
             assert numbers.scores(subject, PLACED[-1:], PLACED).isfinite().all(), name
+
+
+@pytest.mark.parametrize("maps", [1, 2, 3, 4, 5])
+def test_no_words_lie_on_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maps: int) -> None:
+    """Square maps leave their sheet little room: heading, names, axes and what stands below keep apart."""
+    seen: list[list[tuple[str, Bbox]]] = []
+    monkeypatch.setattr(canvas, "save", lambda figure, path: seen.append(words_of(figure)))
+    draw_positions(["rope", "yarn", "self_extend", "rerope", "ntk"][:maps], tmp_path, pictures=["relative"])
+    tables = ["sinusoidal", *(Learned(extend=rule) for rule in ("tile", "interpolate", "group", "random"))]
+    draw_positions(tables[:maps], tmp_path, pictures=["similarity"], geometry=SHAPE)
+    assert len(seen) == 2
+    for words in seen:
+        assert len(words) >= 2 + 3 * maps
+        near = [(a, b) for (a, one), (b, two) in itertools.combinations(words, 2) if one.overlaps(two)]
+        assert near == []
+
+
+def words_of(figure: Any) -> list[tuple[str, Bbox]]:
+    """Return the headings, the names of panels and axes and what stands below, with room of 4 dots around each."""
+    figure.canvas.draw()
+    panels = [panel for panel in figure.axes if panel.get_visible()]
+    words = [text for panel in panels for text in (panel.xaxis.label, panel.yaxis.label, panel._left_title)]
+    words += [figure._suptitle, figure._supxlabel]
+    return [(one.get_text(), one.get_window_extent().padded(4)) for one in words if one.get_text()]
 
 
 def test_two_of_one_name_are_told_apart(tmp_path: Path) -> None:
