@@ -143,7 +143,7 @@ def _no_swap(case: Case, options: list[Option]) -> Option:
         commands = (line("explain", case.name), *commands)
         least = _least_lost_inside(case)
         lost = [one for one in least if one.difference > 0]
-        unknown = [
+        open_still = [
             f"whether it would gain by a training with a swap, as measured: {one} [{one.source}]" for one in least
         ]
         return Option(
@@ -151,7 +151,7 @@ def _no_swap(case: Case, options: list[Option]) -> Option:
             standing="better",
             commands=commands,
             reasons=tuple(lost),
-            unknown=() if lost else tuple(unknown),
+            unknown=() if lost else tuple(open_still),
             **shared,
         )
     if case.kind == "unlimited":
