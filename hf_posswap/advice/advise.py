@@ -141,7 +141,19 @@ def _no_swap(case: Case, options: list[Option]) -> Option:
     commands = () if case.serve is None else (line("export", case.name, "--target", case.serve),)
     if case.length <= case.window:
         commands = (line("explain", case.name), *commands)
-        return Option(f"no swap: {_ENOUGH}", standing="better", commands=commands, reasons=_inside(case), **shared)
+        least = _least_lost_inside(case)
+        lost = [one for one in least if one.difference > 0]
+        open_still = [
+            f"whether it would gain by a training with a swap, as measured: {one} [{one.source}]" for one in least
+        ]
+        return Option(
+            f"no swap: {_ENOUGH}",
+            standing="better",
+            commands=commands,
+            reasons=tuple(lost),
+            unknown=() if lost else tuple(open_still),
+            **shared,
+        )
     if case.kind == "unlimited":
         told: tuple[str, ...] = ("explain", case.name)
         if not case.model.config.is_encoder_decoder:
@@ -169,7 +181,7 @@ def _tried(case: Case) -> tuple[str, ...]:
     return ("alibi", "rope:partial=0.5") if case.kind == "learned" else (f"yarn:factor={case.factor}", "self_extend")
 
 
-def _inside(case: Case) -> tuple[Figure, ...]:
+def _least_lost_inside(case: Case) -> tuple[Figure, ...]:
     """Return the least that a trained swap was measured to lose in the window, or the most to gain."""
     names = [candidate.recipe for candidate in CANDIDATES[case.kind] if candidate.recipe]
     found = [figure for name in names for figure in figures_of(name, "control in the window", trained=True)]

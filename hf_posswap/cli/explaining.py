@@ -35,6 +35,9 @@ def write_explanation(
     """
     from hf_posswap.explorer.page import PAGE
 
+    for given in (model, scheme):
+        if out is None and given is not None and given.endswith(".html"):
+            raise OptionError(f"{given!r}: --html takes no file, --out names it: posswap explain --html --out {given}")
     if model is None and scheme is None and any(value not in (None, "auto") for value in how.values()):
         raise OptionError("--max-length, --site and --relative say how to put in a scheme: name a MODEL and one.")
     path = checked_file(out or Path(PAGE))

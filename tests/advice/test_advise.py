@@ -156,6 +156,20 @@ def test_other_models_are_left_as_they_are(config: Any, length: int, title: str)
     assert hf_posswap.advise(config, length).use.title == title
 
 
+def test_a_gain_by_training_is_no_reason_against_it(only: Any) -> None:
+    """Within the window a reason for no swap is what the best trained one loses there; a gain is named as open."""
+    lost = [dataclasses.replace(one, against="control in the window") for one in invented("yarn", 0.1, tokens=1000)]
+    only(lost)
+    use = hf_posswap.advise(LLAMA, 10).use
+    assert [one.difference for one in use.reasons] == [0.1]
+    assert use.unknown == ()
+    only([*lost, *(dataclasses.replace(one, subject="abf", difference=-0.2) for one in lost)])
+    use = hf_posswap.advise(LLAMA, 10).use
+    assert use.reasons == ()
+    (said,) = use.unknown
+    assert said.startswith("whether it would gain by a training with a swap, as measured: abf, after")
+
+
 @pytest.mark.parametrize("model", ["LlamaForCausalLM", LlamaForCausalLM, LlamaConfig, LlamaConfig()])
 def test_a_class_its_name_its_config_and_its_defaults_are_alike(model: Any) -> None:
     advice = hf_posswap.advise(model, 8192)

@@ -38,6 +38,8 @@ def test_a_refused_swap_is_on_the_page_and_in_the_exit_code(posswap: Posswap, be
     [
         ((), "give a MODEL: a folder with a checkpoint, or a Hub id. posswap explain --html needs none."),
         (("gpt2", "--out", "x.html"), "--out x.html is for the page of --html"),
+        (("--html", "x.html"), "'x.html': --html takes no file, --out names it"),
+        (("gpt2", "--html", "x.html"), "'x.html': --html takes no file, --out names it"),
         (("--html", "--max-length", "64"), "--max-length, --site and --relative say how to put in a scheme"),
     ],
 )

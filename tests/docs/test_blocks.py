@@ -95,7 +95,7 @@ def test_pages_show_files_as_they_are() -> None:
 
 def test_commands_of_pages_are_those_of_the_readme() -> None:
     known = {block.detail: block.code for block in blocks_of(README) if block.kind == "command"}
-    assert set(known) == {"quickstart", "test"}
+    assert set(known) == {"quickstart", "uses", "test"}
     assert [str(block) for block in blocks("command") if known.get(block.detail) != block.code] == []
 
 

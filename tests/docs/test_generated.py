@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -16,8 +15,6 @@ from hf_posswap.schemes import SCHEMES
 from hf_posswap.training.config.shipped import shipped_recipes
 from hf_posswap.utils.atomic_io import read_json
 from tests.docs.pages import PAGES, ROOT, anchors, text_of
-
-PAGE_FOLDER = ".docs/pages"
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +48,7 @@ def test_the_table_of_goals_says_of_each_recipe_what_its_results_do(hooks: Any) 
     lines = hooks[0].goals.render().splitlines()[2:]
     for source in hooks[0].goals.OF_RECIPES:
         row = read_json((ROOT / source).with_suffix(".json"))["rows"][0]
-        (line,) = (line for line in lines if f"({posixpath.relpath(source, PAGE_FOLDER)})" in line)
+        (line,) = (line for line in lines if f"({hooks[1].PAGE_OF[source]})" in line)
         assert line.count("reached") == sum(goal["reached"] for goal in row["goals"])
         assert line.count("missed") == sum(not goal["reached"] for goal in row["goals"])
         assert f"{row['far_text']['difference']:+.3f}" in line

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from matplotlib.transforms import Bbox
 from transformers import BloomConfig, LlamaConfig
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_posswap.errors import OptionError, SchemeError, UnknownNameError
-from hf_posswap.plotting import PICTURES, draw_positions
+from hf_posswap.plotting import PICTURES, canvas, draw_positions
 from hf_posswap.plotting.positions import numbers
 from hf_posswap.plotting.positions.maps import PLACES, token_at
 from hf_posswap.plotting.positions.numbers import Shown, sample_geometry, shown
@@ -34,6 +38,11 @@ def stock_scores(config: LlamaConfig, positions: torch.Tensor) -> torch.Tensor:
     cos, sin = LlamaRotaryEmbedding(config)(ones, positions[None])
     query, key = apply_rotary_pos_emb(ones, ones, cos, sin)
     return (query @ key.mT)[0, 0] / config.head_dim**0.5
+
+
+def written(path: Path) -> str:
+    """Return the text on a picture, from the comments of the .svg beside it; lines are put together."""
+    return " ".join(re.findall(r"<!-- (.*?) -->", path.with_suffix(".svg").read_text(encoding="utf-8"), re.DOTALL))
 
 
 def llama(rope: dict[str, object], length: int = 64) -> LlamaConfig:
@@ -163,6 +172,31 @@ def test_a_token_is_added_to_by_a_table_and_turned_by_a_rotation() -> None:
     assert not torch.allclose(placed[1], token)
 
 
+def test_the_token_is_not_a_row_of_the_table_that_is_added() -> None:
+    """Two independent vectors a and b of one size: a and a + b are 45 degrees apart."""
+    token, placed = token_at(shown(Learned(), sample_geometry()))
+    cosines = torch.nn.functional.cosine_similarity(placed, token[None])
+    torch.testing.assert_close(cosines, torch.full((3,), 0.5**0.5), atol=0.06, rtol=0)
+
+
+def test_what_is_drawn_as_before_training_is_said_on_the_picture(tmp_path: Path) -> None:
+    drawn = draw_positions(["sinusoidal", "learned", "alibi", "t5"], tmp_path, geometry=SHAPE)
+    for one in drawn:
+        shows = {"scores": "Drawn as before training: t5.", "bias": "Drawn as before training: t5."}
+        words = shows.get(one.name, "Drawn as before training: learned.")
+        assert words in written(one.path), one.name
+        assert [line for line in one.said if line.startswith("learned") and "random rows" not in line] == []
+    old = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    for one in draw_positions(["sinusoidal", "learned"], tmp_path, geometry=SHAPE, old=old):
+        assert "before training" not in written(one.path) + " ".join(one.said), one.name
+
+
+def test_the_line_where_the_window_ends_is_named_where_it_is_drawn(tmp_path: Path) -> None:
+    for name, words in (("rope", "Beyond 64 (the line)"), ("yarn", "None is beyond the original window of 64.")):
+        (drawn,) = draw_positions([name], tmp_path, geometry=SHAPE, pictures=["relative"])
+        assert words in written(drawn.path)
+
+
 def test_pictures_of_a_model_begin_with_its_table(tmp_path: Path) -> None:
     old = torch.arange(12.0).reshape(6, 2) + 1
     shape = sample_geometry(heads=1, dim=2, length=6)
@@ -192,6 +226,7 @@ def test_every_picture_is_drawn_and_the_same_twice(tmp_path: Path) -> None:
     schemes = ["rope", "self_extend", "alibi", "sinusoidal", Learned(extend="interpolate")]
     drawn = draw_positions(schemes, tmp_path / "one", geometry=SHAPE)
     assert [one.name for one in drawn] == list(PICTURES)
+    assert [line for one in drawn for line in one.said if re.search(r"-0\.0+\b", line)] == []
     again = draw_positions(schemes, tmp_path / "two", geometry=SHAPE, pictures=["scores", "similarity"])
     firsts = {one.name: one for one in drawn}
     for two in again:
@@ -215,9 +250,37 @@ def test_every_scheme_for_texts_has_something_to_show() -> None:
             assert numbers.scores(subject, PLACED[-1:], PLACED).isfinite().all(), name
 
 
+@pytest.mark.parametrize("maps", [1, 2, 3, 4, 5])
+def test_no_words_lie_on_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maps: int) -> None:
+    """Square maps leave their sheet little room: heading, names, axes and what stands below keep apart."""
+    seen: list[list[tuple[str, Bbox]]] = []
+    monkeypatch.setattr(canvas, "save", lambda figure, path: seen.append(words_of(figure)))
+    draw_positions(["rope", "yarn", "self_extend", "rerope", "ntk"][:maps], tmp_path, pictures=["relative"])
+    tables = ["sinusoidal", *(Learned(extend=rule) for rule in ("tile", "interpolate", "group", "random"))]
+    draw_positions(tables[:maps], tmp_path, pictures=["similarity"], geometry=SHAPE)
+    assert len(seen) == 2
+    for words in seen:
+        assert len(words) >= 2 + 3 * maps
+        near = [(a, b) for (a, one), (b, two) in itertools.combinations(words, 2) if one.overlaps(two)]
+        assert near == []
+
+
+def words_of(figure: Any) -> list[tuple[str, Bbox]]:
+    """Return the headings, the names of panels and axes and what stands below, with room of 4 dots around each."""
+    figure.canvas.draw()
+    panels = [panel for panel in figure.axes if panel.get_visible()]
+    words = [text for panel in panels for text in (panel.xaxis.label, panel.yaxis.label, panel._left_title)]
+    words += [figure._suptitle, figure._supxlabel]
+    return [(one.get_text(), one.get_window_extent().padded(4)) for one in words if one.get_text()]
+
+
 def test_two_of_one_name_are_told_apart(tmp_path: Path) -> None:
     drawn = draw_positions([make_scheme("rope"), make_scheme("rope", base=500000)], tmp_path, pictures=["wavelengths"])
     assert [line.partition(": ")[0] for line in drawn[0].said] == ["rope", "rope:base=500000.0"]
+    tables = [make_scheme("learned", extend=rule) for rule in ("tile", "interpolate")]
+    drawn = draw_positions([*tables, "sinusoidal"], tmp_path, pictures=["waves"])
+    names = [line.partition(": ")[0] for line in drawn[0].said]
+    assert names == ["learned:extend=tile", "learned:extend=interpolate", "sinusoidal"]
 
 
 @pytest.mark.parametrize(

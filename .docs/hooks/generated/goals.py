@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import posixpath
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from repository import PAGE_OF, PAGES, ROOT
+from repository import PAGE_OF, ROOT
 
 from generated.markup import table
 
 _RESULTS = "recipes/studies/results"
-_PAGE = f"{PAGES}/recipes.md"
 _OTHERS = ("ablations", "curve", "real")
 OF_RECIPES = tuple(
     source
@@ -68,7 +66,7 @@ def _of(result: dict[str, Any]) -> str:
 
 
 def _linked(name: str, source: str) -> str:
-    return f"[{name}]({posixpath.relpath(source, posixpath.dirname(_PAGE))})"
+    return f"[{name}]({PAGE_OF[source]})"  # as recipes.md, which it stands in, links in the site
 
 
 def _verdict(reached: bool) -> str:

@@ -70,6 +70,7 @@ def draw_scores(subjects: Sequence[Shown], path: Path, *, dark: bool = False) ->
     distances = _distances(window, target)
     places = (distances + 1).numpy()
     below = "The last query and the key d tokens before it, both of ones; lines are means of heads, bands all heads."
+    below += numbers.before_training(subjects)
     found = [numbers.scores_by_distance(subject, distances) for subject in subjects]
     with sheet(path, "Attention score by distance", below, height=3.6, dark=dark) as page:
         panel = page.panels[0]
@@ -91,7 +92,7 @@ def draw_scores(subjects: Sequence[Shown], path: Path, *, dark: bool = False) ->
     at = [int((distances == place).nonzero()) for place in (0, window - 1, target - 1)]
     return [
         f"{subject.name}: "
-        + ", ".join(f"{made.mean(0)[one]:.2f} at {int(distances[one])}" for one in at)
+        + ", ".join(f"{made.mean(0)[one]:z.2f} at {int(distances[one])}" for one in at)
         + numbers.as_it_begins(subject)
         for subject, made in zip(subjects, found, strict=True)
     ]
@@ -111,7 +112,7 @@ def draw_waves(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> 
         path: of the picture, a .png; an .svg is drawn beside it.
         dark: for a dark page.
     """
-    below = f"Each line is one dimension of the rows, at the first {ROWS} positions."
+    below = f"Each line is one dimension of the rows, at the first {ROWS} positions.{numbers.before_training(subjects)}"
     said = []
     with sheet(path, "Dimensions of a position table", below, rows=len(subjects), height=2.2, dark=dark) as page:
         for subject, panel in zip(subjects, page.panels, strict=True):
@@ -127,6 +128,7 @@ def draw_waves(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> 
             page.legend(panel)
             said.append(
                 f"{subject.name}: {len(rows)} rows of {width}, root mean square {rows.square().mean().sqrt():.3g}"
+                + numbers.as_it_begins(subject)
             )
     return said
 
@@ -139,7 +141,7 @@ def draw_similarity_by_distance(subjects: Sequence[Shown], path: Path, *, dark: 
         path: of the picture, a .png; an .svg is drawn beside it.
         dark: for a dark page.
     """
-    below = "Mean cosine of all pairs of rows that are d positions apart."
+    below = f"Mean cosine of all pairs of rows that are d positions apart.{numbers.before_training(subjects)}"
     said = []
     with sheet(path, "Likeness of positions by their distance", below, height=3.2, dark=dark) as page:
         panel = page.panels[0]
@@ -147,7 +149,11 @@ def draw_similarity_by_distance(subjects: Sequence[Shown], path: Path, *, dark: 
         for number, subject in enumerate(subjects):
             made = numbers.similarity_by_distance(numbers.table_rows(subject))
             panel.plot(made.numpy(), label=subject.name, **page.marked_line(number, len(subjects), len(made)))
-            said.append(f"{subject.name}: {made[1]:.2f} one apart, {made[len(made) // 2]:.2f} {len(made) // 2} apart")
+            middle = len(made) // 2
+            said.append(
+                f"{subject.name}: {made[1]:z.2f} one apart, {made[middle]:z.2f} {middle} apart"
+                + numbers.as_it_begins(subject)
+            )
         page.mark(panel, subjects[0].geometry.original_length, "original window", vertical=True)
         page.axes(panel, "distance d, tokens", "cosine")
         page.legend(panel)

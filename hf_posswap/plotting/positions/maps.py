@@ -32,6 +32,7 @@ def draw_table(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> 
         dark: for a dark page.
     """
     below = f"The first {ROWS} positions: a row is a position, a column a dimension; red is above 0, blue below."
+    below += numbers.before_training(subjects)
     said = []
     with sheet(path, "Position tables", below, rows=len(subjects), height=3.0, dark=dark) as page:
         for subject, panel in zip(subjects, page.panels, strict=True):
@@ -46,7 +47,10 @@ def draw_table(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> 
             page.name(panel, f"{subject.name}{' (dashed: the original window ends)' if window < ROWS else ''}")
             page.axes(panel, "dimension", "position")
             page.bar(image, panel, "value")
-            said.append(f"{subject.name}: {rows.shape[0]} positions of {rows.shape[1]} dimensions, up to {most:.3g}")
+            said.append(
+                f"{subject.name}: {rows.shape[0]} positions of {rows.shape[1]} dimensions, up to {most:.3g}"
+                + numbers.as_it_begins(subject)
+            )
     return said
 
 
@@ -59,6 +63,7 @@ def draw_similarity(subjects: Sequence[Shown], path: Path, *, dark: bool = False
         dark: for a dark page.
     """
     below = "The cosine of the rows of two positions. A cell that holds several pairs shows the strongest."
+    below += numbers.before_training(subjects)
     columns = _columns(len(subjects))
     said = []
     with sheet(
@@ -77,7 +82,10 @@ def draw_similarity(subjects: Sequence[Shown], path: Path, *, dark: bool = False
             image = panel.imshow(cells, cmap=SIGNED, vmin=-1, vmax=1, extent=ends, interpolation="nearest")
             page.name(panel, subject.name)
             page.axes(panel, "position", "position")
-            said.append(f"{subject.name}: neighbours {made.diagonal(1).mean():.2f}, first and last {made[0, -1]:.2f}")
+            said.append(
+                f"{subject.name}: neighbours {made.diagonal(1).mean():z.2f}, first and last {made[0, -1]:z.2f}"
+                + numbers.as_it_begins(subject)
+            )
         page.bar(image, page.panels[: len(subjects)], "cosine")
         _hide(page.panels[len(subjects) :])
     return said
@@ -93,6 +101,7 @@ def draw_bias(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> l
     """
     below = (
         f"What is added to the score of query i and key j; from {_FLOOR:.0f} down a key has no weight, and one colour."
+        + numbers.before_training(subjects)
     )
     said = []
     with sheet(
@@ -127,13 +136,17 @@ def draw_relative(subjects: Sequence[Shown], path: Path, *, dark: bool = False) 
         dark: for a dark page.
     """
     window = subjects[0].geometry.original_length
-    below = f"Distances as the slowest pair that turns tells them. Beyond {window} (the line) the model met none."
     columns = _columns(len(subjects))
     found = []
     for subject in subjects:
         at = _places(subject.length)
         found.append((subject, at, numbers.apparent_distances(subject, at, at)))
     most = max(float(made.nan_to_num(0).max()) for *_, made in found) or 1.0
+    below = "Distances as the slowest pair that turns tells them. " + (
+        f"Beyond {window} (the line) the model met none."
+        if most > window
+        else f"None is beyond the original window of {window}."
+    )
     with sheet(
         path,
         "The distances that attention sees",
@@ -171,6 +184,7 @@ def draw_token(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> 
         dark: for a dark page.
     """
     below = f"The first {_DIMENSIONS} dimensions of one token at three places; a table adds to it, a rotation turns it."
+    below += numbers.before_training(subjects)
     said = []
     with sheet(path, "One token at three places", below, rows=len(subjects), height=1.5, dark=dark) as page:
         for subject, panel in zip(subjects, page.panels, strict=True):
@@ -182,14 +196,14 @@ def draw_token(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> 
             page.axes(panel, "dimension", "place")
             page.bar(image, panel, "")
             cosines = torch.nn.functional.cosine_similarity(placed, plain[None], dim=-1)
-            told = ", ".join(f"{value:.2f} at {place}" for value, place in zip(cosines, PLACES, strict=True))
-            said.append(f"{subject.name}: cosine with the token itself {told}")
+            told = ", ".join(f"{value:z.2f} at {place}" for value, place in zip(cosines, PLACES, strict=True))
+            said.append(f"{subject.name}: cosine with the token itself {told}{numbers.as_it_begins(subject)}")
     return said
 
 
 def token_at(subject: Shown) -> tuple[Tensor, Tensor]:
     """Return one token's vector, [E] or [D], and what it is at each of `PLACES`, [3, E] or [3, D]."""
-    source = torch.Generator().manual_seed(0)
+    source = torch.Generator().manual_seed(1)  # another than the random rows that stand for a model's table
     if subject.table is not None:
         rows = numbers.table_rows(subject, max(PLACES[-1] + 1, subject.length))
         token = torch.randn(rows.shape[1], generator=source) * rows.square().mean().sqrt()

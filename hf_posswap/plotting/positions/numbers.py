@@ -7,6 +7,7 @@ R rotary dim, E hidden size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from hf_posswap.errors import OptionError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import default_inv_freq
-from hf_posswap.schemes import Scheme, TableScheme
+from hf_posswap.schemes import Learned, Scheme, TableScheme
 from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.rope import DEFAULT_BASE, RotaryScheme
 
@@ -220,12 +221,26 @@ def as_it_begins(subject: Shown) -> str:
 
     Example:
         >>> from hf_posswap.schemes import Alibi, T5Bias
-        >>> [as_it_begins(shown(scheme, sample_geometry())) for scheme in (Alibi(), T5Bias())]
-        ['', ' (learned: as it begins)']
+        >>> [as_it_begins(shown(scheme, sample_geometry())) for scheme in (Alibi(), T5Bias(), Learned())]
+        ['', ' (learned: as it begins)', ' (random rows, as before training)']
     """
+    if isinstance(subject.table, Learned) and subject.old is None:
+        return " (random rows, as before training)"
     mechanism = _mechanism(subject, 0)
     learned = mechanism is not None and any(True for _ in mechanism.parameters())
     return " (learned: as it begins)" if learned else ""
+
+
+def before_training(subjects: Sequence[Shown]) -> str:
+    """Return a sentence that names those of `subjects` that are drawn as they begin; "" where none is.
+
+    Example:
+        >>> from hf_posswap.schemes import Alibi, T5Bias
+        >>> before_training([shown(scheme, sample_geometry()) for scheme in (Alibi(), T5Bias(), Learned())])
+        ' Drawn as before training: t5, learned.'
+    """
+    names = [one.name for one in subjects if as_it_begins(one)]
+    return f" Drawn as before training: {', '.join(names)}." if names else ""
 
 
 def scores_by_distance(subject: Shown, distances: Tensor, layer: int = 0) -> Tensor:

@@ -24,6 +24,8 @@ SIGNED = "RdBu_r"
 AMOUNT = "cividis"
 _MARKS = 9
 """Of a line."""
+_ROOM = 0.09
+"""Inches above and below a panel and its words: with less square maps come to lie on the heading and the line below."""
 
 
 class Sheet:
@@ -41,6 +43,7 @@ class Sheet:
         figure, self.panels = canvas.figure(WIDTH, 0.75 + height * rows, rows, columns)
         self.figure: Figure = figure
         self.figure.set_facecolor(self.colours["paper"])
+        self.figure.get_layout_engine().set(h_pad=_ROOM)  # type: ignore[union-attr, call-arg]
         self.figure.suptitle(
             heading, x=0.01, ha="left", fontsize=12, fontweight="bold", color=self.colours["ink"], wrap=True
         )

@@ -159,8 +159,7 @@ def draw_positions(
 def _subjects(schemes: Sequence[Scheme | str], shape: Geometry, factor: float, old: Tensor | None) -> list[Shown]:
     """Return the model's own table and the schemes in its shape; those of one name are told apart by their fields."""
     made = [make_scheme(scheme) for scheme in schemes]
-    names = [scheme.name for scheme in made]
-    several = [_label(scheme) if names.count(scheme.name) > 1 else scheme.name for scheme in made]
+    several = [_label(scheme, [one for one in made if one.name == scheme.name]) for scheme in made]
     if len(set(several)) < len(several):
         twice = next(name for name in several if several.count(name) > 1)
         raise OptionError(f"{twice} is given twice: give each scheme once.")
@@ -171,11 +170,12 @@ def _subjects(schemes: Sequence[Scheme | str], shape: Geometry, factor: float, o
     ]
 
 
-def _label(scheme: Scheme) -> str:
-    """Return the name of `scheme` with the fields that differ from what it has by itself."""
+def _label(scheme: Scheme, alike: Sequence[Scheme]) -> str:
+    """Return the name of `scheme` with what it gives to the fields that differ among `alike`, all of its name."""
     given = [
         f"{field.name}={getattr(scheme, field.name)}"
         for field in dataclasses.fields(scheme)
-        if getattr(scheme, field.name) != field.default
+        if getattr(scheme, field.name) is not None
+        and any(getattr(one, field.name) != getattr(scheme, field.name) for one in alike)
     ]
     return ":".join([scheme.name, *([",".join(given)] if given else [])])
