@@ -16,7 +16,7 @@ from hf_posswap.kernels.distance_bias import by_line
 from hf_posswap.kernels.flex import ByDistance, Penalty
 from hf_posswap.kernels.mask_segments import placed, segments_of, together
 from hf_posswap.kernels.segments import Segment, whole
-from hf_posswap.patching.sites.attention.positions import ForwardMemo, Span
+from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span
 from hf_posswap.schemes.base import Mechanism
 
 ALTERING = ("softcap", "s_aux", "position_bias", "head_mask", "score_mod", "cache", "output_attentions")
