@@ -1,10 +1,12 @@
 """What the layers of one forward share: where they stand, and the position ids that the model does not pass on.
 
-Several threads may run one model at once, each on tokens of its own: each has its own memo.
+Several threads may run one model at once, each on tokens of its own, and a hook may run it inside of its own forward:
+each forward has its own memo.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posswap.compat.torch_tensors import in_backward, version_of
 from hf_posswap.families.base import PositionSource
@@ -128,20 +130,15 @@ class ForwardMemo:
         """Take what a forward begins with."""
         self.given, self.given_by_caller, self.runs_again = given, by_caller, runs_again
 
-    def end(self) -> None:
-        """Forget the forward, and what it was given."""
-        self.in_forward, self.given = False, None
-        self.clear()
-
 
 class ForwardMemos:
-    """The memo of each thread that runs a stack: several may, each on tokens of its own.
+    """The memo of each forward that runs through a stack: of several threads, or of one inside another.
 
-    What is compiled cannot ask which thread it runs in: one memo, `traced`, is for all of it, and is told what the
-    thread's own is told, as layers that are compiled by themselves stand in a forward that is not.
+    What is compiled cannot ask which forward it is of: one memo, `traced`, is for all of it, and is told what the
+    memo of the last forward is told, as layers that are compiled by themselves stand in a forward that is not.
 
     Args:
-        drops_bias, source, padding_id: as in `ForwardMemo`, for all threads.
+        drops_bias, source, padding_id: as in `ForwardMemo`, for all forwards.
     """
 
     def __init__(
@@ -162,21 +159,39 @@ class ForwardMemos:
         return own
 
     def of_thread(self) -> ForwardMemo:
-        """Return the memo of this thread."""
-        found: ForwardMemo | None = getattr(self.own, "memo", None)
-        if found is None:
-            found = self.own.memo = self.make()
-        return found
+        """Return the memo of this thread's innermost forward; outside of any, that of layers called by hand."""
+        return self._running()[-1][1]
 
-    def begin(self, given: Tensor | None, *, by_caller: bool, runs_again: bool) -> None:
-        """Begin a forward whose layers may not be told of the position ids `given`; the rest as in `ForwardMemo`."""
+    def begin(self, module: nn.Module, given: Tensor | None, *, by_caller: bool, runs_again: bool) -> None:
+        """Begin a forward of `module` whose layers may not be told of the position ids `given`.
+
+        Args:
+            module: that takes the stack's input.
+            given: position ids [B or 1, Q]; None: there are none, or the model tells its layers.
+            by_caller: whether a caller gave them.
+            runs_again: whether layers run again in the backward.
+        """
         self.begun_traced = torch.compiler.is_compiling()
         self.untold = self.untold or (given is not None and torch.is_grad_enabled() and not runs_again)
         self.traced.take(given, by_caller=by_caller, runs_again=runs_again)
         if not self.begun_traced:
-            own = self.of_thread()
-            own.in_forward = True
-            own.take(given, by_caller=by_caller, runs_again=runs_again)
+            memo = self.make(in_forward=True)
+            memo.take(given, by_caller=by_caller, runs_again=runs_again)
+            self._running().append((_depth(module), memo))
+
+    def end(self, module: nn.Module) -> None:
+        """End a forward of `module`, or what a failed one left."""
+        self.traced.given, self.begun_traced = None, False
+        if torch.compiler.is_compiling():
+            return
+        running, depth = self._running(), _depth(module)
+        while running[-1][0] >= depth:
+            running.pop()
+        outer = running[-1][1]
+        if outer.in_forward:
+            self.traced.take(outer.given, by_caller=outer.given_by_caller, runs_again=outer.runs_again)
+        else:
+            outer.clear()
 
     def lost(self) -> bool:
         """Return whether a layer runs again in a backward, and position ids that it was not told of may be gone.
@@ -187,17 +202,27 @@ class ForwardMemos:
             return False
         return not self.of_thread().in_forward and in_backward()
 
-    def end(self) -> None:
-        """End a forward, or what a failed one left."""
-        self.traced.given, self.begun_traced = None, False
-        if not torch.compiler.is_compiling():
-            self.of_thread().end()
+    def _running(self) -> list[tuple[int, ForwardMemo]]:
+        """Return the memos of this thread, the innermost last, each with the forwards around it."""
+        found: list[tuple[int, ForwardMemo]] | None = getattr(self.own, "running", None)
+        if found is None:
+            found = self.own.running = [(-1, self.make())]
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMemos:
         return ForwardMemos(**self.make.keywords)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(ForwardMemos, **self.make.keywords), ()
+
+
+def _depth(module: nn.Module) -> int:
+    """Return how many forwards of `module` this thread is in the midst of."""
+    frame, found = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        found += frame.f_code.co_name == "forward" and frame.f_locals.get("self") is module
+    return found
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -95,7 +95,7 @@ class StartHook:
         self.memos, self.signature = memos, signature
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        self.stop()
+        self.stop(module)
         if not torch.compiler.is_compiling():
             bring_all(getattr(self.owner, self.name))
         given = dict(zip(self.signature, args, strict=False)) | kwargs
@@ -108,11 +108,11 @@ class StartHook:
         tells = position_ids is not None and takes and not by_caller and source == "mask"
         checkpoints = (getattr(part, "gradient_checkpointing", False) for part in module.modules())
         again = module.training and torch.is_grad_enabled() and any(checkpoints)
-        self.memos.begin(None if tells else position_ids, by_caller=by_caller, runs_again=again)
+        self.memos.begin(module, None if tells else position_ids, by_caller=by_caller, runs_again=again)
         if not tells:
             return None
         return (), {**given, "position_ids": position_ids}  # it tells its attention what it is given
 
-    def stop(self, *_: Any) -> None:
-        """End a forward."""
-        self.memos.end()
+    def stop(self, module: nn.Module, *_: Any) -> None:
+        """End a forward of `module`."""
+        self.memos.end(module)

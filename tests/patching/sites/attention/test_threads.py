@@ -1,7 +1,8 @@
-"""Forwards of several threads through one model: each goes by its own position ids, padding and masks."""
+"""Forwards of one model at once, of several threads or one inside another: each goes by its own position ids."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -90,6 +91,32 @@ def test_a_forward_of_another_thread_meanwhile_changes_nothing(name: str, place:
     assert all(gap(one, other) < NOISE for one in found)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_forward_inside_a_forward_changes_nothing(name: str, fails: bool) -> None:
+    model, (mine, theirs) = swapped(name), CALLS[name]
+    stack, depth, found = swap_plan(model).sites.main, [0], []
+    expected, other = first(model, mine), first(model, theirs)
+
+    def run(*_: Any) -> None:
+        if depth[0] and fails:
+            raise ValueError("not today")
+        if depth[0]:
+            return
+        depth[0] += 1
+        with pytest.raises(ValueError, match="not today") if fails else contextlib.nullcontext():
+            found.append(first(model, theirs))
+        depth[0] -= 1
+
+    handle = model.get_submodule(stack.attention[-1]).register_forward_pre_hook(run, prepend=True)
+    try:
+        assert gap(first(model, mine), expected) < NOISE
+    finally:
+        handle.remove()
+    assert bool(found) != fails
+    assert all(gap(one, other) < NOISE for one in found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["stack", "attention"])
 def test_what_is_compiled_by_itself_is_told_by_what_is_not(part: str) -> None:
@@ -119,11 +146,11 @@ def test_what_is_not_compiled_is_told_by_what_is() -> None:
 def test_copies_tell_threads_apart_too(copied: Any) -> None:
     memos = copied(ForwardMemos(source="mask", padding_id=7))
     found: list[Any] = []
-    memos.begin(SPREAD, by_caller=True, runs_again=False)
+    memos.begin(nn.Identity(), SPREAD, by_caller=True, runs_again=False)
     other = threading.Thread(target=lambda: found.append(memos.now()))
     other.start()
     other.join()
     assert (found[0].given, found[0].source, found[0].padding_id) == (None, "mask", 7)
     assert memos.now().given is SPREAD
-    memos.end()
+    memos.end(nn.Identity())
     assert memos.now().given is None
