@@ -6,7 +6,7 @@ each forward has its own memo.
 
 from __future__ import annotations
 
-import sys
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -175,23 +175,18 @@ class ForwardMemos:
         self.untold = self.untold or (given is not None and torch.is_grad_enabled() and not runs_again)
         self.traced.take(given, by_caller=by_caller, runs_again=runs_again)
         if not self.begun_traced:
-            memo = self.make(in_forward=True)
+            memo, depth = self.make(in_forward=True), _depth(module)
             memo.take(given, by_caller=by_caller, runs_again=runs_again)
-            self._running().append((_depth(module), memo))
+            self._leave(depth).append((depth, memo))
 
     def end(self, module: nn.Module) -> None:
         """End a forward of `module`, or what a failed one left."""
         self.traced.given, self.begun_traced = None, False
         if torch.compiler.is_compiling():
             return
-        running, depth = self._running(), _depth(module)
-        while running[-1][0] >= depth:
-            running.pop()
-        outer = running[-1][1]
+        _, outer = self._leave(_depth(module))[-1]
         if outer.in_forward:
             self.traced.take(outer.given, by_caller=outer.given_by_caller, runs_again=outer.runs_again)
-        else:
-            outer.clear()
 
     def lost(self) -> bool:
         """Return whether a layer runs again in a backward, and position ids that it was not told of may be gone.
@@ -209,6 +204,14 @@ class ForwardMemos:
             found = self.own.running = [(-1, self.make())]
         return found
 
+    def _leave(self, depth: int) -> list[tuple[int, ForwardMemo]]:
+        """Forget the forwards of this thread but for the `depth` outermost, and what layers called by hand left."""
+        running = self._running()
+        while running[-1][0] >= depth:
+            running.pop()
+        running[0][1].clear()
+        return running
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMemos:
         return ForwardMemos(**self.make.keywords)
 
@@ -218,10 +221,10 @@ class ForwardMemos:
 
 def _depth(module: nn.Module) -> int:
     """Return how many forwards of `module` this thread is in the midst of."""
-    frame, found = sys._getframe(), 0
-    while frame.f_back is not None:
-        frame = frame.f_back
+    frame, found = inspect.currentframe(), 0
+    while frame is not None:
         found += frame.f_code.co_name == "forward" and frame.f_locals.get("self") is module
+        frame = frame.f_back
     return found
 
 

@@ -95,7 +95,6 @@ class StartHook:
         self.memos, self.signature = memos, signature
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        self.stop(module)
         if not torch.compiler.is_compiling():
             bring_all(getattr(self.owner, self.name))
         given = dict(zip(self.signature, args, strict=False)) | kwargs
