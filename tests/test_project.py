@@ -76,6 +76,14 @@ def test_the_checks_run_the_commands_of_the_readme() -> None:
     assert printed[2].endswith("pytest")
 
 
+def test_the_oldest_versions_that_are_taken_are_those_that_are_tested() -> None:
+    lines = "\n".join(PROJECT["dependencies"])
+    floors = dict(re.findall(r"^(torch|transformers)>=([\d.]+)", lines, flags=re.MULTILINE))
+    assert f'"torch=={floors["torch"]}.0"' in (ROOT / ".ci/versions").read_text(encoding="utf-8")
+    lowest = (ROOT / ".ci/constraints-lowest.txt").read_text(encoding="utf-8").splitlines()
+    assert f"transformers=={floors['transformers']}.0" in lowest
+
+
 def test_the_version_is_one_everywhere() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     heading = re.search(r"^## (\S+),", (ROOT / ".github" / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)

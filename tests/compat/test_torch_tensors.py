@@ -40,3 +40,11 @@ def test_keep_address() -> None:
     assert vars(ours) != vars(theirs)
     torch._dynamo.mark_static_address(theirs)
     assert vars(ours) == vars(theirs)
+
+
+def test_in_backward() -> None:
+    seen: list[bool] = [torch_tensors.in_backward()]
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(torch_tensors.in_backward()))
+    (2 * x).sum().backward()
+    assert [*seen, torch_tensors.in_backward()] == [False, True, False]

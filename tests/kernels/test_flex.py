@@ -17,7 +17,7 @@ from hf_posswap.kernels import flex
 from hf_posswap.kernels.flex import ByDistance, attend_read, fits_flex
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.patching.sites.attention.backends import flex_bias
-from hf_posswap.patching.sites.attention.positions import Span
+from hf_posswap.patching.sites.attention.forward_memo import Span
 from hf_posswap.schemes import Kerple, T5Bias
 from hf_posswap.schemes.alibi import AlibiMechanism
 

@@ -67,7 +67,7 @@ def rounded(values: Tensor) -> list[float]:
 
 def parameter(values: Tensor) -> nn.Parameter:
     """Return a parameter that begins at `values`; it lies on meta while a checkpoint's skeleton is built there."""
-    return nn.Parameter(values.to(torch.get_default_device()))
+    return nn.Parameter(values.to(torch.empty(0).device))  # torch 2.6 names no default device inside `with`
 
 
 def generator(seed: int) -> torch.Generator:

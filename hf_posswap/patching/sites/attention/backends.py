@@ -18,7 +18,7 @@ from hf_posswap.errors import NotPatchedError, OptionError, UnsupportedSwapError
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.flex import ByDistance, Penalty, fits_flex
 from hf_posswap.kernels.merge import mergeable
-from hf_posswap.patching.sites.attention.positions import Span
+from hf_posswap.patching.sites.attention.forward_memo import Span
 from hf_posswap.patching.sites.attention.request import Request
 from hf_posswap.patching.sites.attention.ways import WAYS
 from hf_posswap.schemes.base import Mechanism, Scheme

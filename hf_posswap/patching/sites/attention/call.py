@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.patching.sites.attention import backends
-from hf_posswap.patching.sites.attention.positions import ForwardMemo, Span, identity_of
+from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, identity_of
 from hf_posswap.patching.sites.attention.request import Layout, Request, lay_out, seen_segments
 from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.common.piece import Piece

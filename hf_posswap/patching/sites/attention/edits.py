@@ -20,9 +20,9 @@ from hf_posswap.patching.sites.attention.continuous_batching import (
     allow_continuous_batching,
     refuse_continuous_batching,
 )
+from hf_posswap.patching.sites.attention.forward_memo import ForwardMemos
 from hf_posswap.patching.sites.attention.function import cache_argument
 from hf_posswap.patching.sites.attention.hooks import PositionHook, StartHook
-from hf_posswap.patching.sites.attention.positions import ForwardMemo
 from hf_posswap.schemes.base import Mechanism, Scheme
 
 
@@ -55,8 +55,8 @@ class AddMechanism(Edit):
         model.set_submodule(self.path, mechanism)
         refuse_continuous_batching(model, mechanism)
         entry = model.get_submodule(self.entry)
-        memo = ForwardMemo(drops_bias=self.drops_bias, source=self.position_source, padding_id=self.padding_id)
-        start = StartHook(owner, leaf, memo, entry_signature(entry))
+        memos = ForwardMemos(drops_bias=self.drops_bias, source=self.position_source, padding_id=self.padding_id)
+        start = StartHook(owner, leaf, memos, entry_signature(entry))
         keep_hooks(saved, entry.register_forward_pre_hook(start, with_kwargs=True))
         keep_hooks(saved, entry.register_forward_hook(start.stop, always_call=True))
 
@@ -113,7 +113,7 @@ class PatchAttention(Edit):
         assert start is not None
         module.config = ConfigView(module.config)
         owner, leaf = owner_of(model, self.carried)
-        hook = self.hook(owner, leaf, start.memo, cache_argument(module), self.first, self.layer)
+        hook = self.hook(owner, leaf, start.memos, cache_argument(module), self.first, self.layer)
         keep_hooks(saved, module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def undo(self, model: Any, saved: Saved) -> None:

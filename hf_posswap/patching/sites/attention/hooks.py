@@ -12,8 +12,9 @@ from hf_posswap.patching.edits.offload import bring_all
 from hf_posswap.patching.sites.attention.cache_view import rotating, self_attention_cache, takes_several_keys
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
 from hf_posswap.patching.sites.attention.continuous_batching import Refusal, needs_key_positions
+from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, ForwardMemos
 from hf_posswap.patching.sites.attention.position_sources import check_fits, counted
-from hf_posswap.patching.sites.attention.positions import ForwardMemo, find_span
+from hf_posswap.patching.sites.attention.positions import find_span
 from hf_posswap.schemes.base import Mechanism
 
 
@@ -23,17 +24,17 @@ class PositionHook:
     Args:
         owner: the module that carries the mechanism.
         name: under which it does.
-        memo: shared by the layers of the model.
+        memos: shared by the layers of the model.
         cache_argument: what the module calls its cache; None: it takes none.
         first: what the model's `position_ids` call position 0.
         layer: which of the model's attention layers this is, counted from 0.
     """
 
     def __init__(
-        self, owner: nn.Module, name: str, memo: ForwardMemo, cache_argument: str | None, first: int, layer: int
+        self, owner: nn.Module, name: str, memos: ForwardMemos, cache_argument: str | None, first: int, layer: int
     ) -> None:
         self.owner, self.name, self.layer = owner, name, layer
-        self.memo, self.cache_argument, self.first = memo, cache_argument, first
+        self.memos, self.cache_argument, self.first = memos, cache_argument, first
 
     @property
     def mechanism(self) -> Mechanism:
@@ -45,9 +46,9 @@ class PositionHook:
         tokens_first: Any = getattr(type(module), "tokens_first", None)  # a module is asked in vain at some length
         hidden = hidden if tokens_first is None else tokens_first(hidden)
         cache: Any = None if self.cache_argument is None else kwargs.get(self.cache_argument)
-        position_ids, first = kwargs.get("position_ids"), self.first
-        if position_ids is None and self.memo.given is not None:
-            position_ids, first = self._unpassed_ids(module), self.first if self.memo.given_by_caller else 0
+        position_ids, first, memo = kwargs.get("position_ids"), self.first, self.memos.now()
+        if position_ids is None:
+            position_ids, first = self._unpassed_ids(module, memo), first if memo.given_by_caller else 0
         layer: Any = getattr(module, "layer_idx", None)  # where there is no cache, there may be none
         mechanism, own = self.mechanism, self_attention_cache(cache)
         several = mechanism.keys_per_token > 1 and takes_several_keys(own, layer, mechanism.head_dim)
@@ -55,20 +56,25 @@ class PositionHook:
         keeps_keys = mechanism.biases or mechanism.splits or (mechanism.rotates and not writes_rotated)
         if keeps_keys and hasattr(kwargs.get("cache"), "layer_to_allocator") and needs_key_positions(mechanism):
             Refusal(type(module).__name__)()  # a paged cache, by another way than the model's own methods
-        span = find_span(hidden, position_ids, own, layer, self.memo, first, keeps_keys=keeps_keys)
-        call = AttentionCall(mechanism, span, self.memo, keys_rotated=writes_rotated)
+        span = find_span(hidden, position_ids, own, layer, memo, first, keeps_keys=keeps_keys)
+        call = AttentionCall(mechanism, span, memo, keys_rotated=writes_rotated)
         kwargs = {**kwargs, CALL_ARGUMENT: call}
         if writes_rotated and self.cache_argument is not None:
             kwargs[self.cache_argument] = rotating(cache, lambda k: mechanism.rotate_key(k, call.rotation()))
         return args, kwargs
 
-    def _unpassed_ids(self, module: nn.Module) -> Tensor | None:
-        if self.memo.runs_again and torch.is_grad_enabled():
+    def _unpassed_ids(self, module: nn.Module, memo: ForwardMemo) -> Tensor | None:
+        """Return the position ids that the model was given and did not pass on; None: there are none.
+
+        Raises:
+            UnsupportedSwapError: `module` runs again in the backward, or will, when they are gone.
+        """
+        if self.memos.lost() or (memo.runs_again and memo.given is not None):
             raise UnsupportedSwapError(
                 f"{type(module).__name__} is not told of position ids, and under gradient checkpointing it runs again "
                 "when they are gone. What works: no position ids and padding on the right, or no checkpointing."
             )
-        return self.memo.given
+        return memo.given
 
 
 class StartHook:
@@ -80,38 +86,32 @@ class StartHook:
     Args:
         owner: the module that carries the mechanism, which has no forward that could bring weights that are offloaded.
         name: under which it does.
-        memo: shared by the layers.
+        memos: shared by the layers.
         signature: names of the module's positional arguments.
     """
 
-    def __init__(self, owner: nn.Module, name: str, memo: ForwardMemo, signature: list[str]) -> None:
+    def __init__(self, owner: nn.Module, name: str, memos: ForwardMemos, signature: list[str]) -> None:
         self.owner, self.name = owner, name
-        self.memo, self.signature = memo, signature
+        self.memos, self.signature = memos, signature
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        self.stop()
         if not torch.compiler.is_compiling():
-            self.memo.in_forward = True
             bring_all(getattr(self.owner, self.name))
-        memo, given = self.memo, dict(zip(self.signature, args, strict=False)) | kwargs
+        given = dict(zip(self.signature, args, strict=False)) | kwargs
+        position_ids, source = given.get("position_ids"), self.memos.traced.source
+        takes, by_caller = "position_ids" in self.signature, position_ids is not None
+        if position_ids is None:
+            position_ids = counted(source, self.memos.traced.padding_id, given)
+        elif not takes:
+            check_fits(position_ids, given)  # no code of the model's own does
+        tells = position_ids is not None and takes and not by_caller and source == "mask"
         checkpoints = (getattr(part, "gradient_checkpointing", False) for part in module.modules())
-        memo.runs_again = module.training and any(checkpoints)
-        memo.given = given.get("position_ids")
-        memo.given_by_caller = memo.given is not None
-        takes = "position_ids" in self.signature
-        if memo.given is not None:
-            if not takes:
-                check_fits(memo.given, given)  # no code of the model's own does
+        again = module.training and torch.is_grad_enabled() and any(checkpoints)
+        self.memos.begin(module, None if tells else position_ids, by_caller=by_caller, runs_again=again)
+        if not tells:
             return None
-        memo.given = counted(memo.source, memo.padding_id, given)
-        if memo.given is None or not takes or memo.source != "mask":
-            return None
-        position_ids, memo.given = memo.given, None  # it tells its attention what it is given
-        return (), {**dict(zip(self.signature, args, strict=False)), **kwargs, "position_ids": position_ids}
+        return (), {**given, "position_ids": position_ids}  # it tells its attention what it is given
 
-    def stop(self, *_: Any) -> None:
-        """End a forward."""
-        self.memo.given = None
-        if not torch.compiler.is_compiling():
-            self.memo.in_forward = False
-            self.memo.clear()
+    def stop(self, module: nn.Module, *_: Any) -> None:
+        """End a forward of `module`."""
+        self.memos.end(module)

@@ -13,8 +13,8 @@ from hf_posswap.patching.edits.edit import Edit, Saved
 from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
 from hf_posswap.patching.sites.attention.edits import PatchAttention
+from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, identity_of
 from hf_posswap.patching.sites.attention.hooks import PositionHook
-from hf_posswap.patching.sites.attention.positions import Span, identity_of
 from hf_posswap.schemes.common.places import places_of
 
 COORDINATES = "posswap_coordinates"
@@ -74,11 +74,13 @@ class CoordinateHook(PositionHook):
     """Pre-hook of an attention module that is given coordinates: tells the attention function."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        call = AttentionCall(self.mechanism, self._span(kwargs[COORDINATES]), self.memo, keys_rotated=False)
+        memo = self.memos.now()
+        call = AttentionCall(self.mechanism, _span(kwargs[COORDINATES], memo), memo, keys_rotated=False)
         return args, {**{k: v for k, v in kwargs.items() if k != COORDINATES}, CALL_ARGUMENT: call}
 
-    def _span(self, places: Tensor) -> Span:
-        return self.memo.shared(identity_of(places), lambda made: Span(places, places.shape[1], True, None, made))
+
+def _span(places: Tensor, memo: ForwardMemo) -> Span:
+    return memo.shared(identity_of(places), lambda made: Span(places, places.shape[1], True, None, made))
 
 
 @dataclass(frozen=True, kw_only=True)

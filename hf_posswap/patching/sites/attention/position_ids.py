@@ -8,9 +8,11 @@ itself cannot, nor can a checkpoint that stock transformers is to run alike: the
 from __future__ import annotations
 
 import inspect
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.torch_modules import pre_hooks
@@ -26,13 +28,34 @@ ENTRY_ARGUMENT = "position_ids"
 
 
 class PendingIds:
-    """Holds the position ids [B or 1, Q] that an outer module was given, until the stack takes them."""
+    """Holds the position ids [B or 1, Q] that an outer module was given, until the stack takes them.
+
+    Each thread that runs the model has its own. What is compiled cannot ask which thread it runs in, and has one place
+    for all, which is filled beside: a stack that is compiled by itself stands in a model that is not.
+    """
 
     def __init__(self) -> None:
-        self.position_ids: Tensor | None = None
+        self.traced: Tensor | None = None
+        self.put_traced = False
+        self.own = threading.local()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"position_ids": None}
+    def put(self, position_ids: Tensor | None) -> None:
+        """Keep `position_ids`; None: no more."""
+        self.traced, self.put_traced = position_ids, torch.compiler.is_compiling()
+        if not self.put_traced:
+            self.own.position_ids = position_ids
+
+    def take(self) -> Tensor | None:
+        """Return them, and keep them no more."""
+        if torch.compiler.is_compiling() or self.put_traced:
+            found = self.traced
+        else:
+            found = getattr(self.own, "position_ids", None)
+        self.put(None)
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PendingIds, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PendingIds:
         return PendingIds()
@@ -57,12 +80,12 @@ class OuterHook:
             return None
         if self.refusal:
             raise UnsupportedSwapError(self.refusal)
-        self.pending.position_ids = given
+        self.pending.put(given)
         return (args, {name: value for name, value in kwargs.items() if name != self.argument}) if self.takes else None
 
     def forget(self, *_: Any) -> None:
         """End a forward, whether it came to its end or not."""
-        self.pending.position_ids = None
+        self.pending.put(None)
 
 
 class ArrivalHook:
@@ -78,7 +101,7 @@ class ArrivalHook:
         self.pending, self.signature, self.refusal = pending, signature, refusal
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        waiting, self.pending.position_ids = self.pending.position_ids, None
+        waiting = self.pending.take()
         given = dict(zip(self.signature, args, strict=False)) | kwargs
         if waiting is None or given.get(ENTRY_ARGUMENT) is not None:
             return None

@@ -224,8 +224,10 @@ def attend_split(
             return found, None
     whole = weights or not isinstance(length, int)  # torch.export: blocks of any length cannot be counted
     outs = []
-    for start in (0,) if whole else range(0, length, BLOCK):
-        scores = scoring.block(start, length if whole else min(start + BLOCK, length))
+    last = 0 if whole else (length - 1) // BLOCK  # a compiled graph is for as many blocks, whatever the length
+    for number in range(last + 1):
+        start = number * BLOCK
+        scores = scoring.block(start, length if number == last else start + BLOCK)
         chances = torch.softmax(scores, dim=-1).to(query.dtype)  # [B, H, q, K]
         chances = torch.nn.functional.dropout(chances, p=dropout, training=dropout > 0)
         outs.append(grouped_matmul(chances, value))  # [B, H, q, Dv]

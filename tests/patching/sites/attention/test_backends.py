@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_posswap import Alibi, Blend, NoPE, PerLayer, patch_model, plan_swap, set_backend
@@ -17,6 +18,8 @@ from hf_posswap.kernels import fused
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.patching.sites.attention.backends import backends_of
 from hf_posswap.schemes.base import Mechanism
+from tests.contract.models import build
+from tests.contract.pairs import NOISE, gap, logits, words
 from tests.patching.sites.attention.encoders import swapped_bert
 
 LENGTH = 70
@@ -286,3 +289,18 @@ def test_a_plan_says_how_attention_will_be_computed() -> None:
     assert "; flex on a GPU, 2048 tokens and more; else chunked or plain" in said("t5")
     mixed = said(PerLayer(layers={0: "alibi", 1: "rerope"}))
     assert [line.split(":")[0] for line in mixed.splitlines()] == ["row", "merge"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [None, "self_extend"])
+def test_two_graphs_serve_all_lengths_as_of_the_stock_model(scheme: str | None) -> None:
+    """One for the first length, one for all that follow."""
+    torch._dynamo.reset()
+    model, counter = build("llama", num_hidden_layers=1), CompileCounter()
+    if scheme is not None:
+        patch_model(model, scheme, max_length=64)
+    run = torch.compile(model, backend=counter, fullgraph=True)
+    for length in (10, 17, 23):
+        ids = words(1, length)
+        assert gap(logits(run, ids, use_cache=False), logits(model, ids, use_cache=False)) < NOISE
+    assert counter.frame_count == 2

@@ -101,11 +101,11 @@ def test_a_mask_of_one_query_that_is_written_into_is_seen(mode: Any) -> None:
 
 def test_a_forward_that_failed_is_over() -> None:
     model, ids = swapped("alibi", {}), torch.arange(6)[None] + 5
-    memo = next(hook.memo for module in model.modules() for hook in module._forward_pre_hooks.values()
-                if hasattr(hook, "memo"))  # fmt: skip
+    memos = next(hook.memos for module in model.modules() for hook in module._forward_pre_hooks.values()
+                if hasattr(hook, "memos"))  # fmt: skip
     failing = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), torch.no_grad():
         model(ids, use_cache=False)
     failing.remove()
-    assert not memo.in_forward
-    assert not memo.entries
+    assert not memos.of_thread().in_forward
+    assert not memos.of_thread().entries

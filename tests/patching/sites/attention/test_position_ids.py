@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers.models.auto import modeling_auto
 
 import hf_posswap
@@ -199,11 +201,32 @@ def test_one_for_each_token_is_wanted() -> None:
         model(inputs_embeds=torch.zeros(2, 8, model.config.hidden_size), position_ids=POSITIONS.expand(3, 1, -1))
 
 
-def test_gradient_checkpointing_says_that_they_would_be_gone() -> None:
+GONE = "under gradient checkpointing it runs again when they are gone"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_says_that_they_would_be_gone(reentrant: bool) -> None:
     model = swapped("BloomForCausalLM").train()
-    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
-    with pytest.raises(UnsupportedSwapError, match="under gradient checkpointing it runs again when they are gone"):
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    with pytest.raises(UnsupportedSwapError, match=GONE):
         model(input_ids=IDS, position_ids=POSITIONS, labels=IDS)
+    model(input_ids=IDS, labels=IDS).loss.backward()  # without them nothing is gone
+    with torch.no_grad():  # nor where there is no backward
+        model(input_ids=IDS, position_ids=POSITIONS)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_others_run_again_in_the_backward_say_so_then(reentrant: bool) -> None:
+    """As FSDP's activation checkpointing does, of which the model knows nothing."""
+    model = swapped("BloomForCausalLM").train()
+    block = model.transformer.h[1]
+    forward = block.forward
+    block.forward = lambda hidden, **given: checkpoint(partial(forward, **given), hidden, use_reentrant=reentrant)
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    loss = model(input_ids=IDS, position_ids=POSITIONS, labels=IDS, use_cache=False).loss
+    with pytest.raises(UnsupportedSwapError, match=GONE):
+        loss.backward()
 
 
 def test_a_sinusoid_that_counts_from_the_padding_id_counts_so_with_a_mask_too() -> None:
@@ -223,6 +246,9 @@ def test_it_compiles_in_one_graph() -> None:
     run = torch.compile(model, backend="eager", fullgraph=True)
     assert gap(first(run, input_ids=IDS, position_ids=POSITIONS, use_cache=False), expected) < NOISE
     assert gap(first(run, input_ids=IDS, use_cache=False), first(model, input_ids=IDS)) < NOISE
+    for _ in range(2):  # with gradients too
+        found = run(input_ids=IDS, position_ids=POSITIONS, use_cache=False)[0]
+        assert gap(found.detach(), expected) < NOISE
 
 
 TASKS = (

@@ -313,8 +313,8 @@ def test_a_mask_is_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> 
         for shown in (LEFT, RIGHT):
             model(IDS, attention_mask=shown, use_cache=False)
     assert len(read) == 2
-    memo = next(hook.memo for module in model.modules() for hook in module._forward_pre_hooks.values()
-                if hasattr(hook, "memo"))  # fmt: skip
+    memo = next(hook.memos.of_thread() for module in model.modules() for hook in module._forward_pre_hooks.values()
+                if hasattr(hook, "memos"))  # fmt: skip
     assert not memo.masks, "nothing of a forward outlives it"
 
 

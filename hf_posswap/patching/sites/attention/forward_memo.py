@@ -1,0 +1,236 @@
+"""What the layers of one forward share: where they stand, and the position ids that the model does not pass on.
+
+Several threads may run one model at once, each on tokens of its own, and a hook may run it inside of its own forward:
+each forward has its own memo.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posswap.compat.torch_tensors import in_backward, version_of
+from hf_posswap.families.base import PositionSource
+
+
+@dataclass
+class Span:
+    """The queries and keys of one attention call.
+
+    Attributes:
+        query: positions of the queries, [B or 1, Q].
+        key_length: K, keys after this call.
+        is_prefill: whether the keys are exactly the tokens of the queries.
+        cached: positions of all keys, [B or 1, K], where a cache keeps them; None: it keeps none.
+        shared_cache: what was made of these positions for the layers that stand like this; None: nothing may be shared.
+    """
+
+    query: Tensor
+    key_length: int
+    is_prefill: bool
+    cached: Tensor | None = None
+    shared_cache: dict[Any, Any] | None = None
+
+    @property
+    def key(self) -> Tensor:
+        """Positions of the keys, [B or 1, K]."""
+        if self.is_prefill:
+            return self.query
+        assert self.cached is not None, "the cache was not asked to keep the positions of its keys"
+        return self.cached
+
+    @property
+    def length(self) -> Tensor:
+        """Tokens seen so far in each row, [B or 1, 1, 1, 1]."""
+        return self.query.amax(dim=-1)[:, None, None, None] + 1
+
+
+def identity_of(position_ids: Tensor | None) -> tuple[Tensor | None, int | None]:
+    """Return a tensor and its version, by which it is known again if nothing was written into it since."""
+    if position_ids is None or torch.compiler.is_compiling():  # a traced tensor has no version
+        return position_ids, None
+    return position_ids, version_of(position_ids)
+
+
+@dataclass
+class ForwardMemo:
+    """What the layers of one forward share: where they stand, and what the first of them made of it, as cos and sin.
+
+    A span is found again only by the very cache, tensor and numbers it was made from, so a stale one cannot be used;
+    `clear` at the start and end of each forward frees it. Where layers are called by hand, or run again in the
+    backward, only what surely did not change since is found again. While a graph is being traced nothing is kept: the
+    compiler merges equal work by itself.
+    """
+
+    entries: list[tuple[tuple[Any, ...], Span]] = field(default_factory=list)
+    masks: list[tuple[weakref.ref[Tensor], int | None, Any]] = field(default_factory=list)
+    """What was read from the masks of this forward."""
+    in_forward: bool = False
+    """Whether the model's own forward runs: none of its code writes into what its layers are given."""
+    given: Tensor | None = None
+    """Position ids [B or 1, Q] that the model was given: not all models tell their attention of them."""
+    given_by_caller: bool = False
+    """Whether a caller gave them, in the model's own count; otherwise they count from 0."""
+    runs_again: bool = False
+    """Whether layers run again in the backward."""
+    drops_bias: bool = False
+    """Whether the bias that the model itself makes was taken away: what is left of it is zeros."""
+    source: PositionSource = "arange"
+    """What the stock class counts where it is given no position ids."""
+    padding_id: int | None = None
+    """The token id that is not counted, where it counts input ids."""
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.entries.clear()
+        self.masks.clear()
+
+    def knows(self, cache: Any, *tensors: Tensor | None) -> bool:
+        """Return whether these are known again: outside of a forward a cache, or what counts no writes, may change."""
+        counted = (tensor is None or version_of(tensor) is not None for tensor in tensors)
+        return self.in_forward or torch.compiler.is_compiling() or (cache is None and all(counted))
+
+    def of_mask(self, mask: Tensor, read: Callable[[], Any]) -> Any:
+        """Return what `read` makes of `mask`, once in a forward as long as nothing is written into it."""
+        if not self.knows(None, mask):
+            return read()
+        version = version_of(mask)
+        for known, at, found in self.masks:
+            if known() is mask and at == version:
+                return found
+        found = read()
+        self.masks.append((weakref.ref(mask), version, found))
+        return found
+
+    def shared(self, key: tuple[Any, ...], make: Callable[[Any], Span]) -> Span:
+        """Return the span that was kept under `key`, compared by identity for tensors, or what `make` gives.
+
+        Args:
+            key: what the span is made from.
+            make: takes what `Span.shared_cache` begins as.
+        """
+        if torch.compiler.is_compiling():
+            return make(None)
+        for known, span in self.entries:
+            if len(known) == len(key) and all(map(_same, known, key)):
+                return span
+        span = make({})
+        self.entries.append((key, span))
+        return span
+
+    def take(self, given: Tensor | None, *, by_caller: bool, runs_again: bool) -> None:
+        """Take what a forward begins with."""
+        self.given, self.given_by_caller, self.runs_again = given, by_caller, runs_again
+
+
+class ForwardMemos:
+    """The memo of each forward that runs through a stack: of several threads, or of one inside another.
+
+    What is compiled cannot ask which forward it is of: one memo, `traced`, is for all of it, and is told what the
+    memo of the last forward is told, as layers that are compiled by themselves stand in a forward that is not.
+
+    Args:
+        drops_bias, source, padding_id: as in `ForwardMemo`, for all forwards.
+    """
+
+    def __init__(
+        self, *, drops_bias: bool = False, source: PositionSource = "arange", padding_id: int | None = None
+    ) -> None:
+        self.make = partial(ForwardMemo, drops_bias=drops_bias, source=source, padding_id=padding_id)
+        self.traced, self.begun_traced, self.own = self.make(), False, threading.local()
+        self.untold = False
+        """Whether a forward that has a backward was ever given position ids of which layers may not be told."""
+
+    def now(self) -> ForwardMemo:
+        """Return the memo of the forward that runs."""
+        if torch.compiler.is_compiling():
+            return self.traced
+        own = self.of_thread()
+        if self.begun_traced and not own.in_forward:  # a part that is not compiled, of a forward that is
+            return replace(self.traced, entries=[], masks=[])
+        return own
+
+    def of_thread(self) -> ForwardMemo:
+        """Return the memo of this thread's innermost forward; outside of any, that of layers called by hand."""
+        return self._running()[-1][1]
+
+    def begin(self, module: nn.Module, given: Tensor | None, *, by_caller: bool, runs_again: bool) -> None:
+        """Begin a forward of `module` whose layers may not be told of the position ids `given`.
+
+        Args:
+            module: that takes the stack's input.
+            given: position ids [B or 1, Q]; None: there are none, or the model tells its layers.
+            by_caller: whether a caller gave them.
+            runs_again: whether layers run again in the backward.
+        """
+        self.begun_traced = torch.compiler.is_compiling()
+        self.untold = self.untold or (given is not None and torch.is_grad_enabled() and not runs_again)
+        self.traced.take(given, by_caller=by_caller, runs_again=runs_again)
+        if not self.begun_traced:
+            memo, depth = self.make(in_forward=True), _depth(module)
+            memo.take(given, by_caller=by_caller, runs_again=runs_again)
+            self._leave(depth).append((depth, memo))
+
+    def end(self, module: nn.Module) -> None:
+        """End a forward of `module`, or what a failed one left."""
+        self.traced.given, self.begun_traced = None, False
+        if torch.compiler.is_compiling():
+            return
+        _, outer = self._leave(_depth(module))[-1]
+        if outer.in_forward:
+            self.traced.take(outer.given, by_caller=outer.given_by_caller, runs_again=outer.runs_again)
+
+    def lost(self) -> bool:
+        """Return whether a layer runs again in a backward, and position ids that it was not told of may be gone.
+
+        Of the layers that transformers itself runs again the first call says so.
+        """
+        if torch.compiler.is_compiling() or not self.untold or self.traced.runs_again:
+            return False
+        return not self.of_thread().in_forward and in_backward()
+
+    def _running(self) -> list[tuple[int, ForwardMemo]]:
+        """Return the memos of this thread, the innermost last, each with the forwards around it."""
+        found: list[tuple[int, ForwardMemo]] | None = getattr(self.own, "running", None)
+        if found is None:
+            found = self.own.running = [(-1, self.make())]
+        return found
+
+    def _leave(self, depth: int) -> list[tuple[int, ForwardMemo]]:
+        """Forget the forwards of this thread but for the `depth` outermost, and what layers called by hand left."""
+        running = self._running()
+        while running[-1][0] >= depth:
+            running.pop()
+        running[0][1].clear()
+        return running
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMemos:
+        return ForwardMemos(**self.make.keywords)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(ForwardMemos, **self.make.keywords), ()
+
+
+def _depth(module: nn.Module) -> int:
+    """Return how many forwards of `module` this thread is in the midst of."""
+    frame, found = inspect.currentframe(), 0
+    while frame is not None:
+        found += frame.f_code.co_name == "forward" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return False
+    return bool(a == b)
