@@ -114,7 +114,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "gpt2 longrope": (("gpt2", "longrope", {"factor": 4.0} | LISTS, {}), "longrope with pin=LENGTH have fixed angles"),
     "bloom": (("bloom", "rope", LONG, {}), "the attention of BloomForCausalLM does not go by transformers'"),
     "dynamic": (("llama", "dynamic", {"factor": 4.0}, {}), "beyond 256 tokens its angles follow the length"),
-    "gemma3 dynamic": (("gemma3_text", "dynamic", {"factor": 4.0}, {}), "beyond 256 tokens its angles follow"),
+    "gemma3 dynamic": (
+        ("gemma3_text", "dynamic", {"factor": 4.0}, {}),
+        "greater than the derived max_model_len",
+    ),  # by vLLM
     "longrope": (("llama", "longrope", {"factor": 4.0} | LISTS, BY_TRANSFORMERS), "or --model-impl vllm"),
     "other implementation": (("llama", "alibi", LONG, BY_TRANSFORMERS), "leave --model-impl and --hf-overrides out"),
     "other class": (
@@ -124,7 +127,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "two devices": (("llama", "alibi", LONG, {"tensor_parallel_size": 2}), "served by one device alone"),
     "embeddings": (("llama", "alibi", LONG, {"runner": "pooling"}), "for generating text alone"),
 }
-"""What the plugin refuses before vLLM serves it, and words of its message."""
+"""What the plugin or vLLM itself refuses before it is served, and words of the message."""
 DIFFERENT: dict[str, Case] = {
     "dynamic, stock": ("llama", "dynamic", {"factor": 4.0}, {}),
     "dynamic by transformers": ("llama", "dynamic", {"factor": 4.0}, BY_TRANSFORMERS),
