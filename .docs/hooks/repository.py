@@ -26,6 +26,7 @@ PAGE_OF: dict[str, str] = {
     f"{_RESULTS}/rope-to-yarn/adaptation.md": "results/rope-to-yarn.md",
     f"{_RESULTS}/rope-to-abf/adaptation.md": "results/rope-to-abf.md",
     f"{_RESULTS}/ablations/adaptation.md": "results/ablations.md",
+    f"{_RESULTS}/ablations-alibi/adaptation.md": "results/ablations-alibi.md",
     f"{_RESULTS}/curve/adaptation.md": "results/curve.md",
     f"{_RESULTS}/extension.md": "results/extension.md",
     f"{_RESULTS}/real/stories260K/extension.md": "results/stories260K.md",

@@ -11,7 +11,7 @@ from repository import PAGE_OF, ROOT
 from generated.markup import table
 
 _RESULTS = "recipes/studies/results"
-_OTHERS = ("ablations", "curve", "real")
+_OTHERS = ("ablations", "ablations-alibi", "curve", "real")
 OF_RECIPES = tuple(
     source
     for source in PAGE_OF
