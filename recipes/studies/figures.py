@@ -26,7 +26,13 @@ from hf_posswap.utils.atomic_io import read_json, write_json
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("recipes/studies/results")
 PACKAGED = ROOT / "hf_posswap" / "advice" / FILE
-_ADAPTED = ("adaptation", "learned-to-t5/adaptation", "rope-to-yarn/adaptation", "rope-to-abf/adaptation")
+_ADAPTED = (
+    "adaptation",
+    "learned-to-t5/adaptation",
+    "to-alibi/adaptation",
+    "rope-to-yarn/adaptation",
+    "rope-to-abf/adaptation",
+)
 """Results of recipes.studies.adaptation."""
 _KINDS = {"gpt2": "learned", "llama": "rope", "bert": "encoder"}
 

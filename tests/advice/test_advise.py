@@ -55,7 +55,9 @@ def test_a_learned_table_without_a_budget_keeps_its_sliding_window() -> None:
     assert advice.use.title == "no swap: a sliding window of 64 tokens"
     assert (advice.use.scheme, advice.use.recipe) == (None, None)
     assert advice.use.reasons, "figures speak for it"
-    assert all(figure.high is None or figure.high >= 0 for figure in advice.use.reasons)
+    for subject in {figure.subject for figure in advice.use.reasons}:  # it may beat the window on one base
+        held = [figure for figure in advice.use.reasons if figure.subject == subject]
+        assert any(figure.high is None or figure.high >= 0 for figure in held), subject
     trained = next(option for option in advice.others if option.recipe == "learned-to-rope")
     assert "it needs training: with a budget of" in trained.against[0]
 
