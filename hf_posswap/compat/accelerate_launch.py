@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,22 @@ def launch_environment(arguments: Any) -> dict[str, str]:
     return {name: value for name, value in made.items() if os.environ.get(name) != value}
 
 
-def forget_launch() -> None:
-    """Have accelerate forget what it knows of this process and those beside it.
+@contextmanager
+def no_launch() -> Iterator[None]:
+    """Have accelerate know nothing of this process and those beside it in the block; afterwards what it knew.
 
-    Touches `_reset_state` of `AcceleratorState` and `GradientState` (accelerate 1.12 to 1.15). Without it a second
-    launch in one process would be the first one again.
+    Touches `_shared_state` of `AcceleratorState`, `PartialState` and `GradientState` (accelerate 1.12 to 1.15). Without
+    it a second launch in one process would be the first one again.
     """
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    states = [one._shared_state for one in (AcceleratorState, PartialState, GradientState)]
+    before = [dict(state) for state in states]
+    for state in states:
+        state.clear()
+    try:
+        yield
+    finally:
+        for state, held in zip(states, before, strict=True):
+            state.clear()
+            state.update(held)

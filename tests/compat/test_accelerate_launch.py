@@ -34,10 +34,12 @@ def test_launch_environment(tmp_path: Path) -> None:
     assert (sharded["ACCELERATE_USE_FSDP"], sharded["FSDP_VERSION"]) == ("true", "2")
 
 
-def test_forget_launch() -> None:
+def test_no_launch() -> None:
     from accelerate import Accelerator
 
-    Accelerator(cpu=True)
+    known = Accelerator(cpu=True)
+    with accelerate_launch.no_launch():
+        assert not is_connected()
+        assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
     assert is_connected()
-    accelerate_launch.forget_launch()
-    assert not is_connected()
+    assert (known.mixed_precision, Accelerator().mixed_precision) == ("no", "no")

@@ -89,8 +89,9 @@ def card_of(name: str) -> Card:
         >>> card_of("h100").memory == card_of("80GB").memory
         True
     """
-    if name.lower() in CARDS:
-        return CARDS[name.lower()]
+    known = CARDS.get(name.strip().lower())
+    if known is not None:
+        return known
     found = _SIZE.fullmatch(name.strip())
     if found is None or not found[2]:
         raise UnknownNameError("GPU", name, [*CARDS, "a size such as 24GB"])

@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from yaml import YAMLError
 
-from hf_posswap.compat.accelerate_launch import forget_launch, launch_arguments, launch_environment
-from hf_posswap.compat.accelerate_state import is_connected
+from hf_posswap.compat.accelerate_launch import launch_arguments, launch_environment, no_launch
 from hf_posswap.compat.torch_processes import fake_processes
 from hf_posswap.errors import ConfigError, OptionError, UnknownNameError
 from hf_posswap.training.config.shipped import LAUNCHERS, shipped_recipes
@@ -39,14 +39,14 @@ def launched(file: Path | None, processes: int | None) -> Iterator[None]:
     """
     if processes is not None and processes < 1:
         raise OptionError(f"--processes is a whole number of at least 1, got {processes}.")
-    if is_connected() or "RANK" in os.environ:
+    if dist.is_initialized() or "RANK" in os.environ:
         raise OptionError("a dry run takes one process, and this one was started by a launcher: call it by itself.")
     said = {} if file is None else _environment(file, processes)
     count = int(said.pop("count", processes or 1))
     several = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), **_FIRST} if count > 1 else {}
     with ExitStack() as stack:
         stack.enter_context(_environment_of(said | several))
-        stack.callback(forget_launch)
+        stack.enter_context(no_launch())
         if count > 1:
             stack.enter_context(fake_processes(count))
         yield
@@ -57,7 +57,7 @@ def count_and_sharding(file: Path | None, processes: int | None) -> tuple[int, b
     if file is None:
         return processes or 1, False
     arguments = launch_arguments(file, processes)
-    return arguments.num_processes or 1, bool(arguments.use_fsdp)
+    return int(arguments.num_processes), bool(arguments.use_fsdp)
 
 
 def launch_file(given: str) -> Path:
@@ -84,23 +84,29 @@ def launch_file(given: str) -> Path:
 def _environment(file: Path, processes: int | None) -> dict[str, str]:
     try:
         arguments = launch_arguments(file, processes)
-        refused = next((why for name, why in _NOT_DRY.items() if _asks(arguments, name)), None)
+        count = int(arguments.num_processes or 0)
+        refused = _refused(arguments)
         if refused is None:
             found = launch_environment(arguments)
-    except (ValueError, OSError, KeyError, TypeError, YAMLError) as error:
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, YAMLError) as error:
         raise ConfigError(f"{file} is no file of accelerate that can be read: {error}") from error
     if refused is not None:
         raise ConfigError(
             f"{file} asks for {refused}: that cannot be dry-run. What can: one process, DDP and FSDP2 "
             "(posswap recipes accelerate/fsdp2)."
         )
+    if count < 1:
+        raise ConfigError(f"{file} starts {count} processes: give num_processes there, or --processes.")
     # how weights are loaded has no part in a step
     found |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"} if arguments.use_fsdp else {}
-    return found | {"count": str(arguments.num_processes or 1)}
+    return found | {"count": str(count)}
 
 
-def _asks(arguments: Any, name: str) -> bool:
-    return bool(getattr(arguments, name, False))
+def _refused(arguments: Any) -> str | None:
+    """Return what a launch asks for that cannot be run dry; None: nothing."""
+    if arguments.mixed_precision == "fp8":
+        return "float8, whose kernels torch has on a GPU alone"
+    return next((why for name, why in _NOT_DRY.items() if getattr(arguments, name, False)), None)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.errors import ConfigError, UnsupportedSwapError
+from hf_posswap.errors import ConfigError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.training.config import Recipe, phases_of
 from hf_posswap.training.dryrun.cards import Card
 from hf_posswap.training.dryrun.changes import Change, ladders
@@ -96,7 +96,7 @@ def _first_that_fits(ladder: list[Change], card: Card, say: Say) -> tuple[Change
             say(f"it does not fit; trying {change.said}")
             try:
                 tried[change.said], _ = _predict(change.recipe, card, change.accelerate, change.processes)
-            except UnsupportedSwapError:  # not under this kind of sharding
+            except (UnsupportedSwapError, UnsupportedModelError):  # not under this sharding, or no loss in chunks
                 return None
         fits = _fit(tried[change.said])
         if not fits and len(tried) == 1:

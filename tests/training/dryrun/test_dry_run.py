@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from typer.testing import CliRunner
 
 from hf_posswap.cli import app
+from hf_posswap.compat.accelerate_launch import no_launch
 from hf_posswap.compat.torch_fake import fake_mode
 from hf_posswap.errors import ConfigError, OptionError, UnknownNameError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.patching.sites.attention import backends
@@ -265,11 +270,28 @@ def test_whole_batches_are_kept_at_first_where_weights_are_shared(folders: dict[
     assert same[0].recipe.training.per_device_train_batch_size == 1
 
 
-def test_the_launch_is_forgotten(folders: dict[str, Path]) -> None:
-    before = dict(os.environ)
-    dry_run(recipe(folders["llama"]), accelerate=launch_file("fsdp2"), processes=2)
-    assert dict(os.environ) == before
-    assert not torch.distributed.is_initialized()
+def _state() -> dict[str, Any]:
+    """Return what a dry run may not change in its process."""
+    chance = (random.getstate(), tuple(np.random.get_state()[1]), torch.get_rng_state().tolist())
+    return {
+        "environment": dict(os.environ),
+        "chance": chance,
+        "threads": torch.get_num_threads(),
+        "attention": torch.nn.functional.scaled_dot_product_attention,
+        "connected": torch.distributed.is_initialized(),
+        "accelerate": dict(AcceleratorState._shared_state),
+    }
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_the_process_is_left_as_it_was(folders: dict[str, Path], connected: bool) -> None:
+    """Also where accelerate was used before, as after a training in the same notebook."""
+    with no_launch():
+        if connected:
+            Accelerator(cpu=True)
+        before = _state()
+        dry_run(recipe(folders["llama"]), accelerate=launch_file("fsdp2"), processes=2)
+        assert _state() == before
 
 
 def test_weights_are_never_read(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -284,6 +306,25 @@ def test_engines_that_cannot_be_run_dry_are_refused_by_name(folders: dict[str, P
     what = "context parallelism" if name == "fsdp2-cp" else "DeepSpeed"
     with pytest.raises(ConfigError, match=rf"{name}.yaml asks for .*{what}.*What can: one process, DDP and FSDP2"):
         dry_run(recipe(folders["llama"]), accelerate=launch_file(name))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no file of accelerate that can be read"),
+        ("- ddp", "is no file of accelerate that can be read"),
+        ("{distributed_type: MULTI_GPU, num_processes: eight}", "is no file of accelerate that can be read: .*'eight'"),
+        ("{distributed_type: MULTI_GPU, num_processes: 0}", "starts 0 processes: give num_processes there, or --proc"),
+        ("{distributed_type: MULTI_GPU, num_processes: 2, mixed_precision: fp8}", "asks for float8"),
+    ],
+)
+def test_files_that_are_no_launch_are_refused(
+    folders: dict[str, Path], tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "launch.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"launch.yaml {message}"):
+        dry_run(recipe(folders["llama"]), accelerate=file)
 
 
 def test_other_refusals(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +347,7 @@ def test_other_refusals(folders: dict[str, Path], tmp_path: Path, monkeypatch: p
 
 
 def test_a_card_is_a_name_or_a_size() -> None:
-    assert card_of("H100") is CARDS["h100"]
+    assert card_of("H100 ") is CARDS["h100"]
     assert card_of("24GB").memory == card_of("4090").memory == 24 << 30
     assert card_of("24GB").seconds(Work()) is None
     with pytest.raises(UnknownNameError, match=r"unknown GPU 'h10'. Did you mean 'h100'\? Known: 4090, a size such as"):
