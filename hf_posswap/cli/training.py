@@ -73,6 +73,7 @@ def train(
         typer.Option(
             "--processes",
             metavar="N",
+            max=65_536,
             help="With --dry-run: GPUs; without it as FILE says, or one.",
             show_default=False,
         ),
@@ -95,6 +96,8 @@ def train(
         return
     if not dry_run and (json or any(given is not None for given in (gpu, accelerate, processes))):
         raise ConfigError("--gpu, --accelerate, --processes and --json are of --dry-run: give that one too.")
+    if dry_run and show:
+        raise ConfigError("--show and --dry-run are two things: give one of them.")
     chosen, changes = _recipe_and_changes(config, settings or [])
     progress = console()  # on stdout, which the block below takes away
     with quiet_library():

@@ -394,7 +394,8 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*arguments, "--json"])
     assert json.loads(done.stdout)["phases"][0]["fits"] is True
     assert not (tmp_path / "posswap-run").exists()
-    done = CliRunner().invoke(app, ["train", "-c", str(path), "--gpu", "24GB"])
-    assert done.exit_code == 2
+    for words in (["--gpu", "24GB"], ["--dry-run", "--show"], ["--dry-run", "--processes", "1000000"]):
+        done = CliRunner().invoke(app, ["train", "-c", str(path), *words])
+        assert done.exit_code == 2, words
     with launched(None, 1):  # a launch of one is no launch
         assert not torch.distributed.is_initialized()
