@@ -30,7 +30,7 @@ KINDS = {
     "google-bert/bert-base-uncased": "bert",
     "sentence-transformers/all-MiniLM-L6-v2": "bert",
 }
-FOUND = sorted((ROOT / "recipes").rglob("*.yaml"))
+FOUND = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "studies")
 LAUNCHERS = [path for path in FOUND if "distributed_type" in yaml.safe_load(path.read_text())]
 RECIPES = [path for path in FOUND if path not in LAUNCHERS and path.name != "base.yaml"]
 SHARED_CODE = ("abf", "rope-to-abf", "linear", "drope", "to-alibi", "learned-to-sinusoidal", "distill")
