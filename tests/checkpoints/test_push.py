@@ -94,6 +94,7 @@ def speaker(world: tuple[Hub, Client]) -> Client:
     return world[1]
 
 
+@pytest.mark.slow
 def test_pushed_twice_and_pulled_without_the_package(hub: Hub, speaker: Client, tmp_path: Path) -> None:
     numbers = speaker.do("save", folder=str(tmp_path / "saved"), scheme="rope")
     first = speaker.do("push", repo_id=REPO, folder=str(tmp_path / "saved"))

@@ -60,6 +60,7 @@ def test_the_command_writes_results_and_a_report(posswap: Posswap, small: Path, 
     assert (tmp_path / "out" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_says_how_to_go_on(small: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hf_posswap.cli", "quickstart", "--model", str(small), "--steps", "100000"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}

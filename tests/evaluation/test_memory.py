@@ -66,6 +66,7 @@ def peaks(*cases: tuple[str, int, int | str, int, int]) -> list[dict[str, int]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_head_of_many_words_is_taken_in_chunks() -> None:
     (found,) = peaks(("rope", 2048, 0, 50_000, 4))
     whole = 2048 * 50_000 * 4

@@ -137,6 +137,7 @@ def test_scores(chromium: Chromium, tmp_path: Path) -> None:
         near(made, expected)
 
 
+@pytest.mark.slow
 def test_relative(chromium: Chromium, tmp_path: Path) -> None:
     for _, subject, s, values in checked(asked(chromium, tmp_path, "relative")):
         at = torch.tensor(values["places"])

@@ -187,6 +187,7 @@ def test_the_packages_model_predicts_held_out_text() -> None:
     assert sum(losses) / len(losses) < 0.6 * uniform
 
 
+@pytest.mark.slow
 def test_reload_refuses_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     model = gpt2()
     hf_posswap.save(model, tmp_path / "model", tokenizer=byte_tokenizer())

@@ -94,6 +94,7 @@ def test_under_eight_documents_there_is_no_verdict() -> None:
     assert [goal["reached"] for goal in judge("rope", base, base, few, [few])["goals"]] == [None] * 3
 
 
+@pytest.mark.slow
 def test_it_runs_from_end_to_end_and_finds_what_is_done(tmp_path: Path) -> None:
     write_model(tmp_path / "gpt2", n_positions=32)
     write_texts(tmp_path / "train", count=12)
