@@ -77,7 +77,7 @@ def test_rotation_is_multiplication_by_a_complex_number(
     turn = torch.polar(torch.ones(queries, pairs).double(), positions[:, None].double() * inv_freq.double())
     part = x[..., : 2 * pairs]
     pairwise = part.unflatten(-1, (2, pairs)).transpose(-1, -2) if layout == "half" else part.unflatten(-1, (pairs, 2))
-    turned = torch.view_as_real(torch.view_as_complex(pairwise.contiguous()) * turn)  # [2, H, Q, pairs, 2]
+    turned = torch.view_as_real(torch.complex(pairwise[..., 0], pairwise[..., 1]) * turn)  # [2, H, Q, pairs, 2]
     expected = turned.transpose(-1, -2).flatten(-2) if layout == "half" else turned.flatten(-2)
     torch.testing.assert_close(out[..., : 2 * pairs], expected, rtol=0, atol=4e-6)
     assert torch.equal(out[..., 2 * pairs :], x[..., 2 * pairs :])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,6 +71,19 @@ def owner_of(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 def entry_signature(module: nn.Module) -> list[str]:
     """Return the names of the positional arguments of `module`."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def by_name(signature: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names; those beyond `signature` are left out.
+
+    The compiler of torch 2.6 takes no `zip` of lists of two lengths, and no `|` of dictionaries.
+
+    Example:
+        >>> by_name(["x", "mask"], [1], {"cache": 2})
+        {'x': 1, 'cache': 2}
+    """
+    count = min(len(signature), len(args))
+    return {**dict(zip(signature[:count], args[:count], strict=True)), **kwargs}
 
 
 def join(*parts: str) -> str:

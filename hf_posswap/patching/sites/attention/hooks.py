@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.families.modules import by_name
 from hf_posswap.patching.edits.offload import bring_all
 from hf_posswap.patching.sites.attention.cache_view import rotating, self_attention_cache, takes_several_keys
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
@@ -97,7 +98,7 @@ class StartHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if not torch.compiler.is_compiling():
             bring_all(getattr(self.owner, self.name))
-        given = dict(zip(self.signature, args, strict=False)) | kwargs
+        given = by_name(self.signature, args, kwargs)
         position_ids, source = given.get("position_ids"), self.memos.traced.source
         takes, by_caller = "position_ids" in self.signature, position_ids is not None
         if position_ids is None:

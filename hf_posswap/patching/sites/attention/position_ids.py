@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_posswap.compat.torch_modules import pre_hooks
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.modules import entry_signature
+from hf_posswap.families.modules import by_name, entry_signature
 from hf_posswap.families.sites import Stack
 from hf_posswap.patching.edits.context import PlanDraft, SwapContext
 from hf_posswap.patching.edits.edit import Edit, Saved
@@ -102,7 +102,7 @@ class ArrivalHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         waiting = self.pending.take()
-        given = dict(zip(self.signature, args, strict=False)) | kwargs
+        given = by_name(self.signature, args, kwargs)
         if waiting is None or given.get(ENTRY_ARGUMENT) is not None:
             return None
         if self.refusal:

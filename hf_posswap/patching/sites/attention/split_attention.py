@@ -153,7 +153,8 @@ def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
 def _tile(found: list[Held], keys: int) -> bool:
     """Return whether each of `keys` keys is held, for all queries, by one of the pieces that were found."""
     ends = [0, *(one.high for one in found)]
-    return ends[-1] == keys and all(one.which is None and one.low == end for one, end in zip(found, ends, strict=False))
+    begins = zip(found, ends[:-1], strict=True)
+    return ends[-1] == keys and all(one.which is None and one.low == begin for one, begin in begins)
 
 
 def _is_all(held: Tensor) -> bool:

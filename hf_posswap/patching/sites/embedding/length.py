@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posswap.compat.torch_modules import pre_hooks
 from hf_posswap.errors import PositionRangeError
-from hf_posswap.families.modules import entry_signature
+from hf_posswap.families.modules import by_name, entry_signature
 from hf_posswap.patching.edits.buffers import grow_buffer, grown
 from hf_posswap.patching.edits.edit import Edit, Saved
 from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks, replace_buffer, restore_buffers
@@ -42,7 +42,7 @@ class LengthHook:
         self.buffers, self.signature = buffers, signature
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip(self.signature, args, strict=False)) | kwargs
+        given = by_name(self.signature, args, kwargs)
         length = _tokens(given) + _past(given.get("past_key_values"))
         position_ids = given.get("position_ids")
         if position_ids is not None and not torch.compiler.is_compiling():
