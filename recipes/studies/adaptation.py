@@ -38,7 +38,7 @@ from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.evaluation import RunStore, reach_of
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.training.config import load_recipe
-from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
+from hf_posswap.utils.atomic_io import write_json, write_text
 from recipes.studies.goals import Subject, judge, markdown
 from recipes.studies.measuring import LAST, MULTIPLES, Texts, document_means, sliding_means
 from recipes.studies.pictures import draw_goals
@@ -46,6 +46,7 @@ from recipes.studies.running import (
     CONTROL,
     RECIPES,
     Run,
+    base_folder,
     control_settings,
     make_run,
     source_settings,
@@ -53,6 +54,7 @@ from recipes.studies.running import (
     study_command,
     tokens_of,
     versions,
+    work_folder,
 )
 
 NAME = "adaptation"
@@ -84,8 +86,8 @@ def main(
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
 ) -> None:
     """Train recipes and control at equal tokens, and say which goals are reached."""
-    place = writable_folder((work or cache_folder(None) / "studies").expanduser().resolve())
-    folder = (base if (base / "config.json").is_file() else base / "model").resolve()
+    place = work_folder(work)
+    folder = base_folder(base)
     model = hf_posswap.load(folder).eval()
     tokenizer = load_tokenizer(folder, instead="save it beside the model")
     window = reach_of(model).window

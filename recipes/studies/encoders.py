@@ -36,14 +36,23 @@ from hf_posswap.evaluation import reach_of
 from hf_posswap.evaluation.frames import special_frame
 from hf_posswap.evaluation.retrieval import Pooling
 from hf_posswap.text.tokens import load_tokenizer
-from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
+from hf_posswap.utils.atomic_io import write_json, write_text
 from recipes.studies.encoders_reading import Bench, Way
 from recipes.studies.encoders_scores import CUT, INTERPOLATED, MEAN, NTK, ROPE, Found, cells_of, near_the_base, verdicts
 from recipes.studies.encoders_table import markdown
 from recipes.studies.long_texts import Task, needed, passages, passkeys
 from recipes.studies.measuring import MULTIPLES
 from recipes.studies.pictures import draw_ways
-from recipes.studies.running import RECIPES, Run, make_run, source_settings, study_command, tokens_of, versions
+from recipes.studies.running import (
+    RECIPES,
+    Run,
+    make_run,
+    source_settings,
+    study_command,
+    tokens_of,
+    versions,
+    work_folder,
+)
 
 T = TypeVar("T")
 NAME = "encoders"
@@ -113,7 +122,7 @@ def main(
     if sizes.device == "cuda" and not torch.cuda.is_available():
         raise OptionError(f"--size {size} reads on a GPU, and torch finds none here: use --size cpu.")
     ways = _ways(only)
-    place = writable_folder((work or cache_folder(None) / "studies").expanduser().resolve())
+    place = work_folder(work)
     folder = base.expanduser().resolve()
     model = hf_posswap.load(folder)
     reach = reach_of(model)

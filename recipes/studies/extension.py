@@ -30,10 +30,20 @@ from hf_posswap.errors import DataError
 from hf_posswap.evaluation import RunStore, reach_of
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 from hf_posswap.text.tokens import load_tokenizer
-from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
+from hf_posswap.utils.atomic_io import write_json, write_text
 from recipes.studies.measuring import MULTIPLES, Means, Texts, difference, document_means, mean_with_interval
 from recipes.studies.pictures import draw_extension
-from recipes.studies.running import RECIPES, Run, make_run, source_settings, study_command, tokens_of, versions
+from recipes.studies.running import (
+    RECIPES,
+    Run,
+    base_folder,
+    make_run,
+    source_settings,
+    study_command,
+    tokens_of,
+    versions,
+    work_folder,
+)
 
 NAME = "extension"
 FACTOR = MULTIPLES[-1]
@@ -89,8 +99,8 @@ def main(
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
 ) -> None:
     """Extend a base by each method, train it, read by length, and hold the papers' orders against it."""
-    place = writable_folder((work or cache_folder(None) / "studies").expanduser().resolve())
-    folder = (base if (base / "config.json").is_file() else base / "model").resolve()
+    place = work_folder(work)
+    folder = base_folder(base)
     model = hf_posswap.load(folder).eval()
     tokenizer = load_tokenizer(folder, instead="save it beside the model")
     window = reach_of(model).window

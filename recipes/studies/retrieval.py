@@ -30,9 +30,20 @@ from hf_posswap.evaluation import RunStore, effective_length, passkey_grid, reac
 from hf_posswap.evaluation.passkey import PasskeyTask
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.training.config import load_recipe
-from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
+from hf_posswap.utils.atomic_io import write_json, write_text
 from recipes.studies.pictures import draw_found
-from recipes.studies.running import RECIPES, Run, make_run, source_settings, study_command, swapped, tokens_of, versions
+from recipes.studies.running import (
+    RECIPES,
+    Run,
+    base_folder,
+    make_run,
+    source_settings,
+    study_command,
+    swapped,
+    tokens_of,
+    versions,
+    work_folder,
+)
 
 NAME = "retrieval"
 MULTIPLES = (0.5, 1, 2, 4, 8)
@@ -59,8 +70,8 @@ def main(
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
 ) -> None:
     """Train recipes on far needles, and say how many are found by length."""
-    place = writable_folder((work or cache_folder(None) / "studies").expanduser().resolve())
-    folder = (base if (base / "config.json").is_file() else base / "model").resolve()
+    place = work_folder(work)
+    folder = base_folder(base)
     model = hf_posswap.load(folder).eval()
     window = reach_of(model).window
     task = PasskeyTask(load_tokenizer(folder, instead="save it beside the model"), header=False)

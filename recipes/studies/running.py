@@ -26,7 +26,7 @@ from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.reading import read_yaml
 from hf_posswap.training.config.theirs import has_a_part, with_a_part
 from hf_posswap.training.data.sources import source_identity
-from hf_posswap.utils.atomic_io import read_json, write_json
+from hf_posswap.utils.atomic_io import cache_folder, read_json, writable_folder, write_json
 
 RECIPES = Path(__file__).resolve().parents[1]
 CONTROL = RECIPES / "control.yaml"
@@ -139,6 +139,20 @@ def study_command(name: str, asked: Mapping[str, Any], places: Mapping[Path, str
             several = value if isinstance(value, list | tuple) else [] if value is None or value is False else [value]
             words += [word for one in several for word in ((flag,) if one is True else (flag, str(one)))]
     return command_line(f"python -m recipes.studies.{name}", [*words, "--out", "results"], places)
+
+
+def work_folder(work: Path | None) -> Path:
+    """Return the folder for trainings: `work`, or one in the user's cache.
+
+    Raises:
+        CheckpointError: it cannot be written into.
+    """
+    return writable_folder((work or cache_folder(None) / "studies").expanduser().resolve())
+
+
+def base_folder(base: Path) -> Path:
+    """Return the folder of the model that `base` is, or that a run of recipes/pretrain.py left in it."""
+    return (base if (base / "config.json").is_file() else base / "model").resolve()
 
 
 def source_settings(paths: Sequence[str]) -> str:

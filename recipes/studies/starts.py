@@ -26,9 +26,9 @@ from hf_posswap.errors import SchemeError
 from hf_posswap.evaluation import RunStore, reach_of
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.text.tokens import load_tokenizer
-from hf_posswap.utils.atomic_io import cache_folder, writable_folder, write_json, write_text
+from hf_posswap.utils.atomic_io import write_json, write_text
 from recipes.studies.measuring import LAST, LAST_ALONE, MULTIPLES, WINDOW, Means, Texts, difference, document_means
-from recipes.studies.running import versions
+from recipes.studies.running import versions, work_folder
 
 NAME = "starts"
 FITTED_DOCUMENTS, FITTED_WINDOWS = 12, 4
@@ -80,7 +80,7 @@ def main(
     work: Annotated[Path | None, typer.Option(help="For what was measured; the user's cache otherwise.")] = None,
 ) -> None:
     """Measure the base and every start, and write the table."""
-    place = writable_folder((work or cache_folder(None) / "studies").expanduser().resolve())
+    place = work_folder(work)
     folder = base if (base / "config.json").is_file() else base / "model"
     tokenizer = load_tokenizer(folder, instead="save it beside the model")
     model = hf_posswap.load(folder).eval()

@@ -30,9 +30,9 @@ from hf_posswap.errors import UnknownNameError, UnsupportedModelError, Unsupport
 from hf_posswap.evaluation import RunStore, measure_losses, reach_of, sliding_losses
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.text.tokens import load_tokenizer
-from hf_posswap.utils.atomic_io import cache_folder, read_json, writable_folder, write_json, write_text
+from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 from recipes.studies.measuring import MULTIPLES, Texts, difference
-from recipes.studies.running import versions
+from recipes.studies.running import versions, work_folder
 from recipes.studies.untrained_table import markdown
 
 NAME = "untrained"
@@ -88,7 +88,7 @@ def main(
     work: Annotated[Path | None, typer.Option(help="For what was measured; the user's cache otherwise.")] = None,
 ) -> None:
     """Measure every start on one base, and write all rows."""
-    place = writable_folder((work or cache_folder(None) / "studies").expanduser().resolve())
+    place = work_folder(work)
     folder = base if (base / "config.json").is_file() else base / "model"
     tokenizer = load_tokenizer(folder, instead="save it beside the model")
     window = reach_of(hf_posswap.load(folder)).window
