@@ -8,7 +8,6 @@ is.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from hf_posswap.compat.python_frames import self_of, stacks_of_threads
 from hf_posswap.compat.torch_modules import computes
 from hf_posswap.errors import ModelInUseError, UnsupportedSwapError
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -63,7 +63,7 @@ def changing(model: nn.Module, what: str, *, parameters: bool = True) -> Iterato
     """Change the positions of `model` in the block, alone: forwards that begin meanwhile in other threads are refused.
 
     It costs forwards nothing: the gates stand only while the block lasts, and what runs is read from the stacks of the
-    threads. Blocks may be nested in one thread.
+    threads (in a Python without a GIL that of its own alone). Blocks may be nested in one thread.
 
     Args:
         model: the transformers model, inside any adapters.
@@ -162,7 +162,7 @@ def _refuse_forward(model: nn.Module, what: str) -> None:
     """Refuse where a forward or `generate` of the model, or of a part of it, is on the stack of some thread."""
     parts = {id(part) for part in model.modules()}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, innermost in sys._current_frames().items():
+    for ident, innermost in stacks_of_threads().items():
         kind = _kind_of_call(innermost, parts)
         if kind is None:
             continue
@@ -179,7 +179,7 @@ def _kind_of_call(frame: FrameType | None, parts: set[int]) -> str | None:
     while frame is not None:
         name = frame.f_code.co_name
         generates = name.startswith("generate")  # whatever it is called: generate, generate_batch, ...
-        if (generates or computes(name)) and id(frame.f_locals.get("self")) in parts:
+        if (generates or computes(name)) and id(self_of(frame)) in parts:
             return "generate" if generates else "a forward"
         frame = frame.f_back
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -106,16 +105,10 @@ def test_an_adapter_whose_base_would_be_swapped_under_inference_mode_is_refused(
 
 @pytest.fixture
 def impatient() -> Iterator[None]:
-    """Let threads take turns as often as they can.
-
-    No garbage is searched meanwhile: CPython 3.11 has crashed in such a search, inside a forward of torch's that
-    another thread had interrupted.
-    """
+    """Let threads take turns as often as they can."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    gc.disable()
     yield
-    gc.enable()
     sys.setswitchinterval(before)
 
 
