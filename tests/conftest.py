@@ -79,6 +79,18 @@ def shared_checkpoints() -> Path:
     return CHECKPOINTS
 
 
+@pytest.fixture(scope="session")
+def stock_compiles() -> None:
+    """Skip where this torch does not take a stock class of this transformers as one graph, as 2.6 does not."""
+    from tests.training.tiny_models import tiny
+
+    model = tiny("gpt2")
+    try:
+        torch.compile(lambda ids: model(ids).logits, fullgraph=True, backend="eager")(torch.arange(4)[None])
+    except torch._dynamo.exc.Unsupported as error:
+        pytest.skip(f"torch {torch.__version__} does not compile the stock class: {str(error).splitlines()[0]}")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="K/N", help="Run the K-th of N shares of the tests, K from 1 to N.")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -23,6 +24,15 @@ def fake_processes(count: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def can_be_fake() -> bool:
+    """Return whether tensors without numbers can be sent between such processes.
+
+    Touches `torch._C._dispatch_has_kernel_for_dispatch_key`: torch 2.13 has kernels of its collectives for meta, 2.6
+    has none. Without it a dry run of several processes would end in an error of torch's.
+    """
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allgather_", "Meta"))
 
 
 def is_collective(operator: Any) -> bool:

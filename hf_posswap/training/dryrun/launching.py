@@ -8,12 +8,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from yaml import YAMLError
 
 from hf_posswap.compat.accelerate_launch import launch_arguments, launch_environment, no_launch
-from hf_posswap.compat.torch_processes import fake_processes
-from hf_posswap.errors import ConfigError, OptionError, UnknownNameError
+from hf_posswap.compat.torch_processes import can_be_fake, fake_processes
+from hf_posswap.errors import ConfigError, OptionError, UnknownNameError, UnsupportedModelError
 from hf_posswap.training.config.shipped import LAUNCHERS, shipped_recipes
 
 _FIRST = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -36,6 +37,7 @@ def launched(file: Path | None, processes: int | None) -> Iterator[None]:
     Raises:
         ConfigError: the file cannot be read, or asks for what a dry run cannot do: named.
         OptionError: `processes` is no number of processes, or this process is one of several already.
+        UnsupportedModelError: there are several, and this torch cannot send what has no numbers.
     """
     if processes is not None and processes < 1:
         raise OptionError(f"--processes is a whole number of at least 1, got {processes}.")
@@ -43,6 +45,11 @@ def launched(file: Path | None, processes: int | None) -> Iterator[None]:
         raise OptionError("a dry run takes one process, and this one was started by a launcher: call it by itself.")
     said = {} if file is None else _environment(file, processes)
     count = int(said.pop("count", processes or 1))
+    if count > 1 and not can_be_fake():
+        raise UnsupportedModelError(
+            f"a dry run of {count} processes needs a torch whose processes can send tensors without numbers, as "
+            f"torch 2.13 does; this is torch {torch.__version__}. Run it dry for one process, or with a newer torch."
+        )
     several = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), **_FIRST} if count > 1 else {}
     with ExitStack() as stack:
         stack.enter_context(_environment_of(said | several))

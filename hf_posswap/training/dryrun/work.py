@@ -106,7 +106,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> int:
-    count: Any = _OF_CPU.get(func.overloadpacket, flop_registry.get(func.overloadpacket))
+    count: Any = _OF_ATTENTION.get(func.overloadpacket, flop_registry.get(func.overloadpacket))
     if count is None:
         return 0
     said = dict(zip(argument_names(func), args, strict=False)) | kwargs
@@ -116,15 +116,24 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    return int(sdpa_flop_count(query.shape, _for_each(query, key), _for_each(query, value)))
 
 
 def _backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+    shapes = (query.shape, _for_each(query, key), _for_each(query, value))
+    return int(sdpa_backward_flop_count(gradient.shape, *shapes))
 
 
-_OF_CPU = {fused_attention("cpu"): _forward, fused_attention_backward("cpu"): _backward}
-"""What torch has no formula for."""
+def _for_each(query: Tensor, grouped: Tensor) -> tuple[int, ...]:
+    """Return the shape of `grouped`, [B, G, K, D], with a head for each of `query`, [B, H, Q, D]."""
+    batch, _, length, dim = grouped.shape
+    return batch, query.shape[1], length, dim
+
+
+_OF_ATTENTION = {fused_attention(device): _forward for device in ("cpu", "cuda")} | {
+    fused_attention_backward(device): _backward for device in ("cpu", "cuda")
+}
+"""What torch has no formula for: on a CPU, and (torch 2.6) with fewer heads of keys than of queries."""
 
 
 def _sent(func: Any, given: list[Tensor], made: list[Tensor]) -> int:

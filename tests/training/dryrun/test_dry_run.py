@@ -19,10 +19,11 @@ from typer.testing import CliRunner
 from hf_posswap.cli import app
 from hf_posswap.compat.accelerate_launch import no_launch
 from hf_posswap.compat.torch_fake import fake_mode
+from hf_posswap.compat.torch_processes import can_be_fake
 from hf_posswap.errors import ConfigError, OptionError, UnknownNameError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.training.config import Recipe, make_recipe
-from hf_posswap.training.dryrun import CARDS, DryRun, Prediction, card_of, dry_run, launch_file
+from hf_posswap.training.dryrun import CARDS, DryRun, Prediction, card_of, dry_run, launch_file, launching
 from hf_posswap.training.dryrun.changes import ladders
 from hf_posswap.training.dryrun.launching import launched
 from hf_posswap.training.dryrun.unreal import Unreal
@@ -30,6 +31,7 @@ from hf_posswap.training.dryrun.work import Work
 from tests.training.tiny_models import tiny
 
 LENGTH, ROWS, WIDTH, LAYERS = 64, 2, 32, 2
+of_processes = pytest.mark.skipif(not can_be_fake(), reason="this torch cannot send what has no numbers")
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,7 @@ def test_a_batch_cut_into_smaller_ones_does_the_same_work(folders: dict[str, Pat
     assert cut.peak < whole.peak
 
 
+@of_processes
 @pytest.mark.parametrize("processes", [2, 4])
 def test_fsdp2_shares_weights_gradients_and_optimizer(folders: dict[str, Path], processes: int) -> None:
     alone = one(dry_run(recipe(folders["llama"])))
@@ -102,6 +105,7 @@ def test_fsdp2_shares_weights_gradients_and_optimizer(folders: dict[str, Path], 
     assert 2 * others < shared.sent < 3.1 * others
 
 
+@of_processes
 def test_ddp_holds_all_and_sends_gradients_twice(folders: dict[str, Path]) -> None:
     alone, both = one(dry_run(recipe(folders["llama"]))), one(dry_run(recipe(folders["llama"]), processes=2))
     assert both.held["weights"] == alone.held["weights"]
@@ -197,6 +201,7 @@ def test_mixed_precision_is_that_of_a_gpu(folders: dict[str, Path], precision: s
     assert {kind for kind, flops, _ in found.steps[0].items if flops} == {torch.bfloat16}
 
 
+@of_processes
 def test_batches_of_a_step_keep_whole_gradients_under_fsdp2(folders: dict[str, Path]) -> None:
     fsdp: dict[str, Any] = {"accelerate": launch_file("fsdp2"), "processes": 4}
     several = {"training": {"gradient_accumulation_steps": 2}}
@@ -283,6 +288,7 @@ def _state() -> dict[str, Any]:
     }
 
 
+@of_processes
 @pytest.mark.parametrize("connected", [False, True])
 def test_the_process_is_left_as_it_was(folders: dict[str, Path], connected: bool) -> None:
     """Also where accelerate was used before, as after a training in the same notebook."""
@@ -292,6 +298,15 @@ def test_the_process_is_left_as_it_was(folders: dict[str, Path], connected: bool
         before = _state()
         dry_run(recipe(folders["llama"]), accelerate=launch_file("fsdp2"), processes=2)
         assert _state() == before
+
+
+def test_a_torch_that_cannot_send_fake_tensors_is_named(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "can_be_fake", lambda: False)
+    with pytest.raises(UnsupportedModelError, match=r"a dry run of 2 processes needs a torch whose .*one process, or"):
+        dry_run(recipe(folders["llama"]), processes=2)
+    assert one(dry_run(recipe(folders["llama"]), processes=1)).peak > 0
 
 
 def test_weights_are_never_read(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -327,6 +342,12 @@ def test_files_that_are_no_launch_are_refused(
         dry_run(recipe(folders["llama"]), accelerate=file)
 
 
+@of_processes
+def test_a_teacher_is_not_shared(folders: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedSwapError, match="objective.kind distill needs the unswapped model whole"):
+        dry_run(recipe(folders["gpt2"], objective={"kind": "distill"}), accelerate=launch_file("fsdp2"))
+
+
 def test_other_refusals(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text("num_processes: [")
@@ -334,8 +355,6 @@ def test_other_refusals(folders: dict[str, Path], tmp_path: Path, monkeypatch: p
         dry_run(recipe(folders["llama"]), accelerate=bad)
     with pytest.raises(OptionError, match="--processes is a whole number of at least 1, got 0"):
         dry_run(recipe(folders["llama"]), processes=0)
-    with pytest.raises(UnsupportedSwapError, match="objective.kind distill needs the unswapped model whole"):
-        dry_run(recipe(folders["gpt2"], objective={"kind": "distill"}), accelerate=launch_file("fsdp2"))
     with pytest.raises(ConfigError, match="objective.kind embedding cannot be dry-run: next-token, masked and distill"):
         dry_run(recipe(folders["bert"], objective={"kind": "embedding"}))
     zero = {"zero_optimization": {"stage": 2}}
