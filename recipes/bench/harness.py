@@ -6,13 +6,14 @@ A case passes only if all ways give the same numbers; how fast they are is a rep
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ from torch import Tensor
 from hf_posswap.utils.format import said_by
 
 WARM_UPS = 2
+NARROW = 0.02
+"""How far the ends of a ratio's interval may lie from it, as a share of it: then no more turns are needed."""
+MOST_TURNS = 5
+"""How often the turns of a case are repeated for that, at most."""
+BUSY = 0.05
+"""Share of its time that a way may wait for a core before its numbers are doubted."""
 LOOSER = 1.3
 """What goals are multiplied by in smoke runs."""
 _MIB = 1 << 20
@@ -54,7 +61,7 @@ class Case:
         goals: name of another way to the highest ratio of our time to its.
         tolerance: largest difference of any way's result from ours; None: the results are not to be compared.
         unlike: ways whose results are something else, such as attention without a bias.
-        repetitions: of each way, after the warm-ups.
+        repetitions: of each way, after the warm-ups, at least: see `NARROW`.
         memory: sizes for `apart` of the module, whose ways are measured in processes of their own; None: no memory.
         memory_goals: name of another way to the highest ratio of our peak to its.
         memory_beyond: name of another way to the most MiB by which our peak may lie above its.
@@ -80,18 +87,22 @@ class Case:
 def measure(case: Case, module: str, *, smoke: bool) -> dict[str, Any]:
     """Return the numbers of one case as JSON; `wrong` names the ways whose results differ from ours."""
     wrong = _wrong(case)
-    times = _times(case.ways, 1 if smoke else case.repetitions, case.device)
+    seconds = _seconds_of_gpu if case.device == "cuda" else _seconds
+    times, waited = in_turns(case.ways, 1 if smoke else case.repetitions, seconds)
     ours, *others = case.ways
     row: dict[str, Any] = {
         "name": case.name,
         "wrong": wrong,
         "most_seconds": case.seconds,
         "missing": dict(case.missing),
+        "turns": len(times[ours]),
+        "waited": 0.0 if case.device == "cuda" else waited,
         "seconds": {way: statistics.median(taken) for way, taken in times.items()},
         "ratios": {
             way: {
                 "of medians": statistics.median(times[ours]) / statistics.median(times[way]),
                 "of minima": min(times[ours]) / min(times[way]),
+                "interval": interval(times[ours], times[way])[1:],
                 "goal": case.goals.get(way),
             }
             for way in others
@@ -132,22 +143,67 @@ def _tensors(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
 
 
-def _times(ways: Mapping[str, Callable[[], Any]], repetitions: int, device: str) -> dict[str, list[float]]:
-    """Return the seconds of each way, run in turns so that what else the machine does falls on all alike."""
+def in_turns(
+    ways: Mapping[str, Callable[[], Any]], repetitions: int, seconds: Callable[[Callable[[], Any]], float]
+) -> tuple[dict[str, list[float]], float]:
+    """Return what `seconds` says of each way, and the share of all the time in which no core was free.
+
+    The ways are run in turns, so that what else the machine does falls on all alike, and until each ratio to the first
+    way stands, or for `MOST_TURNS` times the repetitions; with one repetition once, after one warm-up.
+    """
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(WARM_UPS + repetitions if repetitions > 1 else 2):
+    started, used = time.perf_counter(), _core_seconds()
+    warm_ups, most = (WARM_UPS, MOST_TURNS * repetitions) if repetitions > 1 else (1, 1)
+    for turn in range(warm_ups + most):
         for way, run in ways.items():
-            taken = _seconds(run, device)
-            if turn >= (WARM_UPS if repetitions > 1 else 1):
+            taken = seconds(run)
+            if turn >= warm_ups:
                 times[way].append(taken)
-    return times
+        if turn + 1 >= warm_ups + repetitions and _stand(times):
+            break
+    waited = 1 - (_core_seconds() - used) / (time.perf_counter() - started)
+    return times, max(0.0, waited)
 
 
-def _seconds(run: Callable[[], Any], device: str) -> float:
-    if device != "cuda":
-        started = time.perf_counter()
-        run()
-        return time.perf_counter() - started
+def _stand(times: Mapping[str, Sequence[float]]) -> bool:
+    """Return whether the interval of each ratio of the first way's times to another's is narrow."""
+    ours, *others = times.values()
+    return all(high - low <= 2 * NARROW * middle for middle, low, high in (interval(ours, one) for one in others))
+
+
+def _core_seconds() -> float:
+    """Return the seconds for which this process and those that it waited for had a core."""
+    try:
+        import resource
+    except ImportError:  # Windows: what waits there is not told from what runs elsewhere
+        return time.perf_counter()
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def interval(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Return the median of the ratios of each turn, and the ends of its interval of 95 %, by order statistics.
+
+    Example:
+        >>> interval([2.0, 4.0, 3.0], [1.0, 1.0, 1.0])
+        [3.0, 2.0, 4.0]
+    """
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    count, outside, out = len(ratios), 0.0, 0
+    # the chance that fewer than `out` + 1 of the ratios lie on one side of the true median
+    while (outside := outside + math.comb(count, out) / 2**count) <= 0.025:
+        out += 1
+    low = max(0, out - 1)
+    return [statistics.median(ratios), ratios[low], ratios[count - 1 - low]]
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def _seconds_of_gpu(run: Callable[[], Any]) -> float:
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     first.record()
@@ -225,14 +281,28 @@ def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:
             goal, found = ratio["goal"], ratio["of medians"]
             shown = "" if goal is None else f"<= {goal:.4g}"
             said = _verdict(found, goal, slack)
-            lines.append(f"| {name} | {way} | {found:.3f} | {ratio['of minima']:.3f} | {shown} | {said} |")
+            lines.append(f"| {name} | {way} | {_shown(ratio)} | {ratio['of minima']:.3f} | {shown} | {said} |")
         lines += _peaks(row, slack)
         lines += [f"| {name} | {peer} | NOT MEASURED | | | {why} |" for peer, why in row.get("missing", {}).items()]
         if row["seconds"] and not row["ratios"]:
             (way, taken), most = next(iter(row["seconds"].items())), row["most_seconds"]
             shown = "" if most is None else f"< {most:g} s"
             lines.append(f"| {name} | {way}: {taken:.4f} s | | | {shown} | {_verdict(taken, most, 1.0)} |")
+        if row.get("waited", 0.0) > BUSY:
+            lines.append(f"| {name} | | | | | {doubt(row)} |")
     return "\n".join(lines)
+
+
+def _shown(ratio: Mapping[str, Any]) -> str:
+    if "interval" not in ratio:  # of results that were measured before there was one
+        return f"{ratio['of medians']:.3f}"
+    low, high = ratio["interval"]
+    return f"{ratio['of medians']:.3f} ({low:.3f} to {high:.3f})"
+
+
+def doubt(row: Mapping[str, Any]) -> str:
+    """Return why the numbers of `row` are not to be believed."""
+    return f"the machine was busy: {row['waited']:.0%} of the time no core was free; measure it again"
 
 
 def _verdict(found: float, goal: float | None, slack: float) -> str:

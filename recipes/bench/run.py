@@ -4,6 +4,9 @@
     python -m recipes.bench.run bias merge            # some
     python -m recipes.bench.run --smoke --out small   # tiny sizes: a check that all ways agree, and a report
 
+Each case is repeated until its ratios stand: their intervals are printed. Where no core was free for a part of the time
+the row says that its numbers are not to be believed.
+
 Writes NAME.json, one row a line, and table.md of all that the folder holds. It ends with 1 where two ways of computing
 the same thing differ, or a benchmark breaks; a goal that is missed is said in the table and fails nothing.
 """
@@ -20,7 +23,7 @@ import torch
 import typer
 
 from hf_posswap.utils.atomic_io import write_text
-from recipes.bench.harness import broken, machine, measure, table
+from recipes.bench.harness import BUSY, broken, doubt, machine, measure, table
 
 NAMES = ("roof", "rope", "angles", "bias", "merge", "ppl", "train", "patch", "decode", "load", "growth",
          "situations", "gpu")  # fmt: skip
@@ -66,6 +69,8 @@ def _rows(name: str, smoke: bool) -> list[dict[str, Any]]:
         except Exception as error:  # memory that is too small for one case, say
             rows.append(broken(case.name, error))
         typer.echo(f"{name}: {case.name}")
+        if rows[-1].get("waited", 0.0) > BUSY and not smoke:
+            typer.echo(f"{name}: {case.name}: {doubt(rows[-1])}", err=True)
         for what, why in rows[-1]["missing"].items():
             typer.echo(f"{name}: {case.name}: {what} NOT MEASURED: {why}", err=True)
     return rows

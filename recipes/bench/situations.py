@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_posswap import patch_model, set_backend
 from hf_posswap.schemes.base import Mechanism
 from hf_posswap.utils.atomic_io import write_text
-from recipes.bench.harness import in_a_process, machine
+from recipes.bench.harness import BUSY, doubt, in_a_process, in_turns, interval, machine
 
 MODULE = "recipes.bench.situations"
 UNPATCHED = "unpatched"
@@ -178,20 +178,23 @@ def measured(
 def _row(one: Situation, models: Mapping[str, Any], repetitions: int) -> dict[str, Any]:
     runs = {name: one.make(model) for name, model in models.items()}
     wrong = [f"{name}: {far}" for name in runs if name != UNPATCHED and (far := _far(one, models[name], runs[name]))]
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repetitions + 1):
-        for name, run in runs.items():
-            started = time.thread_time()
-            run()
-            if turn:
-                times[name].append(time.thread_time() - started)
+    times, waited = in_turns(runs, repetitions, _seconds)
     return {
         "name": one.name,
         "wrong": wrong,
         "missing": {},
+        "turns": len(times[UNPATCHED]),
+        "waited": waited,
         "seconds": {name: statistics.median(taken) for name, taken in times.items()},
         "ratios": {name: interval(taken, times[UNPATCHED]) for name, taken in times.items() if name != UNPATCHED},
     }
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """Return the seconds for which this thread had a core: what else the machine does counts less."""
+    started = time.thread_time()
+    run()
+    return time.thread_time() - started
 
 
 def _far(one: Situation, model: Any, run: Callable[[], Tensor]) -> str | None:
@@ -207,22 +210,6 @@ def _far(one: Situation, model: Any, run: Callable[[], Tensor]) -> str | None:
     apart = (found - expected).abs()
     far = float((apart if one.real is None else apart[one.real]).max())
     return None if far <= TOLERANCE else f"auto and plain differ by {far:.2e}, allowed is {TOLERANCE:.0e}"
-
-
-def interval(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Return the median of the ratios of each turn, and the ends of its interval of 95 %, by order statistics.
-
-    Example:
-        >>> interval([2.0, 4.0, 3.0], [1.0, 1.0, 1.0])
-        [3.0, 2.0, 4.0]
-    """
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-    count, outside, out = len(ratios), 0.0, 0
-    # the chance that fewer than `out` + 1 of the ratios lie on one side of the true median
-    while (outside := outside + math.comb(count, out) / 2**count) <= 0.025:
-        out += 1
-    low = max(0, out - 1)
-    return [statistics.median(ratios), ratios[low], ratios[count - 1 - low]]
 
 
 def _memory(sizes: Sizes, schemes: Sequence[str]) -> dict[str, Any]:
@@ -260,7 +247,8 @@ def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:
             peaks = " | ".join(f"{row['peak_mib'][scheme]:.0f} MiB" for scheme in schemes)
             lines.append(f"| the same, unswapped {row['peak_mib'][UNPATCHED]:.0f} MiB | {peaks} |")
     goals = ", ".join(f"{name} {most:g} ({step:g})" for name, (most, step) in GOALS.items())
-    return "\n".join([*lines, "", f"Goals, of a forward and (of decoding): {goals}. Missed ones are bold."])
+    doubted = [f"{row['name']}: {doubt(row)}." for row in rows if row.get("waited", 0.0) > BUSY]
+    return "\n".join([*lines, "", *doubted, f"Goals, of a forward and (of decoding): {goals}. Missed ones are bold."])
 
 
 def _cell(row: dict[str, Any], scheme: str) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -94,12 +98,35 @@ def test_an_unknown_name_is_refused() -> None:
     assert "there are roof, rope, angles, bias" in " ".join(done.output.split())
 
 
-def test_ways_are_measured_in_turns() -> None:
+@pytest.mark.parametrize(("noise", "turns"), [(0.01, 3), (0.5, 3 * harness.MOST_TURNS)])
+def test_ways_are_measured_in_turns_until_their_ratio_stands(noise: float, turns: int) -> None:
     order: list[str] = []
-    case = Case("turns", {way: lambda way=way: order.append(way) for way in "ab"}, tolerance=None, repetitions=3)
-    row = measure(case, "", smoke=False)
-    assert "".join(order) == "ab" * (harness.WARM_UPS + 3)
-    assert set(row["seconds"]) == {"a", "b"}
+    source = random.Random(0)
+
+    def seconds(run: Callable[[], Any]) -> float:
+        run()
+        return 1 + noise * source.random()
+
+    ways = {way: lambda way=way: order.append(way) for way in "ab"}
+    times, _ = harness.in_turns(ways, 3, seconds)
+    assert "".join(order) == "ab" * (harness.WARM_UPS + turns)
+    assert {way: len(taken) for way, taken in times.items()} == {"a": turns, "b": turns}
+
+
+def test_the_interval_of_a_median_holds_it() -> None:
+    """Of random numbers, in 95 of 100 draws or a little more: fewer ends cannot be had of whole turns."""
+    source = np.random.default_rng(0)
+    draws = [harness.interval(source.exponential(size=15), np.ones(15)) for _ in range(2000)]
+    share = np.mean([low <= np.log(2) <= high for _, low, high in draws])
+    assert 0.95 <= share <= 0.985
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="what waits there is not told")
+def test_time_without_a_core_is_told() -> None:
+    """A way that sleeps has no core, as one that others push aside."""
+    row = measure(Case("waits", {way: lambda: time.sleep(0.01) for way in "ab"}, tolerance=None), "", smoke=True)
+    assert row["waited"] > 0.5
+    assert "| waits | | | | | the machine was busy: " in table([row], smoke=True)
 
 
 def test_the_table_says_what_is_reached() -> None:
