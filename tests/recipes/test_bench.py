@@ -16,7 +16,7 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
-from recipes.bench import bias, growth, harness, roof, run
+from recipes.bench import bias, dry_beside, growth, harness, roof, run
 from recipes.bench.harness import Case, measure, peak_mib, table
 
 
@@ -147,6 +147,22 @@ def test_the_table_says_what_is_reached() -> None:
     assert "| x: peak memory, 168 MiB | theirs, 100 MiB | +68 MiB | | <= +60 MiB | missed |" in table(
         [beyond], smoke=False
     )
+
+
+def test_a_prediction_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(dry_beside.main)
+    done = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads((tmp_path / "dry_beside.json").read_text())["rows"]
+    assert row["predicted"]["peak_bytes"] > 0
+    assert row["seconds_a_step"] > 0
+    assert dry_beside.table([row]) in (tmp_path / "dry_beside.md").read_text()
+    far = row | {"peak_bytes": 3 * row["predicted"]["peak_bytes"]}
+    assert "| 0.333 | no |" in dry_beside.table([far])
+    assert "NOT MEASURED: OutOfMemoryError: no" in dry_beside.table([{"what": "x", "error": "OutOfMemoryError: no"}])
+    if not torch.cuda.is_available():
+        assert CliRunner().invoke(app, ["--out", str(tmp_path)]).exit_code == 2
 
 
 @pytest.mark.slow

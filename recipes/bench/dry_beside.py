@@ -1,0 +1,235 @@
+"""What a dry run predicts beside what a GPU measures of the same training: memory, and the time of a step.
+
+    python -m recipes.bench.dry_beside --out results
+
+Weights are random: neither memory nor time asks for others. Memory is the peak of what torch's allocator gives; the
+prediction is to be within 10 %. The predicted time is the least that the card's data sheet allows, and lies below: the
+ratio says how far from it the training runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from transformers import GPT2Config, LlamaConfig, TrainerCallback
+
+import hf_posswap
+from hf_posswap.patching.inspect.describe import read_config
+from hf_posswap.training.config import Recipe, make_recipe
+from hf_posswap.training.dryrun import CARDS, Card, card_of, dry_run
+from hf_posswap.training.dryrun.windows import made_windows
+from hf_posswap.training.engine.arguments import training_arguments
+from hf_posswap.training.engine.objectives import make_objective
+from hf_posswap.training.engine.trainer import PosswapTrainer
+from hf_posswap.training.trainable import parameter_groups, prepare_trainable
+from hf_posswap.utils.atomic_io import write_text
+from hf_posswap.utils.format import said_by
+from recipes.bench.harness import machine
+
+WARM_UPS, STEPS = 2, 5
+NEAR = 0.1
+"""How far the predicted peak may lie from the measured one, as a share of it."""
+_UNUSED = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+_SHAPES: dict[str, tuple[str, Any]] = {
+    "gpt2-124m": ("GPT2LMHeadModel", GPT2Config(**_UNUSED)),
+    "llama-1b": (
+        "LlamaForCausalLM",
+        LlamaConfig(
+            vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
+            num_key_value_heads=4, max_position_embeddings=2048,
+        ),
+    ),
+    "small": (
+        "LlamaForCausalLM",
+        LlamaConfig(
+            vocab_size=512, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64,
+        ),
+    ),
+}  # fmt: skip
+"""By the names of their folders: architecture and config."""
+
+
+def recipes(smoke: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Give what is measured: in words, the name of a shape, and how its recipe differs from that of all."""
+    if smoke:
+        yield "a small Llama, yarn", "small", {"data": {"length": 128}, "training": {"use_cpu": True}}
+        return
+    rope = {"swap": {"scheme": "rope", "max_length": 8192}, "data": {"length": 8192}}
+    yield "GPT-2 124M, rope, one text of 8k", "gpt2-124m", rope
+    packed = rope["data"] | {"packing": "documents"}
+    yield "the same, packed documents", "gpt2-124m", rope | {"data": packed}
+    alibi = {"swap": {"scheme": "alibi", "max_length": 4096}, "data": {"length": 4096}}
+    yield "GPT-2 124M, alibi, one text of 4k", "gpt2-124m", alibi
+    long = {"data": {"length": 16384}}
+    yield "Llama 1.1B, yarn, one text of 16k, checkpointing", "llama-1b", long | {
+        "training": {"gradient_checkpointing": True}
+    }  # fmt: skip
+    yield "the same by LoRA", "llama-1b", long | {
+        "training": {"gradient_checkpointing": True}, "peft": {"peft_type": "LORA"}
+    }  # fmt: skip
+
+
+def main(
+    smoke: Annotated[bool, typer.Option("--smoke", help="One tiny training, on the CPU if there is no GPU.")] = False,
+    out: Annotated[Path, typer.Option(help="The folder for the results.")] = Path(__file__).parent / "results",
+) -> None:
+    """Predict, train and write down both."""
+    if not (smoke or torch.cuda.is_available()):
+        raise typer.BadParameter("there is no CUDA device here; --smoke trains a tiny model without one.")
+    rows = []
+    for what, shape, values in recipes(smoke):
+        try:
+            rows.append({"what": what, **_row(shape, values)})
+        except Exception as error:  # memory that is too small for one row, say
+            rows.append({"what": what, "error": f"{type(error).__name__}: {said_by(error)}"})
+        typer.echo(_line(rows[-1]))
+        write_text(out / "dry_beside.json", json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+        write_text(out / "dry_beside.md", table(rows))
+    if any("error" in row for row in rows):
+        raise typer.Exit(1)
+
+
+def _row(shape: str, values: dict[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = recipe_of(Path(folder), shape, values)
+        (predicted,) = dry_run(recipe, card=_card()).predictions
+        measured = _measure(recipe, Path(folder) / "run")
+    return {"predicted": predicted.to_dict(), **measured}
+
+
+def recipe_of(folder: Path, shape: str, values: dict[str, Any]) -> Recipe:
+    """Return the recipe of `values` for a model of `shape`, whose config it writes to `folder`.
+
+    Args:
+        folder: that exists.
+        shape: a name of `_SHAPES`.
+        values: of sections of a recipe, beside those that all have.
+    """
+    architecture, config = _SHAPES[shape]
+    config.architectures = [architecture]
+    config.save_pretrained(folder / shape)
+    held: dict[str, Any] = {
+        "model": {"name": str(folder / shape)},
+        "swap": {"scheme": {"name": "yarn", "factor": 8.0}},
+        "training": {
+            "max_steps": WARM_UPS + STEPS, "per_device_train_batch_size": 1, "bf16": torch.cuda.is_available(),
+            "save_strategy": "no", "logging_strategy": "no", "report_to": "none",
+        },
+    }  # fmt: skip
+    return make_recipe(held | {key: held.get(key, {}) | value for key, value in values.items()})
+
+
+def _card() -> Card | None:
+    """Return the card of this machine: by its name where its speed is known, otherwise by its memory."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name(0).lower()
+    known = next((card for key, card in CARDS.items() if key in name), None)
+    return known or card_of(f"{torch.cuda.get_device_properties(0).total_memory >> 20}MiB")
+
+
+def _measure(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Return the peak in bytes, None: there is no GPU, and the seconds of a step, the median."""
+    on_gpu = torch.cuda.is_available()
+    gc.collect()
+    before = 0
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    clock = _Clock(on_gpu)
+    trainer = trainer_of(recipe, folder, steps=WARM_UPS + STEPS)
+    trainer.add_callback(clock)
+    trainer.train()
+    peak = torch.cuda.max_memory_allocated() - before if on_gpu else None
+    return {"peak_bytes": peak, "seconds_a_step": statistics.median(clock.taken[WARM_UPS:])}
+
+
+class _Clock(TrainerCallback):
+    """Takes the time of each step, of its forward, backward and optimizer."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu, self.taken, self.started = on_gpu, list[float](), 0.0
+
+    def _now(self) -> float:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.started = self._now()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.taken.append(self._now() - self.started)
+
+
+def trainer_of(recipe: Recipe, folder: Path, *, steps: int) -> PosswapTrainer:
+    """Return what trains a swapped model with random weights by `recipe`, on made up tokens.
+
+    Args:
+        recipe: for next tokens; its model is a folder with a config.
+        folder: for what a training writes.
+        steps: that there are tokens for.
+    """
+    torch.manual_seed(0)
+    config = read_config(recipe.model.name)
+    model = getattr(transformers, config.architectures[0])(config)
+    hf_posswap.patch_model(model, recipe.swap.scheme, max_length=recipe.swap.max_length)
+    plan = hf_posswap.swap_plan(model)
+    model = prepare_trainable(model, recipe.trainable, recipe.peft)
+    data = made_windows(
+        recipe.data, config, causal=True, scheme_length=plan.max_length, first_position=0, dtype=model.dtype
+    )
+    rows = recipe.training.per_device_train_batch_size * recipe.training.gradient_accumulation_steps
+    return PosswapTrainer(
+        model,
+        training_arguments(recipe, folder),
+        objective=make_objective(recipe.objective, causal=True, teacher=None, window=0, chunk=recipe.objective.chunk),
+        groups=lambda one: parameter_groups(one, recipe.trainable, learning_rate=1e-4, weight_decay=0.0),
+        identity={},
+        data_collator=data.collate,
+        train_dataset=data.steps(steps, rows),
+    )
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as Markdown, with what they depend on."""
+    head = (
+        "| training | predicted peak, GiB | measured | ratio | within 10 % | least s a step | measured | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    )
+    made = "Written by `python -m recipes.bench.dry_beside`"
+    return (
+        "\n".join([f"# Dry runs beside a GPU\n\n{made}: `{json.dumps(machine())}`\n", *head, *map(_line, rows)]) + "\n"
+    )
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"| {row['what']} | NOT MEASURED: {row['error']} | | | | | | |"
+    gib, peak, seconds = 1 << 30, row["peak_bytes"], row["seconds_a_step"]
+    predicted, least = row["predicted"]["peak_bytes"], row["predicted"]["least_seconds_a_step"]
+    memory = ["", "", ""]
+    if peak is not None:
+        memory = [f"{peak / gib:.2f}", f"{predicted / peak:.3f}", "yes" if abs(predicted / peak - 1) <= NEAR else "no"]
+    times = [
+        "" if least is None else f"{least:.4f}",
+        f"{seconds:.4f}",
+        "" if least is None else f"{seconds / least:.2f}",
+    ]
+    return f"| {' | '.join([row['what'], f'{predicted / gib:.2f}', *memory, *times])} |"
+
+
+if __name__ == "__main__":
+    typer.run(main)
