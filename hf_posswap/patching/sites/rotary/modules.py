@@ -24,9 +24,8 @@ class NeutralRotary(nn.Module):
     def __init__(self, native: nn.Module, layer_types: tuple[str, ...]) -> None:
         super().__init__()
         self.native = native
-        self.posswap_types = (
-            layer_types  # some models read `layer_types` of their rotary module: that is the native one's
-        )
+        # not `layer_types`: some models read that of their rotary module, and mean the native one's
+        self.posswap_types = layer_types
 
     def __getattr__(self, name: str) -> Any:
         try:
