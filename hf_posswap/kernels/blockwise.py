@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_posswap.kernels import fused
+from hf_posswap.utils.autocast import without_autocast
 
 
 class Block(NamedTuple):
@@ -95,8 +96,9 @@ class _Blockwise(torch.autograd.Function):
             arguments = grad[asked], query[asked], key[seen], value[seen], out[asked], sums[asked]
             made = bias.make(block)
             if learned:
-                *parts, change = written_out(*arguments, scaling=ctx.scaling, bias=made)
-                bias.gradient(change, block)
+                with without_autocast(query):
+                    *parts, change = written_out(*arguments, scaling=ctx.scaling, bias=made)
+                    bias.gradient(change, block)
             else:
                 parts = list(fused.backward(*arguments, scaling=ctx.scaling, causal=False, bias=made))
             for whole, part, span in zip(grads, parts, (asked, seen, seen), strict=True):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_posswap.compat.torch_kernels import fused_attention, fused_attention_backward, fused_takes_groups
 from hf_posswap.kernels.trying import right
+from hf_posswap.utils.autocast import attended_dtype
 from hf_posswap.utils.devices import device_type, is_standing_for
 
 DTYPES = {
@@ -100,10 +101,11 @@ def bias_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether the fused call takes such tensors, and is right in this process."""
-    same = query.shape[-1] == key.shape[-1] == value.shape[-1] and query.dtype == key.dtype == value.dtype
+    """Return whether the fused call takes such tensors, `as_attended`, and is right in this process."""
+    dtype, *others = map(attended_dtype, (query, key, value))
+    same = query.shape[-1] == key.shape[-1] == value.shape[-1] and others == [dtype, dtype]
     device = device_type(query)
-    if not same or device not in DTYPES or query.dtype not in DTYPES[device]:
+    if not same or device not in DTYPES or dtype not in DTYPES[device]:
         return False
     return (device == "cpu" or query.shape[-1] % 8 == 0) and (is_standing_for() or available(device))
 

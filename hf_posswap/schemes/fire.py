@@ -17,6 +17,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.bias import distances, generator, parameter, uniform
+from hf_posswap.utils.autocast import without_autocast
 
 PAPER_THRESHOLD = 512.0
 """L of the paper, in tokens."""
@@ -115,7 +116,7 @@ class FireMechanism(Mechanism):
         threshold = (self.multiplier.float() * self.threshold).abs()  # [1]
         reference = torch.maximum(query_positions.float(), threshold)[:, :, None]  # [B, Q, 1]
         share = self._psi(distance) / (self._psi(reference) + EPSILON)  # [B, Q, K]
-        with torch.autocast(share.device.type, enabled=False):
+        with without_autocast(share):
             return self._network(share)
 
     def _network(self, share: Tensor) -> Tensor:

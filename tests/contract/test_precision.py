@@ -70,6 +70,45 @@ def test_bfloat16_is_close_to_float32(pair: Pair, when: str) -> None:
     assert gap(found, exact) < 3 * usual + 0.05
 
 
+@once
+@pytest.mark.few
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_mixed_precision_is_close_to_float32(pair: Pair, half: str) -> None:
+    """Logits, gradients and a step upon a cache, of a padded batch too, as far off as the stock class's at most."""
+    found, exact = (mixed(pair, pair.swapped(), name) for name in (half, "float32"))
+    usual, expected = (mixed(pair, pair.native(), name) for name in (half, "float32"))
+    assert found.keys() == usual.keys()
+    for what, values in found.items():
+        assert values.dtype == usual[what].dtype, what
+        assert torch.isfinite(values).all(), what
+        bound = 3 * apart(usual[what], expected[what]) + 0.02
+        assert apart(values, exact[what]) < bound, what
+
+
+def mixed(pair: Pair, model: Any, name: str) -> dict[str, Tensor]:
+    """Return what `model` gives under autocast to the dtype called `name`, and its gradients as one vector."""
+    mask = torch.ones_like(IDS)
+    mask[1, :6] = 0
+    found = {}
+    with torch.autocast("cpu", getattr(torch, name), enabled=name != "float32"):
+        found["padded"] = pair.logits(model, IDS, attention_mask=mask)[mask.bool()]
+        if pair.cached:
+            with torch.no_grad():
+                cache = model(**pair.given(input_ids=IDS[:, :-1]), use_cache=True).past_key_values
+                found["step"] = model(**pair.given(input_ids=IDS[:, -1:]), past_key_values=cache).logits
+        out = model(**pair.given(input_ids=IDS, labels=IDS), **({"use_cache": False} if pair.cached else {}))
+    found["logits"] = out.logits.detach()
+    out.loss.backward()
+    kept = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found["gradients"] = torch.cat([grad.flatten() for _, grad in sorted(kept.items())])
+    return found
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """Return the size of the difference over that of `b`."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
 def test_float16_does_not_overflow(pair: Pair) -> None:
     model = pair.swapped().to(torch.float16)
     ids = IDS.clone()

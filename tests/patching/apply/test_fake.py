@@ -40,8 +40,9 @@ def test_a_fake_model_is_swapped(kind: str, scheme: str, inside: bool) -> None:
     assert [type(module) for module in model.modules()] == before
 
 
-@pytest.mark.parametrize("scheme", ["alibi", "t5", "self_extend", "rope"])
-def test_a_fake_model_takes_the_ways_of_a_real_one(scheme: str, recwarn: pytest.WarningsRecorder) -> None:
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed precision"])
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "self_extend", "rerope", "dual_chunk", "rope"])
+def test_a_fake_model_takes_the_ways_of_a_real_one(scheme: str, mixed: bool, recwarn: pytest.WarningsRecorder) -> None:
     """Scores of all pairs would be held by the plain way alone."""
     with fake_mode():
         model = _fake("llama")
@@ -55,8 +56,8 @@ def test_a_fake_model_takes_the_ways_of_a_real_one(scheme: str, recwarn: pytest.
             largest = max(largest, *(one.numel() for one in tensors_in(found) if is_fake(one)), 0)
             return found
 
-    with Seeing(), torch.no_grad():
-        model(input_ids=torch.arange(length)[None] % 90)
+    with Seeing(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        model(input_ids=torch.arange(length)[None] % 90, use_cache=not mixed)  # as a step of training
     assert largest < 2 * length**2
     assert not any(issubclass(one.category, BackendWarning) for one in recwarn)
 

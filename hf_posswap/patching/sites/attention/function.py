@@ -28,6 +28,7 @@ from hf_posswap.patching.sites.attention import backends, key_positions
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall, is_causal
 from hf_posswap.patching.sites.attention.config_view import ATTENTION_NAME, ConfigView
 from hf_posswap.patching.sites.attention.split_attention import attend_split
+from hf_posswap.utils.autocast import as_attended
 
 
 def posswap_attention(
@@ -51,6 +52,8 @@ def posswap_attention(
         kwargs.pop("position_bias", None)
     query, key = call.rotate(query, key)
     query = call.scaled(query)
+    if call.mechanism.biases and name == "sdpa":  # which takes masks of the dtype that autocast gives the rest
+        query, key, value = map(as_attended, (query, key, value))
     if call.mechanism.watches:
         call.mechanism.watch(query, key, kwargs.get("scaling"))
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()

@@ -23,6 +23,7 @@ from hf_posswap.kernels.segments import Segment
 from hf_posswap.patching.sites.attention.request import Division, Request
 from hf_posswap.patching.sites.attention.split_attention import attend_split
 from hf_posswap.schemes.common.piece import Piece
+from hf_posswap.utils.autocast import as_attended
 
 Pieces = Callable[[], tuple[Piece, ...]]
 
@@ -79,9 +80,13 @@ def _merge(request: Request, pieces: Pieces) -> Tensor:
     calls = request.shared(("merge calls", id(division)), lambda: region_calls(regions, division.fast))
     queries, keys = request.query.shape[2], request.key.shape[2]
     pairs = [
-        (piece.rotate_query(request.query, 0, queries), piece.rotate_key(request.key, 0, keys)) for piece in pieces()
+        (
+            as_attended(piece.rotate_query(request.query, 0, queries)),
+            as_attended(piece.rotate_key(request.key, 0, keys)),
+        )
+        for piece in pieces()
     ]
-    found = attend_calls(pairs, request.value, calls, scaling=request.scaling)
+    found = attend_calls(pairs, as_attended(request.value), calls, scaling=request.scaling)
     for segment in division.rest:
         found = _with_split(request, found, segment, pieces())
     return found

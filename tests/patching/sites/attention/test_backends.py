@@ -178,6 +178,62 @@ def test_grouped_heads_equal_the_plain_formula(spy: Spy) -> None:
         assert spy.seen() == {way}
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("scheme", "options", "way"), [one for one in WAYS if isinstance(one[0], str)], ids=str)
+def test_mixed_precision_takes_the_same_way(
+    scheme: str, options: dict[str, Any], way: str, half: torch.dtype, spy: Spy
+) -> None:
+    """There a rotation widens queries and keys, the values stay narrow where no cache widens them too."""
+    stock, model = build("llama"), build("llama")
+    patch_model(model, scheme, max_length=128, **options)
+    mask = torch.ones_like(IDS)
+    mask[0, :9] = 0
+    for arguments in ({}, {"use_cache": False}, {"use_cache": False, "attention_mask": mask}):
+        usual = rounding_of(stock, half, arguments)
+        exact = run(model, "plain", **arguments)
+        spy.seen()
+        with torch.autocast("cpu", half):
+            found, plain = run(model, way, **arguments), run(model, "plain", **arguments)
+        assert spy.taken[: len(spy.taken) // 2] == [way] * (len(spy.taken) // 2)
+        seen = arguments.get("attention_mask", torch.ones_like(IDS)).bool()
+        assert found.dtype == plain.dtype == half
+        assert torch.isfinite(found).all()
+        assert torch.isfinite(plain).all()
+        for one in (found, plain):
+            assert (one.float() - exact)[seen].abs().max() < 3 * usual + 0.02
+
+
+def rounding_of(model: Any, half: torch.dtype, arguments: dict[str, Any]) -> float:
+    """Return by how much the logits of `model` differ in mixed precision."""
+    with torch.no_grad():
+        exact = model(IDS, **arguments).logits
+        with torch.autocast("cpu", half):
+            found = model(IDS, **arguments).logits.float()
+    seen = arguments.get("attention_mask", torch.ones_like(IDS)).bool()
+    return float((found - exact)[seen].abs().max())
+
+
+@pytest.mark.parametrize(("scheme", "way"), [("t5", "hankel"), ("fire", "chunked"), ("self_extend", "merge")])
+def test_a_backward_inside_autocast_is_that_outside(scheme: str, way: str, spy: Spy) -> None:
+    model = build("llama")
+    patch_model(model, scheme, max_length=128)
+    set_backend(model, way)
+    grads = []
+    for inside in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(IDS, labels=IDS, use_cache=False).loss
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert spy.seen() == {way}
+    assert len(grads[0]) > 10
+    for name, expected in grads[0].items():
+        assert torch.equal(grads[1][name], expected), name
+
+
 def test_auto_takes_the_fastest_from_a_length_on(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"alibi": "row", "t5": "hankel", "kerple": "hankel", "fire": "chunked", "rerope": "merge"}
     for scheme, way in wanted.items():
@@ -241,6 +297,13 @@ def test_a_kernel_that_errs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.undo()
         fused.available.cache_clear()
     assert fused.available()
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_a_kernel_is_tried_rightly_by_a_first_call_in_mixed_precision(half: torch.dtype) -> None:
+    fused.available.cache_clear()
+    with torch.autocast("cpu", half):
+        assert fused.available()
 
 
 def test_the_choice_goes_with_copies() -> None:
