@@ -26,7 +26,13 @@ import torch
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "shared" / "data" / "checkpoints"
 NO_CHECKPOINTS = "real checkpoints not beside the project"
-ANNOUNCED = (NO_CHECKPOINTS, "the page is not tested in a browser", "the harness is not tested", "run .ci/serving")
+ANNOUNCED = (
+    NO_CHECKPOINTS,
+    "the page is not tested in a browser",
+    "the harness is not tested",
+    "run .ci/serving",
+    "DeepSpeed is not installed",
+)
 """Reasons to skip that are said once more at the end, in a line that is seen."""
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process that they start.

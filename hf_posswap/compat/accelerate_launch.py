@@ -33,10 +33,18 @@ def launch_environment(arguments: Any) -> dict[str, str]:
     Touches `accelerate.utils.launch` (accelerate 1.12 to 1.15), which no page documents. Without it sharding and mixed
     precision would be set up otherwise than by the launcher.
     """
-    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+    from accelerate.utils.launch import (
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_simple_launcher_cmd_env,
+    )
 
-    if arguments.use_fsdp or arguments.multi_gpu:
+    if arguments.use_deepspeed:
         arguments.main_process_port = 0  # any: nobody listens
+        arguments.deepspeed_fields_from_accelerate_config = ""  # which the launcher fills in when it starts
+        _, made = prepare_deepspeed_cmd_env(arguments)
+    elif arguments.use_fsdp or arguments.multi_gpu:
+        arguments.main_process_port = 0
         made = prepare_multi_gpu_env(arguments)
     else:
         _, made = prepare_simple_launcher_cmd_env(arguments)

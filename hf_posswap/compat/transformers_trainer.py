@@ -57,7 +57,10 @@ class SavingTrainer(Trainer):
 
         Touches `Trainer._build_accelerator_args`. Without it the loss cannot run body and head of the model apart.
         """
-        return {**super()._build_accelerator_args(**kwargs), "dynamo_plugin": None}
+        from accelerate.utils import TorchDynamoPlugin
+
+        left = TorchDynamoPlugin(backend="no")  # for None it asks the launcher's environment
+        return {**super()._build_accelerator_args(**kwargs), "dynamo_plugin": left}
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         self.write_model_files(output_dir, state_dict)

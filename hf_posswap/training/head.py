@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.torch_wrappers import compiled_original
+from hf_posswap.compat.transformers_deepspeed import is_deepspeed_engine
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.patching.plan.plan_swap import unwrap
 
@@ -38,7 +39,7 @@ class Apart(NamedTuple):
 
 
 def inner_model(model: Any) -> Any:
-    """Return the transformers model inside DDP and PEFT.
+    """Return the transformers model inside DDP, DeepSpeed and PEFT.
 
     Raises:
         UnsupportedModelError: the whole model is compiled, or in DataParallel: it cannot be taken apart.
@@ -54,7 +55,8 @@ def inner_model(model: Any) -> Any:
             f"{type(model.module).__name__} is in DataParallel, whose copies cannot be taken apart: start one process "
             "for each GPU, by torchrun or accelerate launch, or let the process see one GPU."
         )
-    return inner_model(model.module) if isinstance(model, nn.parallel.DistributedDataParallel) else unwrap(model)
+    around = isinstance(model, nn.parallel.DistributedDataParallel) or is_deepspeed_engine(model)
+    return inner_model(model.module) if around else unwrap(model)
 
 
 def run_apart(model: Any, inputs: dict[str, Any], use: Callable[[Apart], Tensor], *, hidden: bool = False) -> Tensor:

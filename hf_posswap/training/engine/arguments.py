@@ -12,6 +12,7 @@ from hf_posswap.compat.transformers_trainer import checkpointing_argument, use_o
 from hf_posswap.errors import ConfigError
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.theirs import REFUSED, THEIRS, said
+from hf_posswap.training.engine.deepspeed_config import completed, configuration
 
 _OLD_NAME = "gradient_checkpointing"
 
@@ -50,6 +51,8 @@ def argument_values(recipe: Recipe, folder: Path) -> dict[str, Any]:
     values = fixed | {name: value for name, value in said(recipe.training).items() if value != THEIRS[name]}
     values |= {"output_dir": str(folder), "data_seed": recipe.data.seed, "use_cpu": on_cpu(recipe)}
     values["optim"] = recipe.training.optim or ("adamw_torch" if on_cpu(recipe) else "adamw_torch_fused")
+    if recipe.training.deepspeed:
+        values["deepspeed"] = completed(configuration(recipe.training.deepspeed))
     if on_cpu(recipe):
         values["dataloader_pin_memory"] = False  # there is nowhere to copy them to
     return _with_checkpointing(values, recipe)

@@ -20,7 +20,8 @@ def identity_of(recipe: Recipe, launch: Launch) -> dict[str, Any]:
     for name in ("name", "out", "evaluation", "gates"):
         del held[name]
     del held["data"]["cache"]
-    return held | {"training": with_a_part(recipe.training), "processes": launch.processes}
+    held |= {"training": with_a_part(recipe.training), "processes": launch.processes}
+    return held | ({"sharding": launch.sharding} if launch.sharding else {})
 
 
 def base_identity(model: Any) -> dict[str, Any]:

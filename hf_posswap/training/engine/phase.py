@@ -13,6 +13,7 @@ from transformers import set_seed
 from transformers.integrations import TensorBoardCallback
 
 from hf_posswap.checkpoints.save import save
+from hf_posswap.compat.transformers_deepspeed import load_whole
 from hf_posswap.errors import CheckpointError
 from hf_posswap.patching.apply.patch_model import swap_plan
 from hf_posswap.patching.tools.blending import finish_blend
@@ -23,7 +24,7 @@ from hf_posswap.training.engine.checkpoints import differences
 from hf_posswap.training.engine.evaluating import measure_of
 from hf_posswap.training.engine.gates import probe
 from hf_posswap.training.engine.log import RunLog, Watch, tensorboard_callback
-from hf_posswap.training.engine.parallel import Launch
+from hf_posswap.training.engine.parallel import Launch, collator_of
 from hf_posswap.training.engine.preparing import Prepared, prepare
 from hf_posswap.training.engine.sentence_files import write_sentence_files
 from hf_posswap.training.engine.services import Services
@@ -104,6 +105,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     recipe = phase.recipe
     (place / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     set_seed(recipe.training.seed)
+    load_whole()
     resumes = any((place / _CHECKPOINTS).glob("checkpoint-*"))
     prepared = prepare(recipe, run.launch, run.services, weights=weights, resumes=resumes)
     run = replace(run, identity=run.identity | prepared.identity)
@@ -139,6 +141,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     trainer.accelerator.free_memory()
     del trainer, prepared
     gc.collect()
+    load_whole()
     return result
 
 
@@ -169,7 +172,7 @@ def _trainer(phase: Phase, run: Run, prepared: Prepared, place: Path) -> Posswap
         identity=run.identity,
         measure=measure_of(recipe, run.services, prepared.model, documents) if measured else None,
         tokenizer=prepared.tokenizer,
-        data_collator=prepared.data.collate,
+        data_collator=collator_of(run.launch, prepared.data.collate),
         train_dataset=prepared.data.steps(training.max_steps, _rows(recipe, run)),
         eval_dataset=documents if measured else None,
     )

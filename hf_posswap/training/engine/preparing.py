@@ -135,7 +135,7 @@ def prepare(
     model = prepare_trainable(model, recipe.trainable, recipe.peft)
     if weights is not None:
         load_weights(model, weights)
-    chunk, note = chosen_chunk(recipe, model, batch, causal=causal)
+    chunk, note = chosen_chunk(recipe, model, batch, launch, causal=causal)
     said += [*([note] if note else []), _check_memory(recipe, model, teacher, launch, services, chunk)]
     by = {"backend": recipe.training.torch_compile_backend, "mode": recipe.training.torch_compile_mode}
     if recipe.training.torch_compile or any(by.values()):
@@ -237,11 +237,13 @@ def _max_length(recipe: Recipe, scheme: Scheme | None, *, has_table: bool) -> in
     return None if isinstance(scheme, Blend) and has_table else recipe.swap.max_length
 
 
-def chosen_chunk(recipe: Recipe, model: Any, batch: dict[str, Any], *, causal: bool) -> tuple[int, str]:
+def chosen_chunk(recipe: Recipe, model: Any, batch: dict[str, Any], launch: Launch, *, causal: bool) -> tuple[int, str]:
     """Return the tokens whose logits are held at once, and a note where the recipe's wish cannot be met."""
     chunk = recipe.objective.chunk
     if not chunk or recipe.objective.kind not in ("next-token", "masked"):
         return chunk, ""
+    if launch.deepspeed == 3:
+        return 0, "logits are held whole: ZeRO-3 gives the head's weights back between two chunks"
     problem = chunking_problem(model, batch, chunk=chunk, causal=causal)
     return (0, f"logits are held whole: {problem}") if problem else (chunk, "")
 

@@ -15,7 +15,14 @@ from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.finish import finish
 from hf_posswap.training.engine.identity import identity_of
-from hf_posswap.training.engine.parallel import as_launched, launch_of, refuse_silent_errors
+from hf_posswap.training.engine.parallel import (
+    as_launched,
+    environment_kept,
+    launch_of,
+    refuse_deepspeed,
+    refuse_on_cpu,
+    refuse_silent_errors,
+)
 from hf_posswap.training.engine.phase import MODEL, Run, run_phase
 from hf_posswap.training.engine.preparing import chosen_scheme
 from hf_posswap.training.engine.services import Services
@@ -56,17 +63,23 @@ def run_recipe(recipe: Recipe, services: Services | None = None) -> Finished:
         TrainingError, NumericError, NotEnoughMemoryError, PositionRangeError: a gate stopped it.
         UnsupportedSwapError: the swap is not possible, or not under this kind of parallelism.
     """
-    given = services or Services()
+    with environment_kept():
+        return _run_recipe(recipe, services or Services())
+
+
+def _run_recipe(recipe: Recipe, given: Services) -> Finished:
     evaluated = {"training.eval_strategy": recipe.training.eval_strategy != "no" or recipe.training.eval_on_start,
                  "evaluation.lengths": bool(recipe.evaluation.lengths)}  # fmt: skip
     for key in (key for key, wanted in evaluated.items() if wanted and given.evaluate is None):
         raise ConfigError(f"{key} needs Services.evaluate, which posswap train and recipes/train.py give.")
     recipe, differs = as_launched(recipe)
+    refuse_deepspeed(recipe)
     launch = launch_of(recipe)
     phases = phases_of(recipe)
     folder = Path(recipe.out).expanduser().resolve()
     for phase in phases:  # before anything loads; once the model is known, its resolved scheme is looked at again
         refuse_silent_errors(phase.recipe, chosen_scheme(phase.recipe), launch)
+        refuse_on_cpu(phase.recipe, launch)
         training_arguments(phase.recipe, folder / phase.name)
     main = int(os.environ.get("RANK", "0")) == 0
     run = Run(folder, identity_of(recipe, launch), launch, given, main)

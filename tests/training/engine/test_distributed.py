@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.engine import Finished, run_recipe
-from hf_posswap.training.engine.parallel import Launch, launch_of_environment
+from hf_posswap.training.engine.checkpoints import problem_of
+from hf_posswap.training.engine.parallel import Launch, collator_of, launch_of_environment
 from tests import forked
-from tests.training.engine_runs import assert_same_weights, recipe, weights_of
+from tests.training.engine_runs import FITTING, assert_same_weights, recipe, weights_of
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "recipes" / "train.py"
+LAUNCHERS = ROOT / "recipes" / "accelerate"
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -41,9 +44,9 @@ STAGES = [
 ]
 
 
-def written(place: Path, name: str, *settings: str, **values: Any) -> Path:
+def written(place: Path, name: str, *settings: str, kind: str = "llama", **values: Any) -> Path:
     """Write a recipe for each of two processes, which goes to the folder `name`, and return its file."""
-    wanted = recipe(place, *HALVES, *settings, f"out={place / name}", kind="llama", **values)
+    wanted = recipe(place, *HALVES, *settings, f"out={place / name}", kind=kind, **values)
     path = place / f"{name}.json"  # which is YAML too
     path.write_text(json.dumps(to_dict(wanted)))
     return path
@@ -51,9 +54,18 @@ def written(place: Path, name: str, *settings: str, **values: Any) -> Path:
 
 def torchrun(config: Path) -> subprocess.Popen[str]:
     """Start a recipe by torchrun in two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    return _started("torch.distributed.run", "--standalone", "--nproc_per_node", "2", config=config)
+
+
+def accelerate_launch(config: Path) -> subprocess.Popen[str]:
+    """Start a recipe by accelerate launch in two processes under FSDP2, as the file that is shipped says."""
+    how = ("--num_processes", "2", "--main_process_port", str(forked.free_port()), "--mixed_precision", "no")
+    return _started("accelerate.commands.launch", "--config_file", str(LAUNCHERS / "fsdp2.yaml"), *how, config=config)
+
+
+def _started(launcher: str, *how: str, config: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*command, str(SCRIPT), "--config", str(config)],
+        [sys.executable, "-m", launcher, *how, str(SCRIPT), "--config", str(config)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -74,9 +86,10 @@ def finished(config: Path) -> Finished:
     return Finished(folder, folder / report["saved"], report)
 
 
-def one_process(place: Path, *settings: str, **values: Any) -> Finished:
+def one_process(place: Path, *settings: str, kind: str = "llama", **values: Any) -> Finished:
     """Run the same recipe in this process, with batches twice as large."""
-    return run_recipe(recipe(place, "training.use_cpu=true", *settings, f"out={place / 'one'}", kind="llama", **values))
+    wanted = recipe(place, "training.use_cpu=true", *settings, f"out={place / 'one'}", kind=kind, **values)
+    return run_recipe(wanted, FITTING)
 
 
 def losses(done: Finished) -> list[float]:
@@ -91,6 +104,21 @@ def assert_alike(two: Finished, one: Finished) -> None:
     held = weights_of(one)
     for name, weight in weights_of(two).items():
         torch.testing.assert_close(weight, held[name], rtol=0, atol=1e-3)
+
+
+def assert_goes_on(
+    place: Path, whole: Finished, environment: dict[str, str], *settings: str, kind: str = "llama", **values: Any
+) -> None:
+    """Check that a training whose last checkpoint and all after it are gone ends as the `whole` one did."""
+    cut = place / "cut"
+    shutil.copytree(whole.folder, cut)
+    for left in ("report.json", "done.json"):
+        (cut / left).unlink()
+    shutil.rmtree(cut / "model")
+    shutil.rmtree(cut / "checkpoints" / "checkpoint-6")
+    again = launch(written(place, "cut", *settings, kind=kind, **values), environment)
+    assert losses(again) == losses(whole)
+    assert_same_weights(again, whole)
 
 
 @pytest.mark.slow
@@ -112,38 +140,46 @@ def test_two_processes_are_one(tmp_path: Path, environment: dict[str, str], sett
     assert model.config.posswap["scheme"]["name"] == "rope"
     assert type(unwrap(model)).__name__.endswith("LlamaForCausalLM")
 
-    cut = tmp_path / "cut"
-    shutil.copytree(two.folder, cut)
-    for left in ("report.json", "done.json"):
-        (cut / left).unlink()
-    shutil.rmtree(cut / "model")
-    shutil.rmtree(cut / "checkpoints" / "checkpoint-6")
-    again = launch(written(tmp_path, "cut", *settings), environment)
-    assert losses(again) == losses(two)
-    assert_same_weights(again, two)
+    assert_goes_on(tmp_path, two, environment, *settings)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # each torchrun loads everything in three processes
-def test_killed_as_a_whole_and_then_in_one_process_it_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)  # each launcher loads everything in three processes
+@pytest.mark.parametrize(
+    ("start", "environment", "settings"),
+    [(torchrun, {}, ()), (accelerate_launch, FSDP, ("peft.peft_type=LORA", "peft.r=2"))],
+    ids=["torchrun-ddp", "accelerate-fsdp2-lora"],
+)
+def test_killed_as_a_whole_and_then_in_one_process_it_ends_as_if_nothing_had_been(
+    tmp_path: Path,
+    start: Callable[[Path], subprocess.Popen[str]],
+    environment: dict[str, str],
+    settings: tuple[str, ...],
+) -> None:
     """Two stages, the first of which ends early: SIGKILL in each, and the same command again."""
-    config = written(tmp_path, "whole", "training.save_steps=2", stages=STAGES)
-    run = torchrun(config)
+    settings = ("training.save_steps=2", *settings)
+    config = written(tmp_path, "whole", *settings, stages=STAGES)
+    run = start(config)
     _, said = run.communicate(timeout=400)
     assert run.returncode == 0, said[-4000:]
     whole = finished(config)
     assert [phase["steps"] for phase in whole.report["phases"]] == [4, 5]
-    cut = written(tmp_path, "cut", "training.save_steps=2", stages=STAGES)
+    cut = written(tmp_path, "cut", *settings, stages=STAGES)
     for stage, at_once in (("stage-1", True), ("stage-2", False)):
-        _kill(torchrun(cut), after=tmp_path / "cut" / stage / "log.jsonl", whole=at_once)
-    again = launch(cut)
+        _kill(start(cut), after=tmp_path / "cut" / stage / "log.jsonl", whole=at_once)
+        assert not (tmp_path / "cut" / "report.json").exists()
+        checkpoints = list((tmp_path / "cut" / stage / "checkpoints").glob("checkpoint-*"))
+        assert checkpoints
+        assert [problem_of(checkpoint) for checkpoint in checkpoints] == [None] * len(checkpoints)
+    again = launch(cut, environment)
     assert losses(again) == losses(whole)
     assert_same_weights(again, whole)
-    assert_alike(again, one_process(tmp_path, "training.save_steps=2", stages=STAGES))
+    assert_alike(again, one_process(tmp_path, *settings, stages=STAGES))
+    hf_posswap.verify_swap(hf_posswap.load(again.model))
 
 
 def _kill(run: subprocess.Popen[str], *, after: Path, whole: bool) -> None:
-    """Kill a launch, or one of its two processes, once three steps of a stage are in its log."""
+    """Kill a launch, or one of its two processes, once three steps of a stage are in its log; all of them end."""
     while run.poll() is None and not (after.exists() and after.read_bytes().count(b'"loss"') >= 3):
         time.sleep(0.02)
     launcher = psutil.Process(run.pid)
@@ -154,6 +190,7 @@ def _kill(run: subprocess.Popen[str], *, after: Path, whole: bool) -> None:
         process.kill()
     run.communicate(timeout=100)
     assert run.returncode != 0
+    assert psutil.wait_procs(workers, timeout=60)[1] == []
 
 
 @pytest.mark.parametrize(
@@ -194,6 +231,9 @@ def test_what_a_launch_cannot_train_is_refused_before_anything_loads(
     wanted = recipe(tmp_path, "model.name=not-there", "objective.chunk=0", swap={"scheme": {"name": "alibi"}})
     with pytest.raises(UnsupportedSwapError, match=r"alibi cannot be trained under context parallelism"):
         run_recipe(wanted)
+    can = recipe(tmp_path, "model.name=not-there", "objective.chunk=0", "training.use_cpu=true")
+    with pytest.raises(UnsupportedSwapError, match=r"context parallelism is not possible on a CPU"):
+        run_recipe(can)
     assert not (tmp_path / "run").exists()
 
 
@@ -202,3 +242,16 @@ def test_processes_that_share_a_sequence_read_the_same_windows() -> None:
     assert Launch(8, ulysses=8).replicas == 1
     assert Launch(8).replicas == 8
     assert (Launch(8).shards, Launch(8, fsdp=2).shards, Launch(8, deepspeed=2).shards) == (False, True, False)
+
+
+def test_only_processes_that_share_a_sequence_by_deepspeed_are_told_positions() -> None:
+    def collate(items: list[Any]) -> dict[str, Any]:
+        return {"input_ids": torch.tensor(items)}
+
+    items = [[5, 6, 7], [8, 9, 5]]
+    assert collator_of(Launch(8, context=4), collate) is collate
+    batch = collator_of(Launch(8, deepspeed=3, ulysses=8), collate)(items)
+    assert batch["position_ids"].tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert batch["input_ids"].tolist() == items
+    far = collator_of(Launch(2, ulysses=2), lambda items: collate(items) | {"position_ids": "its own"})(items)
+    assert far["position_ids"] == "its own"

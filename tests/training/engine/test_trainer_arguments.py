@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from transformers import get_scheduler
 
 import hf_posswap
 from hf_posswap.adapting import run_recipe
+from hf_posswap.compat.accelerate_launch import launch_arguments, launch_environment
 from hf_posswap.errors import ConfigError
 from hf_posswap.training.engine import Services
 from hf_posswap.training.engine.parallel import as_launched, launch_of
@@ -154,3 +157,81 @@ def test_a_launched_precision_is_another_training(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     done = trained(tmp_path, "training.max_steps=2", kind="llama")
     assert json.loads((done.folder / "recipe.json").read_text())["training"]["bf16"] is True
+
+
+FSDP2 = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}
+ZERO = {"zero_stage": 2, "zero3_init_flag": False}
+
+
+@pytest.mark.parametrize(
+    ("file", "asked", "kept", "says"),
+    [
+        ({"mixed_precision": "fp16"}, ("bf16=true",), {"bf16": False, "fp16": True}, "mixed precision fp16, not bf16"),
+        ({"mixed_precision": "no"}, ("bf16=true",), {"bf16": True}, ""),
+        (
+            {"dynamo_config": {"dynamo_backend": "AOT_EAGER"}},
+            ("torch_compile=true",),
+            {"torch_compile_backend": "aot_eager"},
+            "layers compiled by aot_eager, not inductor",
+        ),
+        (
+            FSDP2,
+            ("gradient_checkpointing=true",),
+            {"gradient_checkpointing": False},
+            "FSDP makes activations again, not training.gradient_checkpointing",
+        ),
+        (FSDP2, ("deepspeed={zero_optimization: {stage: 2}}",), {"deepspeed": None}, "FSDP, not training.deepspeed"),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": ZERO | {"gradient_accumulation_steps": 2}},
+            ("gradient_accumulation_steps=4",),
+            {"gradient_accumulation_steps": 2},
+            "2 batches a step, not 4",
+        ),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": ZERO | {"gradient_clipping": 0.5}},
+            (),
+            {"max_grad_norm": 0.5, "gradient_accumulation_steps": 1},
+            "gradients clipped at 0.5, not 1.0",
+        ),
+    ],
+    ids=["precision", "no-precision", "compiler", "activations", "fsdp", "batches", "clipping"],
+)
+def test_each_key_that_both_have_is_accelerates_files(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: dict[str, Any],
+    asked: tuple[str, ...],
+    kept: dict[str, Any],
+    says: str,
+) -> None:
+    """The environment is made by accelerate's own code for `accelerate launch --config_file`."""
+    path = tmp_path / "accelerate.yaml"
+    where = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_machines": 1}
+    path.write_text(yaml.safe_dump(where | {"num_processes": 2, "mixed_precision": "no", "use_cpu": False} | file))
+    for name, value in launch_environment(launch_arguments(path, None)).items():
+        monkeypatch.setenv(name, value)
+    wanted = recipe(tmp_path, *(f"training.{setting}" for setting in asked))
+    launched, lines = as_launched(wanted)
+    assert {name: getattr(launched.training, name) for name in kept} == kept
+    assert lines == ([f"accelerate's file wins over the recipe: {says}."] if says else [])
+    assert as_launched(launched) == (launched, [])
+
+
+def test_float8_that_accelerates_file_asks_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(ConfigError, match=r"asks for mixed_precision fp8, under which no swap was proved: use bf16"):
+        trained(tmp_path)
+
+
+def test_what_accelerate_writes_into_the_environment_is_gone_after_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+
+    def writes(*_: Any) -> dict[int, float]:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as accelerate does where a recipe brings DeepSpeed
+        return {32: 1.0}
+
+    trained(tmp_path, "training.eval_strategy=steps", "training.eval_steps=6", services=Services(evaluate=writes))
+    assert "ACCELERATE_USE_DEEPSPEED" not in os.environ
+    assert os.environ["ACCELERATE_DYNAMO_BACKEND"] == "NO"
