@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.errors import PositionRangeError, SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import CosSin, default_inv_freq, rotate, widest
@@ -124,7 +125,7 @@ class XPosMechanism(RotaryMechanism):
         whole = octaves.round()  # apart, because float32 would round a large exponent too coarsely
         factor = whole.float().exp2() * (octaves - whole).float().exp2()
         farthest = self.centre
-        if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+        if positions.device.type == "cpu" and holds_values(positions) and not torch.compiler.is_compiling():
             farthest = int(offset.abs().max())
         return XPosTables(CosSin(cos * factor, sin * factor), CosSin(cos / factor, sin / factor), farthest)
 

@@ -39,9 +39,8 @@ from recipes.bench.harness import machine
 WARM_UPS, STEPS = 2, 5
 NEAR = 0.1
 """How far the predicted peak may lie from the measured one, as a share of it."""
-_UNUSED = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 _SHAPES: dict[str, tuple[str, Any]] = {
-    "gpt2-124m": ("GPT2LMHeadModel", GPT2Config(**_UNUSED)),
+    "gpt2-124m": ("GPT2LMHeadModel", GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)),
     "llama-1b": (
         "LlamaForCausalLM",
         LlamaConfig(
@@ -65,7 +64,7 @@ def recipes(smoke: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
     if smoke:
         yield "a small Llama, yarn", "small", {"data": {"length": 128}, "training": {"use_cpu": True}}
         return
-    rope = {"swap": {"scheme": "rope", "max_length": 8192}, "data": {"length": 8192}}
+    rope: dict[str, Any] = {"swap": {"scheme": "rope", "max_length": 8192}, "data": {"length": 8192}}
     yield "GPT-2 124M, rope, one text of 8k", "gpt2-124m", rope
     packed = rope["data"] | {"packing": "documents"}
     yield "the same, packed documents", "gpt2-124m", rope | {"data": packed}
@@ -185,6 +184,7 @@ def trainer_of(recipe: Recipe, folder: Path, *, steps: int) -> PosswapTrainer:
     torch.manual_seed(0)
     config = read_config(recipe.model.name)
     model = getattr(transformers, config.architectures[0])(config)
+    assert recipe.swap.scheme is not None
     hf_posswap.patch_model(model, recipe.swap.scheme, max_length=recipe.swap.max_length)
     plan = hf_posswap.swap_plan(model)
     model = prepare_trainable(model, recipe.trainable, recipe.peft)
