@@ -103,6 +103,7 @@ def test_accelerates_file_that_is_shipped_trains_as_one_process(tmp_path: Path) 
     assert_goes_on(tmp_path, two, told)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather:FutureWarning")  # Trainer calls it
 def test_two_processes_that_share_a_sequence_are_one(tmp_path: Path) -> None:
     """Ulysses with ZeRO-3, as the file that is shipped says: each process has half of every text, then half the heads.
 
