@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.torch_fake import fake_mode, is_fake
+from hf_posswap.compat.torch_fake import cannot_be_fake, fake_mode, is_fake
 from hf_posswap.patching.sites.attention import position_sources
 from hf_posswap.schemes import schemes_for
 from hf_posswap.training.dryrun.gpu_kernels import as_on_gpu
@@ -83,17 +83,25 @@ def run(model: Any, device: str) -> tuple[Any, dict[str, Any]]:
 
 def compare(pair: Pair, attention: str, way: str, run_as: Any) -> None:
     """Assert that the swapped model has all where its stock class has it, and in the same dtypes."""
-    if pair.scheme == "dynamic" and pair.plan.route == "native":
-        pytest.skip("stock code reads the length from the positions")
+    key = (pair.model, attention, way)
+    if key not in _STOCK:
+        try:
+            _STOCK[key] = run_as(built(pair, attention))
+        except RuntimeError as error:  # code of transformers 5.14 asks each device for its autocast
+            _STOCK[key] = str(error)
+    if isinstance(_STOCK[key], str):
+        pytest.skip(f"the stock class cannot: {_STOCK[key]}")
+    expected, stock_grads = _STOCK[key]
     model = built(pair, attention)
     pair.patch(model)
     own = {name for name, weight in model.named_parameters() if ".posswap." in f".{name}"}
     frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
-    found, grads = run_as(model)
-    key = (pair.model, attention, way)
-    if key not in _STOCK:
-        _STOCK[key] = run_as(built(pair, attention))
-    expected, stock_grads = _STOCK[key]
+    try:
+        found, grads = run_as(model)
+    except cannot_be_fake():
+        if pair.plan.route == "native":
+            pytest.skip("stock code reads the length from the positions")
+        raise
     assert found == expected
     assert sum(grad is not None for grad in grads.values()) > 10
     for name, grad in grads.items():
