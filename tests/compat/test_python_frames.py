@@ -79,6 +79,16 @@ def test_self_of_leaves_locals_that_their_function_holds(steps: tuple[Steps, Fra
     assert method.locals["self"] is method
 
 
+def test_self_of_leaves_the_body_of_a_class_alone() -> None:
+    class Body:
+        """Reads its own frame, whose locals are what the class will have."""
+
+        self = "kept"
+        found = self_of(sys._getframe())
+
+    assert Body.found == Body.self == "kept"
+
+
 @pytest.mark.parametrize("searched", [False, True])
 def test_self_of_lets_the_search_for_garbage_go_on(searched: bool) -> None:
     before = gc.isenabled()

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_posswap.compat.python_frames import self_of
 from hf_posswap.compat.torch_wrappers import compiled_original
 from hf_posswap.errors import UnsupportedSwapError
 
@@ -78,11 +79,14 @@ def _frames() -> Iterator[FrameType]:
 
 def _saved_by(frame: FrameType, part: nn.Module) -> Any:
     """Return the transformers model around `part` that the method running in `frame` saves; None: it saves none."""
-    name, saver = frame.f_code.co_name, frame.f_locals.get("self")
-    if name == "save_model" and isinstance(saver, _trainers()):  # it gathers sharded weights before it saves them
-        saver = _unwrapped(saver.model)
-    elif name != "save_pretrained":
+    name = frame.f_code.co_name
+    if name not in ("save_model", "save_pretrained"):
         return None
+    saver = self_of(frame)
+    if name == "save_model":
+        if not isinstance(saver, _trainers()):
+            return None
+        saver = _unwrapped(saver.model)  # it gathers sharded weights before it saves them
     from transformers import PreTrainedModel
 
     holds = isinstance(saver, PreTrainedModel) and saver is not part and any(one is part for one in saver.modules())

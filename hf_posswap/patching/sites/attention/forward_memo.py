@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posswap.compat.python_frames import self_of
 from hf_posswap.compat.torch_tensors import in_backward, version_of
 from hf_posswap.families.base import PositionSource
 
@@ -223,7 +224,7 @@ def _depth(module: nn.Module) -> int:
     """Return how many forwards of `module` this thread is in the midst of."""
     frame, found = inspect.currentframe(), 0
     while frame is not None:
-        found += frame.f_code.co_name == "forward" and frame.f_locals.get("self") is module
+        found += frame.f_code.co_name == "forward" and self_of(frame) is module
         frame = frame.f_back
     return found
 
