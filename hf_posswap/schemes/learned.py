@@ -72,8 +72,8 @@ class Learned(TableScheme):
         old, new = geometry.original_length, self.rows(geometry, max_length)
         if new < old:
             raise SchemeError(
-                f"{self.name}: max_length {new} is shorter than the model's table of {old} positions; "
-                "leave it out to keep the table."
+                f"{self.name}: max_length {new} is shorter than the model's {old} positions; "
+                "leave it out to keep its table."
             )
         if self.extend == "hierarchical" and new > old * old:
             raise SchemeError(

@@ -448,7 +448,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a table that is shorter": (
         lambda: plan_swap(build(BART), {"encoder": Learned()}, max_length=8),
         SchemeError,
-        "max_length 8 is shorter than the model's table",
+        r"max_length 8 is shorter than the model's \d+ positions; leave it out",
     ),
     "a record with a stack that is no scheme": (
         lambda: SwapRecord.from_dict({**record(), "stacks": {"encoder": 3}}),

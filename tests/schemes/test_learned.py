@@ -111,7 +111,7 @@ def test_without_a_max_length_the_table_keeps_its_length(geometry: Geometries) -
 
 
 def test_a_shorter_table_is_refused(geometry: Geometries) -> None:
-    with pytest.raises(SchemeError, match=r"max_length 64 is shorter than the model's table of 128 positions; leave"):
+    with pytest.raises(SchemeError, match=r"max_length 64 is shorter than the model's 128 positions; leave"):
         Learned().resolve(geometry(), 64)
 
 

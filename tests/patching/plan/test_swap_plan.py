@@ -130,7 +130,7 @@ REFUSALS: dict[str, tuple[Refused, type[Exception], str]] = {
     "shorter table": (
         lambda: patch_model(build("gpt2"), "learned", max_length=8),
         SchemeError,
-        "max_length 8 is shorter than the model's table of 32 positions",
+        "max_length 8 is shorter than the model's 32 positions",
     ),
     "no factor": (lambda: patch_model(build("llama"), "yarn"), SchemeError, "give factor or max_length"),
     "a table in attention": (
