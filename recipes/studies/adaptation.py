@@ -211,7 +211,9 @@ def _row(case: Case, pairs: list[tuple[Run, Run]], base: Subject, texts: Texts, 
         np.mean([one.sliding for one in controls], axis=0),
     )
     scheme = _name(models[0].config.posswap)
-    said = {"recipe": name, "variant": case.variant, "scheme": scheme, "tokens": tokens_of(pairs[0][0].recipe)}
+    others = any(setting.startswith("swap.scheme=") for setting in case.settings if setting != case.variant)
+    recipe = f"{name} with {scheme}" if others else name
+    said = {"recipe": recipe, "variant": case.variant, "scheme": scheme, "tokens": tokens_of(pairs[0][0].recipe)}
     return {**said, **judge(scheme, base, control, mean, after)}
 
 

@@ -13,9 +13,7 @@ from generated.markup import table
 _RESULTS = "recipes/studies/results"
 _OTHERS = ("/ablations", "/curve/", "/real/")
 OF_RECIPES = tuple(
-    source
-    for source in PAGE_OF
-    if source.endswith("/adaptation.md") and not any(part in source for part in _OTHERS)
+    source for source in PAGE_OF if source.endswith("/adaptation.md") and not any(part in source for part in _OTHERS)
 )
 """Results of the study of adaptation that are about one recipe: not those that vary one, or have another's base."""
 _HEAD = (
@@ -43,8 +41,7 @@ def _adapted() -> Iterator[Sequence[str]]:
         window, far, sliding = (f"{row[key]['difference']:+.3f}" for key in _SHOWN)
         both = f"{window}, {row['from_base']['difference']:+.3f}"
         cells = [f"{said}: {verdict}" for said, verdict in zip((both, far, sliding), reached, strict=True)]
-        name = f"{row['recipe']} with {row['scheme']}" if "swap.scheme=" in result["command"] else row["recipe"]
-        yield (_linked(name, source), _of(result), *cells, "–")
+        yield (_linked(row["recipe"], source), _of(result), *cells, "–")
 
 
 def _found() -> Iterator[Sequence[str]]:
