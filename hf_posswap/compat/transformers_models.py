@@ -6,8 +6,8 @@ All are alike in transformers 5.14 to 5.23, but for what says otherwise.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -15,14 +15,21 @@ _OF_FILES = ("_name_or_path", "_commit_hash", "transformers_version")
 _OF_RUNNING = ("attn_implementation", "_attn_implementation")
 
 
-def without_initialising() -> AbstractContextManager[Any]:
-    """Return the context in which new models of transformers are built without filling their weights.
+@contextmanager
+def without_initialising() -> Iterator[None]:
+    """Have new models of transformers built without filling their weights, and those that are tied be one.
 
-    Touches `transformers.initialization.no_init_weights`. Without it a model on meta takes many times longer to build.
+    Touches `transformers.initialization.no_init_weights`, which puts something empty in the place of
+    `PreTrainedModel.init_weights`, where weights are tied as well. Without it a model on meta takes many times longer
+    to build.
     """
+    from transformers import PreTrainedModel
     from transformers.initialization import no_init_weights
 
-    return no_init_weights()
+    with no_init_weights():
+        held: Any = PreTrainedModel
+        held.init_weights = lambda model: model.tie_weights(recompute_mapping=False)  # undone with it
+        yield
 
 
 def mark_initialised(module: Any) -> None:

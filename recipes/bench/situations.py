@@ -19,16 +19,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from hf_posswap import patch_model, set_backend
 from hf_posswap.schemes.base import Mechanism
 from hf_posswap.utils.atomic_io import write_text
+from recipes.bench.batches import DECODING, Situation, Sizes, forward, ids_of, padded, situations
 from recipes.bench.harness import BUSY, doubt, in_a_process, in_turns, interval, machine
 
 MODULE = "recipes.bench.situations"
@@ -42,113 +43,38 @@ GOALS = {
     **dict.fromkeys(("self_extend", "rerope", "dual_chunk"), (1.4, 1.25)),
 }  # fmt: skip
 """The highest ratio of a forward, and of a decoded token; without an entry: none is set."""
-DECODING = "decoding after "
 TOLERANCE = 1e-3
 """Between logits by the backend that is chosen and by the formula, of models with weights of size 0.1."""
 
 
-class Sizes(NamedTuple):
-    """How large everything is; the models were made for half the tokens."""
-
-    length: int
-    width: int
-    layers: int
-    memory: int
-    after: tuple[int, ...]
+FULL, SMALL = Sizes(2048, 512, 3, 4096, (512, 2048, 8192)), Sizes(64, 32, 1, 64, (24,))
 
 
-FULL, SMALL = Sizes(2048, 512, 3, 4096, (512, 2048)), Sizes(64, 32, 1, 64, (24,))
+def models_of(schemes: Sequence[str], sizes: Sizes, window: int | None) -> dict[str, Any]:
+    """Return a model without a swap and one for each scheme."""
+    return {name: llama(name, sizes, window) for name in (UNPATCHED, *schemes)}
 
 
-class Situation(NamedTuple):
-    """One way of running a model: `run` gives logits, of which those where `real` is are compared."""
+def llama(scheme: str, sizes: Sizes, window: int | None = None) -> Any:
+    """Return a Llama with random weights, made for half the length of the text, and swapped to `scheme`.
 
-    name: str
-    make: Callable[[Any], Callable[[], Tensor]]
-    real: Tensor | None = None
-
-
-def situations(sizes: Sizes) -> Iterator[Situation]:
-    """Give the situations of the table."""
-    length = sizes.length
-    one, two = ids_of(1, length), ids_of(2, length)
-    yield Situation("one row", lambda model: forward(model, one))
-    left, right = padded(length)
-    yield Situation("left-padded", lambda model: forward(model, two, **left), left["attention_mask"].bool())
-    yield Situation("right-padded", lambda model: forward(model, two, **right), right["attention_mask"].bool())
-    at, mask = packed(length)
-    yield Situation("packed by position_ids", lambda model: forward(model, one, position_ids=at))
-    yield Situation("packed by a block mask", lambda model: forward(model, one, position_ids=at, attention_mask=mask))
-    yield Situation("prefill in two chunks", lambda model: in_chunks(model, one))
-    for after in sizes.after:
-        yield Situation(f"{DECODING}{after}", functools.partial(step_after, past=after))
-
-
-def ids_of(rows: int, length: int) -> Tensor:
-    """Return random tokens, [rows, length]."""
-    return torch.randint(3, 512, (rows, length), generator=torch.Generator().manual_seed(0))
-
-
-def padded(length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return what goes with two rows of which one lacks a quarter: on the left as `generate` has it, on the right."""
-    left, right = torch.ones(2, length, dtype=torch.long), torch.ones(2, length, dtype=torch.long)
-    left[1, : length // 4] = 0
-    right[1, -(length // 4) :] = 0
-    positions = (left.cumsum(1) - 1).masked_fill(left == 0, 1)
-    return {"attention_mask": left, "position_ids": positions}, {"attention_mask": right}
-
-
-def packed(length: int) -> tuple[Tensor, Tensor]:
-    """Return positions [1, L] and mask [1, 1, L, L] of two documents in one row, of 5 and 3 eighths of it."""
-    first = length * 5 // 8
-    document = torch.arange(length) >= first
-    mask = torch.ones(length, length, dtype=torch.bool).tril() & (document[:, None] == document)
-    return torch.cat((torch.arange(first), torch.arange(length - first)))[None], mask[None, None]
-
-
-def forward(model: Any, ids: Tensor, **arguments: Any) -> Callable[[], Tensor]:
-    """Return what runs a whole text."""
-    return lambda: model(ids, use_cache=False, **arguments).logits
-
-
-def in_chunks(model: Any, ids: Tensor) -> Callable[[], Tensor]:
-    """Return what runs a text in two halves, the second upon the cache of the first."""
-    half = ids.shape[1] // 2
-
-    def run() -> Tensor:
-        first = model(ids[:, :half], use_cache=True)
-        second = model(ids[:, half:], past_key_values=first.past_key_values)
-        return torch.cat((first.logits, second.logits), dim=1)
-
-    return run
-
-
-def step_after(model: Any, past: int, steps: int = 8) -> Callable[[], Tensor]:
-    """Return what decodes `steps` tokens, one by one, after a text of `past`."""
-    ids = ids_of(1, past + steps)
-    with torch.no_grad():
-        cache = model(ids[:, :past], use_cache=True).past_key_values
-
-    def run() -> Tensor:
-        logits = [model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(past, past + steps)]
-        cache.crop(-steps)
-        return torch.cat(logits, dim=1)
-
-    return run
-
-
-def llama(scheme: str, sizes: Sizes) -> Any:
-    """Return a Llama with random weights, made for half the length of the text, and swapped to `scheme`."""
+    With `window` it is a Mistral, which is a Llama whose layers see as many tokens.
+    """
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=sizes.width, intermediate_size=sizes.width * 11 // 4,
-        num_hidden_layers=sizes.layers, num_attention_heads=max(1, sizes.width // 64),
-        max_position_embeddings=sizes.length // 2, initializer_range=0.1,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    heads = max(1, sizes.width // 64)
+    shape: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": sizes.width, "intermediate_size": sizes.width * 11 // 4,
+        "num_hidden_layers": sizes.layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "max_position_embeddings": sizes.length // 2, "initializer_range": 0.1,
+    }  # fmt: skip
+    model: Any = (
+        LlamaForCausalLM(LlamaConfig(**shape))
+        if window is None
+        else MistralForCausalLM(MistralConfig(**shape, sliding_window=window))
+    )
     if scheme != UNPATCHED:
-        patch_model(model, scheme, max_length=4 * sizes.length, **SCHEMES[scheme])
-    return model
+        patch_model(model, scheme, max_length=8 * sizes.length, **SCHEMES[scheme])
+    return model.eval()
 
 
 def rows(smoke: bool) -> list[dict[str, Any]]:
@@ -167,10 +93,10 @@ def measured(
     and under `wrong` the schemes whose chosen way and formula differ.
     """
     with torch.no_grad():
-        models = {name: llama(name, sizes) for name in (UNPATCHED, *schemes)}
+        made = functools.cache(functools.partial(models_of, schemes, sizes))
         for one in situations(sizes):
             if wanted is None or one.name in wanted:
-                yield _row(one, models, repetitions)
+                yield _row(one, made(one.window), repetitions)
     if wanted is None or "memory" in wanted:
         yield _memory(sizes, schemes)
 

@@ -39,6 +39,8 @@ def test_without_initialising() -> None:
     assert torch.utils.deterministic.fill_uninitialized_memory
     with transformers_models.without_initialising():
         assert GPT2Model(TINY).wte.weight.isnan().all()
+        tied = GPT2LMHeadModel(TINY)
+        assert tied.lm_head.weight is tied.transformer.wte.weight
     assert GPT2Model(TINY).wte.weight.isfinite().all()
 
 

@@ -19,6 +19,8 @@ from typer.testing import CliRunner, Result
 from recipes.bench import bias, dry_beside, growth, harness, roof, run
 from recipes.bench.harness import Case, measure, peak_mib, table
 
+SLOW = ("gpu", "compiled", "waiting", "situations")
+
 
 def bench(*arguments: object) -> Result:
     app = typer.Typer()
@@ -30,7 +32,7 @@ def bench(*arguments: object) -> Result:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "gpu" else n for n in run.NAMES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in run.NAMES])
 def test_all_ways_give_the_same_numbers(name: str, tmp_path: Path) -> None:
     done = bench(name, "--smoke", "--out", tmp_path)
     assert done.exit_code == 0, done.output

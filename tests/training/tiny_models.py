@@ -16,6 +16,8 @@ from transformers import (
     GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 VOCABULARY = 300
@@ -35,6 +37,9 @@ def tiny(kind: str, attention: str = "sdpa", **options: Any) -> Any:
     if kind == "bloom":
         sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4}
         return BloomForCausalLM(BloomConfig(**shape | {"attn_implementation": "eager"} | sizes | options)).eval()
+    if kind == "t5":
+        sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
+        return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes | options)).eval()
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"max_position_embeddings": WINDOW}
     if kind == "llama":

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_posswap.compat.torch_fake import fake_mode, keep_in_place, make_fake_as
 from hf_posswap.compat.transformers_models import without_initialising
@@ -16,6 +17,7 @@ from hf_posswap.patching.inspect.describe import model_class_of, read_config
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import swapped_class
 from hf_posswap.training.config import SENTENCES, Recipe
+from hf_posswap.training.engine.gates import check_one_text
 from hf_posswap.training.engine.objectives import Objective, make_objective
 from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
 from hf_posswap.training.engine.preparing import chosen_scheme, swap_arguments
@@ -54,11 +56,13 @@ def fake_model(recipe: Recipe, launch: Launch) -> FakeModel:
     """
     mode = fake_mode()
     model = _built(recipe, mode)
+    check_one_text(model)
     sites = locate(model)
     scheme = chosen_scheme(recipe)
     plan = None
     if scheme is not None:
         how = swap_arguments(recipe, scheme, has_table=sites.geometry.base is None)
+        _number_table(model, sites.table_path)
         plan = swap_plan(patch_model(model, scheme, **how))
     refuse_silent_errors(recipe, plan.scheme if plan else None, launch)
     teacher = None
@@ -89,6 +93,13 @@ def _built(recipe: Recipe, mode: Any) -> Any:
     finally:
         torch.set_default_dtype(before)
     return model.eval()
+
+
+def _number_table(model: Any, path: str | None) -> None:
+    """Put numbers into the old table: a new one may take its scale from them, and which they are changes no size."""
+    table = None if path is None else model.get_submodule(path)
+    if isinstance(table, nn.Embedding):
+        table.weight = nn.Parameter(torch.ones(table.weight.shape, dtype=table.weight.dtype))
 
 
 def objective_of(recipe: Recipe, fake: FakeModel) -> Objective:

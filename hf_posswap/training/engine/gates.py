@@ -41,6 +41,20 @@ class FirstLoss:
         return math.log(self.vocabulary)
 
 
+def check_one_text(model: Any) -> None:
+    """Refuse a model that reads one text and writes another.
+
+    Raises:
+        UnsupportedModelError: `model` is an encoder-decoder.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads a text with its encoder and writes another with its decoder; recipes train "
+            "models of one text, decoders and encoders. Swap it by patch_model in a script, and train it on pairs of "
+            "texts by transformers' Seq2SeqTrainer."
+        )
+
+
 def probe(model: Any, batch: dict[str, Any], *, causal: bool, plain: int | None = None) -> float:
     """Return the mean loss of `model` on two rows of `batch`, in eval mode, without a gradient.
 

@@ -28,7 +28,7 @@ from hf_posswap.training.data.sources import check_source
 from hf_posswap.training.distill import make_teacher
 from hf_posswap.training.engine.arguments import on_cpu
 from hf_posswap.training.engine.fitting import centre, check_start, first_windows, fit_scheme, fit_weights
-from hf_posswap.training.engine.gates import check_held_out, check_positions, probe, short_windows
+from hf_posswap.training.engine.gates import check_held_out, check_one_text, check_positions, probe, short_windows
 from hf_posswap.training.engine.identity import base_identity
 from hf_posswap.training.engine.memory import refuse_too_much, training_need
 from hf_posswap.training.engine.objectives import Objective, make_objective
@@ -91,6 +91,7 @@ def prepare(
     for source in recipe.data.sources:  # what needs no model is said before one is loaded
         check_source(source)
     model, tokenizer = load_model(recipe)
+    check_one_text(model)
     base = base_identity(model)
     sites = locate(model)
     causal, window = sites.geometry.causal, sites.geometry.original_length

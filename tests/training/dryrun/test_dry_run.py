@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from typer.testing import CliRunner
 
+from hf_posswap import patch_model
 from hf_posswap.cli import app
 from hf_posswap.compat.accelerate_launch import no_launch
 from hf_posswap.compat.torch_fake import fake_mode
@@ -26,10 +27,14 @@ from hf_posswap.training.config import Recipe, make_recipe
 from hf_posswap.training.dryrun import CARDS, DryRun, Prediction, card_of, dry_run, launch_file, launching
 from hf_posswap.training.dryrun.changes import ladders
 from hf_posswap.training.dryrun.launching import launched
+from hf_posswap.training.dryrun.modelling import fake_model
 from hf_posswap.training.dryrun.unreal import Unreal
 from hf_posswap.training.dryrun.work import Work
+from hf_posswap.training.engine.parallel import Launch
+from hf_posswap.training.trainable import prepare_trainable
 from tests.training.tiny_models import tiny
 
+KINDS = ("gpt2", "llama", "bert")
 LENGTH, ROWS, WIDTH, LAYERS = 64, 2, 32, 2
 of_processes = pytest.mark.skipif(not can_be_fake(), reason="this torch cannot send what has no numbers")
 
@@ -38,11 +43,11 @@ of_processes = pytest.mark.skipif(not can_be_fake(), reason="this torch cannot s
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders that hold config.json and nothing else."""
     place = tmp_path_factory.mktemp("configs")
-    for kind in ("gpt2", "llama", "bert"):
+    for kind in KINDS:
         model = tiny(kind)
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(place / kind)
-    return {kind: place / kind for kind in ("gpt2", "llama", "bert")}
+    return {kind: place / kind for kind in KINDS}
 
 
 def recipe(folder: Path, **values: Any) -> Recipe:
@@ -71,6 +76,20 @@ def test_weights_gradients_and_optimizer_are_those_of_the_model(folders: dict[st
     assert 2 * weights <= found.held["optimizer"] < 2.1 * weights  # and a count of steps for each
     assert sum(found.held.values()) == found.peak
     assert found.tokens == ROWS * LENGTH
+
+
+@pytest.mark.parametrize("scheme", ["rope", "sinusoidal", "t5"])
+def test_what_is_trained_dry_is_what_is_trained(folders: dict[str, Path], scheme: str) -> None:
+    """Tied weights are one, the old table is gone, and a table that takes its scale from the old one is there."""
+    wanted = recipe(folders["gpt2"], swap={"scheme": scheme})
+    real = prepare_trainable(patch_model(tiny("gpt2"), scheme, max_length=256), wanted.trainable, wanted.peft)
+    dry = fake_model(wanted, Launch()).model
+    assert real.config.tie_word_embeddings
+    assert shapes_of(dry) == shapes_of(real)
+
+
+def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def test_operations_are_those_of_the_formula(folders: dict[str, Path]) -> None:
@@ -418,3 +437,11 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
         assert done.exit_code == 2, words
     with launched(None, 1):  # a launch of one is no launch
         assert not torch.distributed.is_initialized()
+
+
+def test_a_model_of_two_texts_is_refused_by_name(tmp_path: Path) -> None:
+    model = tiny("t5")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"T5ForCond\w+ reads a text .* by transformers' Seq2SeqTrainer"):
+        dry_run(recipe(tmp_path, swap={"scheme": "alibi"}))

@@ -19,6 +19,7 @@ from hf_posswap.errors import (
     PositionRangeError,
     SwapVerificationError,
     TrainingError,
+    UnsupportedModelError,
 )
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
@@ -231,6 +232,11 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "gpt2", vocab_size=100)
     with pytest.raises(DataError, match=r"use the tokenizer that belongs to the model"):
         trained(tmp_path)
+
+
+def test_a_model_of_two_texts_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"T5ForCond\w+ reads a text .* by transformers' Seq2SeqTrainer"):
+        trained(tmp_path, kind="t5", swap={"scheme": "alibi"})
 
 
 def test_evaluation_lengths_need_who_evaluates(tmp_path: Path) -> None:

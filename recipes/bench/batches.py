@@ -1,0 +1,147 @@
+"""The ways in which people run a model: whole texts, padded and packed batches, upon caches, token by token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+DECODING = "decoding after "
+
+
+class Sizes(NamedTuple):
+    """How large everything is; the models were made for half the tokens."""
+
+    length: int
+    width: int
+    layers: int
+    memory: int
+    after: tuple[int, ...]
+
+
+class Situation(NamedTuple):
+    """One way of running a model: what `make` returns gives numbers, of which those where `real` is are compared.
+
+    `window`: the model's layers are to see as many tokens only; None: all.
+    """
+
+    name: str
+    make: Callable[[Any], Callable[[], Tensor]]
+    real: Tensor | None = None
+    window: int | None = None
+
+
+def situations(sizes: Sizes) -> Iterator[Situation]:
+    """Give the situations of the table."""
+    length = sizes.length
+    one, two = ids_of(1, length), ids_of(2, length)
+    yield Situation("one row", lambda model: forward(model, one))
+    left, right = padded(length)
+    yield Situation("left-padded", lambda model: forward(model, two, **left), left["attention_mask"].bool())
+    yield Situation("right-padded", lambda model: forward(model, two, **right), right["attention_mask"].bool())
+    at, mask = packed(length)
+    yield Situation("packed by position_ids", lambda model: forward(model, one, position_ids=at))
+    yield Situation("packed by a block mask", lambda model: forward(model, one, position_ids=at, attention_mask=mask))
+    yield Situation("prefill in two chunks", lambda model: in_chunks(model, one))
+    yield Situation("static cache in two chunks", lambda model: in_chunks(model, one, static=True))
+    yield Situation("sliding-window layers", lambda model: forward(model, one), window=length // 4)
+    yield Situation("gradients of packed", lambda model: gradients(model, one, position_ids=at))
+    yield Situation("gradients of right-padded", lambda model: gradients(model, two, **right))
+    for after in sizes.after:
+        yield Situation(f"{DECODING}{after}", functools.partial(step_after, past=after))
+    prompts, mask = ids_of(8, length // 8), padded_prompts(8, length // 8)
+    yield Situation(
+        f"generate of {len(prompts)} rows", lambda model: generating(model, prompts, mask, min(32, length // 16))
+    )
+
+
+def ids_of(rows: int, length: int) -> Tensor:
+    """Return random tokens, [rows, length]."""
+    return torch.randint(3, 512, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def padded(length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what goes with two rows of which one lacks a quarter: on the left as `generate` has it, on the right."""
+    left, right = torch.ones(2, length, dtype=torch.long), torch.ones(2, length, dtype=torch.long)
+    left[1, : length // 4] = 0
+    right[1, -(length // 4) :] = 0
+    positions = (left.cumsum(1) - 1).masked_fill(left == 0, 1)
+    return {"attention_mask": left, "position_ids": positions}, {"attention_mask": right}
+
+
+def packed(length: int) -> tuple[Tensor, Tensor]:
+    """Return positions [1, L] and mask [1, 1, L, L] of two documents in one row, of 5 and 3 eighths of it."""
+    first = length * 5 // 8
+    document = torch.arange(length) >= first
+    mask = torch.ones(length, length, dtype=torch.bool).tril() & (document[:, None] == document)
+    return torch.cat((torch.arange(first), torch.arange(length - first)))[None], mask[None, None]
+
+
+def forward(model: Any, ids: Tensor, **arguments: Any) -> Callable[[], Tensor]:
+    """Return what runs a whole text."""
+    return lambda: model(ids, use_cache=False, **arguments).logits
+
+
+def padded_prompts(rows: int, length: int) -> Tensor:
+    """Return the mask [rows, length] of prompts of different lengths, padded on the left."""
+    lengths = torch.linspace(length // 2, length, rows).long()
+    return (torch.arange(length).flip(0) < lengths[:, None]).long()
+
+
+def gradients(model: Any, ids: Tensor, attention_mask: Tensor | None = None, **arguments: Any) -> Callable[[], Tensor]:
+    """Return what runs forward and backward of a training step, and gives the gradients of the last layer's queries."""
+    labels = ids if attention_mask is None else ids.masked_fill(attention_mask == 0, -100)
+
+    def run() -> Tensor:
+        with torch.enable_grad():
+            loss = model(ids, attention_mask=attention_mask, labels=labels, use_cache=False, **arguments).loss
+            loss.backward()
+        found = model.model.layers[-1].self_attn.q_proj.weight.grad
+        model.zero_grad()
+        return found
+
+    return run
+
+
+def generating(model: Any, ids: Tensor, mask: Tensor, tokens: int) -> Callable[[], Tensor]:
+    """Return what writes `tokens` tokens after each of a batch of prompts, and gives their logits."""
+
+    def run() -> Tensor:
+        done = model.generate(
+            ids, attention_mask=mask, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False,
+            pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        return torch.stack(done.logits)
+
+    return run
+
+
+def in_chunks(model: Any, ids: Tensor, *, static: bool = False) -> Callable[[], Tensor]:
+    """Return what runs a text in two halves, the second upon the cache of the first."""
+    half = ids.shape[1] // 2
+
+    def run() -> Tensor:
+        cache = StaticCache(config=model.config, max_cache_len=ids.shape[1]) if static else None
+        first = model(ids[:, :half], past_key_values=cache, use_cache=True)
+        second = model(ids[:, half:], past_key_values=first.past_key_values)
+        return torch.cat((first.logits, second.logits), dim=1)
+
+    return run
+
+
+def step_after(model: Any, past: int, steps: int = 8) -> Callable[[], Tensor]:
+    """Return what decodes `steps` tokens, one by one, after a text of `past`."""
+    ids = ids_of(1, past + steps)
+    with torch.no_grad():
+        cache = model(ids[:, :past], use_cache=True).past_key_values
+
+    def run() -> Tensor:
+        logits = [model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(past, past + steps)]
+        cache.crop(-steps)
+        return torch.cat(logits, dim=1)
+
+    return run

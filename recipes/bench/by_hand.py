@@ -1,0 +1,57 @@
+"""What people do without this package, for `recipes.bench.waiting`: plain transformers, as its documentation has it.
+
+python -m recipes.bench.by_hand evaluate MODEL FOLDER LENGTH
+python -m recipes.bench.by_hand train MODEL FOLDER LENGTH OUT
+python -m recipes.bench.by_hand first_token MODEL [SCHEME]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+
+def evaluate(model_path: str, texts: str, length: str) -> None:
+    """Print the loss of two windows of the texts of `length` tokens."""
+    model, windows = (
+        AutoModelForCausalLM.from_pretrained(model_path).eval(),
+        _windows(model_path, texts, int(length))[:2],
+    )
+    with torch.no_grad():
+        losses = [model(window[None], labels=window[None]).loss for window in windows]
+    sys.stdout.write(f"{torch.stack(losses).mean():.4f}\n")
+
+
+def train(model_path: str, texts: str, length: str, out: str) -> None:
+    """Take one step on two windows of `length` tokens, and save the model."""
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    rows = [{"input_ids": window, "labels": window} for window in _windows(model_path, texts, int(length))[:2]]
+    arguments = TrainingArguments(out, max_steps=1, per_device_train_batch_size=2, report_to=[], disable_tqdm=True)
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    trainer.save_model()
+
+
+def first_token(model_path: str, scheme: str = "") -> None:
+    """Load, swap where a scheme is named, and write the first token after a prompt of 16."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).eval()
+    if scheme:
+        from hf_posswap import patch_model
+
+        patch_model(model, scheme, max_length=8192)
+    with torch.no_grad():
+        logits = model(torch.arange(3, 19)[None]).logits
+    sys.stdout.write(f"{int(logits[0, -1].argmax())}\n")
+
+
+def _windows(model_path: str, texts: str, length: int) -> list[torch.Tensor]:
+    said = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(texts).iterdir()))
+    ids = AutoTokenizer.from_pretrained(model_path)(said, return_tensors="pt").input_ids[0]
+    return list(ids[: len(ids) // length * length].split(length))
+
+
+if __name__ == "__main__":
+    {"evaluate": evaluate, "train": train, "first_token": first_token}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,58 @@
+"""Compiled models beside the compiled unswapped one: forward, gradients, decoding into a static cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from recipes.bench.batches import Sizes, forward, gradients, ids_of
+from recipes.bench.harness import Case
+from recipes.bench.situations import UNPATCHED, llama
+
+SCHEMES = ("yarn", "dynamic", "alibi", "t5", "self_extend")
+BEFORE, EAGER = "unpatched, compiled", "not compiled"
+FULL, SMALL = Sizes(1024, 512, 3, 0, ()), Sizes(64, 64, 1, 0, ())
+
+
+def cases(smoke: bool) -> Iterator[Case]:
+    """Give a case for each way of running and each scheme, all of one graph whose lengths are fixed."""
+    sizes = SMALL if smoke else FULL
+    runs = {"forward": forward, "gradients": gradients, "decoding, static cache": steps}
+    for name, run in runs.items():
+        for scheme in SCHEMES[2:4] if smoke else SCHEMES:
+            torch.compiler.reset()  # code that was compiled for other models counts towards dynamo's limit
+            ids = ids_of(1, sizes.length)
+            eager = llama(scheme, sizes)
+            ways = {"ours": run(compiled(scheme, sizes), ids), EAGER: run(eager, ids)}
+            ways[BEFORE] = run(compiled(UNPATCHED, sizes), ids)
+            yield Case(
+                f"{name}, {scheme}", ways, {BEFORE: 1.02}, tolerance=1e-3, unlike=frozenset({BEFORE}), repetitions=9
+            )
+
+
+def compiled(scheme: str, sizes: Sizes) -> Any:
+    """Return a model whose forward is one graph."""
+    model = llama(scheme, sizes)
+    model.forward = torch.compile(model.forward, fullgraph=True, dynamic=False)
+    return model
+
+
+def steps(model: Any, ids: Tensor, count: int = 8) -> Callable[[], Tensor]:
+    """Return what decodes the last `count` of `ids`, one by one, into a static cache that holds those before them."""
+    past = ids.shape[1] - count
+    cache = StaticCache(config=model.config, max_cache_len=ids.shape[1])
+    with torch.no_grad():
+        type(model).forward(model, ids[:, :past], past_key_values=cache)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            logits = [model(ids[:, n : n + 1], past_key_values=cache).logits.clone() for n in range(past, past + count)]
+        for layer in cache.layers:  # a static cache has no crop: what lies beyond is written anew
+            layer.cumulative_length.sub_(count)
+        return torch.cat(logits, dim=1)
+
+    return run

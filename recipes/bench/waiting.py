@@ -1,0 +1,96 @@
+"""What a user waits for, as whole processes, each beside the same by hand in transformers (`recipes.bench.by_hand`).
+
+The first token of a swapped model, and how soon an evaluation and a training have done a little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from recipes.bench.harness import Case
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ROOT / "hf_posswap" / "quickstart" / "model"
+BY_HAND, BEFORE = "by hand in transformers", "unpatched"
+COMMAND = (sys.executable, "-m", "hf_posswap.cli")
+SCRIPT = (sys.executable, "-m", "recipes.bench.by_hand")
+
+
+def cases(smoke: bool) -> Iterator[Case]:
+    """Give the first token of layers of the size of seven billion parameters, an evaluation and a training."""
+    with tempfile.TemporaryDirectory() as folder:
+        large = _saved(Path(folder) / "large", smoke)
+        for scheme in ("yarn",) if smoke else ("yarn", "alibi"):
+            ways = {"ours": _run(*SCRIPT, "first_token", large, scheme), BEFORE: _run(*SCRIPT, "first_token", large)}
+            yield Case(f"load, patch_model with {scheme}, first token", ways, {BEFORE: 1.1}, tolerance=None)
+        count = itertools.count()
+
+        def fresh() -> Path:  # what was measured or trained once is not done again
+            return Path(folder) / str(next(count))
+
+        text = _texts(Path(folder) / "texts")
+        evaluating = ("--text", text, "--lengths", 128, "--metrics", "ppl_prefix", "--documents", 2)
+        ways = {
+            "ours": lambda: _run(*COMMAND, "eval", SMALL, *evaluating, "-o", fresh())(),
+            BY_HAND: _run(*SCRIPT, "evaluate", SMALL, text, 128),
+        }
+        yield Case("posswap eval of two short texts", ways, tolerance=None)
+        recipe = (f"model.name={SMALL}", f"data.sources=[{{path: {text}}}]", "data.length=128",
+                  "training.max_steps=1", "training.warmup_steps=0")  # fmt: skip
+        ways = {
+            "ours": lambda: _run(*COMMAND, "train", "control", *recipe, f"out={fresh()}")(),
+            BY_HAND: lambda: _run(*SCRIPT, "train", SMALL, text, 128, fresh())(),
+        }
+        yield Case("posswap train of one step", ways, tolerance=None)
+
+
+def _saved(folder: Path, smoke: bool) -> Path:
+    """Return the folder of a Llama with a quarter of the layers of one of seven billion parameters, in bfloat16."""
+    width, layers = (64, 1) if smoke else (4096, 8)
+    heads, inner = max(4, width // 128), width * 43 // 16
+    config = LlamaConfig(
+        num_hidden_layers=layers, hidden_size=width, intermediate_size=inner, num_attention_heads=heads
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for weight in model.state_dict().values():
+            weight.fill_(0.01)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _texts(folder: Path, documents: int = 40) -> Path:
+    """Return a folder with the source of a module of Python's, in pieces."""
+    folder.mkdir()
+    said = inspect.getsource(argparse)
+    size = len(said) // documents
+    for number in range(documents):
+        (folder / f"{number}.txt").write_text(said[number * size : (number + 1) * size], encoding="utf-8")
+    return folder
+
+
+def _run(*command: object) -> Callable[[], None]:
+    """Return what runs a command, and raises with its last words where it fails."""
+
+    def run() -> None:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            [*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+
+    return run
