@@ -8,6 +8,7 @@ python -m recipes.bench.by_hand first_token MODEL [SCHEME]
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -54,4 +55,5 @@ def _windows(model_path: str, texts: str, length: int) -> list[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    {"evaluate": evaluate, "train": train, "first_token": first_token}[sys.argv[1]](*sys.argv[2:])
+    ways: dict[str, Callable[..., None]] = {"evaluate": evaluate, "train": train, "first_token": first_token}
+    ways[sys.argv[1]](*sys.argv[2:])

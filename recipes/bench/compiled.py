@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,11 @@ FULL, SMALL = Sizes(1024, 512, 3, 0, ()), Sizes(64, 64, 1, 0, ())
 def cases(smoke: bool) -> Iterator[Case]:
     """Give a case for each way of running and each scheme, all of one graph whose lengths are fixed."""
     sizes = SMALL if smoke else FULL
-    runs = {"forward": forward, "gradients": gradients, "decoding, static cache": steps}
+    runs: dict[str, Callable[..., Callable[[], Tensor]]] = {
+        "forward": forward,
+        "gradients": gradients,
+        "decoding, static cache": steps,
+    }
     for name, run in runs.items():
         for scheme in SCHEMES[2:4] if smoke else SCHEMES:
             torch.compiler.reset()  # code that was compiled for other models counts towards dynamo's limit
@@ -51,7 +55,7 @@ def steps(model: Any, ids: Tensor, count: int = 8) -> Callable[[], Tensor]:
     def run() -> Tensor:
         with torch.no_grad():
             logits = [model(ids[:, n : n + 1], past_key_values=cache).logits.clone() for n in range(past, past + count)]
-        for layer in cache.layers:  # a static cache has no crop: what lies beyond is written anew
+        for layer in cast("Any", cache).layers:  # a static cache has no crop: what lies beyond is written anew
             layer.cumulative_length.sub_(count)
         return torch.cat(logits, dim=1)
 

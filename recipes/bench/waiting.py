@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -63,7 +64,7 @@ def _saved(folder: Path, smoke: bool) -> Path:
         num_hidden_layers=layers, hidden_size=width, intermediate_size=inner, num_attention_heads=heads
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model: Any = LlamaForCausalLM(config).bfloat16()
     model.to_empty(device="cpu")
     with torch.no_grad():
         for weight in model.state_dict().values():
