@@ -34,7 +34,8 @@ def attended_dtype(tensor: Tensor) -> torch.dtype:
 
 def as_attended(tensor: Tensor) -> Tensor:
     """Return `tensor` as `scaled_dot_product_attention` would take it now."""
-    return tensor.to(attended_dtype(tensor))
+    dtype = attended_dtype(tensor)
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)  # in decoding a call of torch's in vain is seen
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
