@@ -18,8 +18,9 @@ from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import swapped_class
 from hf_posswap.training.config import SENTENCES, Recipe
 from hf_posswap.training.engine.gates import check_one_text
+from hf_posswap.training.engine.launch_refusals import refuse_silent_errors
 from hf_posswap.training.engine.objectives import Objective, make_objective
-from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
+from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.engine.preparing import chosen_scheme, swap_arguments
 from hf_posswap.training.trainable import prepare_trainable
 from hf_posswap.utils.auto_classes import TRUST

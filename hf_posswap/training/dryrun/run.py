@@ -14,7 +14,8 @@ from hf_posswap.training.dryrun.changes import Change, ladders
 from hf_posswap.training.dryrun.launching import launched
 from hf_posswap.training.dryrun.prediction import Prediction
 from hf_posswap.training.dryrun.rehearsal import rehearse
-from hf_posswap.training.engine.parallel import as_launched, is_launched_on_cpu, launch_of
+from hf_posswap.training.engine.launch_file import as_launched
+from hf_posswap.training.engine.parallel import is_launched_on_cpu, launch_of
 from hf_posswap.utils.progress import quiet_transformers
 
 Say = Callable[[str], None]

@@ -30,9 +30,10 @@ from hf_posswap.training.engine.arguments import on_cpu
 from hf_posswap.training.engine.fitting import centre, check_start, first_windows, fit_scheme, fit_weights
 from hf_posswap.training.engine.gates import check_held_out, check_one_text, check_positions, probe, short_windows
 from hf_posswap.training.engine.identity import base_identity
+from hf_posswap.training.engine.launch_refusals import refuse_silent_errors
 from hf_posswap.training.engine.memory import refuse_too_much, training_need
 from hf_posswap.training.engine.objectives import Objective, make_objective
-from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
+from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.engine.sentence_files import pooling_of
 from hf_posswap.training.engine.services import Services
 from hf_posswap.training.engine.start import measure_start

@@ -15,14 +15,9 @@ from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.finish import finish
 from hf_posswap.training.engine.identity import identity_of
-from hf_posswap.training.engine.parallel import (
-    as_launched,
-    environment_kept,
-    launch_of,
-    refuse_deepspeed,
-    refuse_on_cpu,
-    refuse_silent_errors,
-)
+from hf_posswap.training.engine.launch_file import as_launched, refuse_deepspeed
+from hf_posswap.training.engine.launch_refusals import refuse_on_cpu, refuse_silent_errors
+from hf_posswap.training.engine.parallel import environment_kept, launch_of
 from hf_posswap.training.engine.phase import MODEL, Run, run_phase
 from hf_posswap.training.engine.preparing import chosen_scheme
 from hf_posswap.training.engine.services import Services

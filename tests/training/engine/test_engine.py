@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, get_scheduler, set_seed
 import hf_posswap
 from hf_posswap.errors import CheckpointError, ConfigError, UnsupportedSwapError
 from hf_posswap.training.config import Recipe
-from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
+from hf_posswap.training.engine.launch_refusals import refuse_silent_errors
+from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.engine.preparing import prepare
 from hf_posswap.training.engine.services import Services
 from hf_posswap.utils.progress import Reporter
