@@ -144,17 +144,20 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def in_turns(
-    ways: Mapping[str, Callable[[], Any]], repetitions: int, seconds: Callable[[Callable[[], Any]], float]
+    ways: Mapping[str, Callable[[], Any]],
+    repetitions: int,
+    seconds: Callable[[Callable[[], Any]], float],
+    most: int = MOST_TURNS,
 ) -> tuple[dict[str, list[float]], float]:
     """Return what `seconds` says of each way, and the share of all the time in which no core was free.
 
     The ways are run in turns, so that what else the machine does falls on all alike, and until each ratio to the first
-    way stands, or for `MOST_TURNS` times the repetitions; with one repetition once, after one warm-up.
+    way stands, or for `most` times the repetitions; with one repetition once, after one warm-up.
     """
     times: dict[str, list[float]] = {way: [] for way in ways}
     started, used = time.perf_counter(), _core_seconds()
-    warm_ups, most = (WARM_UPS, MOST_TURNS * repetitions) if repetitions > 1 else (1, 1)
-    for turn in range(warm_ups + most):
+    warm_ups, turns = (WARM_UPS, most * repetitions) if repetitions > 1 else (1, 1)
+    for turn in range(warm_ups + turns):
         for way, run in ways.items():
             taken = seconds(run)
             if turn >= warm_ups:

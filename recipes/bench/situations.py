@@ -1,6 +1,6 @@
 """What a swap costs where people run it: padded, packed and cached batches, each beside the same model unswapped.
 
-    python -m recipes.bench.situations                                   # all: about 20 minutes
+    python -m recipes.bench.situations                                   # all: about 40 minutes
     python -m recipes.bench.situations --schemes alibi,t5 --cases "left-padded,decoding after 512"
     python -m recipes.bench.situations --small                           # tiny sizes: a check that it runs
 
@@ -43,6 +43,8 @@ GOALS = {
     **dict.fromkeys(("self_extend", "rerope", "dual_chunk"), (1.4, 1.25)),
 }  # fmt: skip
 """The highest ratio of a forward, and of a decoded token; without an entry: none is set."""
+MOST_TURNS = 2
+"""How often the turns are repeated for ratios that stand, at most: a turn is of ten models."""
 TOLERANCE = 1e-3
 """Between logits by the backend that is chosen and by the formula, of models with weights of size 0.1."""
 
@@ -81,7 +83,7 @@ def rows(smoke: bool) -> list[dict[str, Any]]:
     """Return a row for each situation, and one for memory: see `measured`."""
     sizes = SMALL if smoke else FULL
     wanted = [one.name for one in situations(sizes)] if smoke else None  # memory is told of large sizes only
-    return list(measured(sizes, tuple(SCHEMES), wanted, 1 if smoke else 9))
+    return list(measured(sizes, tuple(SCHEMES), wanted, 1 if smoke else 7))
 
 
 def measured(
@@ -104,7 +106,7 @@ def measured(
 def _row(one: Situation, models: Mapping[str, Any], repetitions: int) -> dict[str, Any]:
     runs = {name: one.make(model) for name, model in models.items()}
     wrong = [f"{name}: {far}" for name in runs if name != UNPATCHED and (far := _far(one, models[name], runs[name]))]
-    times, waited = in_turns(runs, repetitions, _seconds)
+    times, waited = in_turns(runs, repetitions, _seconds, most=MOST_TURNS)
     return {
         "name": one.name,
         "wrong": wrong,
@@ -190,7 +192,7 @@ def main(
     schemes: Annotated[str, typer.Option(help=f"Of {', '.join(SCHEMES)}, by commas.")] = ",".join(SCHEMES),
     cases: Annotated[str, typer.Option(help="Names of situations, and 'memory', by commas; none: all.")] = "",
     small: Annotated[bool, typer.Option("--small", help="Tiny sizes, one repetition.")] = False,
-    repetitions: Annotated[int, typer.Option(help="Turns that count; one goes before them.")] = 9,
+    repetitions: Annotated[int, typer.Option(help="Turns that count at least.")] = 7,
     out: Annotated[Path | None, typer.Option(help="A file for the rows, as JSON; none: they are printed only.")] = None,
 ) -> None:
     """Measure some of it and print the table."""
