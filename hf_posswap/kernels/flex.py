@@ -22,6 +22,10 @@ LEAST_WIDTH = 16
 """Dimensions of a head that flex_attention's kernels take at least."""
 
 
+_ONE_KERNEL: Any = {"FORCE_USE_FLEX_ATTENTION": True}
+"""Below 128 queries a GPU would get the kernel for decoding, which takes no block of as many grouped heads."""
+
+
 class Penalty:
     """Reads as a bias [B, H, Q, K] does, one number at a time: -slopes[h] |i - j|, in float32.
 
@@ -81,7 +85,8 @@ def attend_read(
     blocks = _causal_blocks(query.shape[2], key.shape[2], query.device) if causal else None
     grouped = query.shape[1] != key.shape[1]
     return _compiled(query.device.type)(
-        query, key, value, score_mod=modified, block_mask=blocks, scale=scaling, enable_gqa=grouped
+        query, key, value, score_mod=modified, block_mask=blocks, scale=scaling, enable_gqa=grouped,
+        kernel_options=_ONE_KERNEL,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -101,7 +101,8 @@ def lowering(card: Card, made: list[Made]) -> Iterator[None]:
     major, minor = card.capability
     target = GPUTarget("cuda", 10 * major + minor, 32)
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
-    backend = partial(compile_fx.compile_fx, inner_compile=partial(_lower, card, made))
+    lower: Any = partial(_lower, card, made)
+    backend = partial(compile_fx.compile_fx, inner_compile=lower)
     call = torch.compile(flex_attention.flex_attention, backend=backend)  # dynamic=None, as for a GPU
     with ExitStack() as stack:
         settings = {"compile_threads": 1, "force_disable_caches": True, "use_static_triton_launcher": False}
@@ -115,8 +116,8 @@ def lowering(card: Card, made: list[Made]) -> Iterator[None]:
         yield
 
 
-def _trained(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    def options(*arguments: Any, **named: Any) -> dict[str, Any]:
+def _trained(original: Callable[..., Any]) -> Callable[..., Any]:
+    def options(*arguments: Any, **named: Any) -> Any:
         found = original(*arguments, **named)
         found["OUTPUT_LOGSUMEXP"] = torch.is_grad_enabled()
         return found
@@ -149,15 +150,18 @@ def _lower(card: Card, made: list[Made], graph: GraphModule, inputs: list[Any], 
 def _compile(name: str, source: str, direction: str) -> tuple[Any, list[Made]]:
     """Compile a kernel as a worker process of inductor does, for each config, and load none."""
     from torch._inductor.async_compile import _load_triton_kernel_from_source
-    from torch._inductor.runtime.triton_helpers import skip_gpu_driver_setup
+    from torch._inductor.runtime import triton_helpers
 
-    with skip_gpu_driver_setup():
+    unset: Any = getattr(triton_helpers, "skip_gpu_driver_setup", nullcontext)  # of torch 2.15
+    with unset():
         kernel = _load_triton_kernel_from_source(name, source)
         kernel.precompile(warm_cache_only=True)
     found = []
+    fixed = kernel.inductor_meta.get("config_args", {})  # what a template has written into its source
+    blocks = {key: size for key, size in fixed.items() if key.startswith("BLOCK_")}
     for result in kernel.compile_results:
         chosen = result.config
-        config = {**chosen.kwargs, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+        config = {**blocks, **chosen.kwargs, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
         binary = result.kernel
         found.append(Made(name, direction, config, binary.metadata.shared, binary.asm["cubin"], source))
     return kernel, found

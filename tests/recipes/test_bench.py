@@ -17,7 +17,7 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
-from recipes.bench import bias, dry_beside, growth, harness, kernels, roof, run
+from recipes.bench import bias, dry_beside, growth, harness, interpreted, kernels, roof, run
 from recipes.bench.harness import Case, measure, peak_mib, table
 
 
@@ -166,15 +166,16 @@ def test_a_prediction_stands_beside_what_was_measured(tmp_path: Path) -> None:
         assert CliRunner().invoke(app, ["--out", str(tmp_path)]).exit_code == 2
 
 
-def kernels_by(*arguments: object) -> Result:
+def kernels_by(*arguments: object, of: Any = kernels) -> Result:
     app = typer.Typer()
-    app.command()(kernels.main)
+    app.command()(of.main)
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.parametrize("of", [kernels, interpreted])
 @pytest.mark.skipif(kernels.missing() is None, reason="this PyTorch compiles for a GPU")
-def test_without_a_compiler_for_gpus_it_says_so(tmp_path: Path) -> None:
-    done = kernels_by("--out", tmp_path)
+def test_without_a_compiler_for_gpus_it_says_so(of: Any, tmp_path: Path) -> None:
+    done = kernels_by("--out", tmp_path, of=of)
     assert done.exit_code == 2
     assert "pip install" in done.output
     assert list(tmp_path.iterdir()) == []
@@ -197,6 +198,19 @@ def test_kernels_are_compiled_for_a_gpu_that_is_not_here(tmp_path: Path) -> None
         assert 32 <= row["registers"] <= 255
         assert row["fits"] is (row["shared_bytes"] <= 163 * 1024)
     assert (tmp_path / "kernels.md").read_text() in done.output
+
+
+@compiles
+@pytest.mark.slow
+def test_a_gpus_kernels_interpreted_equal_the_formula(tmp_path: Path) -> None:
+    """At 100 tokens, where grouped heads had no kernel while PyTorch could choose the one for decoding."""
+    done = kernels_by("--out", tmp_path, of=interpreted)
+    assert done.exit_code == 0, done.output
+    alibi, t5 = json.loads((tmp_path / "interpreted.json").read_text())
+    grads = {"query", "key", "value"}
+    for row, names in ((alibi, {"output"} | grads), (t5, {"output", "line"} | grads)):
+        assert row.keys() - {"bias", "torch", "triton"} == names
+        assert all(row[name] < 1e-5 for name in names)
 
 
 PTX = """
