@@ -31,12 +31,12 @@ class Penalty:
 
     Args:
         slopes: [H], float32.
-        query: positions, [B, Q].
+        query: positions, [B, Q], less than 2^31 from those of keys: int32 takes half the registers of int64.
         key: positions, [B, K].
     """
 
     def __init__(self, slopes: Tensor, query: Tensor, key: Tensor) -> None:
-        self.slopes, self.query, self.key = slopes, query, key
+        self.slopes, self.query, self.key = slopes, query.int(), key.int()
 
     def __getitem__(self, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         batch, head, row, column = index
@@ -49,12 +49,12 @@ class ByDistance:
     Args:
         line: [H, N], of the distances -ahead to N - 1 - ahead, which hold those of all queries and keys.
         ahead: how far a key may stand ahead of a query.
-        query: positions, [B, Q].
+        query: positions, [B, Q], less than 2^31 from those of keys: int32 takes half the registers of int64.
         key: positions, [B, K].
     """
 
     def __init__(self, line: Tensor, ahead: int, query: Tensor, key: Tensor) -> None:
-        self.line, self.query, self.key = line, query + ahead, key
+        self.line, self.query, self.key = line, (query + ahead).int(), key.int()
 
     def __getitem__(self, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         batch, head, row, column = index

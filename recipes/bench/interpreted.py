@@ -112,11 +112,11 @@ def _interpret(name: str, source: str, held: dict[str, Any], floats: list[Tensor
         spec.loader.exec_module(module)
         kernel = getattr(module, name)
         kinds, blocks = kernel.triton_meta["signature"], kernel.inductor_meta["config_args"]
-        positions, rest = torch.arange(LENGTH).repeat(2, 1), iter(floats)
+        positions, rest = torch.arange(LENGTH, dtype=torch.int32).repeat(2, 1), iter(floats)
         arguments = []
         for argument in kernel.fn.arg_names:
             read = argument.startswith("in_ptr")
-            other = (positions if kinds[argument] == "*i64" else next(rest)) if read else last
+            other = (positions if kinds[argument] == "*i32" else next(rest)) if read else last
             arguments.append(held.get(argument, other))
         if "BLOCK_M" in blocks:
             grid = math.ceil(LENGTH / blocks["BLOCK_M"]), 2, 8
