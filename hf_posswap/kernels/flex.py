@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 LEAST_WIDTH = 16
 """Dimensions of a head that flex_attention's kernels take at least."""
+_ONE_KERNEL: Any = {"FORCE_USE_FLEX_ATTENTION": True}
+"""Below 128 queries a GPU would get the kernel for decoding, which takes no block of as many grouped heads."""
 
 
 class Penalty:
@@ -27,12 +29,12 @@ class Penalty:
 
     Args:
         slopes: [H], float32.
-        query: positions, [B, Q].
+        query: positions, [B, Q], less than 2^31 from those of keys: read in int32, which spills fewer registers.
         key: positions, [B, K].
     """
 
     def __init__(self, slopes: Tensor, query: Tensor, key: Tensor) -> None:
-        self.slopes, self.query, self.key = slopes, query, key
+        self.slopes, self.query, self.key = slopes, query.int(), key.int()
 
     def __getitem__(self, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         batch, head, row, column = index
@@ -45,12 +47,12 @@ class ByDistance:
     Args:
         line: [H, N], of the distances -ahead to N - 1 - ahead, which hold those of all queries and keys.
         ahead: how far a key may stand ahead of a query.
-        query: positions, [B, Q].
+        query: positions, [B, Q], less than 2^31 from those of keys: read in int32, which spills fewer registers.
         key: positions, [B, K].
     """
 
     def __init__(self, line: Tensor, ahead: int, query: Tensor, key: Tensor) -> None:
-        self.line, self.query, self.key = line, query + ahead, key
+        self.line, self.query, self.key = line, (query + ahead).int(), key.int()
 
     def __getitem__(self, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         batch, head, row, column = index
@@ -81,7 +83,8 @@ def attend_read(
     blocks = _causal_blocks(query.shape[2], key.shape[2], query.device) if causal else None
     grouped = query.shape[1] != key.shape[1]
     return _compiled(query.device.type)(
-        query, key, value, score_mod=modified, block_mask=blocks, scale=scaling, enable_gqa=grouped
+        query, key, value, score_mod=modified, block_mask=blocks, scale=scaling, enable_gqa=grouped,
+        kernel_options=_ONE_KERNEL,
     )  # fmt: skip
 
 

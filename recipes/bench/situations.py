@@ -75,7 +75,7 @@ def llama(scheme: str, sizes: Sizes, window: int | None = None) -> Any:
         else MistralForCausalLM(MistralConfig(**shape, sliding_window=window))
     )
     if scheme != UNPATCHED:
-        patch_model(model, scheme, max_length=8 * sizes.length, **SCHEMES[scheme])
+        patch_model(model, scheme, max_length=8 * sizes.length, **SCHEMES.get(scheme, {}))
     return model.eval()
 
 

@@ -46,6 +46,19 @@ def test_it_reads_as_the_dense_bias(name: str, causal: bool) -> None:
         assert read[tuple(place)] == dense[tuple(place)]
 
 
+@pytest.mark.parametrize("name", ["alibi", "t5"])
+def test_positions_are_read_in_32_bits_wherever_they_begin(name: str) -> None:
+    at = torch.arange(12)[None]
+    near, far = (
+        flex_bias(mechanism_of(name, True), Span(start + at[:, 4:], 12, is_prefill=False, cached=start + at), 1)
+        for start in (0, 2**31 - 6)
+    )
+    assert near is not None
+    assert far is not None
+    assert near.query.dtype == near.key.dtype == torch.int32
+    assert torch.equal(dense(near, (1, 6, 8, 12)), dense(far, (1, 6, 8, 12)))
+
+
 @ignored
 def test_what_is_learned_is_given_as_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []

@@ -1,0 +1,211 @@
+"""Inductor, lowering for a GPU that is not here: what is given in its place, and what is left to the real compiler.
+
+Given: the answers of `torch.cuda` and of Triton's driver that inductor asks for (`_said`), those of the named card.
+Tensors are fake, and Dynamo and autograd trace them as a CPU's, for the autograd engine takes no CUDA tensor where
+there is no driver; the traced graph goes to inductor with the card in place of the CPU (`_on_card`). flex_attention has
+no gradient on a CPU: its check of that is off, and its forward is told to keep the log-sum-exp, as on a GPU
+(`_trained`). Everything else is PyTorch's and Triton's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_map
+
+from hf_posswap.kernels import flex
+
+KIB = 1024
+PLACE = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True)
+class Card:
+    """What inductor asks of a GPU.
+
+    Attributes:
+        name: the card's.
+        capability: its compute capability.
+        processors: its multiprocessors.
+        shared: bytes of shared memory that a block may take: CUDA C++ Programming Guide, "Technical Specifications per
+            Compute Capability", https://docs.nvidia.com/cuda/cuda-c-programming-guide/.
+        cache: bytes of its second-level cache.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+    shared: int
+    cache: int
+
+    def properties(self) -> SimpleNamespace:
+        """Return what inductor reads of `torch.cuda.get_device_properties`."""
+        major, minor = self.capability
+        return SimpleNamespace(
+            name=self.name, major=major, minor=minor, multi_processor_count=self.processors, warp_size=32,
+            total_memory=80 << 30, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048,
+            max_threads_per_block=1024, L2_cache_size=self.cache, shared_memory_per_block=48 * KIB,
+            shared_memory_per_block_optin=self.shared, shared_memory_per_multiprocessor=self.shared + KIB,
+        )  # fmt: skip
+
+
+CARDS = {
+    "sm80": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * KIB, 40 << 20),
+    "sm90": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 227 * KIB, 50 << 20),
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A compiled kernel.
+
+    Attributes:
+        name: inductor's.
+        direction: "forward" or "backward".
+        config: of the launch: blocks, warps, stages.
+        dynamic_shared: bytes of shared memory that the launch asks for.
+        cubin: the binary.
+        source: inductor's, in Triton.
+    """
+
+    name: str
+    direction: str
+    config: dict[str, Any]
+    dynamic_shared: int
+    cubin: bytes
+    source: str
+
+
+@contextmanager
+def lowering(card: Card, made: list[Made]) -> Iterator[None]:
+    """Have `attend_read` of fake tensors of a CPU lowered for `card` in the block, and its kernels added to `made`.
+
+    Leaves Triton's driver, and what PyTorch remembers of the card, behind: for a process of its own.
+    """
+    import triton
+    from torch._inductor import compile_fx, config
+    from torch.nn.attention import flex_attention
+    from triton.backends.compiler import GPUTarget
+
+    major, minor = card.capability
+    target = GPUTarget("cuda", 10 * major + minor, 32)
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    lower: Any = partial(_lower, card, made)
+    backend = partial(compile_fx.compile_fx, inner_compile=lower)
+    call = torch.compile(flex_attention.flex_attention, backend=backend)  # dynamic=None, as for a GPU
+    with ExitStack() as stack:
+        settings = {"compile_threads": 1, "force_disable_caches": True, "use_static_triton_launcher": False}
+        stack.enter_context(config.patch(settings))
+        stack.enter_context(patch.object(flex, "_compiled", lambda device: call))
+        stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *tensors: None))
+        options = _trained(flex_attention._apply_kernel_options)
+        stack.enter_context(patch.object(flex_attention, "_apply_kernel_options", options))
+        stack.callback(flex._causal_blocks.cache_clear)  # they are fake
+        stack.enter_context(FakeTensorMode())
+        yield
+
+
+def _trained(original: Callable[..., Any]) -> Callable[..., Any]:
+    def options(*arguments: Any, **named: Any) -> Any:
+        found = original(*arguments, **named)
+        found["OUTPUT_LOGSUMEXP"] = torch.is_grad_enabled()
+        return found
+
+    return options
+
+
+def _lower(card: Card, made: list[Made], graph: GraphModule, inputs: list[Any], **settings: Any) -> Callable[..., Any]:
+    """Compile `graph` for `card`, and return what runs it as it came, on fake tensors."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    direction = "backward" if settings.get("is_backward") else "forward"
+
+    def compile_one(self: Any, name: str, source: str, device_str: str = "cuda") -> Any:
+        kernel, found = _compile(name, source, direction)
+        made.extend(found)
+        return kernel
+
+    with _said(card), patch.object(AsyncCompile, "triton", compile_one):
+        compile_fx_inner(*_on_card(graph, inputs), **settings)
+
+    def run(arguments: list[Any]) -> Any:
+        return graph(*arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _compile(name: str, source: str, direction: str) -> tuple[Any, list[Made]]:
+    """Compile a kernel as a worker process of inductor does, for each config, and load none."""
+    from torch._inductor.async_compile import _load_triton_kernel_from_source
+    from torch._inductor.runtime import triton_helpers
+
+    unset: Any = getattr(triton_helpers, "skip_gpu_driver_setup", nullcontext)  # of torch 2.15
+    with unset():
+        kernel = _load_triton_kernel_from_source(name, source)
+        kernel.precompile(warm_cache_only=True)
+    found = []
+    fixed = kernel.inductor_meta.get("config_args", {})  # what a template has written into its source
+    blocks = {key: size for key, size in fixed.items() if key.startswith("BLOCK_")}
+    for result in kernel.compile_results:
+        chosen = result.config
+        config = {**blocks, **chosen.kwargs, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+        binary = result.kernel
+        found.append(Made(name, direction, config, binary.metadata.shared, binary.asm["cubin"], source))
+    return kernel, found
+
+
+@contextmanager
+def _said(card: Card) -> Iterator[None]:
+    """Have `torch.cuda` answer as beside `card` in the block."""
+    from torch._dynamo.device_interface import CudaInterface
+
+    state = torch.zeros(16, dtype=torch.uint8)
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device=None: card.properties(),
+        "get_device_capability": lambda device=None: card.capability,
+        "get_rng_state": lambda device=None: state,
+        "set_rng_state": lambda state, device=None: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(patch.object(torch.cuda, name, answer))
+            if hasattr(CudaInterface, name):  # which took torch's own as they were
+                stack.enter_context(patch.object(CudaInterface, name, staticmethod(answer)))
+        yield
+
+
+def _on_card(graph: GraphModule, inputs: list[Any]) -> tuple[GraphModule, list[Any]]:
+    """Return a copy of `graph` and `inputs` whose fake tensors are the card's."""
+    mode = next(one.fake_mode for one in inputs if isinstance(one, FakeTensor))
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=PLACE)
+
+    moving = copy.deepcopy(graph)
+    with mode:
+        for node in (node for part in moving.modules() if isinstance(part, GraphModule) for node in part.graph.nodes):
+            if "val" in node.meta:
+                node.meta["val"] = tree_map(moved, node.meta["val"])
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": PLACE}
+        return moving, [moved(one) for one in inputs]
