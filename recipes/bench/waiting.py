@@ -23,6 +23,7 @@ from recipes.bench.harness import Case
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ROOT / "hf_posswap" / "quickstart" / "model"
+TURNS = 3  # of seconds each
 BY_HAND, BEFORE = "by hand in transformers", "unpatched"
 COMMAND = (sys.executable, "-m", "hf_posswap.cli")
 SCRIPT = (sys.executable, "-m", "recipes.bench.by_hand")
@@ -34,7 +35,9 @@ def cases(smoke: bool) -> Iterator[Case]:
         large = _saved(Path(folder) / "large", smoke)
         for scheme in ("yarn",) if smoke else ("yarn", "alibi"):
             ways = {"ours": _run(*SCRIPT, "first_token", large, scheme), BEFORE: _run(*SCRIPT, "first_token", large)}
-            yield Case(f"load, patch_model with {scheme}, first token", ways, {BEFORE: 1.1}, tolerance=None)
+            yield Case(
+                f"load, patch_model with {scheme}, first token", ways, {BEFORE: 1.1}, tolerance=None, repetitions=TURNS
+            )
         count = itertools.count()
 
         def fresh() -> Path:  # what was measured or trained once is not done again
@@ -46,14 +49,14 @@ def cases(smoke: bool) -> Iterator[Case]:
             "ours": lambda: _run(*COMMAND, "eval", SMALL, *evaluating, "-o", fresh())(),
             BY_HAND: _run(*SCRIPT, "evaluate", SMALL, text, 128),
         }
-        yield Case("posswap eval of two short texts", ways, tolerance=None)
+        yield Case("posswap eval of two short texts", ways, tolerance=None, repetitions=TURNS)
         recipe = (f"model.name={SMALL}", f"data.sources=[{{path: {text}}}]", "data.length=128",
                   "training.max_steps=1", "training.warmup_steps=0")  # fmt: skip
         ways = {
             "ours": lambda: _run(*COMMAND, "train", "control", *recipe, f"out={fresh()}")(),
             BY_HAND: lambda: _run(*SCRIPT, "train", SMALL, text, 128, fresh())(),
         }
-        yield Case("posswap train of one step", ways, tolerance=None)
+        yield Case("posswap train of one step", ways, tolerance=None, repetitions=TURNS)
 
 
 def _saved(folder: Path, smoke: bool) -> Path:

@@ -12,12 +12,13 @@ from hf_posswap.compat.torch_fake import fake_mode, keep_in_place, make_fake_as
 from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import ConfigError
 from hf_posswap.families.locating import locate
+from hf_posswap.families.modules import get
 from hf_posswap.patching.apply.patch_model import patch_model, swap_plan
 from hf_posswap.patching.inspect.describe import model_class_of, read_config
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import swapped_class
 from hf_posswap.training.config import SENTENCES, Recipe
-from hf_posswap.training.engine.gates import check_one_text
+from hf_posswap.training.engine.gates import check_reads_text
 from hf_posswap.training.engine.launch_refusals import refuse_silent_errors
 from hf_posswap.training.engine.objectives import Objective, make_objective
 from hf_posswap.training.engine.parallel import Launch
@@ -57,7 +58,7 @@ def fake_model(recipe: Recipe, launch: Launch) -> FakeModel:
     """
     mode = fake_mode()
     model = _built(recipe, mode)
-    check_one_text(model)
+    check_reads_text(model, recipe.objective.kind)
     sites = locate(model)
     scheme = chosen_scheme(recipe)
     plan = None
@@ -98,7 +99,7 @@ def _built(recipe: Recipe, mode: Any) -> Any:
 
 def _number_table(model: Any, path: str | None) -> None:
     """Put numbers into the old table: a new one may take its scale from them, and which they are changes no size."""
-    table = None if path is None else model.get_submodule(path)
+    table = None if path is None else get(model, path)
     if isinstance(table, nn.Embedding):
         table.weight = nn.Parameter(torch.ones(table.weight.shape, dtype=table.weight.dtype))
 

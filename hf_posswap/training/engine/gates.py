@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_posswap.errors import DataError, PositionRangeError, TrainingError, UnsupportedModelError
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.training.chunked_loss import causal_loss, masked_loss
+from hf_posswap.training.config import SENTENCES
 from hf_posswap.training.engine.objectives import whole_loss
 
 _ROWS = 2
@@ -41,17 +42,32 @@ class FirstLoss:
         return math.log(self.vocabulary)
 
 
-def check_one_text(model: Any) -> None:
-    """Refuse a model that reads one text and writes another.
+def check_reads_text(model: Any, kind: str) -> None:
+    """Refuse a model that is not trained on one text, or that says nothing of its tokens where `kind` asks.
+
+    Args:
+        model: of the recipe.
+        kind: `objective.kind`.
 
     Raises:
-        UnsupportedModelError: `model` is an encoder-decoder.
+        UnsupportedModelError: it reads one text and writes another, sees images or hears, or has another head.
     """
+    name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{type(model).__name__} reads a text with its encoder and writes another with its decoder; recipes train "
-            "models of one text, decoders and encoders. Swap it by patch_model in a script, and train it on pairs of "
-            "texts by transformers' Seq2SeqTrainer."
+            f"{name} reads a text with its encoder and writes another with its decoder; recipes train models of one "
+            "text, decoders and encoders. Swap it by patch_model in a script, and train it on pairs of texts by "
+            "transformers' Seq2SeqTrainer."
+        )
+    if model.main_input_name != "input_ids":
+        raise UnsupportedModelError(
+            f"{name} reads {model.main_input_name}, and recipes train models of text. Swap it by patch_model in a "
+            "script, and train it by transformers' Trainer."
+        )
+    if kind not in SENTENCES and model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{name} has no head over the vocabulary, which objective.kind {kind} trains. Start from a checkpoint of "
+            "a ...ForCausalLM or ...ForMaskedLM class, or take objective.kind embedding."
         )
 
 

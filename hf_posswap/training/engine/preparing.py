@@ -28,7 +28,7 @@ from hf_posswap.training.data.sources import check_source
 from hf_posswap.training.distill import make_teacher
 from hf_posswap.training.engine.arguments import on_cpu
 from hf_posswap.training.engine.fitting import centre, check_start, first_windows, fit_scheme, fit_weights
-from hf_posswap.training.engine.gates import check_held_out, check_one_text, check_positions, probe, short_windows
+from hf_posswap.training.engine.gates import check_held_out, check_positions, check_reads_text, probe, short_windows
 from hf_posswap.training.engine.identity import base_identity
 from hf_posswap.training.engine.launch_refusals import refuse_silent_errors
 from hf_posswap.training.engine.memory import refuse_too_much, training_need
@@ -92,7 +92,7 @@ def prepare(
     for source in recipe.data.sources:  # what needs no model is said before one is loaded
         check_source(source)
     model, tokenizer = load_model(recipe)
-    check_one_text(model)
+    check_reads_text(model, recipe.objective.kind)
     base = base_identity(model)
     sites = locate(model)
     causal, window = sites.geometry.causal, sites.geometry.original_length

@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
 from hf_posswap import patch_model
@@ -34,6 +35,7 @@ from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.trainable import prepare_trainable
 from tests.training.tiny_models import tiny
 
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 KINDS = ("gpt2", "llama", "bert")
 LENGTH, ROWS, WIDTH, LAYERS = 64, 2, 32, 2
 of_processes = pytest.mark.skipif(not can_be_fake(), reason="this torch cannot send what has no numbers")
@@ -439,9 +441,16 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
         assert not torch.distributed.is_initialized()
 
 
-def test_a_model_of_two_texts_is_refused_by_name(tmp_path: Path) -> None:
-    model = tiny("t5")
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (tiny("t5"), "reads a text .* by transformers' Seq2SeqTrainer"),
+        (ViTForImageClassification(ViTConfig(**SMALL)), "reads pixel_values, and recipes train models of text"),
+        (BertForSequenceClassification(BertConfig(**SMALL)), "has no head over the vocabulary, which .* next-token"),
+    ],
+)
+def test_what_recipes_do_not_train_is_refused_by_name(model: Any, said: str, tmp_path: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"T5ForCond\w+ reads a text .* by transformers' Seq2SeqTrainer"):
+    with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} {said}"):
         dry_run(recipe(tmp_path, swap={"scheme": "alibi"}))
