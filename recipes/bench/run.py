@@ -1,6 +1,6 @@
 """Runs the benchmarks: what each swap costs beside the same model without it, and beside other packages.
 
-    python -m recipes.bench.run                       # all, on a quiet machine: about half an hour
+    python -m recipes.bench.run                       # all, on a quiet machine: about two hours
     python -m recipes.bench.run bias merge            # some
     python -m recipes.bench.run --smoke --out small   # tiny sizes: a check that all ways agree, and a report
 
