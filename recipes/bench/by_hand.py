@@ -17,10 +17,8 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerF
 
 def evaluate(model_path: str, texts: str, length: str) -> None:
     """Print the loss of two windows of the texts of `length` tokens."""
-    model, windows = (
-        GPT2LMHeadModel.from_pretrained(model_path).eval(),
-        _windows(model_path, texts, int(length))[:2],
-    )
+    model = GPT2LMHeadModel.from_pretrained(model_path, trust_remote_code=False).eval()
+    windows = _windows(model_path, texts, int(length))[:2]
     with torch.no_grad():
         losses = [model(window[None], labels=window[None]).loss for window in windows]
     sys.stdout.write(f"{torch.stack(losses).mean():.4f}\n")
@@ -28,7 +26,7 @@ def evaluate(model_path: str, texts: str, length: str) -> None:
 
 def train(model_path: str, texts: str, length: str, out: str) -> None:
     """Take one step on two windows of `length` tokens, and save the model."""
-    model = GPT2LMHeadModel.from_pretrained(model_path)
+    model = GPT2LMHeadModel.from_pretrained(model_path, trust_remote_code=False)
     rows = [{"input_ids": window, "labels": window} for window in _windows(model_path, texts, int(length))[:2]]
     arguments = TrainingArguments(out, max_steps=1, per_device_train_batch_size=2, report_to=[], disable_tqdm=True)
     trainer = Trainer(model, arguments, train_dataset=rows)
@@ -38,7 +36,7 @@ def train(model_path: str, texts: str, length: str, out: str) -> None:
 
 def first_token(model_path: str, scheme: str = "") -> None:
     """Load, swap where a scheme is named, and write the first token after a prompt of 16."""
-    model = LlamaForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).eval()
+    model = LlamaForCausalLM.from_pretrained(model_path, trust_remote_code=False, dtype=torch.bfloat16).eval()
     if scheme:
         from hf_posswap import patch_model
 
@@ -50,7 +48,9 @@ def first_token(model_path: str, scheme: str = "") -> None:
 
 def _windows(model_path: str, texts: str, length: int) -> list[torch.Tensor]:
     said = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(texts).iterdir()))
-    ids = PreTrainedTokenizerFast.from_pretrained(model_path)(said, return_tensors="pt").input_ids[0]
+    ids = PreTrainedTokenizerFast.from_pretrained(model_path, trust_remote_code=False)(
+        said, return_tensors="pt"
+    ).input_ids[0]
     return list(ids[: len(ids) // length * length].split(length))
 
 
