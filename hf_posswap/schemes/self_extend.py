@@ -10,6 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import torch
+from torch import Tensor
+
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.base import SCHEMES
@@ -70,4 +73,9 @@ class SelfExtend(Windowed):
 
     def far(self, window: int) -> Part:
         group = self.filled("group")
-        return Part(lambda i: i // group + window - window // group, lambda j: j // group, farther_than(window))
+
+        def grouped(positions: Tensor) -> Tensor:
+            # not positions // group: inductor of torch 2.13 and 2.15 gives wrong gradients of what is turned by that
+            return torch.div(positions - positions % group, group, rounding_mode="trunc")
+
+        return Part(lambda i: grouped(i) + window - window // group, grouped, farther_than(window))

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_posswap import patch_model
 from tests.contract.models import LENGTH
 from tests.contract.pairs import NOISE, Pair, gap, words
 
@@ -113,3 +115,24 @@ def test_a_static_cache_step_compiles_into_one_graph(pair: Pair) -> None:
     model = pair.swapped()
     with torch.no_grad():
         assert gap(step(model, pair), pair.logits(model, IDS[:, :10])[:, 8:]) < NOISE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["self_extend", "rerope", "dual_chunk", "t5"])
+def test_gradients_of_code_that_inductor_made_are_those_of_the_model(scheme: str) -> None:
+    """Of several heads over 256 tokens: of positions divided by a group, inductor's backward made other ones."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    model = patch_model(LlamaForCausalLM(config), scheme, max_length=1024)
+    ids = torch.randint(64, (1, 256))
+    compiled = torch.compile(model.forward, fullgraph=True, dynamic=False)
+    found = []
+    for run in (model.forward, compiled):
+        model.zero_grad()
+        run(ids, labels=ids, use_cache=False).loss.backward()
+        found.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, atol=float(expected.abs().max()) * 1e-4, rtol=0)
