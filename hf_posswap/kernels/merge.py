@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_posswap.kernels.calls import Call, arranged, attend
 from hf_posswap.kernels.segments import Segment, Tile, tiles, whole
+from hf_posswap.utils.grouping import groups_of
 
 
 class Region(NamedTuple):
@@ -37,7 +38,7 @@ class Region(NamedTuple):
             >>> Region(size=1, low=0, high=2).holds(torch.tensor([5]), torch.tensor([3, 4, 5, 6]))
             tensor([False,  True,  True, False])
         """
-        apart = query // self.size - key // self.size if self.size > 1 else query - key
+        apart = groups_of(query, self.size) - groups_of(key, self.size) if self.size > 1 else query - key
         held = apart >= self.low
         if self.low == 0 and self.size > 1:
             held = held & (key <= query)

@@ -10,14 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-import torch
-from torch import Tensor
-
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.base import SCHEMES
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.piecewise import Part, Windowed, farther_than
+from hf_posswap.utils.grouping import groups_of
 
 
 @SCHEMES.register("self_extend")
@@ -73,9 +71,8 @@ class SelfExtend(Windowed):
 
     def far(self, window: int) -> Part:
         group = self.filled("group")
-
-        def grouped(positions: Tensor) -> Tensor:
-            # not positions // group: inductor of torch 2.13 and 2.15 gives wrong gradients of what is turned by that
-            return torch.div(positions - positions % group, group, rounding_mode="trunc")
-
-        return Part(lambda i: grouped(i) + window - window // group, grouped, farther_than(window))
+        return Part(
+            lambda i: groups_of(i, group) + window - window // group,
+            lambda j: groups_of(j, group),
+            farther_than(window),
+        )

@@ -3,6 +3,7 @@
     python -m recipes.bench.situations                                   # all: about 40 minutes
     python -m recipes.bench.situations --schemes alibi,t5 --cases "left-padded,decoding after 512"
     python -m recipes.bench.situations --small                           # tiny sizes: a check that it runs
+    python -m recipes.bench.situations --out rows.json --resume          # goes on where a run was cut off
 
 All models of a case run in turns on one thread. What counts is the thread's own time, so that what else the machine
 does falls out, and the ratio of each turn to the unswapped model's in that turn; the median of these is printed with
@@ -34,6 +35,7 @@ from recipes.bench.harness import BUSY, doubt, in_a_process, in_turns, interval,
 
 MODULE = "recipes.bench.situations"
 UNPATCHED = "unpatched"
+MEMORY = "memory"
 SCHEMES: dict[str, dict[str, Any]] = {
     "alibi": {}, "t5": {"init_std": 1.0}, "kerple": {}, "fire": {}, "self_extend": {}, "rerope": {}, "dual_chunk": {},
     "xpos": {}, "dynamic": {},
@@ -99,7 +101,7 @@ def measured(
         for one in situations(sizes):
             if wanted is None or one.name in wanted:
                 yield _row(one, made(one.window), repetitions)
-    if wanted is None or "memory" in wanted:
+    if wanted is None or MEMORY in wanted:
         yield _memory(sizes, schemes)
 
 
@@ -164,6 +166,12 @@ def apart(scheme: str, length: int, width: int, layers: int) -> Callable[[], Any
     return without_gradients
 
 
+def held(path: Path) -> list[dict[str, Any]]:
+    """Return the rows that a run has written to `path` so far."""
+    _, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return rows
+
+
 def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:
     """Return the rows as a Markdown table: a line a situation, a column a scheme; goals that are missed stand out."""
     schemes = list(rows[0]["ratios"])
@@ -194,22 +202,24 @@ def main(
     small: Annotated[bool, typer.Option("--small", help="Tiny sizes, one repetition.")] = False,
     repetitions: Annotated[int, typer.Option(help="Turns that count at least.")] = 7,
     out: Annotated[Path | None, typer.Option(help="A file for the rows, as JSON; none: they are printed only.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that the file has.")] = False,
 ) -> None:
     """Measure some of it and print the table."""
     torch.set_num_threads(1)
     wanted = [name.strip() for name in cases.split(",")] if cases else None
     sizes, named, turns = (SMALL if small else FULL), schemes.split(","), 1 if small else repetitions
-    known = [*(one.name for one in situations(sizes)), "memory"]
+    known = [*(one.name for one in situations(sizes)), MEMORY]
     if unknown := sorted({*named} - {*SCHEMES}) or sorted({*(wanted or ())} - {*known}):
         raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join([*SCHEMES, *known])}.")
     about = machine() | {"smoke": small}
-    found = []
-    for row in measured(sizes, named, wanted, turns):
+    found = held(out) if resume and out is not None and out.exists() else []
+    done = {MEMORY if "peak_mib" in row else row["name"] for row in found}
+    for row in measured(sizes, named, [name for name in wanted or known if name not in done], turns):
         found.append(row)
         typer.echo(table([row], smoke=small).splitlines()[2])
+        if out is not None:
+            write_text(out, "\n".join(map(json.dumps, [about, *found])) + "\n")
     typer.echo(f"\n`{json.dumps(about | {'load after': machine()['load']})}`\n\n{table(found, smoke=small)}")
-    if out is not None:
-        write_text(out, "\n".join(map(json.dumps, [about, *found])) + "\n")
     if wrong := [f"{row['name']}: {problem}" for row in found for problem in row["wrong"]]:
         typer.echo("\n".join(["different numbers:", *wrong]), err=True)
         raise typer.Exit(1)

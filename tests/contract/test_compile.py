@@ -117,16 +117,19 @@ def test_a_static_cache_step_compiles_into_one_graph(pair: Pair) -> None:
         assert gap(step(model, pair), pair.logits(model, IDS[:, :10])[:, 8:]) < NOISE
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["self_extend", "rerope", "dual_chunk", "t5"])
-def test_gradients_of_code_that_inductor_made_are_those_of_the_model(scheme: str) -> None:
-    """Of several heads over 256 tokens: of positions divided by a group, inductor's backward made other ones."""
+def small_llama(scheme: str) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         max_position_embeddings=128,
     )  # fmt: skip
-    model = patch_model(LlamaForCausalLM(config), scheme, max_length=1024)
+    return patch_model(LlamaForCausalLM(config), scheme, max_length=1024)
+
+
+@pytest.mark.parametrize("scheme", ["self_extend", "rerope", "dual_chunk", "t5"])
+def test_gradients_of_code_that_inductor_made_are_those_of_the_model(scheme: str) -> None:
+    """Of 256 tokens, which Self-Extend's group of 11 does not divide: see `groups_of`."""
+    model = small_llama(scheme)
     ids = torch.randint(64, (1, 256))
     compiled = torch.compile(model.forward, fullgraph=True, dynamic=False)
     found = []
@@ -136,3 +139,16 @@ def test_gradients_of_code_that_inductor_made_are_those_of_the_model(scheme: str
         found.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, atol=float(expected.abs().max()) * 1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("scheme", ["self_extend", "t5"])
+@pytest.mark.parametrize("dynamic", [False, None])
+def test_logits_of_code_that_inductor_made_are_those_of_the_model(scheme: str, dynamic: bool | None) -> None:
+    """At several lengths, one graph for each or one for all."""
+    model = small_llama(scheme).eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        for length in (200, 301):
+            ids = torch.randint(64, (1, length))
+            torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
