@@ -1,7 +1,9 @@
-"""The operators beneath `scaled_dot_product_attention`, which give the logarithms of its softmax sums too."""
+"""Operators: those beneath `scaled_dot_product_attention`, which give the logarithms of its sums, and our own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,3 +48,17 @@ def efficient_attention() -> Any:
     hold scores that no GPU holds.
     """
     return torch.ops.aten._scaled_dot_product_efficient_attention
+
+
+@contextmanager
+def with_autograd() -> Iterator[None]:
+    """Let autograd record in the block, which runs in an operator's kernel: such run where it does not any more.
+
+    Touches `torch._C._ForceDispatchKeyGuard` and the sets of dispatch keys that it takes (torch 2.6 to 2.15). Without
+    it an operator could not take its gradients from autograd.
+    """
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield

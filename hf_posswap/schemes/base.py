@@ -20,6 +20,7 @@ from hf_posswap.registry import Registry
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.piece import Piece
 from hf_posswap.utils.docstrings import add_inherited_fields
+from hf_posswap.utils.numbered import number
 from hf_posswap.utils.scheme_text import respelled, scheme_and_fields, unknown_field
 
 Kind = Literal["rotary", "bias", "table", "none", "mixed"]
@@ -99,9 +100,23 @@ class Mechanism(nn.Module):
     """Whether `watch` is shown what scores are made of; for measurements, never for a scheme."""
 
     @property
+    def number(self) -> Tensor:
+        """By which a compiled graph finds it, []."""
+        return self._number
+
+    @property
     def turns(self) -> bool:
         """Whether q and k are rotated, anywhere in it."""
         return any(part.rotates or part.splits for part in self.modules() if isinstance(part, Mechanism))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._number = number(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was copied or pickled."""
+        super().__setstate__(state)
+        self._number = number(self)
 
     def for_layer(self, layer: int) -> Mechanism:
         """Return the mechanism of attention layer `layer`, counted from 0: this one, where all have the same."""

@@ -98,9 +98,7 @@ class AttentionCall:
         seen = seen_segments(query, keys, mask, self.memo, causal=causal)
         if seen is None:
             return None
-        known: Any = causal if mask is None else id(seen)
-        layout, _ = self._shared(("layout", known), lambda: (lay_out(seen, self.span), seen))  # held: its id stays its
-        return layout
+        return self._shared(("layout", seen), lambda: lay_out(seen, self.span))
 
     def _once(self) -> Callable[[Any, Callable[[], Any]], Any]:
         """Return what makes things for all layers that stand alike, or, where that is not known, for this call."""

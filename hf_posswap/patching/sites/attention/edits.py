@@ -148,6 +148,8 @@ def _constants(mechanism: Mechanism) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path, module in mechanism.named_modules():
         for name, value in vars(module).items():
+            if value is getattr(module, "number", None):
+                continue  # which each copy has for itself
             parts = value if isinstance(value, tuple) else (value,)
             tensors = {f"{path}.{name}[{i}]": part for i, part in enumerate(parts) if isinstance(part, Tensor)}
             found |= {name.lstrip("."): part for name, part in tensors.items()}

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.transformers_attention import (
@@ -24,7 +23,8 @@ from hf_posswap.compat.transformers_attention import (
 )
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
 from hf_posswap.families.modules import modeling_module
-from hf_posswap.patching.sites.attention import backends, key_positions
+from hf_posswap.patching.sites.attention import backends, in_graph, key_positions
+from hf_posswap.patching.sites.attention.additive_mask import additive_mask
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall, is_causal
 from hf_posswap.patching.sites.attention.config_view import ATTENTION_NAME, ConfigView
 from hf_posswap.patching.sites.attention.split_attention import attend_split
@@ -56,9 +56,8 @@ def posswap_attention(
         query, key, value = map(as_attended, (query, key, value))
     if call.mechanism.watches:
         call.mechanism.watch(query, key, kwargs.get("scaling"))
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if not traced and query.shape[2] > 1 and backends.backends_of(call.mechanism):  # of one query all ways are one
-        found = backends.attend(call.request(module, name, query, key, value, attention_mask, kwargs), call.pieces)
+    if query.shape[2] > 1 and backends.backends_of(call.mechanism):  # of one query all ways are one
+        found = in_graph.attend(call, call.request(module, name, query, key, value, attention_mask, kwargs))
         if found is not None:
             return found, None
     if call.mechanism.splits:
@@ -179,31 +178,6 @@ def _with_bias(
         return additive_mask(bias, mask, causal=is_causal(module, kwargs), query=query, key=key)
 
     return call.biased_mask(mask, query.dtype, make), kwargs
-
-
-def additive_mask(bias: Tensor, mask: Tensor | None, *, causal: bool, query: Tensor, key: Tensor) -> Tensor:
-    """Return `bias` with everything masked that `mask`, or causality where it is None, masks.
-
-    Args:
-        bias: [B or 1, H, Q, K], float32.
-        mask: boolean (True: attend) or additive, [B, 1, Q, K]; None as transformers leaves it out: full attention, or
-            causal from the first key where Q > 1.
-        causal: whether a left-out mask means causal.
-        query: [B, H, Q, D].
-        key: [B, G, K, D].
-    """
-    lowest = torch.finfo(query.dtype).min
-    bias = bias.to(torch.promote_types(bias.dtype, query.dtype))  # float32 does not hold float64's lowest
-    rows, columns = query.shape[2], key.shape[2]
-    if mask is None:
-        if causal and rows > 1:
-            seen = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
-            bias = bias.masked_fill(~seen, lowest)
-        return bias.to(query.dtype)
-    mask = mask[..., :columns]
-    if mask.dtype == torch.bool:
-        return bias.masked_fill(~mask, lowest).to(query.dtype)
-    return (bias + mask).clamp(min=lowest).to(query.dtype)
 
 
 def register_attention() -> None:

@@ -94,16 +94,21 @@ class Request:
         """Heads that share a key, H/G."""
         return self.query.shape[1] // self.key.shape[1]
 
+    @property
+    def alters(self) -> bool:
+        """Whether something is asked for that only the model's own implementation does."""
+        if self.implementation != "sdpa" or self.arguments.get("dropout"):
+            return True
+        altering = (self.arguments.get(name) for name in ALTERING)
+        return any(value is not None and value is not False for value in altering)
+
     def is_plain(self) -> bool:
         """Return whether only the plain way is open, whatever the scheme."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or self._is_opaque():
             return True
         if transforms_active():  # torch.func differentiates the formula, not its kernels
             return True
-        if self.implementation != "sdpa" or self.arguments.get("dropout") or self.query.shape[2] == 1:
-            return True
-        altering = (self.arguments.get(name) for name in ALTERING)
-        if any(value is not None and value is not False for value in altering):
+        if self.alters or self.query.shape[2] == 1:
             return True
         learned_mask = isinstance(self.mask, Tensor) and self.mask.requires_grad
         one_key = self.key[..., : self.query.shape[-1]] if self.mechanism.keys_per_token > 1 else self.key
@@ -160,7 +165,7 @@ def seen_segments(
     """
     batch, _, length, _ = query.shape
     if mask is None:
-        return None if causal and length != keys else whole(batch, length, keys, causal=causal)
+        return whole(batch, length, min(length, keys) if causal else keys, causal=causal)  # as stock: from the first
     if not isinstance(mask, Tensor) or device_type(mask) != "cpu" or not holds_values(mask):
         return None  # to read it from a GPU would cost more than it saves
     return memo.of_mask(mask, lambda: segments_of(mask, batch, keys))

@@ -236,6 +236,23 @@ def test_chunks_upon_a_cache_equal_the_whole(
     assert (found - expected)[LEFT.bool()].abs().max() < EXACT
 
 
+@pytest.mark.parametrize("model_name", [*MODELS])
+@pytest.mark.parametrize(("scheme", "options", "way"), WAYS, ids=lambda one: str(one))
+def test_a_text_into_an_empty_static_cache_equals_the_whole(
+    scheme: str, options: dict[str, Any], way: str, model_name: str, taken: list[str]
+) -> None:
+    """Without a mask, as stock leaves it out: there are more keys than queries, and those beyond are seen by none."""
+    model = swapped(MODELS[model_name], scheme, options)
+    with torch.no_grad():
+        expected = by_formula(model, lambda: model(IDS, use_cache=False).logits)
+        set_backend(model, way)
+        taken.clear()
+        cache = StaticCache(config=model.config, max_cache_len=LENGTH + 9)
+        found = model(IDS, past_key_values=cache, use_cache=True).logits
+    assert set(taken) == {way}
+    assert (found - expected).abs().max() < EXACT
+
+
 @pytest.mark.parametrize("shown", [LEFT, RIGHT, INSIDE], ids=["left", "right", "inside"])
 @pytest.mark.parametrize("scheme", ["alibi", "t5", "kerple", "fire"])
 def test_a_padded_encoder_equals_the_formula(scheme: str, shown: Tensor, taken: list[str]) -> None:

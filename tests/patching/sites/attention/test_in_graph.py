@@ -1,0 +1,246 @@
+"""The ways inside of compiled graphs: chosen as in a call that is not compiled, and of the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from transformers import StaticCache
+
+from hf_posswap import set_backend
+from hf_posswap.patching.sites.attention import in_graph
+from hf_posswap.schemes.base import Mechanism
+from hf_posswap.utils.numbered import numbered
+from tests.patching.sites.attention.encoders import swapped_bert
+from tests.patching.sites.attention.test_situations import (
+    EXACT,
+    IDS,
+    LEFT,
+    LENGTH,
+    RIGHT,
+    SITUATIONS,
+    WAYS,
+    by_formula,
+    counted,
+    llama,
+    mistral,
+    swapped,
+    taken,
+)
+
+__all__ = ["taken"]  # a fixture
+pytestmark = [
+    pytest.mark.usefixtures("stock_compiles"),
+    pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="before torch 2.7 graphs have the formula"),
+]
+
+
+def compiled(run: Callable[..., Any], backend: Any = "eager", **options: Any) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(run, fullgraph=True, backend=backend, **options)
+
+
+def real_of(arguments: dict[str, Any], ids: Tensor) -> Tensor:
+    shown = arguments.get("attention_mask")
+    return shown.bool() if shown is not None and shown.dim() == 2 else torch.ones_like(ids, dtype=torch.bool)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [llama, mistral])
+@pytest.mark.parametrize("name", [*SITUATIONS])
+@pytest.mark.parametrize(("scheme", "options", "way"), WAYS, ids=lambda one: str(one))
+def test_a_compiled_batch_equals_the_formula(
+    scheme: str, options: dict[str, Any], way: str, name: str, make: Callable[[], Any], taken: list[str]
+) -> None:
+    arguments, model = SITUATIONS[name], swapped(make, scheme, options)
+    ids = IDS if name != "packed" else IDS[:1]
+
+    def run() -> Tensor:
+        return model(ids, use_cache=False, **arguments).logits
+
+    with torch.no_grad():
+        expected = by_formula(model, run)
+        set_backend(model, way)
+        taken.clear()
+        run()
+        without, taken[:] = set(taken), []
+        found = compiled(run)()
+    assert set(taken) == without, "a graph takes the ways that a call takes"
+    assert (found - expected)[real_of(arguments, ids)].abs().max() < EXACT
+
+
+@pytest.mark.parametrize(("scheme", "options", "way"), WAYS[::3], ids=lambda one: str(one))
+def test_one_graph_of_a_padded_batch_takes_the_way(
+    scheme: str, options: dict[str, Any], way: str, taken: list[str]
+) -> None:
+    model = swapped(llama, scheme, options)
+    arguments = {"attention_mask": LEFT, "position_ids": counted(LEFT), "use_cache": False}
+    with torch.no_grad():
+        expected = by_formula(model, lambda: model(IDS, **arguments).logits)
+        set_backend(model, way)
+        taken.clear()
+        found = compiled(lambda: model(IDS, **arguments).logits)()
+    assert set(taken) == {way}
+    assert (found - expected)[LEFT.bool()].abs().max() < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["right, counted", "packed, block mask", "inside"])
+@pytest.mark.parametrize(("scheme", "options", "way"), WAYS, ids=lambda one: str(one))
+def test_gradients_of_a_graph_are_the_formula_s(
+    scheme: str, options: dict[str, Any], way: str, name: str, taken: list[str]
+) -> None:
+    arguments = SITUATIONS[name]
+    model = swapped(llama, scheme, options).train()
+    labels = IDS.masked_fill(~real_of(arguments, IDS) | ~real_of(arguments, IDS).roll(1, dims=1), -100)
+
+    def gradients(run: Callable[..., Any]) -> dict[str, Tensor | None]:
+        model.zero_grad()
+        run(IDS, labels=labels, use_cache=False, **arguments).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    expected = by_formula(model, lambda: gradients(model.forward))
+    set_backend(model, way)
+    taken.clear()
+    found = gradients(compiled(model.forward, "aot_eager"))
+    assert way in taken or name == "inside"
+    for parameter, grad in expected.items():
+        assert (found[parameter] is None) == (grad is None), parameter
+        if grad is not None:
+            scale = max(1.0, float(grad.abs().max()))
+            assert (found[parameter] - grad).abs().max() < 1e-6 * scale, parameter
+
+
+@pytest.mark.parametrize("scheme", ["t5", "alibi"])
+def test_gradients_are_those_of_the_model(scheme: str, taken: list[str]) -> None:
+    """Of what is trained alone: a table that is frozen has none, and costs none."""
+    model = swapped(llama, scheme, {}).train()
+    set_backend(model, "hankel")
+    for frozen in (False, True):
+        for parameter in (p for m in model.modules() if isinstance(m, Mechanism) for p in m.parameters()):
+            parameter.requires_grad_(not frozen)
+        found = []
+        for run in (model.forward, compiled(model.forward, "aot_eager")):
+            model.zero_grad()
+            run(IDS, labels=IDS, use_cache=False).loss.backward()
+            found.append([p.grad for p in model.parameters()])
+        for ours, theirs in zip(*found, strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or (ours - theirs).abs().max() < EXACT
+    assert set(taken) == {"hankel"}
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "self_extend"])
+def test_two_graphs_are_for_all_lengths(scheme: str) -> None:
+    """One for the first, one for all that follow, also where an eager call changes its way."""
+    model, counter = swapped(llama, scheme, {}).float(), CompileCounter()
+    run = compiled(lambda ids: model(ids, use_cache=False).logits, counter)
+    with torch.no_grad():
+        for length in (10, 40, 300, 700):
+            ids = (torch.arange(length) % 61 + 3)[None]
+            assert (run(ids) - model(ids, use_cache=False).logits).abs().max() < 1e-3
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize(("scheme", "way"), [("alibi", "row"), ("self_extend", "merge")])
+def test_chunks_upon_a_static_cache_equal_the_whole(scheme: str, way: str, taken: list[str]) -> None:
+    model = swapped(llama, scheme, {})
+    positions = counted(LEFT)
+    with torch.no_grad():
+        arguments = {"attention_mask": LEFT, "position_ids": positions}
+        expected = by_formula(model, lambda: model(IDS, use_cache=False, **arguments).logits)
+        set_backend(model, way)
+        run = compiled(model.forward)
+        cache, logits = StaticCache(config=model.config, max_cache_len=LENGTH + 6), []
+        for start, stop in ((0, 13), (13, 14), (14, LENGTH)):
+            taken.clear()
+            logits.append(run(
+                IDS[:, start:stop], attention_mask=LEFT[:, :stop], position_ids=positions[:, start:stop],
+                past_key_values=cache, use_cache=True,
+            ).logits)  # fmt: skip
+            assert set(taken) == ({way} if stop - start > 1 else set())
+    assert (torch.cat(logits, dim=1) - expected)[LEFT.bool()].abs().max() < EXACT
+
+
+def test_a_compiled_encoder_sees_both_sides(taken: list[str]) -> None:
+    model = swapped_bert("t5")
+    with torch.no_grad():
+        expected = by_formula(model, lambda: model(IDS, attention_mask=RIGHT).last_hidden_state)
+        set_backend(model, "hankel")
+        taken.clear()
+        found = compiled(lambda: model(IDS, attention_mask=RIGHT).last_hidden_state)()
+    assert set(taken) == {"hankel"}
+    assert (found - expected)[RIGHT.bool()].abs().max() < EXACT
+
+
+def test_a_copy_is_found_by_a_number_of_its_own() -> None:
+    """Else a graph that was compiled for one would compute the other with its table."""
+    model = swapped(llama, "t5", {"init_std": 1.0})
+    run = compiled(lambda model: model(IDS, use_cache=False).logits)
+    copies = [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    with torch.no_grad():
+        for number, one in enumerate(copies):
+            mechanism = next(m for m in one.modules() if isinstance(m, Mechanism))
+            assert numbered(mechanism.number) is mechanism
+            for parameter in mechanism.parameters():
+                parameter.mul_(number + 1)
+        for one in copies:
+            assert (run(one) - model_logits(one)).abs().max() < EXACT
+
+
+def model_logits(model: Any) -> Tensor:
+    return by_formula(model, lambda: model(IDS, use_cache=False).logits)
+
+
+def test_parameters_of_a_functional_call_are_those_that_count() -> None:
+    model = swapped(llama, "t5", {"init_std": 1.0}).train()
+    other = {name: 2 * p.detach() for name, p in model.named_parameters() if "posswap" in name}
+    for parameter in other.values():
+        parameter.requires_grad_()
+
+    def loss() -> Tensor:
+        return torch.func.functional_call(model, other, (IDS,), {"use_cache": False}).logits.square().mean()
+
+    expected = by_formula(model, lambda: torch.autograd.grad(loss(), [*other.values()]))
+    found = torch.autograd.grad(compiled(loss, "aot_eager")(), [*other.values()])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(("scheme", "way"), [("alibi", "row"), ("t5", "hankel"), ("self_extend", "merge")])
+def test_mixed_precision_is_that_of_a_call(scheme: str, way: str) -> None:
+    model = swapped(llama, scheme, {}).float()
+    set_backend(model, way)
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(IDS, attention_mask=LEFT, use_cache=False).logits
+
+    with torch.no_grad():
+        exact = model(IDS, attention_mask=LEFT, use_cache=False).logits
+        ours, theirs = ((found - exact)[LEFT.bool()].abs().mean() for found in (compiled(run)(), run()))
+    assert ours < 2 * theirs
+
+
+def test_an_exported_graph_runs_without_this_package() -> None:
+    model = swapped(llama, "alibi", {})
+    exported = torch.export.export(model, (), {"input_ids": IDS, "use_cache": False}, strict=False)
+    assert in_graph.OPERATOR not in str(exported.graph).replace(".", "::")
+    with torch.no_grad():
+        found = exported.module()(input_ids=IDS, use_cache=False).logits
+        assert (found - model(IDS, use_cache=False).logits).abs().max() < EXACT
+
+
+def test_another_implementation_has_the_formula() -> None:
+    model = swapped(llama, "alibi", {})
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = model(IDS, use_cache=False).logits
+        found = compiled(lambda: model(IDS, use_cache=False).logits)()
+    assert (found - expected).abs().max() < EXACT
