@@ -50,9 +50,11 @@ def takes_several_keys(cache: Any, layer: int | None, head_dim: int) -> bool:
 
     Some caches were given their shape, that of one key a token, before the first key came.
     """
+    if cache is None:  # `layer` is not looked at: layers that are compiled one by one then share a graph
+        return False
     layers = getattr(cache, "layers", ())
     held = getattr(layers[layer], "keys", None) if layer is not None and layer < len(layers) else None
-    return cache is not None and (held is None or held.shape[-1] != head_dim)
+    return held is None or held.shape[-1] != head_dim
 
 
 def self_attention_cache(cache: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.torch_kernels import with_autograd
+from hf_posswap.compat.torch_tensors import transforms_active
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.patching.sites.attention.additive_mask import additive_mask
 from hf_posswap.patching.sites.attention.call import AttentionCall
@@ -48,7 +49,7 @@ def _is_held(request: Request) -> bool:
         return False
     if len(backends.backends_of(request.mechanism)) < 2 or request.alters or request.query.device.type != "cpu":
         return False
-    if type(request.query) is not Tensor:  # one of a class of its own knows other operators
+    if type(request.query) is not Tensor or transforms_active():  # which know no rule for the operator
         return False
     if request.mechanism.splits and torch.is_autocast_enabled("cpu"):  # what it rotates is narrowed only then
         return False

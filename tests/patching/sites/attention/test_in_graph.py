@@ -244,3 +244,49 @@ def test_another_implementation_has_the_formula() -> None:
         expected = model(IDS, use_cache=False).logits
         found = compiled(lambda: model(IDS, use_cache=False).logits)()
     assert (found - expected).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "self_extend"])
+def test_a_transform_of_torch_func_has_the_formula(scheme: str) -> None:
+    model = swapped(llama, scheme, {})
+    embedded = model.get_input_embeddings()(IDS).detach()
+
+    def loss(x: Tensor) -> Tensor:
+        return model(inputs_embeds=x, use_cache=False).logits.square().mean()
+
+    expected = torch.func.grad(loss)(embedded)
+    assert (compiled(torch.func.grad(loss))(embedded) - expected).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "self_extend"])
+def test_layers_that_are_compiled_one_by_one_share_their_graphs(scheme: str) -> None:
+    """One of the first length, one of all others: as many layers as a model may have would pass dynamo's limit."""
+    model, counter = swapped(llama, scheme, {}), CompileCounter()
+    expected = model_logits(model)
+    torch._dynamo.reset()
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=counter)
+    with torch.no_grad():
+        model(IDS[:, :30], use_cache=False)
+        assert (model(IDS, use_cache=False).logits - expected).abs().max() < EXACT
+    assert counter.frame_count == 2
+
+
+def test_a_layer_that_runs_again_in_the_backward_has_the_same_gradients() -> None:
+    model = swapped(llama, "t5", {"init_std": 1.0}).train()
+    set_backend(model, "hankel")
+
+    def gradients(run: Callable[..., Any]) -> list[Tensor | None]:
+        model.zero_grad()
+        run(IDS, labels=IDS, use_cache=False).loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = gradients(model.forward)
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    torch._dynamo.reset()
+    found = gradients(torch.compile(model.forward, backend="aot_eager"))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert (ours - theirs).abs().max() < 1e-6 * max(1.0, float(theirs.abs().max()))
