@@ -124,8 +124,10 @@ def record(cache: Any, layer_idx: int, query: Tensor, key_length: int) -> Tensor
         return _write(keeper, cache, layer_idx, query, key_length).to(query.device)
     known = _known(keeper, cache.get_seq_length(layer_idx), query)
     keeper.posswap_positions = query if known is None else torch.cat(_same_rows(known, query.to(known.device)), dim=1)
-    keys = keeper.posswap_positions[:, -key_length:].to(query.device)
-    return torch.nn.functional.pad(keys, (0, key_length - keys.shape[1]))
+    held = keeper.posswap_positions
+    keys = (held if held.shape[1] == key_length else held[:, -key_length:]).to(query.device)
+    short = key_length - keys.shape[1]
+    return torch.nn.functional.pad(keys, (0, short)) if short else keys
 
 
 def _keeper(cache: Any, layer_idx: int) -> Any:
@@ -160,7 +162,7 @@ def _known(keeper: Any, past: int, query: Tensor) -> Tensor | None:
             f"the cache holds {past} tokens, and where they stand is known of {held.shape[1]} alone: the others were "
             f"not put there by this model as it is now. {UNKNOWN}"
         )
-    return held[:, :past]
+    return held if held.shape[1] == past else held[:, :past]
 
 
 def _foreign(past: int, query: Tensor) -> Tensor:
@@ -193,6 +195,8 @@ def _write(keeper: Any, cache: Any, layer_idx: int, query: Tensor, key_length: i
 def _same_rows(known: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
     """Return positions of two parts of a text, [B or 1, T] and [B or 1, Q], with as many rows each."""
     rows = max(len(known), len(query))
+    if len(known) == len(query):
+        return known, query
     if {len(known), len(query)} - {1, rows}:
         raise PosswapError(
             f"the cache holds {len(known)} rows, and {len(query)} come: its rows were changed by other means than its "

@@ -26,6 +26,7 @@ class NeutralRotary(nn.Module):
         self.native = native
         # not `layer_types`: some models read that of their rotary module, and mean the native one's
         self.posswap_types = layer_types
+        self._last: tuple[Any, Any] = None, None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -34,7 +35,18 @@ class NeutralRotary(nn.Module):
             return getattr(super().__getattr__("native"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what `native` returns, without any rotation."""
+        """Return what `native` returns, without any rotation; for one token, as in decoding, what the last one got."""
+        if torch.compiler.is_compiling():
+            return self._without_rotation(*args, **kwargs)
+        asked = _shapes(args, kwargs)
+        known, out = self._last
+        if asked is None or known != asked:
+            out = self._without_rotation(*args, **kwargs)
+            if asked is not None:
+                self._last = asked, out
+        return out
+
+    def _without_rotation(self, *args: Any, **kwargs: Any) -> Any:
         out = self.native(*args, **kwargs)
         layer_type = args[2] if len(args) > 2 else kwargs.get("layer_type")
         if isinstance(layer_type, str) and layer_type not in self.posswap_types:
@@ -43,6 +55,17 @@ class NeutralRotary(nn.Module):
             cos, sin = out
             return torch.ones_like(cos), torch.zeros_like(sin)
         return torch.ones_like(out)  # complex unit
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return all that cos 1 and sin 0 for one token follow from; None: there are more, or something else is given."""
+    given = (*args, *kwargs.values())
+    if len(given) != 2 or not all(type(one) is torch.Tensor for one in given):
+        return None
+    states, positions = given
+    if positions.is_floating_point() or positions.shape[-1:] != (1,):
+        return None
+    return states.dtype, states.device, positions.shape, torch.is_inference_mode_enabled()
 
 
 class KeepAngles:
