@@ -148,9 +148,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
         model: patched, or a PEFT model around one.
         backend: "auto" takes the fastest that applies to each call; "plain" the formula as it stands; "row",
             "row_windowed", "hankel", "flex", "chunked" or "merge" that one, at any length, and "plain" where it does
-            not apply: all with dropout, for one query alone, or under torch.compile; all but "chunked" where a mask
-            leaves gaps between the keys that a query sees, or positions jump; "flex" with a mask or a cache, and with
-            gradients on a CPU.
+            not apply: all with dropout, for one query alone, in graphs that are exported, for a GPU, or of torch before
+            2.7; all but "chunked" where a mask leaves gaps between the keys that a query sees, or positions jump;
+            "flex" with a mask or a cache, and with gradients on a CPU.
 
     Raises:
         NotPatchedError: the model carries no scheme inside attention.
