@@ -18,7 +18,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.merge import Region
 from hf_posswap.registry import Registry
 from hf_posswap.schemes.common import checks
-from hf_posswap.schemes.common.piece import Piece
+from hf_posswap.schemes.common.piece import Keys, Piece
 from hf_posswap.utils.docstrings import add_inherited_fields
 from hf_posswap.utils.numbered import number
 from hf_posswap.utils.scheme_text import respelled, scheme_and_fields, unknown_field
@@ -92,6 +92,9 @@ class Mechanism(nn.Module):
     keys_per_token: int = 1
     """Where it splits: how many keys `rotate_key` makes of each, side by side, for the cache to hold and the pieces to
     take their own from; 1: the pieces rotate the keys, or have them in common."""
+    turns_on: bool = False
+    """Where the cache may hold several keys of each token: whether it may as well hold the one of the far piece, from
+    which the near ones are turned on in each step."""
     scales: bool = False
     """Whether each query is multiplied by a number that depends on its position."""
     head_dim: int = 0
@@ -139,7 +142,11 @@ class Mechanism(nn.Module):
         """Return `key` [B, G, K, D] rotated."""
         raise NotImplementedError
 
-    def pieces(self, query_positions: Tensor, key_positions: Tensor, *, copied: bool = False) -> tuple[Piece, ...]:
+    def rotate_far(self, key: Tensor, prepared: Any) -> Tensor:
+        """Return `key` [B, G, K, D] rotated for the far piece, where `turns_on`."""
+        raise NotImplementedError
+
+    def pieces(self, query_positions: Tensor, key_positions: Tensor, *, keys: Keys = "raw") -> tuple[Piece, ...]:
         """Return the pieces of the attention of queries at [B or 1, Q] to keys at [B or 1, K].
 
         Each pair of a query and a key that causality allows belongs to one piece.
@@ -147,7 +154,8 @@ class Mechanism(nn.Module):
         Args:
             query_positions: [B or 1, Q].
             key_positions: [B or 1, K].
-            copied: whether keys come as `rotate_key` makes them, `keys_per_token` > 1 of each.
+            keys: how they come: "copies", as `rotate_key` makes them, `keys_per_token` > 1 of each; "far", as
+                `rotate_far` makes them.
         """
         raise NotImplementedError
 

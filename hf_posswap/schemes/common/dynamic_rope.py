@@ -20,7 +20,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import CosSin
 from hf_posswap.schemes.base import Traits
 from hf_posswap.schemes.common import checks
-from hf_posswap.schemes.common.piece import Piece, side_by_side
+from hf_posswap.schemes.common.piece import Keys, Piece, side_by_side
 from hf_posswap.schemes.rope import RotaryMechanism
 from hf_posswap.schemes.scaled import ScaledRotary
 
@@ -137,7 +137,8 @@ class ByQueryMechanism(RotaryMechanism):
     def rotate_key(self, key: Tensor, prepared: Any) -> Tensor:
         return side_by_side(key, prepared, self.layout)
 
-    def pieces(self, query_positions: Tensor, key_positions: Tensor, *, copied: bool = False) -> tuple[Piece, ...]:
+    def pieces(self, query_positions: Tensor, key_positions: Tensor, *, keys: Keys = "raw") -> tuple[Piece, ...]:
+        copied = keys == "copies"
         buckets = self.scheme.bucket(query_positions)
         return tuple(
             Piece(

@@ -20,7 +20,7 @@ from hf_posswap.kernels.merge import Region
 from hf_posswap.rope_math import CosSin, cos_sin, default_inv_freq, rotate
 from hf_posswap.schemes.base import Traits
 from hf_posswap.schemes.common import checks
-from hf_posswap.schemes.common.piece import Piece, side_by_side
+from hf_posswap.schemes.common.piece import Keys, LateTable, Piece, side_by_side
 from hf_posswap.schemes.rope import RotaryMechanism, RotaryScheme, own_theta
 
 
@@ -104,6 +104,7 @@ class PiecewiseMechanism(RotaryMechanism):
         self.regions = tuple(part.region for part in scheme.parts())
         self.rotates = any(part.key is None for part in scheme.parts())
         self.keys_per_token = 1 if self.rotates else len(self.regions)
+        self.turns_on = not self.rotates
 
     def prepare(self, positions: Tensor, length: Tensor) -> Any:
         if self.rotates:
@@ -116,18 +117,33 @@ class PiecewiseMechanism(RotaryMechanism):
     def rotate_key(self, key: Tensor, prepared: Any) -> Tensor:
         return rotate(key, prepared, self.layout) if self.rotates else side_by_side(key, prepared, self.layout)
 
-    def pieces(self, query_positions: Tensor, key_positions: Tensor, *, copied: bool = False) -> tuple[Piece, ...]:
+    def rotate_far(self, key: Tensor, prepared: Any) -> Tensor:
+        return rotate(key, prepared[-1], self.layout)
+
+    def pieces(self, query_positions: Tensor, key_positions: Tensor, *, keys: Keys = "raw") -> tuple[Piece, ...]:
+        copied, parts = keys == "copies", self.scheme.parts()
         return tuple(
             Piece(
                 query=self._turn(part.query(query_positions)),
-                key=None if part.key is None or copied else self._turn(part.key(key_positions)),
+                key=self._key_table(part, key_positions, keys),
                 layout=self.layout,
                 pairs=part.region,
                 copy=number if copied else 0,
                 keys_per_token=self.keys_per_token if copied else 1,
             )
-            for number, part in enumerate(self.scheme.parts())
+            for number, part in enumerate(parts)
         )
+
+    def _key_table(self, part: Part, positions: Tensor, keys: Keys) -> CosSin | LateTable | None:
+        """Return what rotates keys that come as `keys` says for `part`; None: nothing needs to."""
+        own, far = part.key, self.scheme.parts()[-1]
+        if own is None or keys == "copies" or (keys == "far" and part.region == far.region):
+            return None
+        if keys != "far":
+            return self._turn(own(positions))
+        had = far.key
+        assert had is not None, "keys that were turned for the far part"
+        return LateTable(positions, lambda at: self._turn(own(at)), lambda at: self._turn(had(at)))
 
     def _turn(self, positions: Tensor) -> CosSin:
         return cos_sin(positions, self.fixed(positions.device))

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+
+from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.common.piece import Keys
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -16,7 +20,7 @@ class RotatingCache:
 
     Args:
         cache: what the caller passed; it keeps its type, and holds rotated keys afterwards.
-        rotate: rotates new keys [B, G, Q, D]; the cache holds what it gives, [B, G, Q, keys_per_token D].
+        rotate: rotates new keys [B, G, Q, D]; the cache holds what it gives, of D or of keys_per_token D.
     """
 
     def __init__(self, cache: Cache, rotate: Callable[[Tensor], Tensor]) -> None:
@@ -45,16 +49,25 @@ def rotating(cache: Cache, rotate: Callable[[Tensor], Tensor]) -> Any:
     return view
 
 
-def takes_several_keys(cache: Any, layer: int | None, head_dim: int) -> bool:
-    """Return whether layer `layer` of `cache` may hold several rotated keys [B, G, K, keys_per_token D] of each token.
+def keys_of(cache: Any, layer: int | None, mechanism: Mechanism, device: torch.device) -> Keys:
+    """Return how the keys come that layer `layer` of `cache` gives, and is to be given; None: there is no cache.
 
-    Some caches were given their shape, that of one key a token, before the first key came.
+    Copies cost memory, and the time of all that moves with it; one key of each token costs the turning of those that
+    are near, which only a CPU that is not compiling knows. What a layer holds already is gone on with: some caches were
+    given their shape, that of one key a token, before the first key came.
     """
-    if cache is None:  # `layer` is not looked at: layers that are compiled one by one then share a graph
-        return False
+    if cache is None or not mechanism.stores_rotated_keys or not (mechanism.rotates or mechanism.keys_per_token > 1):
+        return "raw"
+    if mechanism.rotates:  # `layer` is not looked at: layers that are compiled one by one then share a graph
+        return "rotated"
+    single: Keys = "far" if mechanism.turns_on else "raw"
     layers = getattr(cache, "layers", ())
-    held = getattr(layers[layer], "keys", None) if layer is not None and layer < len(layers) else None
-    return held is None or held.shape[-1] != head_dim
+    found = layers[layer] if layer is not None and layer < len(layers) else None
+    held = getattr(found, "keys", None)
+    if held is not None and held.dim() == 4:
+        return single if held.shape[-1] == mechanism.head_dim else "copies"
+    grows = not hasattr(found, "max_cache_len") and not torch.compiler.is_compiling()
+    return "far" if mechanism.turns_on and grows and device.type == "cpu" else "copies"
 
 
 def self_attention_cache(cache: Any) -> Any:

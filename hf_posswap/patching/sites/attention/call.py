@@ -14,7 +14,7 @@ from hf_posswap.patching.sites.attention import backends
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, identity_of
 from hf_posswap.patching.sites.attention.request import Layout, Request, lay_out, seen_segments
 from hf_posswap.schemes.base import Mechanism
-from hf_posswap.schemes.common.piece import Piece
+from hf_posswap.schemes.common.piece import Keys, Piece
 
 CALL_ARGUMENT = "posswap"
 
@@ -26,7 +26,7 @@ class AttentionCall:
     mechanism: Mechanism
     span: Span
     memo: ForwardMemo
-    keys_rotated: bool
+    keys: Keys
 
     def rotation(self) -> Any:
         """Return what rotates the new tokens, made once for all layers of a forward."""
@@ -51,13 +51,28 @@ class AttentionCall:
                 f"{self.mechanism.head_dim}: which of them to rotate is unknown, so this scheme cannot be used here."
             )
         if not self.mechanism.rotates:
+            self._check_width(key)
             return query, key
-        if not self.keys_rotated:
+        if self.keys == "raw":
             table = self.rotation()
             if not self.span.is_prefill:
                 table = self._shared("keys", lambda: self.mechanism.prepare(self.span.key, self.span.length))
             key = self.mechanism.rotate_key(key, table)
         return self.mechanism.rotate_query(query, self.rotation()), key
+
+    def _check_width(self, key: Tensor) -> None:
+        """Refuse keys [B, G, K, ...] that are not as wide as those that this call would have the cache hold."""
+        keys = self.mechanism.keys_per_token if self.keys == "copies" else 1
+        if key.shape[-1] != keys * self.mechanism.head_dim:
+            raise PosswapError(
+                f"the cache gives keys of {key.shape[-1]} dimensions where {keys * self.mechanism.head_dim} were "
+                "written: it was filled under other conditions (compiled or not, another device). Use a fresh cache."
+            )
+
+    def written(self, key: Tensor) -> Tensor:
+        """Return what the cache is to hold of new keys [B, G, Q, D]."""
+        rotate = self.mechanism.rotate_far if self.keys == "far" else self.mechanism.rotate_key
+        return rotate(key, self.rotation())
 
     def scaled(self, query: Tensor) -> Tensor:
         """Return `query` [B, H, Q, D] times the scheme's factor of each position."""
@@ -115,17 +130,12 @@ class AttentionCall:
 
     def pieces(self) -> tuple[Piece, ...]:
         """Return the pieces into which the scheme splits this attention."""
-        copied = self._pieces == "copied"
-        return self._shared(self._pieces, lambda: self.mechanism.pieces(self.span.query, self.span.key, copied=copied))
-
-    @property
-    def _pieces(self) -> str:
-        """What the pieces of this call are known by: layers may differ in what their caches hold."""
-        return "copied" if self.keys_rotated and self.mechanism.keys_per_token > 1 else "pieces"
+        known = "pieces", self.keys  # layers may differ in what their caches hold
+        return self._shared(known, lambda: self.mechanism.pieces(self.span.query, self.span.key, keys=self.keys))
 
     def held(self) -> dict[int, Any]:
         """Return where the layers of a forward keep which keys the pieces hold."""
-        return self._shared(f"{self._pieces} held", dict)
+        return self._shared(("held", self.keys), dict)
 
     def bias(self) -> Tensor | None:
         """Return the scheme's bias, [B or 1, H, Q, K] float32, or None."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.modules import by_name
 from hf_posswap.patching.edits.offload import bring_all
-from hf_posswap.patching.sites.attention.cache_view import rotating, self_attention_cache, takes_several_keys
+from hf_posswap.patching.sites.attention.cache_view import keys_of, rotating, self_attention_cache
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
 from hf_posswap.patching.sites.attention.continuous_batching import Refusal, needs_key_positions
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, ForwardMemos
@@ -52,16 +52,16 @@ class PositionHook:
             position_ids, first = self._unpassed_ids(module, memo), first if memo.given_by_caller else 0
         layer: Any = getattr(module, "layer_idx", None)  # where there is no cache, there may be none
         mechanism, own = self.mechanism, self_attention_cache(cache)
-        several = mechanism.keys_per_token > 1 and takes_several_keys(own, layer, mechanism.head_dim)
-        writes_rotated = cache is not None and mechanism.stores_rotated_keys and (mechanism.rotates or several)
+        keys = keys_of(own, layer, mechanism, hidden.device)
+        writes_rotated = keys != "raw"
         keeps_keys = mechanism.biases or mechanism.splits or (mechanism.rotates and not writes_rotated)
         if keeps_keys and hasattr(kwargs.get("cache"), "layer_to_allocator") and needs_key_positions(mechanism):
             Refusal(type(module).__name__)()  # a paged cache, by another way than the model's own methods
         span = find_span(hidden, position_ids, own, layer, memo, first, keeps_keys=keeps_keys)
-        call = AttentionCall(mechanism, span, memo, keys_rotated=writes_rotated)
+        call = AttentionCall(mechanism, span, memo, keys)
         kwargs = {**kwargs, CALL_ARGUMENT: call}
         if writes_rotated and self.cache_argument is not None:
-            kwargs[self.cache_argument] = rotating(cache, lambda k: mechanism.rotate_key(k, call.rotation()))
+            kwargs[self.cache_argument] = rotating(cache, call.written)
         return args, kwargs
 
     def _unpassed_ids(self, module: nn.Module, memo: ForwardMemo) -> Tensor | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span
 from hf_posswap.patching.sites.attention.request import Request
 from hf_posswap.patching.sites.attention.split_attention import attend_split
 from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.common.piece import Keys
 from hf_posswap.utils.numbered import numbered
 
 OPERATOR = f"{re.sub(r'[^A-Za-z0-9]+', '_', __name__)}::attend"
@@ -36,7 +37,7 @@ def attend(call: AttentionCall, request: Request) -> Tensor | None:
     span, mechanism = request.span, request.mechanism
     return _attend(
         request.query, request.key, request.value, request.mask, span.query, None if span.is_prefill else span.key,
-        list(mechanism.parameters()), mechanism.number, request.scaling, request.causal, call.keys_rotated,
+        list(mechanism.parameters()), mechanism.number, request.scaling, request.causal, call.keys,
     )  # fmt: skip
 
 
@@ -74,7 +75,7 @@ def _attend(
     number: Tensor,
     scaling: float,
     causal: bool,
-    keys_rotated: bool,
+    keys: str,
 ) -> Tensor:
     """Return attention [B, Q, H, Dv].
 
@@ -89,11 +90,11 @@ def _attend(
         number: of the mechanism.
         scaling: multiplies the scores.
         causal: whether a left-out mask means causal.
-        keys_rotated: see `AttentionCall`.
+        keys: see `AttentionCall`.
     """
     mechanism = _with_parameters(numbered(number), parameters)
     span = Span(query_positions, key.shape[2], key_positions is None, key_positions)
-    return _attended(query, key, value, mask, span, mechanism, scaling, causal, keys_rotated)
+    return _attended(query, key, value, mask, span, mechanism, scaling, causal, keys)
 
 
 @_attend.register_fake
@@ -115,7 +116,7 @@ def _attend_backward(
     number: Tensor,
     scaling: float,
     causal: bool,
-    keys_rotated: bool,
+    keys: str,
 ) -> list[Tensor]:
     """Return the gradients of query, key, value and `parameters`, from that of what `_attend` returned."""
     mechanism = _with_parameters(numbered(number), parameters)
@@ -123,7 +124,7 @@ def _attend_backward(
     learned = {name: x for name, x in mechanism.named_parameters() if x.requires_grad}
     with with_autograd():
         query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
-        out = _attended(query, key, value, mask, span, mechanism, scaling, causal, keys_rotated)
+        out = _attended(query, key, value, mask, span, mechanism, scaling, causal, keys)
         inputs = query, key, value, *learned.values()
         found = torch.autograd.grad(out, inputs, grad, materialize_grads=True)
     of_tokens = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found[:3]]
@@ -139,9 +140,9 @@ def _shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, parameters, number, scaling, causal, keys_rotated = inputs
+    *tensors, parameters, number, scaling, causal, keys = inputs
     ctx.save_for_backward(*tensors, number, *parameters)
-    ctx.settings = scaling, causal, keys_rotated
+    ctx.settings = scaling, causal, keys
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -163,9 +164,9 @@ def _attended(
     mechanism: Mechanism,
     scaling: float,
     causal: bool,
-    keys_rotated: bool,
+    keys: str,
 ) -> Tensor:
-    call = AttentionCall(mechanism, span, ForwardMemo(in_forward=True), keys_rotated)
+    call = AttentionCall(mechanism, span, ForwardMemo(in_forward=True), cast("Keys", keys))
     arguments = {"is_causal": causal, "scaling": scaling}
     request = call.request(None, "sdpa", query, key, value, mask, arguments)
     found = backends.attend(request, call.pieces)

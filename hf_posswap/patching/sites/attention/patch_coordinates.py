@@ -75,7 +75,7 @@ class CoordinateHook(PositionHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         memo = self.memos.now()
-        call = AttentionCall(self.mechanism, _span(kwargs[COORDINATES], memo), memo, keys_rotated=False)
+        call = AttentionCall(self.mechanism, _span(kwargs[COORDINATES], memo), memo, keys="raw")
         return args, {**{k: v for k, v in kwargs.items() if k != COORDINATES}, CALL_ARGUMENT: call}
 
 

@@ -163,6 +163,7 @@ def effect_of(mechanism: Mechanism, *, cached: bool) -> str:
     if (mechanism.rotates or mechanism.splits) and cached:
         rotated = mechanism.rotates and mechanism.stores_rotated_keys
         several = f"{mechanism.keys_per_token} rotated keys a token cached"
+        several += ", one where it grows on a CPU" if mechanism.turns_on else ""
         single = "keys before the cache" if rotated else "raw keys cached"
         effects.append(several if mechanism.keys_per_token > 1 else single)
     if mechanism.scales:

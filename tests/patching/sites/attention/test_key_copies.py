@@ -1,4 +1,4 @@
-"""Keys that the cache holds rotated once for each piece: nothing is rotated again, and every cache gives the same."""
+"""Keys that the cache holds rotated once for each piece, or once for the far one: every cache gives the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from hf_posswap import patch_model, plan_swap
-from hf_posswap.schemes.common import piece
+from hf_posswap.errors import PosswapError
+from hf_posswap.schemes.common import piece, piecewise
 
 LENGTH, WIDTH = 70, 8
 EXACT = 1e-11
@@ -22,6 +23,10 @@ SCHEMES: list[tuple[str, dict[str, Any]]] = [
     ("longrope", {"follow": "query", "long_factor": [1.0, 1.5, 2.0, 4.0], "site": "attention"}),
     ("longrope", {"follow": "query", "long_factor": [2.0, 2.0, 3.0, 4.0], "original_positions": 5}),
 ]
+
+
+TURNS_ON = ("self_extend", "rerope", "leaky_rerope")
+"""Schemes whose near keys are turned on from their far ones, on a CPU, in a cache that grows."""
 
 
 def gpt2() -> Any:
@@ -67,7 +72,7 @@ def test_every_cache_gives_what_a_whole_forward_gives(scheme: str, options: dict
     cuts = (20, 31, 32, 33, 60, *range(61, LENGTH))
     cache = DynamicCache()
     assert (steps(model, cache, cuts) - whole).abs().max() < near
-    assert [layer.keys.shape[-1] for layer in cache.layers] == [2 * WIDTH] * 2
+    assert [layer.keys.shape[-1] for layer in cache.layers] == [WIDTH if scheme in TURNS_ON else 2 * WIDTH] * 2
     assert [layer.values.shape[-1] for layer in cache.layers] == [WIDTH] * 2
     static = StaticCache(config=model.config, max_cache_len=LENGTH + 3)
     assert (steps(model, static, cuts) - whole).abs().max() < near
@@ -79,7 +84,7 @@ def test_every_cache_gives_what_a_whole_forward_gives(scheme: str, options: dict
 
 @pytest.mark.parametrize(("scheme", "options"), SCHEMES, ids=str)
 @torch.no_grad()
-def test_a_cache_of_a_shape_given_before_holds_raw_keys(scheme: str, options: dict[str, Any]) -> None:
+def test_a_cache_of_a_shape_given_before_holds_one_key_a_token(scheme: str, options: dict[str, Any]) -> None:
     model = swapped(scheme, options)
     cache = StaticCache(config=model.config, max_cache_len=LENGTH)
     cache.early_initialization(batch_size=2, num_heads=4, head_dim=WIDTH, dtype=torch.float64, device="cpu")
@@ -111,24 +116,59 @@ def test_beams_take_their_copies_along(scheme: str, options: dict[str, Any]) -> 
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize(("scheme", "options"), SCHEMES, ids=str)
 @torch.no_grad()
-def test_a_step_rotates_no_older_key(scheme: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, cache = swapped(scheme, options), DynamicCache()
+def test_a_step_rotates_no_far_key(
+    scheme: str, options: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = swapped(scheme, options)
+    cache = DynamicCache() if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=LENGTH)
     model(IDS[:, :60], past_key_values=cache, use_cache=True)
     tokens: list[int] = []
-    real = piece.rotate
-    monkeypatch.setattr(piece, "rotate", lambda x, *rest: tokens.append(x.shape[2]) or real(x, *rest))
+    for module in (piece, piecewise):
+        real = module.rotate
+        monkeypatch.setattr(module, "rotate", lambda x, *rest, real=real: tokens.append(x.shape[2]) or real(x, *rest))
     model(IDS[:, 60:61], past_key_values=cache, use_cache=True)
-    assert tokens
-    assert set(tokens) == {1}
+    near = {8} if kind == "dynamic" and scheme in TURNS_ON else set()  # of 32 positions a quarter is the window
+    assert set(tokens) == {1, *near}
+
+
+@pytest.mark.parametrize("scheme", TURNS_ON)
+@torch.no_grad()
+def test_a_base_that_scales_its_angles_is_scaled_once(scheme: str) -> None:
+    """The factor is in the cached key: what turns it on has none."""
+    torch.manual_seed(0)
+    model = llama().double().eval()
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    config = LlamaConfig(**{**model.config.to_dict(), "rope_parameters": scaling})
+    model = patch_model(LlamaForCausalLM(config).double().eval(), scheme, max_length=128)
+    whole = model(IDS, use_cache=False).logits
+    assert (steps(model, DynamicCache(), (20, 33, 69)) - whole).abs().max() < 5e-5
+
+
+@torch.no_grad()
+def test_a_cache_that_was_filled_otherwise_is_refused() -> None:
+    """As a quantized one may be, which does not say what it holds."""
+    model, cache = swapped("self_extend", {}), DynamicCache()
+    model(IDS[:, :60], past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        layer.get = layer.update  # type: ignore[attr-defined]
+
+        def update(keys: Tensor, values: Tensor, *_: Any, layer: Any = layer) -> Any:
+            found, values = layer.get(keys, values)
+            return torch.cat((found, found), dim=-1), values
+
+        layer.update = update
+    with pytest.raises(PosswapError, match="filled under other conditions"):
+        model(IDS[:, 60:61], past_key_values=cache, use_cache=True)
 
 
 def test_a_plan_says_what_is_cached() -> None:
     def said(scheme: str, **options: Any) -> str:
         return str(plan_swap(gpt2(), scheme, max_length=128, **options))
 
-    assert "2 rotated keys a token cached" in said("self_extend")
+    assert "2 rotated keys a token cached, one where it grows on a CPU" in said("self_extend")
     text = said("longrope", follow="query", long_factor=[2.0] * 4)
     assert "keys are cached rotated for each of 2 lengths" in text
     assert "raw keys cached" in said("dynamic", follow="query", factor=4.0)
