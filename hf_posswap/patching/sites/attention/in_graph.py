@@ -28,6 +28,10 @@ from hf_posswap.utils.numbered import numbered
 
 OPERATOR = f"{re.sub(r'[^A-Za-z0-9]+', '_', __name__)}::attend"
 """Of this module's own name: a checkpoint's own code may be another copy of the package."""
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor query_positions, Tensor? key_positions, "
+    "Tensor[] parameters, Tensor number, float scaling, bool causal, str keys"
+)
 
 
 def attend(call: AttentionCall, request: Request) -> Tensor | None:
@@ -63,7 +67,7 @@ def _exports() -> bool:
     return asked is None or asked()
 
 
-@torch.library.custom_op(OPERATOR, mutates_args=())
+@torch.library.custom_op(OPERATOR, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -103,7 +107,7 @@ def _shape(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     return query.new_empty(batch, length, heads, value.shape[-1])
 
 
-@torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=())
+@torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=(), schema=f"(Tensor grad, {_ARGUMENTS}) -> Tensor[]")
 def _attend_backward(
     grad: Tensor,
     query: Tensor,
