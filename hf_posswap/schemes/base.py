@@ -18,9 +18,9 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.merge import Region
 from hf_posswap.registry import Registry
 from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.common.numbered import number
 from hf_posswap.schemes.common.piece import Keys, Piece
 from hf_posswap.utils.docstrings import add_inherited_fields
-from hf_posswap.utils.numbered import number
 from hf_posswap.utils.scheme_text import respelled, scheme_and_fields, unknown_field
 
 Kind = Literal["rotary", "bias", "table", "none", "mixed"]

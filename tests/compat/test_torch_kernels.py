@@ -61,3 +61,19 @@ def test_efficient_attention() -> None:
     assert names == ["query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "scale"]
     query, key, value = (one.detach().to("meta") for one in inputs("cpu", torch.float32))
     assert torch_kernels.efficient_attention()(query, key, value, None, True, 0.1, True)[0].shape == query.shape
+
+
+def test_with_autograd() -> None:
+    """In the kernel of an operator autograd records nothing, but in the block."""
+
+    def kernel(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            assert leaf.square().grad_fn is None
+        with torch_kernels.with_autograd():
+            leaf = x.detach().requires_grad_()
+            return torch.autograd.grad(leaf.square().sum(), leaf)[0]
+
+    operator = torch.library.custom_op("tests_posswap::twice", kernel, mutates_args=(), schema="(Tensor x) -> Tensor")
+    x = torch.arange(3.0, requires_grad=True)
+    assert torch.equal(operator(x), 2 * torch.arange(3.0))
