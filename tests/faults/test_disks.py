@@ -16,6 +16,8 @@ pytestmark = pytest.mark.slow
 
 Tally = Callable[[str, int, int], None]
 CHILD = Path(__file__).with_name("faults_child.py")
+ROOM_FOR_TWO = "6m"
+"""For two checkpoints with their remote code, and not for three."""
 _MOUNT = "mount -t tmpfs -o size={size} tmpfs {place}"
 
 
@@ -56,7 +58,7 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_there(tmp_path: Path, tally:
     listed = LISTED.format(place=tmp_path)
     fill = f"head -c $(($(df -B1 --output=avail {tmp_path} | tail -1) - {room.replace('K', '000')})) /dev/zero"
     lines = within(
-        tmp_path, "4m", act("save", tmp_path), listed, f"echo ---; {fill} > {tmp_path}/filler",
+        tmp_path, ROOM_FOR_TWO, act("save", tmp_path), listed, f"echo ---; {fill} > {tmp_path}/filler",
         act("save", tmp_path, 1), f"rm {tmp_path}/filler", listed, "echo ---",
         act("save", tmp_path, 1), f"ls -A {tmp_path}",
     )  # fmt: skip

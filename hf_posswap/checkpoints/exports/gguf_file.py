@@ -82,7 +82,7 @@ def _write(path: Path, config: Any, held: Contents, stated: Stated, kind: str, s
     writer = gguf.GGUFWriter(path, held.architecture)
     name = held.architecture
     try:
-        writer.add_name(source.resolve().name)
+        writer.add_name(os.fsencode(source.resolve().name).decode(errors="replace"))  # its bytes, in any locale
         writer.add_file_type(_FILE_TYPES[kind])
         width = None if stated.kind != "rope" else _rotated(config, stated)
         positions = gguf_metadata(stated, width)

@@ -1,4 +1,4 @@
-"""Whether a scheme is for what a stack of a model takes, text or images, and for the way that it attends."""
+"""Whether a scheme is for the input of a stack, text or images, for what it has, and for the way that it attends."""
 
 from __future__ import annotations
 
@@ -47,6 +47,20 @@ def refuse_length(model: Any, stack: Stack, scheme: Scheme, max_length: int | No
         raise SchemeError(
             f"{type(model).__name__} sees images: its length follows from their size, {length} tokens here, got "
             f"max_length={max_length}. Leave it out,{sized} images of other sizes run after the swap."
+        )
+
+
+def refuse_no_table(model: Any, stack: Stack, scheme: Scheme) -> None:
+    """Refuse a scheme that stands in a position table, or one with such a scheme inside, where the `stack` has none.
+
+    Raises:
+        UnsupportedSwapError: it is one, of whatever length.
+    """
+    tables = [one.table_part for one in _all_in(scheme) if one.table_part is not None]
+    if tables and stack.table is None:
+        raise UnsupportedSwapError(
+            f"{tables[0].name} needs a position table to stand in, and {type(model).__name__} has none. What works: "
+            "rope and its scalings, alibi, nope."
         )
 
 

@@ -15,7 +15,7 @@ from hf_posswap.patching.edits.context import PlanDraft, RelativeChoice, SiteCho
 from hf_posswap.patching.edits.offload import KEPT_IN_MEMORY, offloaded_tables
 from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.adaptation import adaptation_of
-from hf_posswap.patching.plan.inputs import refuse_length, refuse_other_input, refuse_two_sided
+from hf_posswap.patching.plan.inputs import refuse_length, refuse_no_table, refuse_other_input, refuse_two_sided
 from hf_posswap.patching.plan.length_state import plan_length_state
 from hf_posswap.patching.plan.nested_swaps import refuse_nested_swaps
 from hf_posswap.patching.plan.preconditions import refuse_missed, refuse_wrapped_parts, what_instead
@@ -129,6 +129,7 @@ def _resolved(model: Any, sites: Sites, chosen: dict[str, Scheme], max_length: i
     for name, one in chosen.items():
         refuse_other_input(model, sites.stack(name), one)
         refuse_two_sided(model, sites.stack(name), one)
+        refuse_no_table(model, sites.stack(name), one)
     resolved = {name: one.resolve(sites.stack(name).geometry, max_length) for name, one in chosen.items()}
     for name, one in resolved.items():
         refuse_length(model, sites.stack(name), one, max_length)

@@ -132,6 +132,21 @@ REFUSALS: dict[str, tuple[Refused, type[Exception], str]] = {
         SchemeError,
         "max_length 8 is shorter than the model's 32 positions",
     ),
+    "no table": (
+        lambda: patch_model(build("llama"), "learned"),
+        UnsupportedSwapError,
+        "learned needs a position table to stand in, and LlamaForCausalLM has none",
+    ),
+    "no table, of any length": (
+        lambda: patch_model(build("llama"), "learned", max_length=8),
+        UnsupportedSwapError,
+        "learned needs a position table to stand in, and LlamaForCausalLM has none",
+    ),
+    "no table for the one beside it": (
+        lambda: patch_model(build("llama"), {"name": "together", "table": "learned", "inside": "alibi"}, max_length=8),
+        UnsupportedSwapError,
+        "learned needs a position table to stand in, and LlamaForCausalLM has none",
+    ),
     "no factor": (lambda: patch_model(build("llama"), "yarn"), SchemeError, "give factor or max_length"),
     "a table in attention": (
         lambda: patch_model(build("gpt2"), "sinusoidal", site="attention"),

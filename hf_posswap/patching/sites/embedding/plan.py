@@ -183,14 +183,13 @@ def _writable(context: SwapContext, scheme: TableScheme) -> TokenTable:
     """Return the table that a table scheme is to stand in.
 
     Raises:
-        UnsupportedSwapError: there is none, or it cannot be written.
+        UnsupportedSwapError: it was asked for elsewhere, or it cannot be written.
     """
     table = context.stack.table
     if not isinstance(table, TokenTable) or context.site == "attention":
         raise UnsupportedSwapError(
-            f"{scheme.name} needs a position table to stand in, and {context.model_name} "
-            + ("has none" if table is None else "was asked for at the attention site")
-            + ". What works: rope and its scalings, alibi, nope."
+            f"{scheme.name} needs a position table to stand in, and {context.model_name} was asked for at the "
+            "attention site. What works: rope and its scalings, alibi, nope."
         )
     _refuse_computed(context, scheme, table)
     _refuse_not_plain(context, table.path, scheme.name)
