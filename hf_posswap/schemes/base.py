@@ -102,6 +102,15 @@ class Mechanism(nn.Module):
     watches: bool = False
     """Whether `watch` is shown what scores are made of; for measurements, never for a scheme."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._number = number(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was copied or pickled."""
+        super().__setstate__(state)
+        self._number = number(self)
+
     @property
     def number(self) -> Tensor:
         """By which a compiled graph finds it, []."""
@@ -111,15 +120,6 @@ class Mechanism(nn.Module):
     def turns(self) -> bool:
         """Whether q and k are rotated, anywhere in it."""
         return any(part.rotates or part.splits for part in self.modules() if isinstance(part, Mechanism))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._number = number(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was copied or pickled."""
-        super().__setstate__(state)
-        self._number = number(self)
 
     def for_layer(self, layer: int) -> Mechanism:
         """Return the mechanism of attention layer `layer`, counted from 0: this one, where all have the same."""

@@ -77,9 +77,7 @@ def _attend(
     key_positions: Tensor | None,
     parameters: list[Tensor],
     number: Tensor,
-    scaling: float,
-    causal: bool,
-    keys: str,
+    *settings: Any,
 ) -> Tensor:
     """Return attention [B, Q, H, Dv].
 
@@ -92,13 +90,11 @@ def _attend(
         key_positions: [B or 1, K]; None: those of the queries.
         parameters: of the mechanism, which may be others than it has.
         number: of the mechanism.
-        scaling: multiplies the scores.
-        causal: whether a left-out mask means causal.
-        keys: see `AttentionCall`.
+        settings: scaling, which multiplies the scores; whether a left-out mask means causal; how keys come, see
+            `AttentionCall`.
     """
     mechanism = _with_parameters(numbered(number), parameters)
-    span = Span(query_positions, key.shape[2], key_positions is None, key_positions)
-    return _attended(query, key, value, mask, span, mechanism, scaling, causal, keys)
+    return _attended(mechanism, query, key, value, mask, query_positions, key_positions, *settings)
 
 
 @_attend.register_fake
@@ -118,17 +114,14 @@ def _attend_backward(
     key_positions: Tensor | None,
     parameters: list[Tensor],
     number: Tensor,
-    scaling: float,
-    causal: bool,
-    keys: str,
+    *settings: Any,
 ) -> list[Tensor]:
     """Return the gradients of query, key, value and `parameters`, from that of what `_attend` returned."""
     mechanism = _with_parameters(numbered(number), parameters)
-    span = Span(query_positions, key.shape[2], key_positions is None, key_positions)
     learned = {name: x for name, x in mechanism.named_parameters() if x.requires_grad}
     with with_autograd():
         query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
-        out = _attended(query, key, value, mask, span, mechanism, scaling, causal, keys)
+        out = _attended(mechanism, query, key, value, mask, query_positions, key_positions, *settings)
         inputs = query, key, value, *learned.values()
         found = torch.autograd.grad(out, inputs, grad, materialize_grads=True)
     of_tokens = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found[:3]]
@@ -144,9 +137,9 @@ def _shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, parameters, number, scaling, causal, keys = inputs
+    *tensors, parameters, number = inputs[:8]
     ctx.save_for_backward(*tensors, number, *parameters)
-    ctx.settings = scaling, causal, keys
+    ctx.settings = inputs[8:]
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -160,16 +153,18 @@ _attend.register_autograd(_backward, setup_context=_save)
 
 
 def _attended(
+    mechanism: Mechanism,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    span: Span,
-    mechanism: Mechanism,
+    query_positions: Tensor,
+    key_positions: Tensor | None,
     scaling: float,
     causal: bool,
     keys: str,
 ) -> Tensor:
+    span = Span(query_positions, key.shape[2], key_positions is None, key_positions)
     call = AttentionCall(mechanism, span, ForwardMemo(in_forward=True), cast("Keys", keys))
     arguments = {"is_causal": causal, "scaling": scaling}
     request = call.request(None, "sdpa", query, key, value, mask, arguments)
