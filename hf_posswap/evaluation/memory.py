@@ -16,8 +16,8 @@ from hf_posswap.kernels.made_bias import queries_at_once
 from hf_posswap.kernels.merge import mergeable
 from hf_posswap.patching.sites.attention.backends import MIN_QK_PAIRS, MOST_CALLS
 from hf_posswap.patching.sites.attention.split_attention import BLOCK
-from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.fire import FireMechanism
+from hf_posswap.schemes.mechanism import Mechanism
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -42,16 +42,7 @@ Example:
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.alibi_2d import Alibi2D
-from hf_posswap.schemes.base import (
-    SCHEMES,
-    Kind,
-    Mechanism,
-    Scheme,
-    Traits,
-    make_scheme,
-    scheme_class,
-    schemes_for,
-)
+from hf_posswap.schemes.base import SCHEMES, Kind, Scheme, Traits, make_scheme, scheme_class, schemes_for
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.common.bias import DistanceMechanism
 from hf_posswap.schemes.common.grid_table import GridTable
@@ -64,6 +55,7 @@ from hf_posswap.schemes.learned import Learned
 from hf_posswap.schemes.learned_2d import Learned2D
 from hf_posswap.schemes.llama3 import Llama3
 from hf_posswap.schemes.longrope import LongRope
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.nope import NoPE
 from hf_posswap.schemes.ntk import NTK, Dynamic
 from hf_posswap.schemes.ntk_by_parts import NTKByParts

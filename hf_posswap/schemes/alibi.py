@@ -17,9 +17,10 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Traits
+from hf_posswap.schemes.base import SCHEMES, Kind, Traits
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.bias import DistanceMechanism, LinearBias, rounded
+from hf_posswap.schemes.mechanism import Mechanism
 
 
 def slopes(heads: int) -> list[float]:

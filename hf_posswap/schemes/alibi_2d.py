@@ -13,8 +13,9 @@ from torch import Tensor
 
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.alibi import slopes
-from hf_posswap.schemes.base import SCHEMES, Input, Kind, Mechanism, Scheme, Traits
+from hf_posswap.schemes.base import SCHEMES, Input, Kind, Scheme, Traits
 from hf_posswap.schemes.common.places import row_and_column
+from hf_posswap.schemes.mechanism import Mechanism
 
 
 @SCHEMES.register("alibi_2d")

@@ -13,8 +13,9 @@ from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import CosSin, Frequencies, cos_sin, rotate, stock_cos_sin
 from hf_posswap.schemes.alibi import Alibi
-from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits, make_scheme
+from hf_posswap.schemes.base import SCHEMES, Kind, Scheme, Traits, make_scheme
 from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.rope import Rope, RotaryScheme, own_theta
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from hf_posswap.compat.torch_tensors import transforms_active
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits
+from hf_posswap.schemes.base import SCHEMES, Kind, Scheme, Traits
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.bias import distances, generator, parameter, uniform
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.utils.autocast import without_autocast
 
 PAPER_THRESHOLD = 512.0

@@ -11,9 +11,10 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme
+from hf_posswap.schemes.base import SCHEMES, Kind, Scheme
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.bias import DistanceMechanism, generator, parameter, uniform
+from hf_posswap.schemes.mechanism import Mechanism
 
 SMALLEST = 0.01
 """What r1 and r2 begin above, as the authors' code clamps them."""

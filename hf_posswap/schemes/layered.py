@@ -11,8 +11,9 @@ from torch import nn
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits, make_scheme
+from hf_posswap.schemes.base import SCHEMES, Kind, Scheme, Traits, make_scheme
 from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.nope import NoPE
 from hf_posswap.schemes.rope import Rope, own_rope
 

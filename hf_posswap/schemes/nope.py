@@ -14,8 +14,9 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import SCHEMES, Input, Kind, Mechanism, Scheme, Traits
+from hf_posswap.schemes.base import SCHEMES, Input, Kind, Scheme, Traits
 from hf_posswap.schemes.common import checks
+from hf_posswap.schemes.mechanism import Mechanism
 
 
 @SCHEMES.register("nope")

@@ -15,9 +15,10 @@ from torch import Tensor
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry, Layout
 from hf_posswap.rope_math import CosSin, Frequencies, cos_sin, default_inv_freq, rotate
-from hf_posswap.schemes.base import SCHEMES, Input, Kind, Mechanism, Scheme, Traits
+from hf_posswap.schemes.base import SCHEMES, Input, Kind, Scheme, Traits
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.places import row_and_column
+from hf_posswap.schemes.mechanism import Mechanism
 
 
 @SCHEMES.register("rope_2d")

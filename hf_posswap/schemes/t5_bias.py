@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism
+from hf_posswap.schemes.base import SCHEMES, Kind
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.bias import DistanceMechanism, LinearBias, generator, parameter, rounded
+from hf_posswap.schemes.mechanism import Mechanism
 
 MOST_BUCKETS = 2**12
 FARTHEST = 2**20

@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Self
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import SCHEMES, Kind, Mechanism, Scheme, Traits, make_scheme
+from hf_posswap.schemes.base import SCHEMES, Kind, Scheme, Traits, make_scheme
 from hf_posswap.schemes.common.table import TableScheme
 from hf_posswap.schemes.layered import combined, inside
 from hf_posswap.schemes.learned import Learned
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.rope import Rope
 
 

@@ -13,7 +13,8 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.patch_model import patched
 from hf_posswap.patching.sites.attention.edits import AddMechanism
-from hf_posswap.schemes.base import Mechanism, Scheme
+from hf_posswap.schemes.base import Scheme
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.search.fitness import evaluating
 from hf_posswap.search.tables import shared_layers
 

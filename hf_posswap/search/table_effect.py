@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.patch_model import patched
-from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.search.profiles import ProfileWatch, pairs_of, read_watched, sums_at
 from hf_posswap.search.tables import BESIDE_TABLE
 

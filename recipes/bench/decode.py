@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism
 from recipes.bench.harness import Case
 from recipes.bench.models import gpt2, gpt_neox
 

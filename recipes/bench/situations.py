@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from hf_posswap import patch_model, set_backend
-from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.utils.atomic_io import write_text
 from recipes.bench.batches import DECODING, Situation, Sizes, forward, ids_of, padded, situations
 from recipes.bench.harness import BUSY, doubt, in_a_process, in_turns, interval, machine

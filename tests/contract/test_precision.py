@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.families.rope_config import inv_freq_names
-from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism
 from tests.contract.models import LENGTH
 from tests.contract.pairs import Pair, gap, once, words
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.edits import AddMechanism, PatchAttention
 from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
-from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.blend import Blend
+from hf_posswap.schemes.mechanism import Mechanism
 
 
 def paged_problem(plan: SwapPlan) -> str | None:

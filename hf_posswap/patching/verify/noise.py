@@ -10,7 +10,7 @@ import torch
 
 from hf_posswap.compat.transformers_attention import attention_implementation, can_choose_attention, supports_sdpa
 from hf_posswap.errors import SwapVerificationError
-from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism
 
 LARGEST_COPY = 2**28
 """Parameters of the largest model that is copied to float64: 2 GiB. What is larger is trained, and no weak model."""

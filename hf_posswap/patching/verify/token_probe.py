@@ -23,8 +23,9 @@ from hf_posswap.patching.sites.attention.position_ids import PassPositionIds
 from hf_posswap.patching.verify.kept import is_kept
 from hf_posswap.patching.verify.noise import NoEffectSeen, Noise
 from hf_posswap.patching.verify.probe import Expected, Probe, gap
-from hf_posswap.schemes.base import Mechanism, Scheme
+from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
+from hf_posswap.schemes.mechanism import Mechanism
 
 _UNTRAINED = "the scheme's bias is the same for all keys until it is trained"
 

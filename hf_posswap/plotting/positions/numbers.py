@@ -18,7 +18,7 @@ from hf_posswap.errors import OptionError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes import Learned, Scheme, TableScheme
-from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.rope import DEFAULT_BASE, RotaryScheme
 
 _SPREAD = 0.02

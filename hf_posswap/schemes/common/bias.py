@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import Mechanism, Scheme
+from hf_posswap.schemes.base import Scheme
+from hf_posswap.schemes.mechanism import Mechanism
 
 
 def distances(query_positions: Tensor, key_positions: Tensor) -> Tensor:

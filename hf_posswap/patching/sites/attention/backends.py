@@ -21,8 +21,9 @@ from hf_posswap.kernels.merge import mergeable
 from hf_posswap.patching.sites.attention.forward_memo import Span
 from hf_posswap.patching.sites.attention.request import Request
 from hf_posswap.patching.sites.attention.ways import WAYS
-from hf_posswap.schemes.base import Mechanism, Scheme
+from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.common.piece import Piece
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.utils.devices import device_type
 
 BACKENDS = {

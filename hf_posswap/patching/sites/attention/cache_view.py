@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.common.piece import Keys
+from hf_posswap.schemes.mechanism import Mechanism
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache

@@ -11,8 +11,9 @@ from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.sites.attention.function import has_interface
-from hf_posswap.schemes.base import Mechanism, Scheme
+from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.layered import Layered, PerLayer
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.rope import RotaryScheme
 
 _NATIVELY = "what its config expresses natively (rope, linear, ntk, yarn, llama3, ..., nope)"

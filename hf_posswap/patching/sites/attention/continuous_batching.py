@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism
 
 START = "init_continuous_batching"
 """The method of a model through which every way into continuous batching goes."""

@@ -23,7 +23,8 @@ from hf_posswap.patching.sites.attention.continuous_batching import (
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemos
 from hf_posswap.patching.sites.attention.function import cache_argument
 from hf_posswap.patching.sites.attention.hooks import PositionHook, StartHook
-from hf_posswap.schemes.base import Mechanism, Scheme
+from hf_posswap.schemes.base import Scheme
+from hf_posswap.schemes.mechanism import Mechanism
 
 
 @dataclass(frozen=True, kw_only=True)

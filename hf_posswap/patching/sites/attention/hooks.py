@@ -16,7 +16,7 @@ from hf_posswap.patching.sites.attention.continuous_batching import Refusal, nee
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, ForwardMemos
 from hf_posswap.patching.sites.attention.position_sources import check_fits, counted
 from hf_posswap.patching.sites.attention.positions import find_span
-from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism
 
 
 class PositionHook:

@@ -22,9 +22,9 @@ from hf_posswap.patching.sites.attention.call import AttentionCall
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span
 from hf_posswap.patching.sites.attention.request import Request
 from hf_posswap.patching.sites.attention.split_attention import attend_split
-from hf_posswap.schemes.base import Mechanism
 from hf_posswap.schemes.common.numbered import numbered
 from hf_posswap.schemes.common.piece import Keys
+from hf_posswap.schemes.mechanism import Mechanism
 
 OPERATOR = f"{re.sub(r'[^A-Za-z0-9]+', '_', __name__)}::attend"
 """Of this module's own name: a checkpoint's own code may be another copy of the package."""

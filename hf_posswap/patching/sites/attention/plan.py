@@ -11,7 +11,7 @@ from hf_posswap.patching.sites.attention.edits import AddMechanism, PatchAttenti
 from hf_posswap.patching.sites.attention.interface import AttendThroughInterface, CopyRows, RemoveRows
 from hf_posswap.patching.sites.attention.native import interface_edits, is_native, rows_of
 from hf_posswap.patching.sites.attention.patch_coordinates import PassCoordinates, PatchImageAttention
-from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism
 
 
 def plan_attention(context: SwapContext) -> PlanDraft:

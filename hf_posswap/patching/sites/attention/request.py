@@ -18,7 +18,7 @@ from hf_posswap.kernels.flex import ByDistance, Penalty
 from hf_posswap.kernels.mask_segments import placed, segments_of, together
 from hf_posswap.kernels.segments import Segment, whole
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span
-from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.utils.devices import device_type
 
 ALTERING = ("softcap", "s_aux", "position_bias", "head_mask", "score_mod", "cache", "output_attentions")

@@ -21,7 +21,7 @@ from transformers import (
 from hf_posswap import patch_model, set_backend
 from hf_posswap.kernels import row_bias
 from hf_posswap.patching.sites.attention import backends
-from hf_posswap.schemes.base import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism
 from tests.patching.sites.attention.encoders import swapped_bert
 
 LENGTH, ROWS = 40, 4
