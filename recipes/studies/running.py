@@ -111,11 +111,10 @@ def command_line(program: str, arguments: Sequence[str], places: Mapping[Path, s
         >>> command_line("recipes/train.py", ["out=/my/place/a"], {Path("/my/place"): "$WORK"})
         'python recipes/train.py out=$WORK/a'
     """
-    words = [shlex.quote(word.replace(f"{RECIPES.parent}/", "")) for word in arguments]
-    line = " ".join([f"python {program}" if program.endswith(".py") else program, *words])
+    line = " ".join([f"python {program}" if program.endswith(".py") else program, *map(shlex.quote, arguments)])
     for folder, name in places.items():
         line = line.replace(str(folder), name)
-    return line
+    return line.replace(f"{RECIPES.parent}/", "")  # last: a place may lie in this checkout, or end as its path does
 
 
 def study_command(name: str, asked: Mapping[str, Any], places: Mapping[Path, str]) -> str:
