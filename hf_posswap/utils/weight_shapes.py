@@ -27,8 +27,8 @@ def header_shapes(path: Path) -> Shapes:
                 raise ValueError(f"a header of {size} bytes")
             header = json.loads(file.read(size))
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        found = {name: tuple(map(int, entry["shape"])) for name, entry in tensors.items()}
-        wanted = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+        found = {name: tuple(map(_whole, entry["shape"])) for name, entry in tensors.items()}
+        wanted = max((_whole(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
         held = path.stat().st_size - 8 - size
     except (
         OSError,
@@ -46,6 +46,12 @@ def header_shapes(path: Path) -> Shapes:
             f"{path} is cut off: its tensors take {wanted} bytes, and it has {held}. Copy or make it again."
         )
     return found
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} where a whole number stands")
+    return value
 
 
 def folder_shapes(folder: Path) -> Shapes | None:

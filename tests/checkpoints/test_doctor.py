@@ -402,7 +402,17 @@ def test_weights_without_their_end_are_refused(llama: Path, tmp_path: Path) -> N
         doctor(path)
 
 
-@pytest.mark.parametrize("header", [b"[1]", b'{"a": {"shape": "x"}}', b'{"a": 3}', b'{"a": {}}', b"nonsense"])
+def _entry(shape: str, end: str = "4") -> bytes:
+    return f'{{"a": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, {end}]}}}}'.encode()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[1]", b'{"a": {"shape": "x"}}', b'{"a": 3}', b'{"a": {}}', b"nonsense", _entry('"1"'), _entry("[1.5]"),
+        _entry("[Infinity]"), _entry("[NaN]"), _entry("[-1]"), _entry("[true]"), _entry("[1]", "1e999"),
+    ],
+)  # fmt: skip
 def test_a_hostile_safetensors_header_is_refused(header: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header)

@@ -74,7 +74,7 @@ CARDS = {
     ),
 }  # fmt: skip
 """The cards that are known by name. A link is half of what both directions carry."""
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|MB|MiB|G|M)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(GB|GiB|MB|MiB|G|M)?", re.IGNORECASE)
 _UNITS = {"m": 1 << 20, "g": GIB}
 
 

@@ -1,4 +1,4 @@
-"""Texts, pads, ids, pieces and caches drawn at random: what "auto" computes against the formula over all pairs."""
+"""Texts, pads, ids, pieces and caches drawn at random: each way of attention against the formula over all pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from hf_posswap import set_backend
-from tests.patching.sites.attention.test_situations import EXACT, MODELS, by_formula, counted, swapped
+from hf_posswap.kernels import row_bias
+from tests.patching.sites.attention.test_situations import EXACT, MODELS, WAYS, by_formula, counted, swapped
 
 NUMBERS = [pytest.param(range(25), id="short"), pytest.param(range(25, 1500), id="long", marks=pytest.mark.slow)]
 """A number is a situation: the same one each time, and what an error is told by."""
@@ -35,8 +36,15 @@ PADS = ("none", "left", "right", "inside")
 IDS = ("left out", "counted", "that skip")
 
 
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let texts of some tokens take several blocks."""
+    monkeypatch.setattr(row_bias, "BLOCK", 16)
+    monkeypatch.setattr(row_bias, "SMALLEST", 4)
+
+
 class Situation:
-    """A model and a text for it, by a number."""
+    """A model, a text for it and a way to read it, by a number."""
 
     def __init__(self, number: int) -> None:
         self.draw = Random(number)
@@ -44,6 +52,8 @@ class Situation:
         self.family = self.draw.choice([*MODELS])
         self.site = {"site": "attention"} if self.scheme == "rope" else {}  # a native swap has no ways to choose from
         self.model = swapped(MODELS[self.family], self.scheme, options | self.site)
+        self.way = self.draw.choice(["auto", *(way for name, _, way in WAYS if name == self.scheme)])
+        set_backend(self.model, self.way)
         rows, length = self.draw.randint(1, 3), self.draw.randint(2, 64)
         self.words = self.model.config.vocab_size
         self.ids = torch.tensor([[self.draw.randrange(self.words) for _ in range(length)] for _ in range(rows)])
@@ -92,8 +102,8 @@ class Situation:
         return float(apart.max()) / NARROW.get(self.scheme, EXACT) if len(apart) else 0.0
 
     def __str__(self) -> str:
-        shape, mask = tuple(self.ids.shape), "with" if self.masked else "without"
-        return f"{self.scheme} in {self.family}, {shape}, pads {self.pads}, ids {self.positions}, {mask} a mask"
+        said = f"pads {self.pads}, ids {self.positions}, {'with' if self.masked else 'without'} a mask"
+        return f"{self.scheme} in {self.family} by {self.way}, {tuple(self.ids.shape)}, {said}"
 
 
 def read_in_pieces(of: Situation) -> tuple[Tensor, list[str]]:
@@ -158,11 +168,11 @@ def test_a_whole_text_and_its_gradients_equal_the_formula_s(numbers: range) -> N
             (logits * wanted).sum().backward()
             return logits.detach(), {n: p.grad for n, p in of.model.named_parameters() if p.grad is not None}
 
-        set_backend(of.model, "auto")
         found, gradients = read()
         expected, by_hand = by_formula(of.model, read)
         assert of.error(found, expected) < 1, f"{number}: {of}"
         assert gradients.keys() == by_hand.keys()
         for name, gradient in by_hand.items():
-            apart = float((gradients[name] - gradient).abs().max())
-            assert apart < 1e-5 * max(1.0, float(gradient.abs().max())), f"{number}: {of}, {name}"
+            apart = float((gradients[name] - gradient).abs().max()) / max(1.0, float(gradient.abs().max()))
+            # FIRE sums its own in float32, of which those of its last bias are all noise: it moves no score
+            assert apart < (1e-4 if "posswap" in name else 1e-6), f"{number}: {of}, {name}"
