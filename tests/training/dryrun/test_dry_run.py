@@ -392,6 +392,8 @@ def test_a_card_is_a_name_or_a_size() -> None:
     assert card_of("24GB").seconds(Work()) is None
     with pytest.raises(UnknownNameError, match=r"unknown GPU 'h10'. Did you mean 'h100'\? Known: 4090, a size such as"):
         card_of("h10")
+    with pytest.raises(UnknownNameError, match="unknown GPU '999"):
+        card_of("9" * 400 + "GB")
     with pytest.raises(OptionError, match="--gpu 500MB: CUDA itself takes about 1 GB"):
         card_of("500MB")
     with pytest.raises(UnknownNameError, match="unknown file of accelerate 'fsdp3'. Did you mean 'fsdp2'"):
