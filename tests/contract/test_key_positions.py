@@ -80,6 +80,7 @@ def test_ids_that_skip_between_chunks_equal_one_forward_with_the_same_ids(pair: 
 
 
 @decoders
+@pytest.mark.pairs(lambda pair: not pair.stack)  # of two stacks the encoder would read the prompt
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_prompt_with_a_hole_generates_through_a_cache_what_it_does_without(pair: Pair, beams: int) -> None:
     prompt = words(2, 14)

