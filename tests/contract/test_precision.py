@@ -16,8 +16,16 @@ from tests.contract.models import LENGTH
 from tests.contract.pairs import Pair, gap, once, words
 
 IDS = words(2, LENGTH - 2)
-UNSTEADY = ("qwen3_5 (sections of a text tower)",)
-"""Norms of next to nothing in its linear attention: the stock class's gradients lose 0.8 of their size in bfloat16."""
+UNABLE = {"dbrx": "must have the same scalar type", "deberta": "cannot be converted to type"}
+"""Models whose own code raises in mixed precision, and how: experts are added, scores masked, in the other dtype."""
+OVERFLOWING = ("longt5",)
+"""Models whose own gradients overflow in float16."""
+STEADY: dict[str, dict[str, Any]] = {
+    "opt": {"activation_function": "gelu"},
+    "qwen3_5 (sections of a text tower)": {"layer_types": ["full_attention"] * 4},
+}
+"""Changes of a config without which rounding turns gradients over: ReLU's kink, and linear attention's norms of next to
+nothing."""
 
 
 def constants(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -78,23 +86,45 @@ def test_bfloat16_is_close_to_float32(pair: Pair, when: str) -> None:
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_mixed_precision_is_close_to_float32(pair: Pair, half: str) -> None:
     """Logits, gradients and a step upon a cache, of a padded batch too, as far off as the stock class's at most."""
-    try:
-        usual, expected = (mixed(pair, pair.native(), name) for name in (half, "float32"))
-    except RuntimeError as error:
-        pytest.skip(f"the stock class does not run in mixed precision: {error}")
-    found, exact = (mixed(pair, pair.swapped(), name) for name in (half, "float32"))
+    if pair.model in UNABLE:
+        _check_unable(pair, half)
+        return
+    (found, slopes), (exact, exact_slopes) = (mixed(pair, pair.swapped(), name) for name in (half, "float32"))
+    (usual, stock_slopes), (expected, expected_slopes) = (
+        mixed(pair, pair.native(), name) for name in (half, "float32")
+    )
+    if changes := STEADY.get(pair.model):
+        slopes, exact_slopes = (mixed(pair, pair.swapped(**changes), name)[1] for name in (half, "float32"))
+        stock_slopes, expected_slopes = (mixed(pair, pair.native(**changes), name)[1] for name in (half, "float32"))
+    lost = {name for name, slope in stock_slopes.items() if not torch.isfinite(slope).all()}
+    assert not lost or (half == "float16" and pair.model in OVERFLOWING)
+    found["gradients"], exact["gradients"] = joined(slopes, lost), joined(exact_slopes, lost)
+    usual["gradients"], expected["gradients"] = joined(stock_slopes, lost), joined(expected_slopes, lost)
     assert found.keys() == usual.keys()
     for what, values in found.items():
         assert values.dtype == usual[what].dtype, what
-        if not torch.isfinite(usual[what]).all() or (what == "gradients" and pair.model in UNSTEADY):
-            continue  # in float16 gradients of the stock class may overflow, too: LongT5's encoder
         assert torch.isfinite(values).all(), what
-        bound = 3 * apart(usual[what], expected[what]) + 0.03
+        bound = 3 * apart(usual[what], expected[what]) + 0.02
         assert apart(values, exact[what]) < bound, what
 
 
-def mixed(pair: Pair, model: Any, name: str) -> dict[str, Tensor]:
-    """Return what `model` gives under autocast to the dtype called `name`, and its gradients as one vector."""
+def _check_unable(pair: Pair, half: str) -> None:
+    """Check that a swap raises as its stock class does, or is right where it attends in place of what raised."""
+    with pytest.raises(RuntimeError, match=UNABLE[pair.model]):
+        mixed(pair, pair.native(), half)
+    if pair.model == "dbrx" or not pair.plan.scheme.acts_inside:
+        with pytest.raises(RuntimeError, match=UNABLE[pair.model]):
+            mixed(pair, pair.swapped(), half)
+        return
+    (found, slopes), (exact, exact_slopes) = (mixed(pair, pair.swapped(), name) for name in (half, "float32"))
+    found["gradients"], exact["gradients"] = joined(slopes, set()), joined(exact_slopes, set())
+    for what, values in found.items():
+        assert torch.isfinite(values).all(), what
+        assert apart(values, exact[what]) < 0.05, what
+
+
+def mixed(pair: Pair, model: Any, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what `model` gives under autocast to the dtype called `name`, and its gradients by the weights' names."""
     mask = torch.ones_like(IDS)
     mask[1, :6] = 0
     found = {}
@@ -110,9 +140,12 @@ def mixed(pair: Pair, model: Any, name: str) -> dict[str, Tensor]:
         out = model(**pair.given(input_ids=IDS, labels=IDS), **({"use_cache": False} if pair.cached else {}))
     found["logits"] = out.logits.detach()
     out.loss.backward()
-    kept = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    found["gradients"] = torch.cat([grad.flatten() for _, grad in sorted(kept.items())])
-    return found
+    return found, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def joined(gradients: dict[str, Tensor], lost: set[str]) -> Tensor:
+    """Return `gradients` as one vector, without those called `lost`."""
+    return torch.cat([gradient.flatten() for name, gradient in sorted(gradients.items()) if name not in lost])
 
 
 def apart(a: Tensor, b: Tensor) -> float:
