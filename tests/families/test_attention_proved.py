@@ -17,6 +17,7 @@ from hf_posswap.families.rotary_compatibility import ATTENTION_PROVED, ATTENTION
 from hf_posswap.rope_math import Frequencies, cos_sin
 from hf_posswap.testing.tiny import language_models, tiny_model
 from tests.families.test_rotary import KINDS, NEEDS_AUDIO, is_rotary
+from tests.stock import cache_in, with_cache
 
 SHARDS = 12
 SAME_CLASS = ("internlm3", "iquestcoder")
@@ -42,8 +43,8 @@ def in_steps(model: Any, ids: Tensor) -> Tensor | None:
         return None
     cache, parts = None, []
     for start in range(0, ids.shape[1], 6):
-        out = run(model, ids[:, start : start + 6], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = run(model, ids[:, start : start + 6], **with_cache(model, cache), use_cache=True)
+        cache = cache_in(out)
         parts.append(out.logits)
     return torch.cat(parts, dim=1)
 

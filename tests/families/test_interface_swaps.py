@@ -17,6 +17,7 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.testing.tiny import tiny_model
 from tests.copies import copied
 from tests.families.interface_models import words
+from tests.stock import cache_in, with_cache
 
 LENGTH = 32
 """Original length of the tiny models that have one."""
@@ -101,8 +102,8 @@ def stepwise(model: Any, ids: Tensor) -> Tensor:
     while begin < ids.shape[1]:
         chunk = ids[:, begin : begin + {0: 7, 7: 4}.get(begin, 1)]
         with torch.no_grad():
-            out = model(**first | {name: chunk}, past_key_values=cache, use_cache=True)
-        found, cache, begin = [*found, out.logits], out.past_key_values, begin + chunk.shape[1]
+            out = model(**first | {name: chunk}, **with_cache(model, cache), use_cache=True)
+        found, cache, begin = [*found, out.logits], cache_in(out), begin + chunk.shape[1]
     return torch.cat(found, dim=1)
 
 

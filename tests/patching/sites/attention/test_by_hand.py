@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_posswap import patch_model, set_backend
+from tests.stock import with_cache
 
 CONFIG = LlamaConfig(
     vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -37,7 +38,7 @@ def by_hand(model: Any, ids: Tensor, positions: Tensor, cache: Any = None, mask:
     angles = model.model.rotary_emb(hidden, position_ids=positions)
     for layer in model.model.layers:
         hidden = layer(
-            hidden, attention_mask=mask, position_ids=positions, past_key_values=cache, position_embeddings=angles
+            hidden, attention_mask=mask, position_ids=positions, **with_cache(layer, cache), position_embeddings=angles
         )
     return model.lm_head(model.model.norm(hidden))
 
@@ -49,9 +50,9 @@ def test_two_caches_of_one_length_are_told_apart(scheme: str, options: dict[str,
     with mode():
         caches = [DynamicCache(config=CONFIG), DynamicCache(config=CONFIG)]
         for cache, stands in zip(caches, ([0, 1, 2, 3, 4], [0, 1, 2, 3, 30]), strict=True):
-            model(ids[:, :5], position_ids=torch.tensor([stands]), past_key_values=cache)
+            model(ids[:, :5], position_ids=torch.tensor([stands]), **with_cache(model, cache))
         expected = [
-            model(ids[:, 5:], position_ids=torch.tensor([[40]]), past_key_values=copy.deepcopy(cache)).logits
+            model(ids[:, 5:], position_ids=torch.tensor([[40]]), **with_cache(model, copy.deepcopy(cache))).logits
             for cache in caches
         ]
         at = torch.tensor([[40]])
@@ -89,7 +90,7 @@ def test_a_mask_of_one_query_that_is_written_into_is_seen(mode: Any) -> None:
     model, ids, at = swapped("alibi", {}), torch.tensor([[9]]), torch.tensor([[5]])
     with mode():
         cache = DynamicCache(config=CONFIG)
-        model(torch.arange(5)[None], past_key_values=cache)
+        model(torch.arange(5)[None], **with_cache(model, cache))
         mask = torch.ones(1, 1, 1, 6, dtype=torch.bool)
         seen = by_hand(model, ids, at, copy.deepcopy(cache), mask)
         mask[..., :3] = False
