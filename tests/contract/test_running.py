@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, StaticCache
 
-from hf_posswap.patching.sites.attention.cache_view import self_attention_cache
+from hf_posswap.compat.transformers_cache import self_attention_cache
 from tests.contract.models import PADDING
 from tests.contract.others import ALL
 from tests.contract.pairs import CHANGE, LONGER, NOISE, Pair, gap, logits, once, words
