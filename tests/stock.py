@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from hf_posswap.compat.transformers_calls import CACHE_NAMES, cache_argument, cache_in, forward_parameters
 
-__all__ = ["RELEASE", "UNBUILT", "cache_in", "model_class", "takes_cache", "with_cache"]
+__all__ = ["RELEASE", "TOKENS_ARE_NOT_ENOUGH", "UNBUILT", "cache_in", "model_class", "takes_cache", "with_cache"]
 
 RELEASE = Version(transformers.__version__).release[:2]
 """Of the transformers that is installed, as (5, 24): what an old release lacks is skipped by it, never by a name."""
@@ -23,6 +23,8 @@ UNBUILT = {
     "Gemma4UnifiedAssistantForCausalLM": "set of layer types producing a cache",
 }
 """Classes of which transformers builds no tiny model by itself, and what it says; any other has to be built."""
+TOKENS_ARE_NOT_ENOUGH = {"VoxtralRealtimeForConditionalGeneration": "input_features"}
+"""Classes that do not run on tokens alone, and what they say of it; any other has to run."""
 
 
 def model_class(name: str) -> Any:

@@ -92,6 +92,7 @@ ATTENTION_REFUSED: dict[str, str] = {
 MOVED_BY_SHIFT: dict[str, str] = {
     **{name: TURNING_REFUSED[name] for name in ("hunyuan_v1_dense", "hunyuan_v1_moe")},
     "deepseek_v4": ATTENTION_REFUSED["deepseek_v4"],
+    "dory": "its queries are scaled channel by channel after they were rotated",
     **{name: ATTENTION_REFUSED[name] for name in ("t5gemma2_decoder", "t5gemma2_text")},
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa"),

@@ -25,16 +25,15 @@ from hf_posswap.patching.inspect.describe import stand_ins
 from hf_posswap.schemes import SCHEMES, schemes_for
 from hf_posswap.testing.tiny import TINY_VOCABULARY, tiny_model
 from tests.contract.pairs import NOISE, OF_EACH_SITE
-from tests.stock import UNBUILT, cache_in, takes_cache, with_cache
+from tests.stock import TOKENS_ARE_NOT_ENOUGH, UNBUILT, cache_in, takes_cache, with_cache
 
 LENGTH = 12
 """Tokens of the input."""
-TOKENS_ARE_NOT_ENOUGH = {"VoxtralRealtimeForConditionalGeneration": "input_features"}
-"""Classes that do not run on tokens alone, and what they say of it; any other has to run."""
 STEPS_RAISE = {"SwitchTransformersForConditionalGeneration": "`use_cache` can only be set to `True` if"}
 """Decoders whose stock class does not run with its own cache, and what it says; any other has to."""
-STEPS_DIFFER = ("BambaForCausalLM", "Qwen3_5MoeForCausalLM", "Zamba2ForCausalLM")
-"""Decoders whose stock class says something else in steps than at once: recurrent layers between, rounded otherwise."""
+STEPS_DIFFER = ("BambaForCausalLM", "DoryForCausalLM", "Qwen3_5MoeForCausalLM", "Zamba2ForCausalLM")
+"""Decoders whose stock class says something else in steps than at once: recurrent layers between, or
+norms of next to nothing, which rounding moves."""
 
 
 @dataclass(frozen=True)

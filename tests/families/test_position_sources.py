@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.locating import locate
+from hf_posswap.families.refused import REFUSED
 from hf_posswap.families.sites import Stack
 from hf_posswap.testing.tiny import language_models, tiny_model
 from tests.contract.models import PADDING
 from tests.contract.others import ALL
 from tests.contract.pairs import gap, logits, words
 from tests.contract.stacks import given
+from tests.stock import TOKENS_ARE_NOT_ENOUGH, UNBUILT
 
 SHOWN = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0], [1] * 12, [1, 1, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0]])
 """Padding on the left, inside and on the right of three rows."""
@@ -131,11 +132,10 @@ def test_a_stock_class_of_distances_does_not_see_padding_on_the_left(name: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(language_models()))
 def test_every_class_counts_what_its_family_says(name: str) -> None:
-    try:
-        model: Any = tiny_model(name, meta=False)
-        stacks = locate(model).stacks
-    except (ImportError, ValueError, UnsupportedModelError) as error:
-        pytest.skip(str(error))
+    if name in UNBUILT or REFUSED.keys() & set(language_models()[name]):
+        pytest.skip("it is refused by its name, or transformers builds no tiny one")
+    model: Any = tiny_model(name, meta=False)
+    stacks = locate(model).stacks
     paired = bool(getattr(model.config, "is_encoder_decoder", False))
     for stack in stacks:
         if stack.inputs == "images":
@@ -151,7 +151,9 @@ def test_every_class_counts_what_its_family_says(name: str) -> None:
         try:
             with torch.no_grad():
                 model(**read)
-        except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
+        except Exception as error:
+            if TOKENS_ARE_NOT_ENOUGH.get(name, "?") not in str(error):
+                raise
             pytest.skip(f"the stock class itself does not run on padded tokens: {error}")
         for heard in listener.heard:
             assert torch.equal(relation(heard)[SHOWN.bool()], counted(source)[SHOWN.bool()]), (stack.name, source)
