@@ -45,7 +45,7 @@ def twin_config(config: Any, *, all_layers: bool = False) -> Any:
     """
     twin = copy.deepcopy(config)
     for part in _parts(twin):
-        _cut(part, all_layers)
+        _cut(part, all_layers or getattr(part, "is_heterogeneous", False))
     if getattr(twin, IMPLEMENTATION, None) not in (None, *_ON_CPU):
         setattr(twin, IMPLEMENTATION, "sdpa")
     for name in ("quantization_config", "auto_map"):
