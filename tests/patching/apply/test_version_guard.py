@@ -25,7 +25,6 @@ from hf_posswap.compat.transformers_calls import find_cache
 from hf_posswap.errors import OptionError, UnsupportedSwapError, UntestedVersionWarning
 from hf_posswap.patching.apply import version_guard
 from hf_posswap.testing.tiny import tiny_model
-from tests.checkpoints import fresh
 from tests.contract.models import LENGTH
 from tests.contract.pairs import words
 
@@ -380,28 +379,39 @@ def test_a_first_proof_in_a_load_with_narrow_weights_passes(tmp_path: Path, proo
     assert proofs == ["LlamaForCausalLM"] * 2 + ["BloomForCausalLM"] * 2
 
 
+LOAD = """
+import sys
+sys.modules["hf_posswap"] = None  # as if it were not installed
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+with torch.no_grad():
+    torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[2])
+"""
+
+
 def test_the_code_in_a_checkpoint_proves_itself_on_versions_that_it_was_not_tested_with(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tmp_path: Path
 ) -> None:
-    root = tmp_path / "saved"
-    fresh.store(patch_model(model_of(), "rope"), root / "gpt2-rope", IDS)
-    entry = root / "gpt2-rope" / "modeling_posswap.py"
-    mark = f"TESTED_VERSIONS = {json.dumps(versions.tested())}"
+    model, folder = patch_model(model_of(), "rope"), tmp_path / "saved"
+    model.save_pretrained(folder)
+    entry, mark = folder / "modeling_posswap.py", f"TESTED_VERSIONS = {json.dumps(versions.tested())}"
     assert mark in entry.read_text()
-    entry.write_text(
-        entry.read_text().replace(mark, 'TESTED_VERSIONS = {"transformers": ["5.1.0"], "torch": ["2.1.0"]}')
-    )
-    assert fresh.load_all(root, "remote")["gpt2-rope"] == {"auto": 0, "again": 0}
+    other = 'TESTED_VERSIONS = {"transformers": ["5.1.0"], "torch": ["2.1.0"]}'
+    entry.write_text(entry.read_text().replace(mark, other))
+
+    def load(**environment: str) -> subprocess.CompletedProcess[str]:
+        torch.save(IDS, tmp_path / "io.pt")
+        command = [sys.executable, "-c", LOAD, str(folder), str(tmp_path / "io.pt")]
+        where = os.environ | {"HF_HOME": str(tmp_path / "home")} | environment
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=where, check=False)
+
+    run = load()
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert torch.equal(torch.load(tmp_path / "io.pt"), logits(model))
+    assert "hf_posswap has not been tested with transformers" in run.stderr
     (path,) = cache.glob("*.json")
     assert json.loads(path.read_text())["class"].endswith("GPT2LMHeadModel")
-    monkeypatch.setenv(version_guard.SETTING, "refuse")
-    code = (
-        "import sys; sys.modules['hf_posswap'] = None; from transformers import AutoModelForCausalLM; "
-        "AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)"
-    )
-    command = [sys.executable, "-c", code, str(root / "gpt2-rope")]
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home")}
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    run = load(POSSWAP_UNTESTED="refuse")
     assert run.returncode == 1
-    assert "UnsupportedSwapError" in run.stderr
     assert "POSSWAP_UNTESTED=refuse" in run.stderr
