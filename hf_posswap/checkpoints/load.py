@@ -13,12 +13,14 @@ from hf_posswap.checkpoints.record_check import checked_plan
 from hf_posswap.compat.transformers_auto import auto_mapping
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.patching.apply.applied import AppliedSwap
+from hf_posswap.patching.apply.patch_model import apply_plan
 from hf_posswap.patching.apply.submodel_guard import guard_saving
+from hf_posswap.patching.apply.version_guard import guard_version
 from hf_posswap.patching.inspect.bounds import Bounds, bounds_in, refuse_endless
 from hf_posswap.patching.inspect.describe import model_class_of, read_config
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import swapped_class
-from hf_posswap.patching.record.record import native_config_class
+from hf_posswap.patching.record.record import native_config, native_config_class
 from hf_posswap.utils.atomic_io import settle
 from hf_posswap.utils.auto_classes import refused_code
 from hf_posswap.utils.hub_session import hub_reading
@@ -120,7 +122,12 @@ def _keys_held(config: Any, prefix: str) -> set[str]:
 
 
 def reapply_on_load(model: Any, plan: SwapPlan) -> None:
-    """Give a natively loaded model what its checkpoint cannot hold: the plan, the guard, frozen tables, kept angles."""
+    """Give a natively loaded model what its checkpoint cannot hold: the plan, the guard, frozen tables, kept angles.
+
+    Raises:
+        UnsupportedSwapError: this version of transformers or torch is untested, and the swap could not be proved.
+    """
+    guard_version(model, plan, apply_plan, config=native_config(model.config))
     for edit in plan.edits:
         edit.reload(model)
     model._posswap = AppliedSwap(plan, model.config, guard=guard_saving(model))
