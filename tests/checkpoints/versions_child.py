@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if sys.argv[-1] == "bare":
+if __name__ == "__main__" and sys.argv[-1] == "bare":
     sys.modules["hf_posswap"] = None  # type: ignore[assignment]  # as if it were not installed
 else:
     import hf_posswap
@@ -124,16 +124,20 @@ def alone(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 def save(root: Path) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for name in CASES:
-        model, inputs = build(name), batch()
-        expected = results(model, inputs)
-        model.save_pretrained(root / name)
-        save_file(inputs | expected, root / name / "expected.safetensors")
-        report[name] = {"alone": bool((alone(model, inputs) == expected["tokens"]).all()), "route": route(root / name)}
+        try:
+            report[name] = save_one(name, root / name)
+        except Exception as error:
+            report[name] = {"error": f"{type(error).__name__}: {error}"}
     return report
 
 
-def route(folder: Path) -> str:
-    return "plugin" if json.loads((folder / "config.json").read_text())["model_type"] == "posswap" else "native"
+def save_one(name: str, folder: Path) -> dict[str, Any]:
+    model, inputs = build(name), batch()
+    expected = results(model, inputs)
+    equal = torch.equal(alone(model, inputs), expected["tokens"])
+    model.save_pretrained(folder)
+    save_file(inputs | expected, folder / "expected.safetensors")
+    return {"route": hf_posswap.swap_plan(model).route, "as alone": equal}
 
 
 def difference(load: Callable[[], Any], folder: Path) -> float | str:
@@ -174,4 +178,5 @@ def main() -> None:
     sys.stdout.write("\n" + json.dumps({"transformers": transformers.__version__, "found": report}))
 
 
-main()
+if __name__ == "__main__":
+    main()
