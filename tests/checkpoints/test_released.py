@@ -2,9 +2,10 @@
 
 tests/checkpoints/released holds tiny models with random weights, saved by 0.1.0 before its modules moved, in the form
 of that time: dtype tricks in config.json, stock names in `architectures`, unmarked weights. Beside each lie an input
-and the logits that it gave; beside one of them the code that was saved with it. tests/checkpoints/saved_under_5.23 holds
-those of 0.1.0 before it knew transformers 5.24, saved under 5.23 by versions_child.py: beside each a batch that is
-padded on the left, its logits, and what `generate` gave.
+and the logits that it gave; beside one of them the code that was saved with it.
+
+tests/checkpoints/saved_under_5.23 holds those of 0.1.0 before it knew transformers 5.24, saved under 5.23 by
+versions_child.py: beside each a batch that is padded on the left, its logits, and what `generate` gave.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from hf_posswap.versions import tested
+from hf_posswap import versions
 from tests.checkpoints.versions_child import CASES
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -145,8 +145,8 @@ def of_route(found: Found, native: bool) -> Found:
 
 
 def test_the_releases_span_the_tested_range() -> None:
-    assert tested()["transformers"][0] == RELEASES[0]
-    assert tested()["transformers"][-1] == RELEASES[-1]
+    assert versions.tested()["transformers"][0] == RELEASES[0]
+    assert versions.tested()["transformers"][-1] == RELEASES[-1]
 
 
 @pytest.mark.slow
