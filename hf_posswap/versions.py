@@ -9,6 +9,18 @@ from pathlib import Path
 FILE = Path(__file__).with_name("tested_versions.json")
 """The one list of tested versions: {"transformers": ["5.14.0", ...], "torch": [...]}."""
 
+_stated: dict[str, list[str]] = {}
+
+
+def state_tested(versions: dict[str, list[str]]) -> None:
+    """Use `versions` instead of the file: in the code that goes with a checkpoint there is no file.
+
+    Args:
+        versions: as `tested` returns them.
+    """
+    _stated.clear()
+    _stated.update(versions)
+
 
 def tested() -> dict[str, list[str]]:
     """Return the tested versions of each package, the oldest first.
@@ -21,7 +33,7 @@ def tested() -> dict[str, list[str]]:
         >>> sorted(tested())
         ['accelerate', 'peft', 'torch', 'transformers']
     """
-    versions = json.loads(FILE.read_text(encoding="utf-8"))
+    versions = _stated or json.loads(FILE.read_text(encoding="utf-8"))
     return {package: sorted(found, key=_order) for package, found in versions.items()}
 
 
