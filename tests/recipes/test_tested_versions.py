@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -167,12 +168,30 @@ def test_workflows_run_the_checks_that_anyone_runs() -> None:
             assert job["timeout-minutes"] >= 90
 
 
-def test_the_nightly_verdict_is_a_line_that_the_script_prints() -> None:
-    printed = re.findall(r'^\s*echo "(.+)"$', (ROOT / ".ci" / "versions").read_text(encoding="utf-8"), re.M)
+@pytest.mark.parametrize(
+    ("printed", "code", "verdict"),
+    [
+        ("no index", 1, "FAILED: the environment could not be made"),
+        ("FAILED: posswap selfcheck. beyond", 1, "FAILED: posswap selfcheck. beyond"),
+        ("selfcheck and the fast tests pass. beyond", 3, "selfcheck and the fast tests pass. beyond"),
+        ("selfcheck and the fast tests pass. nothing is", 0, "selfcheck and the fast tests pass. nothing is"),
+    ],
+)
+def test_the_nightly_run_tells_what_the_script_said(tmp_path: Path, printed: str, code: int, verdict: str) -> None:
+    (step,) = (step["run"] for step in workflows()["nightly"]["jobs"]["next"]["steps"] if step.get("id") == "next")
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci" / "versions").write_text(f'echo begins; echo "{printed}"; exit {code}\n')  # the half of an hour
+    files = {name: str(tmp_path / name) for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
+    shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step]  # as a workflow's `shell: bash` is
+    subprocess.run(shell, cwd=tmp_path, env=os.environ | files, check=True, capture_output=True)
+    assert (tmp_path / "GITHUB_OUTPUT").read_text() == f"verdict={verdict}\ncode={code}\n"
+
+
+def test_the_verdicts_are_lines_that_the_script_prints() -> None:
+    printed = re.findall(r'^\s*echo "(.+)"$', (ROOT / ".ci" / "versions").read_text(encoding="utf-8"), re.MULTILINE)
     (pattern,) = re.findall(r"grep -E '(.+?)' next\.log", scripts(workflows()["nightly"]))
-    verdicts = [line for line in printed if re.search(pattern, line)]
-    assert len([line for line in verdicts if line.startswith("FAILED")]) == 2
-    assert len(verdicts) == 3
+    verdicts = [line.partition(":")[0] for line in printed if re.search(pattern, line)]
+    assert verdicts == ["FAILED", "FAILED", "selfcheck and the fast tests pass. $beyond"]
 
 
 def test_the_checklist_names_what_is_there() -> None:
