@@ -1,4 +1,4 @@
-"""The versions of transformers and torch that the tests have run, read from `tested_versions.json`, which CI writes."""
+"""The tested versions of transformers, torch, peft and accelerate, from `tested_versions.json`, which CI writes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tested() -> dict[str, list[str]]:
 
     Example:
         >>> sorted(tested())
-        ['torch', 'transformers']
+        ['accelerate', 'peft', 'torch', 'transformers']
     """
     versions = _stated or json.loads(FILE.read_text(encoding="utf-8"))
     return {package: sorted(found, key=_order) for package, found in versions.items()}
