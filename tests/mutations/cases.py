@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +16,15 @@ from torch import Tensor
 NEAR = 2e-4
 """Largest difference, over the largest number, that two computations of the same make."""
 SHORT = dict.fromkeys(
-    ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"),
+    (
+        "num_hidden_layers",
+        "n_layer",
+        "n_layers",
+        "num_layers",
+        "encoder_layers",
+        "decoder_layers",
+        "num_decoder_layers",
+    ),
     2,
 )
 ROPE, ALIBI = ("rope", {}), ("alibi", {})
@@ -57,13 +67,16 @@ class Case:
                     parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.1 + (parameter.mean() > 0.5))
         return model
 
-    def swapped(self, scheme: str, options: dict[str, Any]) -> Any:
-        """Return the model, swapped."""
-        from hf_posswap import patch_model
 
-        return patch_model(self.build(), scheme, **options)
+def swapped(model: Any, scheme: str, options: dict[str, Any]) -> Any:
+    """Return a copy of `model`, swapped."""
+    from hf_posswap import patch_model
+
+    return patch_model(copy.deepcopy(model), scheme, **options)
 
 
+_OF_LLAMA = (*BOTH, ("yarn", {"factor": 2.0}), ("self_extend", {"group": 2, "window": 4}))
+_BOTH_TYPES = ["sliding_attention", "full_attention"]
 _RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 8}
 
 CASES = {
@@ -95,8 +108,8 @@ CASES = {
     "longt5": Case("longt5", "LongT5ForConditionalGeneration"),
     "layoutlm": Case("layoutlm", "LayoutLMForMaskedLM"),
     "gpt2": Case("gpt2", "GPT2LMHeadModel", interface=True),
-    "llama": Case("llama", "LlamaForCausalLM", schemes=(*BOTH, ("yarn", {"factor": 2.0}), ("self_extend", {"group": 2, "window": 4})), interface=True),
-    "gemma3": Case("gemma3", "Gemma3ForCausalLM", {"layer_types": ["sliding_attention", "full_attention"]}, interface=True),
+    "llama": Case("llama", "LlamaForCausalLM", schemes=_OF_LLAMA, interface=True),
+    "gemma3": Case("gemma3", "Gemma3ForCausalLM", {"layer_types": _BOTH_TYPES}, interface=True),
     "opt": Case("opt", "OPTForCausalLM", interface=True),
     "bert": Case("bert", "BertForMaskedLM", interface=True),
     "bart": Case("bart", "BartForConditionalGeneration", interface=True),
@@ -131,36 +144,37 @@ class Asked:
             given = {"input_ids": ids, "attention_mask": mask, **more}
         return self.model(**{self.names.get(name, name): value for name, value in given.items()})
 
-    def full(self) -> Tensor:
-        """Return the logits of a text at once."""
-        return self.call(self.ids).logits
+    def learned(self) -> Tensor:
+        """Return the logits of a text at once, and the gradient of the input embedding."""
+        self.model.zero_grad()
+        with torch.enable_grad():
+            logits = self.call(self.ids).logits
+            logits.square().mean().backward()
+        embedding = self.model.get_input_embeddings().weight
+        return torch.cat((logits.detach().flatten(), embedding.grad.flatten()))
 
     def right_padded(self) -> Tensor:
-        """Return the logits of a text with padding behind one row, and of what it is heard with."""
+        """Return the logits of a text with padding behind one row."""
         mask = torch.ones_like(self.ids)
         mask[0, -2:] = 0
         return self.call(self.ids, mask).logits * mask[:, :, None]
 
     def left_padded(self) -> Tensor:
-        """Return the logits of a text in two parts with padding before one row."""
+        """Return the logits of a text in two parts through a cache, with padding before one row."""
         mask = torch.ones_like(self.ids)
         mask[0, :2] = 0
         return self._in_parts(mask) * mask[:, :, None]
 
-    def in_parts(self) -> Tensor:
-        """Return the logits of a text in parts through a cache, the last ones of one token."""
-        return self._in_parts(torch.ones_like(self.ids))
-
     def _in_parts(self, mask: Tensor, placed: Tensor | None = None) -> Tensor:
         found, cache = [], None
-        for start, stop in ((0, FIRST), (FIRST, LENGTH - 1), (LENGTH - 1, LENGTH)):
+        for start, stop in ((0, FIRST), (FIRST, LENGTH)):
             more: dict[str, Any] = {"use_cache": True}
             if cache is not None:
                 more[self.names["cache"]] = cache
             if placed is not None:
                 more["position_ids"] = placed[:, start:stop]
             out = self.call(self.ids[:, start:stop], mask[:, :stop], **more)
-            cache = cache or _cache_in(out)
+            cache = _cache_in(out)
             found.append(out.logits)
         return torch.cat(found, dim=1)
 
@@ -169,7 +183,7 @@ class Asked:
         return self.call(self.ids, position_ids=self._gap()).logits
 
     def placed_in_parts(self) -> Tensor:
-        """Return the logits of a text at positions with a gap, in parts."""
+        """Return the logits of a text at positions with a gap, in two parts through a cache."""
         return self._in_parts(torch.ones_like(self.ids), self._gap())
 
     def _gap(self) -> Tensor:
@@ -178,23 +192,10 @@ class Asked:
 
     def generated(self) -> Tensor:
         """Return the tokens that follow two texts, one with padding on its left."""
-        mask = torch.ones_like(self.ids)
-        mask[0, :2] = 0
         ids = self.heard if self.pairs else self.ids
-        mask = torch.ones_like(ids) if self.pairs else mask
-        return self.model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False).float()
-
-    def gradient(self) -> Tensor:
-        """Return the gradient of the input embedding."""
-        self.model.zero_grad()
-        with torch.enable_grad():
-            self.call(self.ids).logits.square().mean().backward()
-        return self.model.get_input_embeddings().weight.grad.clone()
-
-
-QUESTIONS = (
-    "full", "right_padded", "in_parts", "left_padded", "placed", "placed_in_parts", "generated", "gradient"
-)  # fmt: skip
+        mask = torch.ones_like(ids)
+        mask[0, :2] = self.pairs
+        return self.model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False).float()
 
 
 def _cache_in(output: Any) -> Any:
@@ -203,16 +204,11 @@ def _cache_in(output: Any) -> Any:
 
 def questions(model: Any) -> list[str]:
     """Return what a model of today can be asked."""
-    import inspect
-
     takes = inspect.signature(type(model).forward).parameters
     caches = any(name in takes for name in ("cache", "past_key_values")) and model.can_generate()
-    if model.config.is_encoder_decoder:
-        return ["full", "right_padded", "in_parts", "left_padded", "generated", "gradient"]
-    found = ["full", "right_padded", "gradient"]
-    found += ["placed"] if "position_ids" in takes else []
-    found += ["in_parts", "left_padded", "generated"] if caches else []
-    return found + (["placed_in_parts"] if caches and "position_ids" in takes else [])
+    if not caches:
+        return ["learned", "right_padded", *(["placed"] if "position_ids" in takes else [])]
+    return ["learned", "left_padded", *(["placed_in_parts"] if "position_ids" in takes else []), "generated"]
 
 
 def answers(model: Any, wanted: list[str], names: Mapping[str, str]) -> dict[str, Any]:
@@ -262,11 +258,9 @@ def differs(found: Tensor, truth: Tensor) -> bool:
 
 def names_of_today() -> dict[str, str]:
     """Return what callers call the cache in the release that is installed."""
-    from hf_posswap.compat.transformers_calls import CACHE_NAMES
-
-    import inspect
-
     from transformers.masking_utils import create_causal_mask
+
+    from hf_posswap.compat.transformers_calls import CACHE_NAMES
 
     taken = inspect.signature(create_causal_mask).parameters
     return {"cache": next(name for name in CACHE_NAMES if name in taken)}

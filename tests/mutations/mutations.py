@@ -38,14 +38,16 @@ class Mutation:
         reaches: of what a stock model is asked, whether a change of `core` reaches it.
         names: what callers call arguments afterwards.
         fewest: swaps that it must reach at least.
+        survivors: swaps that must survive it at least: what is found by behaviour, a new name does not hide.
     """
 
     name: str
     rewrite: Rewrite | None = None
     core: Callable[[], None] | None = None
-    reaches: Callable[[Mapping[str, Any]], bool] = lambda asked: "in_parts" in asked
+    reaches: Callable[[Mapping[str, Any]], bool] = lambda asked: "left_padded" in asked
     names: Mapping[str, str] = field(default_factory=dict)
     fewest: int = 12
+    survivors: int = 0
 
 
 MUTATIONS: dict[str, Mutation] = {}
@@ -70,6 +72,15 @@ def _all(source: Source) -> list[str]:
     return [*source.attentions, *source.layers, *source.entries, *source.heads]
 
 
+def _names(function: ast.FunctionDef) -> list[str]:
+    return [a.arg for a in arguments(function)]
+
+
+def _own_bias(function: ast.FunctionDef) -> str | None:
+    known = ("alibi", "position_bias", "sinusoidal_pos", "relative_pos")
+    return next((name for name in known if name in _names(function)), None)
+
+
 # --- arguments renamed
 
 
@@ -77,8 +88,9 @@ def _renamed(where: Callable[[Source], list[str]], old: Any, new: str, *, deprec
     def rewrite(source: Source) -> None:
         names = {old} if isinstance(old, str) else {old(f) for c in where(source) if (f := source.forward(c))} - {None}
         source.rename(where(source), old, new)
-        for name in sorted(names) if deprecated else ():
-            source.keep_old_name(where(source), name, new)
+        for name in sorted(names):
+            called = where(source) if deprecated else [c for c in source.entries if "Encoder" in c]  # by generate
+            source.keep_old_name(called, name, new)
 
     return rewrite
 
@@ -110,18 +122,23 @@ _add(
     names={"cache": "kv_store"},
 )
 _add("the mask of an attention is renamed", _renamed(_attentions, "attention_mask", "visible"))
-_add("the mask of an attention is renamed, deprecated", _renamed(_attentions, "attention_mask", "visible", deprecated=True))
+_add(
+    "the mask of an attention is renamed, deprecated",
+    _renamed(_attentions, "attention_mask", "visible", deprecated=True),
+)
 _add("the mask of a model is renamed", _renamed(_entries, "attention_mask", "visible"))
-_add("the input of an attention is renamed", lambda s: s.rename(_attentions(s), lambda f: arguments(f)[1].arg, "states"))
+_add(
+    "the input of an attention is renamed", lambda s: s.rename(_attentions(s), lambda f: arguments(f)[1].arg, "states")
+)
 _add("the token ids of a model are renamed", _renamed(_entries, "input_ids", "tokens"))
 _add("the embeddings given to a model are renamed", _renamed(_entries, "inputs_embeds", "embeddings"))
-_add("layer_past is renamed", _renamed(_all, lambda f: "layer_past" if "layer_past" in _names(f) else None, "state"), fewest=4)
+_add(
+    "layer_past is renamed",
+    _renamed(_all, lambda f: "layer_past" if "layer_past" in _names(f) else None, "state"),
+    fewest=4,
+)
 _add("rotary angles are renamed", _renamed(_inner, "position_embeddings", "angles"), fewest=4)
-_add("the bias of a model's own positions is renamed", _renamed(_inner, _bias := lambda f: next((n for n in ("alibi", "position_bias", "sinusoidal_pos", "relative_pos") if n in _names(f)), None), "own_bias"))  # fmt: skip
-
-
-def _names(function: ast.FunctionDef) -> list[str]:
-    return [a.arg for a in arguments(function)]
+_add("the bias of a model's own positions is renamed", _renamed(_inner, _own_bias, "own_bias"))
 
 
 def _position_ids(where: Callable[[Source], list[str]], *, deprecated: bool = False) -> Rewrite:
@@ -310,7 +327,8 @@ def _context_of(kind: str) -> Rewrite:
             for method in source.classes[name].body:
                 if isinstance(method, ast.FunctionDef):
                     source.changes += replace(
-                        method, lambda n: ast.Attribute(n.value, kind, n.ctx) if is_own(n, "config") else None  # type: ignore[attr-defined]
+                        method,
+                        lambda n: ast.Attribute(n.value, kind, n.ctx) if is_own(n, "config") else None,  # type: ignore[attr-defined]
                     )
         for function in source.functions.values():
             replace(function, lambda n: _attribute_of("module", n, {"config": kind}))
@@ -319,7 +337,12 @@ def _context_of(kind: str) -> Rewrite:
 
 
 def _attribute_of(owner: str, node: ast.AST, names: Mapping[str, str]) -> ast.AST | None:
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == owner and node.attr in names:
+    if (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == owner
+        and node.attr in names
+    ):
         return ast.Attribute(node.value, names[node.attr], node.ctx)
     return None
 
@@ -355,7 +378,11 @@ def _chosen_early(source: Source) -> None:
             continue
         chosen = ast.unparse(call)
         constructor.body += ast.parse(f"self.attend_function = {chosen}").body
-        call.func, call.args, call.keywords = expression("getattr"), [expression("self"), ast.Constant("attend_function")], []
+        call.func, call.args, call.keywords = (
+            expression("getattr"),
+            [expression("self"), ast.Constant("attend_function")],
+            [],
+        )
         source.changes += 1
 
 
@@ -585,7 +612,12 @@ def _attributes_renamed(source: Source, names: Callable[[str], set[str]], suffix
 
 
 def _is_layer(value: ast.expr) -> bool:
-    return isinstance(value, ast.Call) and ast.unparse(value.func) in ("nn.Linear", "Conv1D", "nn.Conv1d", "MatMulWrapper")
+    return isinstance(value, ast.Call) and ast.unparse(value.func) in (
+        "nn.Linear",
+        "Conv1D",
+        "nn.Conv1d",
+        "MatMulWrapper",
+    )
 
 
 @mutation("projections of an attention have other names")
@@ -600,7 +632,9 @@ _PROMISED = {"config", "layer_idx", "is_causal", "num_key_value_groups", "traini
 def _sizes(source: Source) -> None:
     def plain(name: str) -> set[str]:
         kept = _own_names(source, name, lambda v: not (isinstance(v, ast.Call) and "nn." in ast.unparse(v.func)))
-        return {one for one in kept if any(word in one for word in ("head", "dim", "scal", "dropout", "size"))} - _PROMISED
+        return {
+            one for one in kept if any(word in one for word in ("head", "dim", "scal", "dropout", "size"))
+        } - _PROMISED
 
     _attributes_renamed(source, plain, "_here")
 
@@ -616,7 +650,11 @@ def _is_causal(source: Source) -> None:
         constructor = source.method(name, "__init__")
         forward = source.forward(name)
         calls = [n for n in ast.walk(source.classes[name]) if isinstance(n, ast.Call) and n in _interface_calls(source)]
-        found = [s for s in (constructor.body if constructor else []) if isinstance(s, ast.Assign) and is_own(s.targets[0], "is_causal")]
+        found = [
+            s
+            for s in (constructor.body if constructor else [])
+            if isinstance(s, ast.Assign) and is_own(s.targets[0], "is_causal")
+        ]
         if not (found and calls and forward):
             continue
         uses = [n for n in _used(forward) if is_own(n, "is_causal")]
@@ -632,7 +670,9 @@ def _is_causal(source: Source) -> None:
 def _containers(source: Source) -> None:
     for name in [*source.entries, *source.layers]:
         layers = [attribute for attribute, held in source.attributes(name).items() if set(held) & set(source.layers)]
-        if name in source.layers and not any("List" in ast.unparse(n) for n in ast.walk(source.classes[name]) if isinstance(n, ast.Call)):
+        if name in source.layers and not any(
+            "List" in ast.unparse(n) for n in ast.walk(source.classes[name]) if isinstance(n, ast.Call)
+        ):
             continue
         for one in layers:
             source.changes += replace(source.classes[name], lambda n: _attribute_of("self", n, {one: f"{one}_stack"}))  # noqa: B023
@@ -642,14 +682,19 @@ def _containers(source: Source) -> None:
 def _table(source: Source) -> None:
     tables = {"wpe", "embed_positions", "position_embeddings", "positions_embed", "pos_encoding"}
     found = {
-        node.targets[0].attr
+        node.targets[0].attr: "slots"
         for node in ast.walk(source.tree)
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute) and node.targets[0].attr in tables
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Attribute)
+        and node.targets[0].attr in tables
     }
-    for one in found:
-        source.changes += replace(
-            source.tree, lambda n: ast.Attribute(n.value, "slots", n.ctx) if isinstance(n, ast.Attribute) and n.attr == one else None  # noqa: B023
-        )
+
+    def change(node: ast.AST) -> ast.AST | None:
+        if isinstance(node, ast.Attribute) and node.attr in found:
+            return ast.Attribute(node.value, found[node.attr], node.ctx)
+        return None
+
+    source.changes += replace(source.tree, change)
 
 
 # --- caches
@@ -661,7 +706,10 @@ def _cache_updates(source: Source) -> list[ast.Call]:
         node
         for name in source.attentions
         for node in ast.walk(source.classes[name])
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update" and len(node.args) >= 2
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "update"
+        and len(node.args) >= 2
     ]
 
 
@@ -706,7 +754,7 @@ def _by_keyword_core() -> None:
     for cls in (Cache, EncoderDecoderCache):
         native = cls.__dict__.get("update")
         if native is not None:
-            setattr(cls, "update", _renamed_update(native))
+            cls.update = _renamed_update(native)
 
 
 def _renamed_update(native: Any) -> Any:
@@ -773,7 +821,7 @@ def _more_core() -> None:
     for cls in (Cache, EncoderDecoderCache):
         native = cls.__dict__.get("update")
         if native is not None:
-            setattr(cls, "update", _longer_update(native))
+            cls.update = _longer_update(native)
 
 
 def _longer_update(native: Any) -> Any:
@@ -783,9 +831,7 @@ def _longer_update(native: Any) -> Any:
 @mutation("a cache's update returns three values", core=_more_core)
 def _three_values(source: Source) -> None:
     updates = {id(call) for call in _cache_updates(source)}
-    source.changes += replace(
-        source.tree, lambda n: expression("V[:2]", V=n) if id(n) in updates else None
-    )
+    source.changes += replace(source.tree, lambda n: expression("V[:2]", V=n) if id(n) in updates else None)
 
 
 def _sizes_swapped() -> None:
@@ -793,9 +839,7 @@ def _sizes_swapped() -> None:
 
     native = Cache.get_mask_sizes
     Cache.get_mask_sizes = lambda self, *a, **k: tuple(reversed(native(self, *a, **k)))  # type: ignore[method-assign]
-    runtime.run_again(
-        "transformers.masking_utils", ("kv_length, kv_offset = ", "kv_offset, kv_length = ")
-    )
+    runtime.run_again("transformers.masking_utils", ("kv_length, kv_offset = ", "kv_offset, kv_length = "))
 
 
 def _offset_from_one() -> None:
@@ -803,7 +847,9 @@ def _offset_from_one() -> None:
 
     native = Cache.get_query_offset
     Cache.get_query_offset = lambda self, *a, **k: native(self, *a, **k) + 1  # type: ignore[method-assign]
-    runtime.run_again("transformers.masking_utils", (".get_query_offset(layer_idx)", ".get_query_offset(layer_idx) - 1"))
+    runtime.run_again(
+        "transformers.masking_utils", (".get_query_offset(layer_idx)", ".get_query_offset(layer_idx) - 1")
+    )
 
 
 def _offset_renamed() -> None:
@@ -843,11 +889,11 @@ def _tensor_offset() -> None:
 
 
 def _layers_renamed() -> None:
-    runtime.run_again("transformers.cache_utils", (".layers", ".stores"))
+    import transformers
     import transformers.cache_utils as utils
     import transformers.generation.utils as generation
 
-    import transformers
+    runtime.run_again(utils.__name__, (".layers", ".stores"))
 
     for module in (transformers, generation):
         for name in ("Cache", "DynamicCache", "EncoderDecoderCache", "StaticCache"):
@@ -876,6 +922,7 @@ def _direct(source: Source) -> None:
 @mutation("the implementation's name is another attribute of a config")
 def _backend_name(source: Source) -> None:
     for _, call in _interface_choices(source):
+
         def change(node: ast.AST) -> ast.AST | None:
             if isinstance(node, ast.Attribute) and node.attr == "_attn_implementation":
                 return ast.Attribute(node.value, "attention_backend", node.ctx)
@@ -1006,8 +1053,8 @@ def _rotary_stacked(source: Source) -> None:
 
 @mutation("the frequencies of a rotary module have another name", fewest=4)
 def _rotary_buffer(source: Source) -> None:
+    names = {"inv_freq": "frequencies", "original_inv_freq": "first_frequencies", "embed_positions": "angles"}
     for name in source.rotaries:
-        names = {"inv_freq": "frequencies", "original_inv_freq": "first_frequencies", "embed_positions": "angles"}
         source.changes += replace(source.classes[name], lambda n: _attribute_of("self", n, names))
         forward = source.forward(name)
         assert forward is not None
@@ -1042,9 +1089,7 @@ def _rotary_kernel(source: Source) -> None:
         first = arguments(forward)[1].arg
         given = POSITIONS if POSITIONS in _names(forward) else f"{take_any(forward)}.get('{POSITIONS}')"
         hint = "self.config.layer_types[self.layer_idx]" if typed else "None"
-        node.value = expression(
-            f"_next.kernel(self, {source.rotaries[0]}, self.config, {first}, {given}, lambda cos, sin: (cos, sin), {hint})"
-        )
+        node.value = expression(f"_next.kernel(self, {source.rotaries[0]}, self.config, {first}, {given}, {hint})")
         source.changes += 1
 
 
@@ -1065,8 +1110,15 @@ def _rotary_inside(source: Source) -> None:
         for name in source.entries:
             constructor = source.method(name, "__init__")
             assert constructor is not None
-            constructor.body = [s for s in constructor.body if not (isinstance(s, ast.Assign) and is_own(s.targets[0], "rotary_emb"))]
-        calls = {id(call) for name in source.entries for call in ast.walk(source.classes[name]) if isinstance(call, ast.Call) and is_own(call.func, "rotary_emb")}
+            constructor.body = [
+                s for s in constructor.body if not (isinstance(s, ast.Assign) and is_own(s.targets[0], "rotary_emb"))
+            ]
+        calls = {
+            id(call)
+            for name in source.entries
+            for call in ast.walk(source.classes[name])
+            if isinstance(call, ast.Call) and is_own(call.func, "rotary_emb")
+        }
         replace(source.tree, lambda n: ast.Constant(None) if id(n) in calls else None)
 
 
@@ -1079,8 +1131,17 @@ def _layer_configs(source: Source) -> None:
     for name in [*source.entries, *source.layers]:
         constructor = source.method(name, "__init__")
         for node in ast.walk(constructor) if constructor else ():
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in layers and id(node) not in seen:
-                listed = any(isinstance(n, ast.ListComp) and node in ast.walk(n) for n in ast.walk(constructor)) if constructor else False
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in layers
+                and id(node) not in seen
+            ):
+                listed = (
+                    any(isinstance(n, ast.ListComp) and node in ast.walk(n) for n in ast.walk(constructor))
+                    if constructor
+                    else False
+                )
                 if listed and node.args:
                     node.args[0] = expression("_next.own_config(V)", V=node.args[0])
                     source.changes += 1
@@ -1100,7 +1161,11 @@ def _attention_alone(source: Source) -> None:
         return
     for name in source.attentions:
         for node in ast.walk(source.classes[name]):
-            if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple) and node in ast.walk(source.forward(name) or node):
+            if (
+                isinstance(node, ast.Return)
+                and isinstance(node.value, ast.Tuple)
+                and node in ast.walk(source.forward(name) or node)
+            ):
                 node.value = node.value.elts[0]
                 source.changes += 1
     replace(source.tree, lambda n: expression("_next.with_none(V)", V=n) if id(n) in calls else None)
@@ -1111,7 +1176,11 @@ def _attention_more(source: Source) -> None:
     for name in source.attentions:
         forward = source.forward(name)
         assert forward is not None
-        if any(not (isinstance(n.value, ast.Tuple) and len(n.value.elts) == 2) for n in ast.walk(forward) if isinstance(n, ast.Return)):
+        if any(
+            not (isinstance(n.value, ast.Tuple) and len(n.value.elts) == 2)
+            for n in ast.walk(forward)
+            if isinstance(n, ast.Return)
+        ):
             return
     calls = {id(call) for call, _ in source.calls(*source.attentions)}
     for name in source.attentions:

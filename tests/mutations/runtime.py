@@ -99,12 +99,12 @@ def one_layer(cache: Any, layer: int) -> Any:
     return None if cache is None else OneLayer(cache, layer)
 
 
-def kernel(module: Any, rotary: Any, config: Any, query: Any, positions: Any, rotate: Any, layer_type: Any = None) -> Any:
-    """Return what `rotate` makes of angles that come from positions alone, and not from the model's rotary module."""
+def kernel(module: Any, rotary: Any, config: Any, query: Any, positions: Any, hint: Any) -> Any:
+    """Return angles that a kernel makes from positions alone: the model's rotary module is not asked."""
     if "_own_rotary" not in vars(module):
         vars(module)["_own_rotary"] = rotary(config)
-    hint = () if layer_type is None else (layer_type,)
-    return rotate(*vars(module)["_own_rotary"](query, positions, *hint))
+    hints = () if hint is None else (hint,)
+    return vars(module)["_own_rotary"](query, positions, *hints)
 
 
 def sdpa(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -43,9 +43,14 @@ class Source:
         return {node.name: node for node in self.tree.body if isinstance(node, ast.FunctionDef)}
 
     def text(self) -> str:
-        """Return the file as it is now; helpers of the mutations are at hand in it as `_next`."""
+        """Return the file as it is now, with helpers of the mutations at hand as `_next`, and no docstrings made."""
         tree = copy.deepcopy(self.tree)
         body = tree.body
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):  # made from the arguments, in most of an import's time
+                node.decorator_list = [
+                    d for d in node.decorator_list if not ast.unparse(d).startswith("auto_docstring")
+                ]
         last = max((i for i, node in enumerate(body) if _is_future(node)), default=-1)
         first = max(last + 1, 1 if _is_docstring(body[0]) else 0)
         body.insert(first, ast.parse("import tests.mutations.runtime as _next").body[0])
@@ -177,7 +182,9 @@ class Source:
             return []
         if _own_attribute(func):
             return known.get(func.attr, [])
-        return [one for owner in self._called(func.value, known, loops) for one in self.attributes(owner).get(func.attr, [])]
+        return [
+            one for owner in self._called(func.value, known, loops) for one in self.attributes(owner).get(func.attr, [])
+        ]
 
     # what is done to them
 
@@ -251,7 +258,9 @@ def arguments(function: ast.FunctionDef) -> list[ast.arg]:
 def default_of(function: ast.FunctionDef) -> dict[str, ast.expr]:
     """Return the defaults of a function's arguments."""
     placed = [*function.args.posonlyargs, *function.args.args]
-    found = dict(zip([a.arg for a in placed][len(placed) - len(function.args.defaults) :], function.args.defaults, strict=True))
+    found = dict(
+        zip([a.arg for a in placed][len(placed) - len(function.args.defaults) :], function.args.defaults, strict=True)
+    )
     return found | {a.arg: d for a, d in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True) if d}
 
 
@@ -307,7 +316,9 @@ def decorate(function: ast.FunctionDef, code: str, *, outermost: bool = False) -
 def undecorate(function: ast.FunctionDef, name: str) -> None:
     """Take the decorators from a function that deprecate older names of its argument `name`."""
     function.decorator_list = [
-        d for d in function.decorator_list if not ("deprecate_kwarg" in ast.unparse(d) and f"'{name}'" in ast.unparse(d))
+        d
+        for d in function.decorator_list
+        if not ("deprecate_kwarg" in ast.unparse(d) and f"'{name}'" in ast.unparse(d))
     ]
 
 
