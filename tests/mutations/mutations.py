@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.mutations import runtime
+from tests.mutations.cases import names_of_today
 from tests.mutations.source import (
     POSITIONS,
     Source,
@@ -249,6 +250,25 @@ def _keyworded(rewrite: Rewrite) -> Rewrite:
 _add("the mask of an attention comes by a context", _keyworded(_moved(_mask, "mask")))
 
 
+@mutation("the mask of an attention comes in its config", fewest=6)
+def _mask_in_config(source: Source) -> None:
+    source.by_keyword(source.attentions)
+    known = {}
+    for name in source.attentions:
+        forward, constructor = source.forward(name), source.method(name, "__init__")
+        found = None if forward is None else _mask(forward)
+        if forward is not None and found is not None and constructor and "self.config" in ast.unparse(constructor):
+            remove(forward, found)
+            insert(forward, f"{found} = self.config.current_mask")
+            known[name] = found
+    source.changes = len(known)
+    for call, name in source.calls(*known):
+        keyword = next((k for k in call.keywords if k.arg == known[name]), None)
+        if keyword is not None:
+            call.keywords.remove(keyword)
+            call.func = expression("_next.configured(F, V)", F=call.func, V=keyword.value)
+
+
 @mutation("the cache of an attention is one of any other arguments")
 def _any_cache(source: Source) -> None:
     for name in source.attentions:
@@ -330,8 +350,7 @@ def _context_of(kind: str) -> Rewrite:
                         method,
                         lambda n: ast.Attribute(n.value, kind, n.ctx) if is_own(n, "config") else None,  # type: ignore[attr-defined]
                     )
-        for function in source.functions.values():
-            replace(function, lambda n: _attribute_of("module", n, {"config": kind}))
+        replace(source.tree, lambda n: _attribute_of("module", n, {"config": kind}))
 
     return rewrite
 
@@ -1210,3 +1229,34 @@ def _final_states(source: Source) -> None:
 
 
 _add("the output of a model is renamed", _final_states, core=_outputs_core, reaches=lambda asked: False)
+
+
+def _cache_output_core() -> None:
+    import transformers.modeling_outputs as outputs
+    from transformers import GenerationMixin
+
+    runtime.run_again(outputs.__name__, ("    past_key_values:", "    kv_store:"), ("    cache:", "    kv_store:"))
+    native, name = GenerationMixin._update_model_kwargs_for_generation, names_of_today()["cache"]
+
+    def update(self: Any, outputs: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+        found = native(self, outputs, model_kwargs, *args, **kwargs)
+        return found | ({name: outputs.kv_store} if "kv_store" in outputs else {})
+
+    GenerationMixin._update_model_kwargs_for_generation = update
+
+
+def _cache_output(source: Source) -> None:
+    def change(node: ast.AST) -> ast.AST | None:
+        if isinstance(node, ast.Attribute) and node.attr in ("cache", "past_key_values"):
+            return ast.Attribute(node.value, "kv_store", node.ctx) if "output" in ast.unparse(node.value) else None
+        if isinstance(node, ast.Call) and "Output" in ast.unparse(node.func):
+            for keyword in node.keywords:
+                if keyword.arg in ("cache", "past_key_values"):
+                    keyword.arg = "kv_store"
+                    source.changes += 1
+        return None
+
+    source.changes += replace(source.tree, change)
+
+
+_add("the cache in an output is renamed", _cache_output, core=_cache_output_core, reaches=lambda asked: False)

@@ -12,7 +12,6 @@ import pickle
 import pkgutil
 import sys
 import tempfile
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutations.cases import CASES, Raised, answers, caught, differs, names_of_today, questions, swapped
-from tests.mutations.mutations import MUTATIONS, Mutation
+from tests.mutations.mutations import Mutation
 from tests.mutations.source import Source
 
 MODELS = "transformers.models."

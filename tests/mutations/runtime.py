@@ -48,6 +48,12 @@ def taken(module: nn.Module, name: str) -> Any:
     return vars(module).pop(f"_handed_{name}", None)
 
 
+def configured(module: Any, mask: Any) -> Any:
+    """Leave a mask in the config of a module that is about to be called."""
+    module.config.current_mask = mask
+    return module
+
+
 def given(value: Any) -> Any:
     """Return what is given."""
     return value
@@ -193,7 +199,7 @@ def run_again(module: str, *changes: tuple[str, str]) -> None:
     loaded = importlib.import_module(module)
     with open(loaded.__file__ or "", encoding="utf-8") as file:
         text = file.read()
+    assert any(old in text for old, _ in changes), f"{module} has none of {[old for old, _ in changes]}"
     for old, new in changes:
-        assert old in text, f"{module} has no {old!r}"
         text = text.replace(old, new)
     exec(compile(text, f"<the next {module}>", "exec"), vars(loaded))

@@ -128,12 +128,13 @@ class Source:
             if isinstance(base, ast.Name) and base.id in self.classes:
                 made |= self.attributes(base.id)
         constructor = self.method(name, "__init__")
-        for node in ast.walk(constructor) if constructor else ():
+        for node in _in_order(constructor) if constructor else ():
             if isinstance(node, ast.Assign) and _own_attribute(node.targets[0]):
                 made.setdefault(node.targets[0].attr, []).extend(self._mentioned(node.value, constructor))
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append":
-                if _own_attribute(node.func.value):
-                    made.setdefault(node.func.value.attr, []).extend(self._mentioned(node.args[0], constructor))
+            call = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "append":
+                if _own_attribute(call.func.value):
+                    made.setdefault(call.func.value.attr, []).extend(self._mentioned(call.args[0], constructor))
         self._attributes[name] = made
         return made
 
@@ -152,8 +153,13 @@ class Source:
 
     # who calls whom
 
-    def calls(self, *targets: str) -> Iterator[tuple[ast.Call, str]]:
-        """Return the calls of parts that are of the classes `targets`, each with the class that is called."""
+    def calls(self, *targets: str, sure: bool = False) -> Iterator[tuple[ast.Call, str]]:
+        """Return the calls of parts that are of the classes `targets`, each with the class that is called.
+
+        Args:
+            targets: names of classes.
+            sure: whether calls are left out of what may be of one class or of another.
+        """
         wanted = set(targets)
         for name, node in self.classes.items():
             known = self.attributes(name)
@@ -162,7 +168,7 @@ class Source:
                 for call in [n for n in ast.walk(method) if isinstance(n, ast.Call)]:
                     found = self._called(call.func, known, loops)
                     hit = [one for one in found if one in wanted]
-                    if hit:
+                    if hit and not (sure and len({*hit}) > 1):
                         yield call, hit[0]
 
     def _called(self, func: ast.expr, known: dict[str, list[str]], loops: dict[str, str]) -> list[str]:
@@ -221,11 +227,12 @@ class Source:
                 decorate(forward, f"_next.deprecate_kwarg({old!r}, '9.0', new_name={new!r})")
 
     def by_place(self, classes: list[str]) -> None:
-        """Have the forwards of `classes` called with arguments by their places."""
-        for call, name in self.calls(*classes):
+        """Have the forwards of `classes` called with arguments by their places, as far as decorators allow."""
+        for call, name in self.calls(*classes, sure=True):
             forward = self.forward(name)
             assert forward is not None
             names, given = self.parameters(name), {k.arg: k for k in call.keywords}
+            names = names[: names.index("use_cache")] if "use_cache" in names else names  # which has its default there
             if any(isinstance(a, ast.Starred) for a in call.args) or not set(names) & set(given):
                 continue
             defaults = default_of(forward)
@@ -242,7 +249,7 @@ class Source:
 
     def by_keyword(self, classes: list[str]) -> None:
         """Have the forwards of `classes` called with arguments by their names alone."""
-        for call, name in self.calls(*classes):
+        for call, name in self.calls(*classes, sure=True):
             names = self.parameters(name)
             if call.args and not any(isinstance(a, ast.Starred) for a in call.args):
                 named = [ast.keyword(arg=n, value=a) for n, a in zip(names, call.args, strict=False)]
@@ -352,6 +359,11 @@ def is_own(node: ast.AST, name: str) -> bool:
 
 def _own_attribute(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def _in_order(function: ast.FunctionDef) -> list[ast.stmt]:
+    """Return the statements of a function, inner ones too, as they are written."""
+    return sorted((n for n in ast.walk(function) if isinstance(n, ast.stmt)), key=lambda n: n.lineno)
 
 
 def _is_docstring(node: ast.AST) -> bool:
