@@ -37,6 +37,7 @@ class Mutation:
         rewrite: changes the modeling file of a family, or leaves it alone.
         core: changes what all families share, before any of them is imported.
         reaches: of what a stock model is asked, whether a change of `core` reaches it.
+        spares: cases whose stock code the change would make wrong.
         names: what callers call arguments afterwards.
         fewest: swaps that it must reach at least.
         survivors: swaps that must survive it at least: what is found by behaviour, a new name does not hide.
@@ -46,6 +47,7 @@ class Mutation:
     rewrite: Rewrite | None = None
     core: Callable[[], None] | None = None
     reaches: Callable[[Mapping[str, Any]], bool] = lambda asked: "left_padded" in asked
+    spares: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     fewest: int = 12
     survivors: int = 0
@@ -563,7 +565,7 @@ def _renamed_global(source: Source, old: str, new: str) -> None:
     def change(node: ast.AST) -> ast.AST | None:
         if isinstance(node, ast.Name) and node.id == old:
             return ast.Name(new, node.ctx)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == old:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == old and node in source.tree.body:
             node.name = new
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
@@ -626,8 +628,7 @@ def _attributes_renamed(source: Source, names: Callable[[str], set[str]], suffix
             continue
         new = {one: f"{one}{suffix}" for one in old}
         source.changes += replace(source.classes[name], lambda n: _attribute_of("self", n, new))  # noqa: B023
-        for function in source.functions.values():
-            replace(function, lambda n: _attribute_of("module", n, new))  # noqa: B023
+        replace(source.tree, lambda n: _attribute_of("module", n, new))  # noqa: B023
 
 
 def _is_layer(value: ast.expr) -> bool:
@@ -718,6 +719,9 @@ def _table(source: Source) -> None:
 
 # --- caches
 
+_CACHES_IN_PAIRS = ("t5", "mt5", "umt5", "longt5", "bart", "megatron-bert (is_decoder)", "roformer (is_decoder)")
+"""Cases whose stock code asks of which class a cache is."""
+
 
 def _cache_updates(source: Source) -> list[ast.Call]:
     """Return the calls by which attentions write to a cache."""
@@ -732,13 +736,13 @@ def _cache_updates(source: Source) -> list[ast.Call]:
     ]
 
 
-@mutation("an attention is given its own layer of the cache")
+@mutation("an attention is given its own layer of the cache", spares=_CACHES_IN_PAIRS)
 def _one_layer(source: Source) -> None:
     known = {n: cache_of(f) for n in source.attentions if (f := source.forward(n)) is not None and cache_of(f)}
     for call, name in source.calls(*known):
         for keyword in call.keywords:
             if keyword.arg == known[name]:
-                keyword.value = expression("_next.one_layer(V, P.layer_idx)", V=keyword.value, P=call.func)
+                keyword.value = expression("_next.one_layer(V, P)", V=keyword.value, P=call.func)
                 source.changes += 1
 
 
@@ -764,7 +768,7 @@ def _duck_caches() -> None:
         module.DynamicCache = Store  # type: ignore[misc, assignment]
 
 
-_add("caches are of a class that is no Cache", core=_duck_caches)
+_add("caches are of a class that is no Cache", core=_duck_caches, spares=_CACHES_IN_PAIRS)
 
 
 def _by_keyword_core() -> None:

@@ -200,7 +200,7 @@ def run(mutation: Mutation, known: Truth, plant: Callable[[], None] | None = Non
 
 
 def _run(mutation: Mutation, known: Truth, plant: Callable[[], None] | None) -> list[Outcome]:
-    cases = list(dict.fromkeys(name for name, _ in known))
+    cases = [name for name in dict.fromkeys(name for name, _ in known) if name not in mutation.spares]
     with tempfile.TemporaryDirectory() as folder:
         import transformers
 

@@ -85,14 +85,6 @@ class OneLayer:
     def __init__(self, cache: Any, layer: int) -> None:
         self.cache, self.layer = cache, layer
 
-    @property
-    def is_updated(self) -> Any:
-        return self.cache.is_updated
-
-    @property
-    def self_attention_cache(self) -> OneLayer:
-        return OneLayer(self.cache.self_attention_cache, self.layer)
-
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **kwargs: Any) -> Any:
         return self.cache.update(key_states, value_states, self.layer, **kwargs)
 
@@ -100,9 +92,10 @@ class OneLayer:
         return getattr(self.cache, name)
 
 
-def one_layer(cache: Any, layer: int) -> Any:
-    """Return what the layer `layer` sees of `cache`."""
-    return None if cache is None else OneLayer(cache, layer)
+def one_layer(cache: Any, attention: Any) -> Any:
+    """Return what an attention sees of `cache`."""
+    layer = getattr(attention, "layer_idx", None)
+    return None if cache is None else OneLayer(cache, attention.layer_id if layer is None else layer)
 
 
 def kernel(module: Any, rotary: Any, config: Any, query: Any, positions: Any, hint: Any) -> Any:
