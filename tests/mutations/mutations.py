@@ -857,12 +857,15 @@ def _three_values(source: Source) -> None:
     source.changes += replace(source.tree, lambda n: expression("V[:2]", V=n) if id(n) in updates else None)
 
 
+_ASKED = "get_mask_sizes(q_length, layer_idx)"
+
+
 def _sizes_swapped() -> None:
     from transformers.cache_utils import Cache
 
     native = Cache.get_mask_sizes
     Cache.get_mask_sizes = lambda self, *a, **k: tuple(reversed(native(self, *a, **k)))  # type: ignore[method-assign]
-    runtime.run_again("transformers.masking_utils", ("kv_length, kv_offset = ", "kv_offset, kv_length = "))
+    runtime.run_again("transformers.masking_utils", (_ASKED, f"{_ASKED}[::-1]"))
 
 
 def _offset_from_one() -> None:
@@ -884,10 +887,11 @@ def _offset_renamed() -> None:
 
 
 def _sizes_renamed() -> None:
-    from transformers.cache_utils import Cache
+    from transformers.cache_utils import Cache, EncoderDecoderCache
 
     Cache.keys_seen = Cache.get_mask_sizes  # type: ignore[attr-defined]
-    del Cache.get_mask_sizes
+    EncoderDecoderCache.keys_seen = lambda self, *a: self.self_attention_cache.keys_seen(*a)  # type: ignore[attr-defined]
+    del Cache.get_mask_sizes, EncoderDecoderCache.get_mask_sizes
     runtime.run_again("transformers.masking_utils", (".get_mask_sizes(", ".keys_seen("))
 
 
@@ -900,7 +904,7 @@ def _sizes_of_positions() -> None:
         return native(self, len(query_positions), layer_idx)
 
     Cache.get_mask_sizes = get_mask_sizes  # type: ignore[method-assign]
-    runtime.run_again("transformers.masking_utils", (".get_mask_sizes(q_length,", ".get_mask_sizes(range(q_length),"))
+    runtime.run_again("transformers.masking_utils", (_ASKED, _ASKED.replace("q_length", "range(q_length)")))
 
 
 def _tensor_offset() -> None:
