@@ -10,6 +10,7 @@ from typing import Any
 from tests.mutations import runtime
 from tests.mutations.cases import names_of_today
 from tests.mutations.source import (
+    CACHES,
     POSITIONS,
     Source,
     add,
@@ -934,7 +935,18 @@ _add("a cache's query offset is a tensor", core=_tensor_offset)
 _add("a cache's query offset has another name", core=_offset_renamed)
 _add("a cache's mask sizes have another name", core=_sizes_renamed)
 _add("a cache's mask sizes are asked with positions", core=_sizes_of_positions)
-_add("the layers of a cache have another name", core=_layers_renamed)
+
+
+def _layers_of_caches(source: Source) -> None:
+    def change(node: ast.AST) -> ast.AST | None:
+        if isinstance(node, ast.Attribute) and node.attr == "layers" and ast.unparse(node.value).endswith(CACHES):
+            return ast.Attribute(node.value, "stores", node.ctx)
+        return None
+
+    source.changes += replace(source.tree, change)
+
+
+_add("the layers of a cache have another name", _layers_of_caches, core=_layers_renamed)
 
 # --- attention functions
 
