@@ -1122,13 +1122,15 @@ def _rotary_kernel(source: Source) -> None:
     if not source.rotaries:
         return
     for name, node in _rotations(source):
-        forward = source.forward(name)
+        forward, constructor = source.forward(name), source.method(name, "__init__")
         assert forward is not None
+        assert constructor is not None
+        constructor.body += ast.parse(f"vars(self)['own_angles'] = {source.rotaries[0]}(config)").body
         typed = "layer_type" in source.parameters(source.rotaries[0])
         first = arguments(forward)[1].arg
         given = POSITIONS if POSITIONS in _names(forward) else f"{take_any(forward)}.get('{POSITIONS}')"
         hint = "self.config.layer_types[self.layer_idx]" if typed else "None"
-        node.value = expression(f"_next.kernel(self, {source.rotaries[0]}, self.config, {first}, {given}, {hint})")
+        node.value = expression(f"_next.kernel(self, {first}, {given}, {hint})")
         source.changes += 1
 
 

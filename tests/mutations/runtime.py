@@ -98,12 +98,10 @@ def one_layer(cache: Any, attention: Any) -> Any:
     return None if cache is None else OneLayer(cache, attention.layer_id if layer is None else layer)
 
 
-def kernel(module: Any, rotary: Any, config: Any, query: Any, positions: Any, hint: Any) -> Any:
-    """Return angles that a kernel makes from positions alone: the model's rotary module is not asked."""
-    if "_own_rotary" not in vars(module):
-        vars(module)["_own_rotary"] = rotary(config)
+def kernel(module: Any, query: Any, positions: Any, hint: Any) -> Any:
+    """Return angles that a kernel makes from positions and a config: the model's rotary module is not asked."""
     hints = () if hint is None else (hint,)
-    return vars(module)["_own_rotary"](query, positions, *hints)
+    return module.own_angles(query, positions, *hints)
 
 
 def sdpa(module: Any, *args: Any, **kwargs: Any) -> Any:
