@@ -176,8 +176,9 @@ _add("models are given arguments by keyword", lambda s: s.by_keyword(s.entries))
 
 def _reversed(where: Callable[[Source], list[str]]) -> Rewrite:
     def rewrite(source: Source) -> None:
-        source.by_keyword(where(source))
-        for name in where(source):
+        classes = source.certain(where(source))
+        source.by_keyword(classes)
+        for name in classes:
             forward = source.forward(name)
             if forward is not None:
                 own, *others = forward.args.args
@@ -194,8 +195,8 @@ _add("the order of a model's arguments is reversed", _reversed(_entries))
 
 @mutation("the arguments of an attention are keyword-only")
 def _keyword_only(source: Source) -> None:
-    source.by_keyword(source.attentions)
-    for name in source.attentions:
+    source.by_keyword(source.certain(source.attentions))
+    for name in source.certain(source.attentions):
         forward = source.forward(name)
         assert forward is not None
         placed, defaults = forward.args.args, forward.args.defaults
@@ -262,7 +263,7 @@ def _mask_in_config(source: Source) -> None:
         found = None if forward is None else _mask(forward)
         if forward is not None and found is not None and constructor and "self.config" in ast.unparse(constructor):
             remove(forward, found)
-            insert(forward, f"{found} = self.config.current_mask")
+            insert(forward, f"{found} = _next.unconfigured(self.config)")
             known[name] = found
     source.changes = len(known)
     for call, name in source.calls(*known):

@@ -54,6 +54,12 @@ def configured(module: Any, mask: Any) -> Any:
     return module
 
 
+def unconfigured(config: Any) -> Any:
+    """Return what `configured` left."""
+    mask, config.current_mask = config.current_mask, None
+    return mask
+
+
 def given(value: Any) -> Any:
     """Return what is given."""
     return value

@@ -158,7 +158,7 @@ class Source:
 
         Args:
             targets: names of classes.
-            sure: whether calls are left out of what may be of one class or of another.
+            sure: whether calls are left out of what may be of classes that take other arguments than each other.
         """
         wanted = set(targets)
         for name, node in self.classes.items():
@@ -168,7 +168,8 @@ class Source:
                 for call in [n for n in ast.walk(method) if isinstance(n, ast.Call)]:
                     found = self._called(call.func, known, loops)
                     hit = [one for one in found if one in wanted]
-                    if hit and not (sure and len({*hit}) > 1):
+                    alike = len({tuple(self.parameters(one)) for one in hit}) == 1
+                    if hit and (alike or not sure):
                         yield call, hit[0]
 
     def _called(self, func: ast.expr, known: dict[str, list[str]], loops: dict[str, str]) -> list[str]:
@@ -191,6 +192,12 @@ class Source:
         return [
             one for owner in self._called(func.value, known, loops) for one in self.attributes(owner).get(func.attr, [])
         ]
+
+    def certain(self, classes: list[str]) -> list[str]:
+        """Return those of `classes` of which it is known, in each call, which arguments the one that is called takes."""
+        sure = {id(call) for call, _ in self.calls(*classes, sure=True)}
+        unsure = {one for call, one in self.calls(*classes) if id(call) not in sure}
+        return [] if unsure else classes
 
     # what is done to them
 
