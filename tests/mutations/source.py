@@ -194,7 +194,7 @@ class Source:
         ]
 
     def certain(self, classes: list[str]) -> list[str]:
-        """Return those of `classes` of which it is known, in each call, which arguments the one that is called takes."""
+        """Return `classes`, or none where a call may be of one or of another, which takes other arguments."""
         sure = {id(call) for call, _ in self.calls(*classes, sure=True)}
         unsure = {one for call, one in self.calls(*classes) if id(call) not in sure}
         return [] if unsure else classes
