@@ -19,6 +19,8 @@ def main() -> None:
     start = time.perf_counter()
     running.prepare()
     known = running.truth()
+    if problems := running.unfit(known):
+        raise SystemExit("\n".join(problems))
     if sys.argv[1:] == ["--serve"]:
         for line in sys.stdin:
             name, plant = json.loads(line)

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,7 @@ CASES = {
     "mpnet": Case("mpnet", "MPNetForMaskedLM"),
     "deberta": Case("deberta", "DebertaForMaskedLM", _RELATIVE),
     "deberta-v2": Case("deberta_v2", "DebertaV2ForMaskedLM", _RELATIVE),
-    "t5": Case("t5", "T5ForConditionalGeneration"),
+    "t5": Case("t5", "T5ForConditionalGeneration", {"decoder_start_token_id": 0}),
     "mt5": Case("mt5", "MT5ForConditionalGeneration"),
     "umt5": Case("umt5", "UMT5ForConditionalGeneration"),
     "longt5": Case("longt5", "LongT5ForConditionalGeneration"),
@@ -264,10 +264,3 @@ def names_of_today() -> dict[str, str]:
 
     taken = inspect.signature(create_causal_mask).parameters
     return {"cache": next(name for name in CACHE_NAMES if name in taken)}
-
-
-def swaps() -> Iterator[tuple[str, str]]:
-    """Yield the pairs of a case and a scheme."""
-    for name, case in CASES.items():
-        for scheme, _ in case.schemes:
-            yield name, scheme

@@ -115,7 +115,7 @@ def _below_heads(source: Source) -> list[str]:
     return [*source.attentions, *source.layers, *source.entries]
 
 
-_add("the cache of an attention is renamed", _renamed(_attentions, cache_of, "kv_store"))
+_add("the cache of an attention is renamed", _renamed(_attentions, cache_of, "kv_store"), survivors=24)
 _add("the cache of an attention is renamed, deprecated", _renamed(_attentions, cache_of, "kv_store", deprecated=True))
 _add("the cache of attentions and layers is renamed", _renamed(_inner, cache_of, "kv_store"))
 _add("the cache of a model is renamed", _renamed(_entries, cache_of, "kv_store"))
@@ -124,6 +124,7 @@ _add(
     "the cache is renamed everywhere, deprecated",
     _renamed(_all, cache_of, "kv_store", deprecated=True),
     names={"cache": "kv_store"},
+    survivors=24,
 )
 _add("the mask of an attention is renamed", _renamed(_attentions, "attention_mask", "visible"))
 _add(

@@ -167,6 +167,16 @@ def _truth(cases: list[str]) -> Truth:
     return found
 
 
+def unfit(known: Truth) -> list[str]:
+    """Return what is wrong with the answers of today: errors, and answers that two schemes give alike."""
+    found = [f"{key}: {q}: {one}" for key, said in known.items() for q, one in said.items() if isinstance(one, Raised)]
+    for name in dict.fromkeys(name for name, _ in known):
+        rope, alibi = known[name, "rope"], known[name, "alibi"]
+        same = [q for q in rope if not (isinstance(rope[q], Raised) or differs(rope[q], alibi[q]))]
+        found += [f"{name}: {q} is the same with rope and alibi" for q in same if q != "generated"]
+    return found
+
+
 def _cache_by_name() -> None:
     """Have hf_posswap look for caches under the names of today."""
     from hf_posswap.compat import transformers_calls
