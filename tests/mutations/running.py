@@ -206,7 +206,10 @@ def run(mutation: Mutation, known: Truth, plant: Callable[[], None] | None = Non
         known: what the swaps say today.
         plant: changes hf_posswap before it is used.
     """
-    return in_child(lambda: _run(mutation, known, plant))
+    try:
+        return in_child(lambda: _run(mutation, known, plant))
+    except RuntimeError as error:
+        return [Outcome("", "", "broken", str(error))]
 
 
 def _run(mutation: Mutation, known: Truth, plant: Callable[[], None] | None) -> list[Outcome]:
