@@ -355,9 +355,19 @@ def _context_of(kind: str) -> Rewrite:
                         method,
                         lambda n: ast.Attribute(n.value, kind, n.ctx) if is_own(n, "config") else None,  # type: ignore[attr-defined]
                     )
-        replace(source.tree, lambda n: _attribute_of("module", n, {"config": kind}))
+        for part in _about_attentions(source):
+            replace(part, lambda n: _attribute_of("module", n, {"config": kind}))
 
     return rewrite
+
+
+def _about_attentions(source: Source) -> list[ast.AST]:
+    """Return functions outside of classes, and what is done where a module is found to be an attention."""
+    found: list[ast.AST] = list(source.functions.values())
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.If) and any(name in ast.unparse(node.test) for name in source.attentions):
+            found += node.body
+    return found
 
 
 def _attribute_of(owner: str, node: ast.AST, names: Mapping[str, str]) -> ast.AST | None:
@@ -631,7 +641,8 @@ def _attributes_renamed(source: Source, names: Callable[[str], set[str]], suffix
             continue
         new = {one: f"{one}{suffix}" for one in old}
         source.changes += replace(source.classes[name], lambda n: _attribute_of("self", n, new))  # noqa: B023
-        replace(source.tree, lambda n: _attribute_of("module", n, new))  # noqa: B023
+        for part in _about_attentions(source):
+            replace(part, lambda n: _attribute_of("module", n, new))  # noqa: B023
 
 
 def _is_layer(value: ast.expr) -> bool:
