@@ -53,7 +53,8 @@ def vector_score(length: int, base_reads: int, cosines: Sequence[float], *, seed
         0.6
     """
     found = np.array(cosines, dtype=np.float64)
-    low, high = ratio_interval(found, np.ones(len(found)), seed=seed) or (None, None)
+    interval = ratio_interval(found, np.ones(len(found)), seed=seed)
+    low, high = (None, None) if interval is None else (max(-1.0, interval[0]), min(1.0, interval[1]))
     return VectorScore(length, base_reads, len(found), float(found.mean()), low, high)
 
 

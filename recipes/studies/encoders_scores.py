@@ -122,7 +122,8 @@ def _with_interval(scores: np.ndarray) -> dict[str, float | None]:
     """Return the mean and its interval; documents that all have one score say nothing of how others would differ."""
     low, high = (None, None)
     if np.ptp(scores) > 0:
-        low, high = ratio_interval(scores, np.ones(len(scores))) or (None, None)
+        found = ratio_interval(scores, np.ones(len(scores)))
+        low, high = (None, None) if found is None else (max(0.0, found[0]), min(1.0, found[1]))
     return {"mean": float(scores.mean()), "low": low, "high": high}
 
 
