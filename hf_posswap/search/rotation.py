@@ -22,7 +22,7 @@ from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.search.heads import Projection, balanced_bases, find_projections
 from hf_posswap.search.profiles import LayerWatch, centred_sums, read_watched
 from hf_posswap.search.table_effect import TableWatch, distance_weights, inverse_of_distances, watch_table
-from hf_posswap.search.tables import BESIDE_TABLE, check_rows, check_table
+from hf_posswap.search.tables import check_rows, check_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,7 +117,7 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
     """
     target: Any = unwrap(model)
     scheme, base = _checked_scheme(target), _unswapped(target)
-    sites = check_table(base, BESIDE_TABLE, _OWNER)
+    sites = check_table(base, scheme, _OWNER)
     geometry, rows = sites.geometry, check_rows(tokens, base, sites)
     pairs = _pairs(target, sites)
     table = watch_table(base, geometry, rows)

@@ -113,11 +113,10 @@ BIASES: dict[str, Any] = {
         "max_distance": 8192,
         "start": tuple(tuple(-slope * bucket for slope in slopes_of(4)) for bucket in range(4096)),
     },
-    "t5, interpolated": {"name": "t5", "interpolation": 2.0},
     "fire": {"name": "fire"},
     "kerple": {"name": "kerple"},
-    "for each layer": PerLayer(layers={0: Alibi(), 1: Alibi(slopes=slopes_of(4))}),
-    "one layer of another": PerLayer(layers={0: Alibi(), 1: Kerple()}),
+    "for each layer": PerLayer(layers={1: Alibi(slopes=slopes_of(4))}, default=Alibi()),
+    "one layer of another": PerLayer(layers={1: Kerple()}, default=Alibi()),
 }
 
 

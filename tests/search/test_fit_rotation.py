@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import numpy as np
@@ -371,3 +372,22 @@ def test_an_error_half_way_gives_back_float64_weights(monkeypatch: pytest.Monkey
     with pytest.raises(ZeroDivisionError):
         fit_rotation(model, texts())
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+def test_a_model_without_a_table_is_refused_by_what_it_lacks_and_nothing_is_logged() -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=WORDS
+    )
+    heard: list[logging.LogRecord] = []
+    handler, logger = logging.Handler(), logging.getLogger("transformers")
+    handler.emit = heard.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        model = patch_model(LlamaForCausalLM(config).eval(), "rope", partial=0.5)
+        with pytest.raises(
+            UnsupportedSwapError, match="^fit_rotation fits to what a learned .* LlamaForCausalLM has none"
+        ):
+            fit_rotation(model, texts())
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in heard] == []

@@ -58,7 +58,7 @@ def _of_the_same_kind(context: SwapContext, native: Scheme) -> str | None:
     scheme, geometry = context.scheme, context.stack.geometry
     if is_native(context):
         return "none: the same mechanism"
-    if scheme.kind != "bias" or native.kind != "bias":
+    if scheme.kind not in ("bias", "mixed") or native.kind != "bias":
         return None
     if _biases_alike(scheme, native, geometry):
         return "none within the original window: it begins as the mechanism that the weights were trained with"
