@@ -105,8 +105,11 @@ def _candidates(model: Any, stack: Stack, scheme: Scheme) -> list[RopeValues]:
     values = scheme.native_rope(stack.geometry)
     if values is None:
         return []
-    wide = values | {"partial_rotary_factor": scheme.filled("partial")}  # some read it, some have it by themselves
+    partial: dict[str, Any] = {"partial_rotary_factor": scheme.filled("partial")}
+    wide = values | partial  # some read it, some have it by themselves
     listed = scheme.native_list(stack.geometry) if scheme.is_fixed else None  # all that Phi-3's config takes
+    if listed is not None and scheme.filled("partial") < 1:
+        listed |= partial  # without it, transformers logs that it expects a number for each pair of a whole head
     return [dict.fromkeys(stack.full_attention_types, one) for one in (values, wide, listed) if one is not None]
 
 
