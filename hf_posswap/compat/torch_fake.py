@@ -116,6 +116,28 @@ def make_fake_as(model: nn.Module) -> None:
                 setattr(module, name, _fake(mode, buffer))
 
 
+def made_fake(mode: Any, model: nn.Module) -> nn.Module:
+    """Return `model`, which lies on meta, with each of its tensors exchanged for a fake one of the CPU.
+
+    Touches `Module._parameters` and `Module._buffers`, into which `nn.Module.__setattr__` puts a tied weight under each
+    of its names anew. Without it a model would have to be built of fake tensors, and what fills them asks for numbers.
+    """
+    exchanged: dict[Tensor, Tensor] = {}  # tied weights stay one
+
+    def fake(tensor: Tensor) -> Tensor:
+        if tensor not in exchanged:
+            new = torch.empty_like(tensor, device="cpu")
+            exchanged[tensor] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        return exchanged[tensor]
+
+    with mode:
+        for module in model.modules():
+            held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in held:
+                tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
+    return model
+
+
 def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     with torch.no_grad():
         return mode.from_tensor(tensor, static_shapes=True)
