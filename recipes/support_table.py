@@ -134,8 +134,8 @@ def _line(cells: list[str]) -> str:
 
 
 def _flat(text: str) -> str:
-    """Return `text` in one line, without the list of all families that a refusal ends with."""
-    return " ".join(text.partition(" Families: ")[0].split())
+    """Return `text` in one line, without what helps to add a family."""
+    return " ".join(text.partition("\nNear names: ")[0].partition("\n`posswap families`")[0].split())
 
 
 def replace_region(page: str, table: str) -> str:

@@ -63,6 +63,7 @@ class _DeprecationLog(logging.Handler):
 @pytest.fixture(autouse=True)
 def _no_deprecated_calls() -> Iterator[None]:
     handler = _DeprecationLog()
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # transformers': what was said before too
     logger = logging.getLogger("transformers")
     logger.addHandler(handler)
     yield

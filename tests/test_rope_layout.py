@@ -14,6 +14,7 @@ from transformers import GlmConfig, GlmForCausalLM, LlamaConfig, LlamaForCausalL
 from hf_posswap import patch_model, permute_rows, unpatch_model
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Layout
+from tests.stock import cache_in, with_cache
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
 
@@ -97,8 +98,8 @@ def test_a_llama_of_interleaved_rows_and_rotation_computes_what_the_half_split_o
     expected = logits(model)
     interleave(model)
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=2e-5)
-    cached = model(input_ids=torch.arange(1, 30)[None], use_cache=True).past_key_values
-    step = model(input_ids=torch.arange(30, 50)[None], past_key_values=cached).logits
+    cached = cache_in(model(input_ids=torch.arange(1, 30)[None], use_cache=True))
+    step = model(input_ids=torch.arange(30, 50)[None], **with_cache(model, cached)).logits
     torch.testing.assert_close(step, expected[:, 29:], rtol=0, atol=2e-5)
     unpatch_model(model)
     assert (logits(model) - expected).abs().max() > 0.5  # interleaved rows under a half-split rotation

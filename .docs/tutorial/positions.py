@@ -31,6 +31,7 @@ import torch
 from IPython.display import Image
 from transformers.utils import logging
 
+from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.plotting import draw_positions, sheet
 
 logging.disable_progress_bar()
@@ -414,15 +415,18 @@ Image(pictures / "decay.png")
 swapped = hf_posswap.load(SHIPPED).eval()
 hf_posswap.patch_model(swapped, "rope", max_length=1024)
 text = torch.randint(1024, (1, 60))
-short = swapped(text[:, :40], use_cache=True).past_key_values
+short = cache_in(swapped(text[:, :40], use_cache=True))
 whole = swapped(text, use_cache=True)
-layers = zip(whole.past_key_values.layers, short.layers, strict=True)
+layers = zip(cache_in(whole).layers, short.layers, strict=True)
 for number, (long, kept) in enumerate(layers):
     moved = (long.keys[:, :, :40] - kept.keys).abs().max()  # [B, H, 40, D]
     print(f"layer {number}: 20 words more have moved its 40 keys by {moved:.0e}")
     assert moved < 1e-5  # rounding
 
-goes_on = swapped(text[:, 40:], past_key_values=short).logits  # from the cache
+from_cache = {
+    cache_argument(swapped): short
+}  # named `cache`, before transformers 5.24 `past_key_values`
+goes_on = swapped(text[:, 40:], **from_cache).logits
 assert torch.allclose(goes_on, whole.logits[:, 40:], atol=1e-4)
 
 # %% [markdown]

@@ -1,12 +1,14 @@
 """How transformers names, finds and chooses attention implementations.
 
-All are alike in transformers 5.14 to 5.23.
+All are alike in transformers 5.14 to 5.24.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 from torch import Tensor
@@ -48,21 +50,64 @@ def register_attention_function(name: str, function: Callable[..., Any]) -> None
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
-def goes_by_interface(code: ModuleType) -> bool:
-    """Return whether the modeling `code` of a family asks the AttentionInterface.
+def attends_by_interface(cls: type) -> bool:
+    """Return whether the forward of the attention class `cls` asks an AttentionInterface how to attend.
 
-    Touches the import of `ALL_ATTENTION_FUNCTIONS` in each modeling module. Without it a family that has the interface
-    is taken for one that has not.
+    Touches `ALL_ATTENTION_FUNCTIONS`, which forwards name, by its type. Without it a family that has the interface is
+    taken for one that has not.
     """
-    return hasattr(code, "ALL_ATTENTION_FUNCTIONS")
+    from transformers import AttentionInterface
+
+    return any(isinstance(value, AttentionInterface) for value in _named_by(cls))
 
 
-def eager_function(code: ModuleType) -> Callable[..., Any] | None:
-    """Return what the modeling `code` of a family takes for "eager"; None: it has none of that name.
+def eager_function(cls: type) -> Callable[..., Any] | None:
+    """Return what the forward of the attention class `cls` attends with under "eager"; None: nothing of that kind.
 
-    Touches `eager_attention_forward` of each modeling module. Without it a scheme cannot run under "eager".
+    Touches the functions that forwards name, called `eager_attention_forward` in most modeling modules: one that takes
+    a module, queries, keys and values. Without it a scheme cannot run under "eager".
     """
-    return getattr(code, "eager_attention_forward", None)
+    found = [value for value in _named_by(cls) if inspect.isfunction(value) and _attends(value)]
+    return found[0] if len(found) == 1 else None
+
+
+def _attends(function: Callable[..., Any]) -> bool:
+    parameters = list(inspect.signature(function).parameters.values())
+    return len(parameters) >= 4 and [parameter.name for parameter in parameters[:2]] == ["module", "query"]
+
+
+def _named_by(cls: type) -> list[Any]:
+    """Return the global values that the forward of `cls` names, and those that the methods name which it calls."""
+    asked: Any = cls  # mypy: the type of a module is not hashable
+    return _named(asked)
+
+
+@functools.cache
+def _named(cls: Any) -> list[Any]:
+    forward: Any = inspect.unwrap(cls.forward)
+    found: list[Any] = []
+    waiting = [forward]
+    seen = set()
+    while waiting:
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        for name in _names_in(function.__code__):
+            value = function.__globals__.get(name)
+            if value is not None and not any(value is one for one in found):
+                found.append(value)
+            method = inspect.getattr_static(cls, name, None)
+            if inspect.isfunction(method) and method.__module__ == forward.__module__:
+                waiting.append(inspect.unwrap(method))
+    return found
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
 
 
 def upcast_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:

@@ -18,14 +18,19 @@ CACHE_NAMES = ("cache", "past_key_values", "layer_past", "cache_params")
 """What releases from 5.14 to 5.24 call the cache of a forward, the newest first."""
 
 
-@functools.cache
 def forward_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of the forward of the module class `cls`, without `self`, in order.
 
     Touches `forward.__wrapped__`, by which decorators of transformers keep the signature of what they wrap. Without it
     arguments given by place cannot be named.
     """
-    parameters = list(inspect.signature(cls.forward).parameters.values())  # type: ignore[attr-defined]
+    asked: Any = cls  # mypy: the type of a module is not hashable
+    return _forward_parameters(asked)
+
+
+@functools.cache
+def _forward_parameters(cls: Any) -> Mapping[str, inspect.Parameter]:
+    parameters = list(inspect.signature(cls.forward).parameters.values())
     return {parameter.name: parameter for parameter in parameters[1:]}
 
 
@@ -44,7 +49,7 @@ def is_cache(value: Any) -> bool:
     Touches `cache_utils.Cache` and `generation.continuous_batching.cache.PagedAttentionCache`, which is no Cache.
     Without it a cache would have to be found by the name of its argument.
     """
-    return isinstance(value, _cache_classes())
+    return isinstance(value, cache_classes())
 
 
 def is_paged_cache(value: Any) -> bool:
@@ -53,11 +58,15 @@ def is_paged_cache(value: Any) -> bool:
     Touches `generation.continuous_batching.cache.PagedAttentionCache`. Without it continuous batching is not told from
     a call with one text a row.
     """
-    return isinstance(value, _cache_classes()[1:])
+    return isinstance(value, cache_classes()[1:])
 
 
 @functools.cache
-def _cache_classes() -> tuple[type, ...]:
+def cache_classes() -> tuple[type, ...]:
+    """Return the classes of key-value caches, the paged one last.
+
+    Touches the same as `is_cache`.
+    """
     from transformers.cache_utils import Cache
 
     try:
@@ -81,7 +90,7 @@ def find_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | st
         >>> find_cache([None], {"whatever": cache}) == ("whatever", cache)
         True
     """
-    classes = _cache_classes()
+    classes = cache_classes()
     for place, value in enumerate(args):
         if isinstance(value, classes):
             return place, value
@@ -101,6 +110,16 @@ def _refuse_unknown_cache(value: Any) -> None:
             f"an argument of class {type(value).__name__} works like a cache and is no transformers.Cache: which "
             "positions its keys have is unknown. Use a transformers.DynamicCache, or use_cache=False."
         )
+
+
+def cache_names(cls: type) -> tuple[str, ...]:
+    """Return the names of the arguments of the forward of `cls` that may hold a cache: by annotation, or as known.
+
+    Touches the names `CACHE_NAMES`, and annotations of `Cache`. Without it an argument that holds no cache in a call
+    is not told from others.
+    """
+    parameters = forward_parameters(cls)
+    return tuple(name for name, one in parameters.items() if name in CACHE_NAMES or _says_cache(one.annotation))
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -136,7 +155,7 @@ def _says_cache(annotation: Any) -> bool:
     if isinstance(annotation, str):
         return "Cache" in annotation
     parts = (annotation, *typing.get_args(annotation))
-    return any(isinstance(part, type) and issubclass(part, _cache_classes()) for part in parts)
+    return any(isinstance(part, type) and issubclass(part, cache_classes()) for part in parts)
 
 
 def cache_in(output: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.transformers_attention import attention_implementation, can_choose_attention
+from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.errors import DataError, NotEnoughMemoryError, PositionRangeError, UnsupportedModelError
 from hf_posswap.evaluation.memory import GIB, available_bytes
 from hf_posswap.evaluation.reach import Reach, reach_of
@@ -201,7 +202,7 @@ def _read(model: Any, ids: Tensor, piece: int, causal: bool) -> tuple[Tensor, Te
             paid = weights[0].mean(dim=0).double().cpu()  # [Q, K], K the last keys up to `end`
             _add(paid, begin, end, causal, totals[layer], first[layer : layer + 1])
         if piece < length:
-            inputs["past_key_values"] = output.past_key_values
+            inputs[cache_argument(reader)] = cache_in(output)
     return totals, first
 
 

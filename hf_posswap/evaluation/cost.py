@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.reach import reach_of
 
@@ -103,7 +104,9 @@ def measure_cost(model: PreTrainedModel, ids: Tensor, *, new_tokens: int = 8, pr
     for step in range(new_tokens):
         begin = _now(on_gpu)
         seen = torch.ones(1, ids.shape[1] + step + 1, dtype=ids.dtype, device=ids.device)
-        cache = model(input_ids=ids[:, -1:], attention_mask=seen, past_key_values=cache, use_cache=True).past_key_values
+        cache = cache_in(
+            model(input_ids=ids[:, -1:], attention_mask=seen, **{cache_argument(model): cache}, use_cache=True)
+        )
         steps.append(_now(on_gpu) - begin)
     decode = sorted(steps)[len(steps) // 2]
     return Cost(ids.shape[1], seconds, ids.shape[1] / max(seconds, 1e-9), decode, kept, peak)
@@ -129,8 +132,10 @@ def _read(model: PreTrainedModel, ids: Tensor, prefill: int | None) -> Any:
     for start in range(0, ids.shape[1], piece):
         stop = min(start + piece, ids.shape[1])
         seen = torch.ones_like(ids[:, :stop])
-        output = body(input_ids=ids[:, start:stop], attention_mask=seen, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = body(
+            input_ids=ids[:, start:stop], attention_mask=seen, **{cache_argument(body): cache}, use_cache=True
+        )
+        cache = cache_in(output)
     return cache
 
 

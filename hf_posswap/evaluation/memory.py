@@ -110,7 +110,8 @@ def _split_scores(mechanism: Mechanism, model: Any, heads: int, rows: int, lengt
     if not (kernels and _merges(mechanism, model, rows * length)):
         return of_key * length
     assert mechanism.regions is not None
-    turned = _TURN_COPIES * len(mechanism.regions) * heads * mechanism.head_dim * (rows + length)
+    at_work = sum(not region.is_ahead for region in mechanism.regions)
+    turned = _TURN_COPIES * at_work * heads * mechanism.head_dim * (rows + length)
     return max(turned, of_key * _by_formula(rows, length) // rows)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.errors import DataError, NumericError
 from hf_posswap.evaluation.reach import reach_of
 
@@ -152,7 +153,7 @@ class Scorer:
                 output = self.model(**inputs)
                 yield output.logits, Tensor.float
             if inputs["use_cache"]:
-                inputs["past_key_values"] = output.past_key_values
+                inputs[cache_argument(self.model)] = cache_in(output)
 
     def _forget_length(self, ids: Tensor) -> None:
         """Read a token alone: stock dynamic NTK keeps the frequencies of the longest text it saw until a short one."""

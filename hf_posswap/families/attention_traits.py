@@ -42,6 +42,7 @@ class AttentionTraits:
         scheme: the name of that mechanism, for lists that have no config; None: there is none.
         switch: path, from the base model, and name of the attribute that is true where that mechanism is made.
         made_from: pattern of the embeddings, from the base model, that it is made from; "": none.
+        angles: path, from the base model, of the module that makes its angles in releases that have one; "": none.
         causal: of a config, whether a query sees only its past; None: the attention modules say it.
         length_name: the config value that says how many positions the model was made for; None: it has none.
         length: positions that it was made for, where its config does not say.
@@ -58,6 +59,7 @@ class AttentionTraits:
     scheme: str | None = None
     switch: tuple[str, str] | None = None
     made_from: str = ""
+    angles: str = ""
     causal: Callable[[Any], bool] | None = None
     length_name: str | None = "max_position_embeddings"
     length: int = 2048

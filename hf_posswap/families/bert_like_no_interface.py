@@ -24,7 +24,7 @@ def _bert_like(module: nn.Module) -> type | str:
     from hf_posswap.families.interfaces.fitting import fitting
 
     if module.is_decoder and not masks_the_future(modeling_module(module)):
-        return "this release of transformers lets decoders of its kind see their future"
+        return "this release of transformers lets decoders of its kind see their future: nothing can be put inside."
     classes = bert_like.BigBirdInterface, bert_like.MegatronBertInterface, bert_like.RemBertInterface
     return fitting(module, *classes)
 

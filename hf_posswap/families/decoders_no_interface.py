@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from hf_posswap.compat.transformers_attention import attends_by_interface
 from hf_posswap.families.attention_traits import AttentionTraits, NativeScheme
 from hf_posswap.families.base import Family, PositionSource, StackSpec, TableSpec, register
 from hf_posswap.families.rotary import rotary_modules
@@ -33,6 +35,8 @@ def _xglm(module: nn.Module) -> type | str:
 
 
 def _gptj(module: nn.Module) -> type | str:
+    if attends_by_interface(type(module)):  # since 5.24
+        return type(module)
     from hf_posswap.families.interfaces.fitting import fitting
     from hf_posswap.families.interfaces.gptj import GPTJInterface
 
@@ -40,6 +44,8 @@ def _gptj(module: nn.Module) -> type | str:
 
 
 def _codegen(module: nn.Module) -> type | str:
+    if attends_by_interface(type(module)):  # since 5.24
+        return type(module)
     from hf_posswap.families.interfaces.codegen import CodeGenInterface
     from hf_posswap.families.interfaces.fitting import fitting
 
@@ -51,7 +57,7 @@ def _bloom(module: nn.Module) -> type | str:
     from hf_posswap.families.interfaces.fitting import fitting
 
     if module.pretraining_tp > 1 and module.slow_but_exact:  # type: ignore[operator]
-        return "its config says slow_but_exact with pretraining_tp > 1, which transformers itself cannot run"
+        return "its config says slow_but_exact with pretraining_tp > 1, which transformers itself cannot run."
     return fitting(module, BloomInterface)
 
 
@@ -83,6 +89,10 @@ def _scaled_alibi(config: Any) -> NativeScheme | None:
     """Return Falcon's ALiBi, where it has one: its bias is scaled with the scores."""
     width = config.hidden_size // config.num_attention_heads
     return {"name": "alibi", "interpolation": width**0.5} if config.alibi else None
+
+
+_ROTARY_INSIDE = AttentionTraits(positions=_interleaved, scheme="rope", angles="rotary_emb")
+"""Of GPT-J and CodeGen: before 5.24 each attention module has its angles, since then the base model."""
 
 
 def _counted_by_falcon(config: Any) -> PositionSource:
@@ -152,7 +162,7 @@ register(
         name="gptj",
         summary="GPT-J: interleaved rotary positions inside attention, causal",
         model_types=("gptj",),
-        stacks=(StackSpec("", "h.*.attn", traits=AttentionTraits(_gptj, positions=_interleaved, scheme="rope")),),
+        stacks=(StackSpec("", "h.*.attn", traits=replace(_ROTARY_INSIDE, interface=_gptj)),),
     )
 )
 register(
@@ -160,7 +170,7 @@ register(
         name="codegen",
         summary="CodeGen: interleaved rotary positions inside attention, causal",
         model_types=("codegen",),
-        stacks=(StackSpec("", "h.*.attn", traits=AttentionTraits(_codegen, positions=_interleaved, scheme="rope")),),
+        stacks=(StackSpec("", "h.*.attn", traits=replace(_ROTARY_INSIDE, interface=_codegen)),),
     )
 )
 register(

@@ -24,7 +24,7 @@ def _roformer(module: nn.Module) -> type | str:
     from hf_posswap.families.interfaces.roformer import RoFormerInterface
 
     if module.is_decoder and not masks_the_future(modeling_module(module)):
-        return "this release of transformers lets decoders of its kind see their future"
+        return "this release of transformers lets decoders of its kind see their future: nothing can be put inside."
     return fitting(module, RoFormerInterface)
 
 

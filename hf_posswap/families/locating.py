@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ def family_of(config: PreTrainedConfig) -> Family:
         config: of a transformers model.
 
     Raises:
-        UnsupportedModelError: none does; the message says why, or lists the families.
+        UnsupportedModelError: none does; the message says why, or names near model types and how a family is added.
 
     Example:
         >>> from transformers import GPT2Config
@@ -44,8 +45,20 @@ def family_of(config: PreTrainedConfig) -> Family:
     for family in families:
         if family.matches is not None and family.matches(config):
             return family
-    known = "; ".join(f"{f.name}: {f.summary}" for f in families)
-    raise UnsupportedModelError(f"no family describes model type {model_type!r}. Families: {known}.")
+    raise UnsupportedModelError(_unknown(str(model_type), families))
+
+
+def _unknown(model_type: str, families: list[Family]) -> str:
+    """Return in three lines that no family describes a model type, what is near, and what to do."""
+    known = sorted({name for family in families for name in (family.name, *family.model_types)})
+    near = difflib.get_close_matches(model_type, known, n=3)
+    hint = f"Near names: {', '.join(map(repr, near))}. " if near else ""
+    return (
+        f"no family describes model type {model_type!r}, and its config has no rope parameters to go by.\n"
+        f"{hint}`posswap families` lists all {len(families)}.\n"
+        "To add it, register a Family that says where its position table or rotary module and its self-attention are: "
+        "page Extending, 'How to add a family'."
+    )
 
 
 def locate(model: PreTrainedModel) -> Sites:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from hf_posswap.compat.transformers_calls import forward_parameters
 
 
 def matching(root: nn.Module, pattern: str) -> list[str]:
@@ -70,7 +71,7 @@ def owner_of(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 def entry_signature(module: nn.Module) -> list[str]:
     """Return the names of the positional arguments of `module`."""
-    return list(inspect.signature(type(module).forward).parameters)[1:]
+    return list(forward_parameters(type(module)))
 
 
 def by_name(signature: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ _THETAS = "each layer has a theta of its own, kept beside the rope parameters in
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _RECURRENT),
     **dict.fromkeys(("jamba", "kimi_linear", "nemotron_h", "zamba", "nemo_speechlm"), _HYBRID),
-    **dict.fromkeys(("cpmant", "funnel", "inkling_text", "inkling2_text", "xlnet"), _RELATIVE),
+    **dict.fromkeys(("cpmant", "funnel", "inkling_text", "inkling2_text", "inkling2_loop_text", "xlnet"), _RELATIVE),
     **dict.fromkeys(("mra", "nystromformer", "pegasus_x", "reformer", "yoso"), _HASHED),
     **dict.fromkeys(
         (

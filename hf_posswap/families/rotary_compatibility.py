@@ -12,15 +12,16 @@ from torch import nn
 
 ATTENTION_PROVED = frozenset(
     """
-    afmoe apertus arcee aria_text bamba beam bitnet cohere cohere2 cohere2_moe cohere_compass_text cwm dbrx
-    diffllama doge dots1 emu3_text_model ernie4_5 ernie4_5_moe esmc eurobert exaone4 exaone_moe falcon_h1
-    flex_olmo flint gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4 glm4_moe gpt_neox gpt_oss
-    granite granitemoe granitemoehybrid granitemoeshared gte helium hy_v3 hyperclovax internlm3 iquestcoder
-    jais2 jetmoe jina_embeddings_v3 kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text mellum mimo_v2_flash
-    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mllama_text_model modernbert
-    modernbert-decoder moshi nemotron neomme nomic_bert olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3
-    phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss
-    smollm3 solar_open stablelm starcoder2 t5_gemma_module ultrabert vaultgemma zamba2 zaya
+    afmoe apertus apertus1p5_text arcee aria_text bamba beam bitnet cohere cohere2 cohere2_moe
+    cohere_compass_text cwm dbrx diffllama doge dots1 emu3_text_model ernie4_5 ernie4_5_moe esmc eurobert exaone
+    exaone4 exaone_moe falcon_h1 flex_olmo flint gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm
+    glm4 glm4_moe gpt_neox gpt_oss granite granitemoe granitemoehybrid granitemoeshared gte helium hy_v3
+    hyperclovax internlm3 iquestcoder jais2 jetmoe jina_embeddings_v3 kolibri1 laguna lara_mini lfm2 lfm2_moe
+    lfm3 llama llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
+    mixtral mllama_text_model modernbert modernbert-decoder moshi nemotron neomme nomic_bert olmo olmo2 olmo3
+    olmo_hybrid olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text
+    qwen3_5_text qwen3_moe qwen3_next sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 t5_gemma_module
+    ultrabert vaultgemma zamba2 zaya
     """.split()
 )
 """Model types in which RoPE re-applied inside attention equals the native model exactly, with and without a cache; a
@@ -49,7 +50,7 @@ def _is_local(module: Any) -> bool:
 
 ROTATES: dict[str, Callable[[nn.Module], bool]] = {
     "afmoe": _is_local,
-    **dict.fromkeys(("cohere2", "flint"), _is_windowed),
+    **dict.fromkeys(("cohere2", "flint", "lara_mini"), _is_windowed),
     "cohere2_moe": _is_windowed_or_told,
     **dict.fromkeys(("exaone4", "exaone_moe"), _is_windowed_where_some_are),
     **dict.fromkeys(("llama4_text", "smollm3"), _has_rope),
@@ -60,10 +61,11 @@ _LATENT = "its latent attention rotates a part of each head that it keeps apart"
 _INDEXED = "what chooses the tokens that it attends to turns by the same rotary module"
 _NORMALISED = "its queries and keys are normalised after they were rotated"
 _LINEAR = "some of its layers have linear attention"
+_LOOPED = "its layers run several times in each forward, on keys of their own"
 
 TURNING_REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"),
+        ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu"),
         _LATENT,
     ),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), _NORMALISED),
@@ -72,13 +74,15 @@ TURNING_REFUSED: dict[str, str] = {
 """Model types of which it is known why q and k cannot be turned inside attention; a bias can be added there."""
 
 ATTENTION_REFUSED: dict[str, str] = {
-    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"), _INDEXED),
+    **dict.fromkeys(
+        ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text", "qwen4_exp_text"), _INDEXED
+    ),
     "longcat_flash": _LATENT,
     **dict.fromkeys(("bailing_hybrid", "minimax"), _LINEAR),
     "deepseek_v4": "it attends to keys of several tokens that it has pressed into one",
     "gemma3n_text": "some of its layers take the keys of others, which are rotated already",
     "gpt_neox_japanese": "its attention does not go through transformers' AttentionInterface",
-    "hrm_text": "its layers run several times in each forward, on keys of their own",
+    **dict.fromkeys(("dory", "hrm_text"), _LOOPED),
     "t5gemma2_decoder": "its self-attention and its cross-attention are one",
     "t5gemma2_text": "its decoder's self-attention and cross-attention are one",
     "voxtral_realtime_text": "it cannot be run on text alone, so nothing is proved of it",

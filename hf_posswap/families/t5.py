@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from hf_posswap.compat.transformers_attention import goes_by_interface
+from hf_posswap.compat.transformers_attention import attends_by_interface
 from hf_posswap.families.attention_traits import AttentionTraits, NativeScheme
 from hf_posswap.families.base import Family, StackSpec, register
-from hf_posswap.families.modules import modeling_module
 
 
 def _buckets(config: Any) -> NativeScheme:
@@ -22,10 +21,10 @@ def _buckets(config: Any) -> NativeScheme:
 
 def _t5(module: nn.Module) -> type | str:
     """Return the class of `module`, or where transformers has none with the interface yet, the one that equals it."""
-    if goes_by_interface(modeling_module(module)):
+    if attends_by_interface(type(module)):
         return type(module)
     if type(module).__name__ == "SwitchTransformersAttention":
-        return "this release of transformers gives its bias to the first layer alone"
+        return "this release of transformers gives its bias to the first layer alone: nothing can be put inside."
     from hf_posswap.families.interfaces import t5
     from hf_posswap.families.interfaces.fitting import fitting
 

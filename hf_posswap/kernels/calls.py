@@ -119,6 +119,12 @@ def arranged(calls: Iterable[Call]) -> tuple[Call, ...]:
     return tuple(dataclasses.replace(call, is_first=taken.is_first(call)) for call in ordered)
 
 
+def numbered_anew(calls: Sequence[Call]) -> tuple[tuple[int, ...], tuple[Call, ...]]:
+    """Return the numbers of the pairs that `calls` take, and the calls with these pairs counted from 0."""
+    numbers = sorted({call.pair for call in calls})
+    return tuple(numbers), tuple(dataclasses.replace(call, pair=numbers.index(call.pair)) for call in calls)
+
+
 def _lengths(call: Call) -> tuple[int, int]:
     return call.queries[1] - call.queries[0], call.keys[1] - call.keys[0]
 

@@ -18,17 +18,22 @@ from hf_posswap.utils.grouping import groups_of
 
 
 class Region(NamedTuple):
-    """The pairs of a query at i and a key at j with low <= floor(i/size) - floor(j/size) < high, and j <= i.
+    """The pairs of a query at i and a key at j with low <= floor(i/size) - floor(j/size) < high.
 
     Attributes:
         size: tokens in a chunk; 1: the bounds are distances in tokens.
-        low: at least so far apart.
+        low: at least so far apart, below 0 where the key stands later than the query; None: any later.
         high: less far apart than this; None: any farther.
     """
 
     size: int
-    low: int
+    low: int | None
     high: int | None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether each key here stands later than its query, so that causal attention has no pair here."""
+        return self.high is not None and self.high <= 0
 
     def holds(self, query: Tensor, key: Tensor) -> Tensor:
         """Return which of the pairs of positions, broadcast against each other, lie here; bool.
@@ -39,21 +44,21 @@ class Region(NamedTuple):
             tensor([False,  True,  True, False])
         """
         apart = groups_of(query, self.size) - groups_of(key, self.size) if self.size > 1 else query - key
+        if self.low is None:
+            return apart == apart if self.high is None else apart < self.high
         held = apart >= self.low
-        if self.low == 0 and self.size > 1:
-            held = held & (key <= query)
         return held if self.high is None else held & (apart < self.high)
 
 
 def mergeable(regions: Sequence[Region]) -> bool:
-    """Return whether `attend_regions` knows calls for all of `regions`, and they hold every causal pair once."""
+    """Return whether `attend_regions` knows calls for all of `regions`, and they hold every pair once."""
     sizes = {region.size for region in regions}
-    bounds = sorted((region.low, region.high) for region in regions if region.high is not None)
-    last = [region.low for region in regions if region.high is None]
-    chain = [0, *(high for _, high in bounds)]
-    joined = [low for low, _ in bounds] + last == chain and len(last) == 1
-    one_step = all(region.high is None or region.high - region.low == 1 for region in regions)
-    windowed = sizes == {1} and len(regions) == 2
+    lows = sorted(region.low for region in regions if region.low is not None)
+    highs = sorted(region.high for region in regions if region.high is not None)
+    joined = lows == highs and len(lows) == len(regions) - 1  # one begins nowhere, one ends nowhere
+    bounded = [region.high - region.low for region in regions if region.low is not None and region.high is not None]
+    one_step = all(width == 1 for width in bounded)
+    windowed = sizes == {1} and len(regions) == 3 and min(bounded) > 0
     return len(sizes) == 1 and joined and (windowed or (sizes != {1} and one_step))
 
 
@@ -72,8 +77,7 @@ def attend_regions(
         value: [B, G, K, D].
         regions: as `mergeable` takes them.
         scaling: multiplies the scores.
-        segments: what is seen, no key ahead of its query; None: as many keys as queries, from position 0 on, up to the
-            query's own.
+        segments: what is seen; None: as many keys as queries, from position 0 on, up to the query's own.
     """
     seen = segments or whole(value.shape[0], pairs[0][0].shape[2], value.shape[2], causal=True)
     return attend(pairs, value, region_calls(regions, seen), scaling=scaling)
@@ -85,17 +89,20 @@ def region_calls(regions: Sequence[Region], segments: Sequence[Segment]) -> tupl
         Call.of(tile, pair, segment.rows)
         for segment in segments
         for pair, region in enumerate(regions)
+        if not region.is_ahead or segment.distances[0] < 0
         for tile in (_by_distance if region.size == 1 else _by_chunk)(segment, region)
     )
 
 
 def _by_distance(segment: Segment, region: Region) -> Iterator[Tile]:
     """Give the tiles for the keys of a segment at the distances of a region."""
-    first, last = segment.first, segment.apart - region.low
+    first, last = segment.first, segment.last
     if region.high is not None:
         nearest = segment.apart - region.high + 1
         first = nearest if first is None else max(first, nearest)
-    last = last if segment.last is None else min(last, segment.last)
+    if region.low is not None:
+        farthest = segment.apart - region.low
+        last = farthest if last is None else min(last, farthest)
     yield from tiles(segment.queries, segment.keys, first, last)
 
 
@@ -108,7 +115,7 @@ def _by_chunk(segment: Segment, region: Region) -> Iterator[Tile]:
         at = segment.start + segment.apart + begin - segment.queries[0]  # position of the first query
         chunk = at // size
         end = min(begin + size - at % size, segment.queries[1])
-        top = min(high, (chunk - region.low + 1) * size + offset)
+        top = high if region.low is None else min(high, (chunk - region.low + 1) * size + offset)
         bottom = low if region.high is None else max(low, (chunk - region.high + 1) * size + offset)
         if bottom < top:
             back = begin - segment.queries[0] - (bottom - low)  # keys are counted from `bottom`, queries from `begin`

@@ -27,7 +27,10 @@ class DualChunk(Piecewise):
     """Dual chunk attention (DCA): a key at j has position j mod l; so its rotation is final when it is cached.
 
     A query at i has position i mod l for keys of its own chunk of l tokens, min(i mod l + l, s) for keys of the
-    previous chunk, so that the nearest s - l keep their distance, and min(2 l - 1, s) for older ones.
+    previous chunk, so that the nearest s - l keep their distance, and min(2 l - 1, s) for older ones. For keys that
+    stand later, which the paper does not have, but a mask may show, as in the text read backwards: max(i mod l - l,
+    l - 1 - s) for those of the next chunk, so that the nearest s - l keep their distance, and max(-l, l - 1 - s) for
+    those behind it.
 
     The authors' released code also multiplies cos and sin by 0.05 ln(n/L) + 1 once a text of n > L tokens was read,
     and for all texts after it; the paper's results were made without that, and so is this. It keeps the scaling of the
@@ -74,9 +77,11 @@ class DualChunk(Piecewise):
     def parts(self) -> tuple[Part, ...]:
         largest = self.filled("chunk")
         size = largest - self.filled("local")
-
+        least = size - 1 - largest
         return (
             Part(lambda i: i % size, None, Region(size, 0, 1)),
             Part(lambda i: (i % size + size).clamp(max=largest), None, Region(size, 1, 2)),
             Part(lambda i: torch.full_like(i, min(2 * size - 1, largest)), None, Region(size, 2, None)),
+            Part(lambda i: (i % size - size).clamp(min=least), None, Region(size, -1, 0)),
+            Part(lambda i: torch.full_like(i, max(-size, least)), None, Region(size, None, -1)),
         )

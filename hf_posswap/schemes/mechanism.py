@@ -96,7 +96,7 @@ class Mechanism(nn.Module):
     def pieces(self, query_positions: Tensor, key_positions: Tensor, *, keys: Keys = "raw") -> tuple[Piece, ...]:
         """Return the pieces of the attention of queries at [B or 1, Q] to keys at [B or 1, K].
 
-        Each pair of a query and a key that causality allows belongs to one piece.
+        Each pair of a query and a key belongs to one piece, also where the key stands later: masks say what is seen.
 
         Args:
             query_positions: [B or 1, Q].

@@ -22,7 +22,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import widest
 from hf_posswap.schemes.base import SCHEMES, Traits
 from hf_posswap.schemes.common import checks
-from hf_posswap.schemes.common.piecewise import Part, PiecewiseMechanism, Windowed, farther_than
+from hf_posswap.schemes.common.piecewise import Far, PiecewiseMechanism, Windowed
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RectifiedMechanism(PiecewiseMechanism):
 @SCHEMES.register("rerope")
 @dataclass(frozen=True)
 class ReRope(Rectified):
-    """ReRoPE: distance min(i - j, w).
+    """ReRoPE: distance min(i - j, w); of a key that stands later than its query max(i - j, -w).
 
     Example:
         >>> ReRope(window=512, log_scaling=True).traits.relative
@@ -82,14 +82,20 @@ class ReRope(Rectified):
     summary: ClassVar[str] = "ReRoPE: distances stop growing at a window"
     source: ClassVar[str] = "https://kexue.fm/archives/9708"
 
-    def far(self, window: int) -> Part:
-        return Part(lambda i: torch.full_like(i, window), torch.zeros_like, farther_than(window))
+    def far(self, window: int) -> Far:
+        return Far(
+            behind=lambda i: torch.full_like(i, window),
+            ahead=lambda i: torch.full_like(i, -window),
+            key=torch.zeros_like,
+        )
 
 
 @SCHEMES.register("leaky_rerope")
 @dataclass(frozen=True)
 class LeakyReRope(Rectified):
     """Leaky ReRoPE: distance i - j below w, else w + (i - j - w)/k. Reaches (L - w) k + w tokens.
+
+    Of a key that stands later than its query: i - j where j - i < w, else -w + (i - j + w)/k.
 
     Attributes:
         slowdown: k >= 1; None takes the smallest that reaches max_length.
@@ -133,10 +139,14 @@ class LeakyReRope(Rectified):
         window = self.filled("window")
         return math.floor((self.filled("original_length") - window) * self.filled("slowdown") + window + 1e-6)
 
-    def far(self, window: int) -> Part:
+    def far(self, window: int) -> Far:
         slowdown = self.filled("slowdown")
 
         def slowed(positions: Tensor) -> Tensor:
             return positions.to(widest(positions.device)) / slowdown
 
-        return Part(lambda i: slowed(i - window) + window, slowed, farther_than(window))
+        return Far(
+            behind=lambda i: slowed(i - window) + window,
+            ahead=lambda i: slowed(i + window) - window,
+            key=slowed,
+        )

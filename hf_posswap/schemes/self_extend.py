@@ -14,7 +14,7 @@ from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.base import SCHEMES
 from hf_posswap.schemes.common import checks
-from hf_posswap.schemes.common.piecewise import Part, Windowed, farther_than
+from hf_posswap.schemes.common.piecewise import Far, Windowed
 from hf_posswap.utils.grouping import groups_of
 
 
@@ -22,6 +22,9 @@ from hf_posswap.utils.grouping import groups_of
 @dataclass(frozen=True)
 class SelfExtend(Windowed):
     """Distance i - j below w; else floor(i/G) - floor(j/G) + w - floor(w/G). Reaches (L - w) G + w tokens.
+
+    A key that stands later than its query, which the paper does not have, but a mask may show: i - j where j - i < w,
+    else floor(i/G) - floor(j/G) - w + floor(w/G).
 
     The authors' released code (https://github.com/datamllab/LongLM) shifts by w - w/G, not rounded, in its eager
     forward, and by w - floor(w/G) in its decoding with flash attention: where G does not divide w the two differ by
@@ -69,10 +72,11 @@ class SelfExtend(Windowed):
         window = self.filled("window")
         return (self.filled("original_length") - window) * self.filled("group") + window
 
-    def far(self, window: int) -> Part:
+    def far(self, window: int) -> Far:
         group = self.filled("group")
-        return Part(
-            lambda i: groups_of(i, group) + window - window // group,
-            lambda j: groups_of(j, group),
-            farther_than(window),
+        shift = window - window // group
+        return Far(
+            behind=lambda i: groups_of(i, group) + shift,
+            ahead=lambda i: groups_of(i, group) - shift,
+            key=lambda j: groups_of(j, group),
         )

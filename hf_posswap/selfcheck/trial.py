@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap import load, patch_model, plan_swap, save, unpatch_model, verify_swap
+from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.selfcheck.touch import WrongAnswerError
 from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.utils.threads import PROCESS
@@ -148,8 +149,8 @@ def stepwise(model: Any) -> Tensor:
         piece = inputs | {name: inputs[name][:, start:stop]}
         if not model.config.is_encoder_decoder:
             piece["attention_mask"] = inputs["attention_mask"][:, :stop]
-        out = model.eval()(**piece, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model.eval()(**piece, **{cache_argument(model): cache}, use_cache=True)
+        cache = cache_in(out)
         found.append(out.logits)
     return torch.cat(found, dim=1)
 

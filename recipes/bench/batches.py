@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from hf_posswap.compat.transformers_calls import cache_argument, cache_in
+
 DECODING = "decoding after "
 
 
@@ -126,8 +128,8 @@ def in_chunks(model: Any, ids: Tensor, *, static: bool = False) -> Callable[[], 
 
     def run() -> Tensor:
         cache = StaticCache(config=model.config, max_cache_len=ids.shape[1]) if static else None
-        first = model(ids[:, :half], past_key_values=cache, use_cache=True)
-        second = model(ids[:, half:], past_key_values=first.past_key_values)
+        first = model(ids[:, :half], **{cache_argument(model): cache}, use_cache=True)
+        second = model(ids[:, half:], **{cache_argument(model): cache_in(first)})
         return torch.cat((first.logits, second.logits), dim=1)
 
     return run
@@ -137,10 +139,10 @@ def step_after(model: Any, past: int, steps: int = 8) -> Callable[[], Tensor]:
     """Return what decodes `steps` tokens, one by one, after a text of `past`."""
     ids = ids_of(1, past + steps)
     with torch.no_grad():
-        cache = model(ids[:, :past], use_cache=True).past_key_values
+        cache = cache_in(model(ids[:, :past], use_cache=True))
 
     def run() -> Tensor:
-        logits = [model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(past, past + steps)]
+        logits = [model(ids[:, n : n + 1], **{cache_argument(model): cache}).logits for n in range(past, past + steps)]
         cache.crop(-steps)
         return torch.cat(logits, dim=1)
 

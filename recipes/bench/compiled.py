@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from hf_posswap.compat.transformers_calls import cache_argument
 from recipes.bench.batches import Sizes, forward, gradients, ids_of
 from recipes.bench.harness import Case
 from recipes.bench.situations import UNPATCHED, llama
@@ -50,11 +51,14 @@ def steps(model: Any, ids: Tensor, count: int = 8) -> Callable[[], Tensor]:
     past = ids.shape[1] - count
     cache = StaticCache(config=model.config, max_cache_len=ids.shape[1])
     with torch.no_grad():
-        type(model).forward(model, ids[:, :past], past_key_values=cache)
+        type(model).forward(model, ids[:, :past], **{cache_argument(model): cache})
 
     def run() -> Tensor:
         with torch.no_grad():
-            logits = [model(ids[:, n : n + 1], past_key_values=cache).logits.clone() for n in range(past, past + count)]
+            logits = [
+                model(ids[:, n : n + 1], **{cache_argument(model): cache}).logits.clone()
+                for n in range(past, past + count)
+            ]
         for layer in cast("Any", cache).layers:  # a static cache has no crop: what lies beyond is written anew
             layer.cumulative_length.sub_(count)
         return torch.cat(logits, dim=1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.schemes.mechanism import Mechanism
 from recipes.bench.harness import Case
 from recipes.bench.models import gpt2, gpt_neox
@@ -47,10 +48,10 @@ def step_after(model: Any, past: int) -> Callable[[], Any]:
     """Return what runs one step of `model` after `past` tokens, again and again."""
     ids = torch.randint(0, 512, (1, past + 1), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        cache = model(ids[:, :past], use_cache=True).past_key_values
+        cache = cache_in(model(ids[:, :past], use_cache=True))
 
     def run() -> Any:
-        logits = model(ids[:, past:], past_key_values=cache, use_cache=True).logits
+        logits = model(ids[:, past:], **{cache_argument(model): cache}, use_cache=True).logits
         cache.crop(-1)
         return logits
 

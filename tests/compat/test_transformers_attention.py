@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posswap.compat import transformers_attention
 
+KNOWN_BY_ANY_NAME = ALL_ATTENTION_FUNCTIONS
 IDS = torch.arange(1, 9)[None]
 SIZES: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 11, "n_positions": 16}
 
@@ -24,10 +25,6 @@ def llama() -> Any:
             initializer_range=0.2,
         )
     ).eval()  # fmt: skip
-
-
-def code_of(model: Any) -> Any:
-    return sys.modules[type(model).__module__]
 
 
 def test_attention_implementation(llama: Any) -> None:
@@ -74,22 +71,42 @@ def test_implementation_is_what_attention_modules_read(llama: Any) -> None:
     assert weights.shape == (1, 2, 2, 2)  # eager code hands them out, sdpa does not
 
 
-def test_goes_by_interface(llama: Any) -> None:
-    from transformers.models.xlnet import modeling_xlnet
+def test_attends_by_interface() -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+    from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
 
-    assert transformers_attention.goes_by_interface(code_of(llama))
-    assert not transformers_attention.goes_by_interface(modeling_xlnet)
+    assert transformers_attention.attends_by_interface(LlamaAttention)
+    assert not transformers_attention.attends_by_interface(XLNetRelativeAttention)
+
+
+def test_attends_by_interface_through_a_method_of_its_own() -> None:
+    from transformers import AttentionInterface
+
+    class Indirect(torch.nn.Module):
+        def forward(self, states: Tensor) -> Any:
+            return self.attend(states)
+
+        def attend(self, states: Tensor) -> Any:
+            return KNOWN_BY_ANY_NAME.get("sdpa")
+
+    class Closed(torch.nn.Module):
+        def forward(self, states: Tensor) -> Any:
+            return states
+
+    assert isinstance(KNOWN_BY_ANY_NAME, AttentionInterface)
+    assert transformers_attention.attends_by_interface(Indirect)
+    assert not transformers_attention.attends_by_interface(Closed)
 
 
 def test_eager_function(llama: Any) -> None:
-    found: Any = transformers_attention.eager_function(code_of(llama))
     attention = llama.model.layers[0].self_attn
+    found: Any = transformers_attention.eager_function(type(attention))
     query = torch.randn(1, 2, 4, 8)
     sdpa = transformers_attention.attention_function("sdpa", None)
     out = found(attention, query, query, query, None, scaling=0.5)[0]
     expected = sdpa(attention, query, query, query, None, scaling=0.5, is_causal=False)[0]
     torch.testing.assert_close(out, expected)
-    assert transformers_attention.eager_function(torch) is None
+    assert transformers_attention.eager_function(torch.nn.Linear) is None
 
 
 def test_upcast_attention() -> None:
@@ -106,7 +123,7 @@ def test_can_choose_attention(llama: Any) -> None:
 
     assert transformers_attention.can_choose_attention(llama)
     model = GPTNeoForCausalLM(GPTNeoConfig(hidden_size=8, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]))
-    interface = transformers_attention.goes_by_interface(code_of(model))
+    interface = transformers_attention.attends_by_interface(type(model.transformer.h[0].attn.attention))
     assert transformers_attention.can_choose_attention(model) == interface
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, StaticCache, cache_utils
+from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, StaticCache, cache_utils
 
 from hf_posswap.compat import transformers_cache
 
@@ -53,3 +53,46 @@ def test_cache_layer_class(monkeypatch: pytest.MonkeyPatch) -> None:
     made = transformers_cache.cache_layer_class("Made", (native,), {"kept": 1})
     assert own["ours"] is native
     assert (made.__name__, made.__bases__, made.kept) == ("Made", (native,), 1)  # type: ignore[attr-defined]
+
+
+def test_self_attention_cache() -> None:
+    own, cross = DynamicCache(), DynamicCache()
+    assert transformers_cache.self_attention_cache(EncoderDecoderCache(own, cross)) is own
+    assert transformers_cache.self_attention_cache(own) is own
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_update_of_a_cache_view(kind: str) -> None:
+    """A view is of the cache's class, and what is written into it stands in the cache, its keys changed."""
+    transformers_cache.prepare_views()
+    cache, plain = filled(kind, 3), filled(kind, 3)
+    view = transformers_cache.cache_view(cache, lambda key: 2 * key)
+    assert isinstance(view, type(cache))
+    assert int(view.get_seq_length(0)) == 3
+    written, again = (torch.full((1, 2, 1, 8), 5.0) for _ in range(2))
+    keys, values = view.update(written, again, 0)
+    expected_keys, expected_values = plain.update(2 * written, again, 0)
+    assert torch.equal(keys, expected_keys)
+    assert torch.equal(values, expected_values)
+    assert int(cache.get_seq_length(0)) == int(view.get_seq_length(0)) == 4
+    assert torch.equal(cache.layers[0].keys, plain.layers[0].keys)
+
+
+def test_cache_view_of_an_encoder_decoder_cache() -> None:
+    cache = EncoderDecoderCache(filled("dynamic", 3), filled("dynamic", 2))
+    view = transformers_cache.cache_view(cache, lambda key: 2 * key)
+    view.self_attention_cache.update(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), 0)
+    assert cache.self_attention_cache.layers[0].keys[0, 0, :, 0].tolist() == [1, 1, 1, 2]
+    assert view.cross_attention_cache is cache.cross_attention_cache
+    assert view.is_updated is cache.is_updated
+
+
+def test_prepare_views() -> None:
+    transformers_cache.prepare_views()
+    assert isinstance(transformers_cache.cache_view(DynamicCache(), lambda key: key), DynamicCache)
+
+
+def test_write_keys() -> None:
+    cache, arguments = filled("dynamic", 3), {}  # type: ignore[var-annotated]
+    keys, _ = transformers_cache.write_keys(cache, torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), 0, arguments)
+    assert keys.shape[2] == 4

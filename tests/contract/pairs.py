@@ -23,6 +23,7 @@ from tests.contract.others import ALL, OTHERS
 from tests.contract.paired import PAIRED
 from tests.contract.rotary_kinds import KINDS_OF_ROTARY
 from tests.contract.stacks import cache_of, given, named
+from tests.stock import takes_cache
 from tests.toys import registration
 
 LONGER = 2 * LENGTH
@@ -141,7 +142,7 @@ class Pair:
     @property
     def cached(self) -> bool:
         """Whether the model sees only the past and keeps it: the first GPT takes no cache."""
-        return self.causal and self.tiny.steps and self.takes("past_key_values")
+        return self.causal and self.tiny.steps and takes_cache(self.tiny.stock)
 
     @property
     def identity(self) -> bool:

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_posswap import patch_model
 from tests.contract.models import LENGTH
 from tests.contract.pairs import NOISE, Pair, gap, words
+from tests.stock import with_cache
 
 pytestmark = pytest.mark.slow
 
@@ -73,8 +74,8 @@ def step(model: Any, pair: Pair) -> Tensor:
     """Return the logits of two static-cache decoding steps after a prefill, the steps compiled."""
     cache = pair.cache("static", model.config, LENGTH)
     start = pair.given(input_ids=IDS[:, :8], attention_mask=torch.ones(2, 8, dtype=torch.long))
-    model(**start, past_key_values=cache)
-    run = compiled(lambda given: model(**given, past_key_values=cache, use_cache=True).logits)
+    model(**start, **with_cache(model, cache))
+    run = compiled(lambda given: model(**given, **with_cache(model, cache), use_cache=True).logits)
     mask = torch.zeros(2, LENGTH, dtype=torch.long)
     pieces = []
     for i in (8, 9):

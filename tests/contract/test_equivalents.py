@@ -19,6 +19,7 @@ from tests.contract.models import LENGTH, PADDING, build
 from tests.contract.pairs import CHANGE, Pair, gap, logits, words
 from tests.contract.test_running import piecewise
 from tests.exact_angles import with_exact_angles
+from tests.stock import with_cache
 
 CLOSE = 1e-5
 LONG = 3 * LENGTH
@@ -215,7 +216,7 @@ def test_gpt2_with_alibi_equals_a_brute_force_bias() -> None:
     cache, steps = DynamicCache(config=model.config), []
     for i in range(24):
         kept, at = mask[:, : i + 1], positions[:, i : i + 1]
-        steps.append(logits(model, ids[:, i : i + 1], attention_mask=kept, position_ids=at, past_key_values=cache))
+        steps.append(logits(model, ids[:, i : i + 1], attention_mask=kept, position_ids=at, **with_cache(model, cache)))
     assert gap(torch.cat(steps, dim=1)[seen], expected[seen]) < CLOSE
 
 

@@ -19,6 +19,7 @@ from tests.contract.pairs import Pair, gap, words
 from tests.contract.stacks import HEARD
 from tests.contract.test_masks import counted, first_position
 from tests.contract.test_pads import SEES_PLACES
+from tests.stock import with_cache
 
 decoders = pytest.mark.pairs(lambda pair: pair.tiny.generates and pair.cached and pair.placed)
 PROMPT, TOTAL = 12, 24
@@ -44,7 +45,7 @@ def fed(pair: Pair, model: Any, kind: str, ids: Tensor, mask: Tensor, at: Tensor
                 ids[:, start:end],
                 attention_mask=mask[:, :end],
                 position_ids=at[:, start:end],
-                past_key_values=cache,
+                **with_cache(model, cache),
             )  # fmt: skip
         )
         start = end

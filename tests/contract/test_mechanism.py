@@ -17,6 +17,7 @@ from hf_posswap.schemes import SCHEMES
 from tests.contract.models import LENGTH, TINY, build
 from tests.contract.pairs import CHANGE, LONGER, NOISE, Pair, gap, logits, placed, refusal, words
 from tests.contract.test_masks import first_position
+from tests.stock import cache_in, with_cache
 from tests.toys.registration import TOY_MODEL
 
 IDS = words(2, LENGTH)
@@ -145,7 +146,7 @@ def test_a_table_says_where_it_ends(pair: Pair) -> None:
 def test_a_table_ends_in_a_cache_too(pair: Pair) -> None:
     model, end = pair.specimen(), pair.plan.max_length
     with torch.no_grad():
-        cache = model(**pair.given(input_ids=words(1, end - 1)), use_cache=True).past_key_values
-        model(**pair.given(input_ids=words(1, 1)), past_key_values=cache, use_cache=True)
+        cache = cache_in(model(**pair.given(input_ids=words(1, end - 1)), use_cache=True))
+        model(**pair.given(input_ids=words(1, 1)), **with_cache(model, cache), use_cache=True)
         with pytest.raises(PositionRangeError, match=rf"asked for {end + 1} positions"):
-            model(**pair.given(input_ids=words(1, 1)), past_key_values=cache, use_cache=True)
+            model(**pair.given(input_ids=words(1, 1)), **with_cache(model, cache), use_cache=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.contract.models import PADDING
 from tests.contract.pairs import Pair, gap, placed, words
 from tests.contract.test_masks import not_convolved
+from tests.stock import with_cache
 
 pytestmark = pytest.mark.few
 PADS = {"left": range(5), "inside": range(6, 10), "right": range(15, 20), "all": (0, 1, 4, 5, 9, 10, 11, 18, 19)}
@@ -75,6 +76,6 @@ def test_they_stand_there_in_steps_through_a_cache_too(pair: Pair, kind: str) ->
     (ids, mask), model = padded("all"), pair.specimen()
     cache, parts = pair.cache(kind, model.config), []
     for start, stop in ((0, 12), (12, 13), (13, 20)):
-        parts.append(pair.logits(model, ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache))
+        parts.append(pair.logits(model, ids[:, start:stop], attention_mask=mask[:, :stop], **with_cache(model, cache)))
     found, whole = torch.cat(parts, dim=1), pair.logits(model, ids, attention_mask=mask)
     assert gap(found[mask.bool()], whole[mask.bool()]) < pair.noise

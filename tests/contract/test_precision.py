@@ -14,6 +14,7 @@ from hf_posswap.families.rope_config import inv_freq_names
 from hf_posswap.schemes.mechanism import Mechanism
 from tests.contract.models import LENGTH
 from tests.contract.pairs import Pair, gap, once, words
+from tests.stock import cache_in, with_cache
 
 IDS = words(2, LENGTH - 2)
 UNABLE = {"dbrx": "must have the same scalar type", "deberta": "cannot be converted to type"}
@@ -134,8 +135,8 @@ def mixed(pair: Pair, model: Any, name: str) -> tuple[dict[str, Tensor], dict[st
         found["padded"] = pair.logits(model, IDS, attention_mask=mask)[mask.bool()]
     if pair.cached:
         with narrow(), torch.no_grad():
-            cache = model(**pair.given(input_ids=IDS[:, :-1]), use_cache=True).past_key_values
-            found["step"] = model(**pair.given(input_ids=IDS[:, -1:]), past_key_values=cache).logits
+            cache = cache_in(model(**pair.given(input_ids=IDS[:, :-1]), use_cache=True))
+            found["step"] = model(**pair.given(input_ids=IDS[:, -1:]), **with_cache(model, cache)).logits
     with narrow():
         out = model(**pair.given(input_ids=IDS, labels=IDS), **({"use_cache": False} if pair.cached else {}))
     found["logits"] = out.logits.detach()

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, StaticCache
 
-from hf_posswap.patching.sites.attention.cache_view import self_attention_cache
+from hf_posswap.compat.transformers_cache import self_attention_cache
 from tests.contract.models import PADDING
 from tests.contract.others import ALL
 from tests.contract.pairs import CHANGE, LONGER, NOISE, Pair, gap, logits, once, words
 from tests.contract.stacks import HEARD
+from tests.stock import with_cache
 
 CHUNKS = {"steps": [1] * LONGER, "chunks": [7, 1, 9, 2, 40]}
 CACHES = ("dynamic", pytest.param("static", marks=pytest.mark.few))
@@ -36,7 +37,9 @@ def piecewise(model: Any, ids: Tensor, sizes: list[int], cache: Any, run: Callab
         end = min(start + size, ids.shape[1])
         if start < end:
             mask = torch.ones(ids.shape[0], end, dtype=torch.long)
-            pieces.append(run(model, ids[:, start:end], attention_mask=mask, past_key_values=cache, use_cache=True))
+            pieces.append(
+                run(model, ids[:, start:end], attention_mask=mask, **with_cache(model, cache), use_cache=True)
+            )
         start = end
     return torch.cat(pieces, dim=1)
 
@@ -70,7 +73,9 @@ def test_a_native_class_is_wrong_with_a_static_cache(name: str) -> None:
     caches = [StaticCache(config=model.config, max_cache_len=LONGER) for _ in range(2)]
     with torch.no_grad():
         full = model(input_ids=ids, decoder_input_ids=ids).logits
-        out = model(input_ids=ids, decoder_input_ids=ids, past_key_values=EncoderDecoderCache(*caches), use_cache=True)
+        out = model(
+            input_ids=ids, decoder_input_ids=ids, **with_cache(model, EncoderDecoderCache(*caches)), use_cache=True
+        )
     assert gap(out.logits, full) > CHANGE
 
 
@@ -143,13 +148,13 @@ def test_a_padded_batch_steps_through_a_cache(pair: Pair, kind: str) -> None:
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = pair.cache(kind, model.config)
     pair.logits(model, ids[:, :length], attention_mask=mask[:, :length], position_ids=positions[:, :length],
-           past_key_values=cache)  # fmt: skip
+           **with_cache(model, cache))  # fmt: skip
     for i in range(length, 20):
         step = pair.logits(
             model,
             ids[:, i : i + 1],
             attention_mask=mask[:, : i + 1],
             position_ids=positions[:, i : i + 1],
-            past_key_values=cache,
+            **with_cache(model, cache),
         )
         assert gap(step[1, -1], expected[i - length]) < pair.noise, f"token {i}"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.testing.tiny import TINY_LENGTH, TINY_VOCABULARY, tiny_model
+from tests.stock import cache_in, with_cache
 
 LENGTH, PADDING = TINY_LENGTH, 0
 TABLES = {
@@ -63,9 +64,9 @@ def stepwise(
                 encoder_outputs=encoded,
                 attention_mask=mask,
                 decoder_input_ids=target[:, start:stop],
-                past_key_values=cache,
+                **with_cache(model, cache),
                 use_cache=True,
             )
-            cache = out.past_key_values
+            cache = cache_in(out)
             parts.append(out.logits)
     return torch.cat(parts, dim=1)

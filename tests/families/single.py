@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.testing.tiny import TINY_LENGTH, TINY_VOCABULARY, tiny_model
+from tests.stock import cache_in, with_cache
 
 LENGTH, PADDING = TINY_LENGTH, 1
 
@@ -110,7 +111,7 @@ def stepwise(model: Any, ids: Tensor) -> Tensor:
     with torch.no_grad():
         for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
             mask = torch.ones_like(ids[:, :stop])
-            out = model(ids[:, start:stop], attention_mask=mask, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(ids[:, start:stop], attention_mask=mask, **with_cache(model, cache), use_cache=True)
+            cache = cache_in(out)
             parts.append(out.logits)
     return torch.cat(parts, dim=1)

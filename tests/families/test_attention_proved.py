@@ -17,10 +17,14 @@ from hf_posswap.families.rotary_compatibility import ATTENTION_PROVED, ATTENTION
 from hf_posswap.rope_math import Frequencies, cos_sin
 from hf_posswap.testing.tiny import language_models, tiny_model
 from tests.families.test_rotary import KINDS, NEEDS_AUDIO, is_rotary
+from tests.stock import RELEASE, cache_in, with_cache
 
 SHARDS = 12
-SAME_CLASS = ("internlm3", "iquestcoder")
-"""Model types that have a class of another one."""
+SAME_CLASS = {
+    **dict.fromkeys(("internlm3", "iquestcoder"), (5, 23)),
+    **dict.fromkeys(("exaone", "sarvam_mla", "sarvam_moe"), (5, 24)),
+}
+"""Model types that have a class of another one, and the release that brought them."""
 CLOSED_BEFORE = ("AfmoeForCausalLM",)
 """Classes that do not pass on what attention is told, in older releases of transformers."""
 APART = {
@@ -42,8 +46,8 @@ def in_steps(model: Any, ids: Tensor) -> Tensor | None:
         return None
     cache, parts = None, []
     for start in range(0, ids.shape[1], 6):
-        out = run(model, ids[:, start : start + 6], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = run(model, ids[:, start : start + 6], **with_cache(model, cache), use_cache=True)
+        cache = cache_in(out)
         parts.append(out.logits)
     return torch.cat(parts, dim=1)
 
@@ -131,8 +135,8 @@ def judged(kind: str) -> str | None:
 
 @pytest.mark.parametrize("kind", [*KINDS, "gpt_oss", "internlm3"])
 def test_rope_inside_attention_equals_native(kind: str) -> None:
-    if kind in SAME_CLASS and not any(kind in types for types in language_models().values()):
-        pytest.skip(f"this transformers has no {kind}")
+    if kind in SAME_CLASS and RELEASE < SAME_CLASS[kind]:
+        pytest.skip(f"transformers has {kind} since {SAME_CLASS[kind]}")
     assert judged(kind) is None
 
 
@@ -141,7 +145,7 @@ def test_rope_inside_attention_equals_native(kind: str) -> None:
 def test_rope_inside_attention_equals_native_in_every_class(shard: int) -> None:
     kinds = [name for name in sorted(language_models())[shard::SHARDS] if is_rotary(name) and name not in NEEDS_AUDIO]
     known = {kind for types in language_models().values() for kind in types}
-    kinds += [kind for kind in SAME_CLASS[shard : shard + 1] if kind in known]
+    kinds += [kind for kind in list(SAME_CLASS)[shard : shard + 1] if kind in known]
     assert len(kinds) >= 5
     wrong = {kind: problem for kind in kinds if (problem := judged(kind)) is not None}
     assert wrong == {}

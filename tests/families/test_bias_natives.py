@@ -22,6 +22,7 @@ from hf_posswap.schemes import Alibi, Learned, Rope
 from hf_posswap.schemes.alibi import slopes
 from hf_posswap.testing.tiny import tiny_config, tiny_model
 from tests.families.interface_models import words
+from tests.stock import RELEASE
 
 IDS = words(2, 14)
 MASK = torch.ones(2, 14, dtype=torch.long)
@@ -74,10 +75,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "switch": ("SwitchTransformersForConditionalGeneration", {}, "t5", {}),
     "longt5": ("LongT5ForConditionalGeneration", {}, "t5", {}),
 }
-SHARES_ITS_BIAS = hasattr(
-    importlib.import_module("transformers.models.switch_transformers.modeling_switch_transformers"),
-    "ALL_ATTENTION_FUNCTIONS",
-)
+SHARES_ITS_BIAS = RELEASE >= (5, 18)
 if not SHARES_ITS_BIAS:
     del NATIVE["switch"]
 
@@ -109,7 +107,7 @@ def test_put_back_it_decodes_as_the_native_model(name: str) -> None:
 
 
 @pytest.mark.skipif(
-    hasattr(transformers.models.t5.modeling_t5, "ALL_ATTENTION_FUNCTIONS"),
+    RELEASE >= (5, 18),
     reason="in this release of transformers the class itself attends through the interface",
 )
 @pytest.mark.parametrize("name", ["T5", "MT5", "UMT5", "LongT5"])

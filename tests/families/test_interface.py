@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_posswap.families.interfaces.fitting import fitting
 from tests.copies import copied
 from tests.families.interface_models import CASES, Case, dress, words
+from tests.stock import cache_in, with_cache
 
 NOISE = 5e-5
 """What summing in another order makes of logits near 5, the scores of some not scaled."""
@@ -92,8 +93,8 @@ def stepwise(model: Any) -> Tensor:
     for length in (5, 3, 1, 1, 1, 1):
         chunk = IDS[:, begin : begin + length]
         with torch.no_grad():
-            out = model(input_ids=chunk, past_key_values=cache, use_cache=True)
-        found, cache, begin = [*found, out.logits], out.past_key_values, begin + length
+            out = model(input_ids=chunk, **with_cache(model, cache), use_cache=True)
+        found, cache, begin = [*found, out.logits], cache_in(out), begin + length
     return torch.cat(found, dim=1)
 
 

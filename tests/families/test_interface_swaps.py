@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 import hf_posswap
@@ -17,6 +16,7 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.testing.tiny import tiny_model
 from tests.copies import copied
 from tests.families.interface_models import words
+from tests.stock import RELEASE, cache_in, with_cache
 
 LENGTH = 32
 """Original length of the tiny models that have one."""
@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", {"decoder_start_token_id": 0, "num_layers": 2, "num_decoder_layers": 2}),
     "umt5": ("UMT5ForConditionalGeneration", {"decoder_start_token_id": 0, "num_layers": 2, "num_decoder_layers": 2}),
 }
-if not hasattr(transformers.models.roformer.modeling_roformer, "create_causal_mask"):
+if RELEASE < (5, 18):
     del KINDS["roformer (is_decoder)"]
 ENCODERS = {"mpnet", "roformer"}
 TABLES = {"gpt_neo", "openai-gpt", "mpnet"}
@@ -101,8 +101,8 @@ def stepwise(model: Any, ids: Tensor) -> Tensor:
     while begin < ids.shape[1]:
         chunk = ids[:, begin : begin + {0: 7, 7: 4}.get(begin, 1)]
         with torch.no_grad():
-            out = model(**first | {name: chunk}, past_key_values=cache, use_cache=True)
-        found, cache, begin = [*found, out.logits], out.past_key_values, begin + chunk.shape[1]
+            out = model(**first | {name: chunk}, **with_cache(model, cache), use_cache=True)
+        found, cache, begin = [*found, out.logits], cache_in(out), begin + chunk.shape[1]
     return torch.cat(found, dim=1)
 
 
@@ -172,7 +172,7 @@ def test_left_padding_changes_nothing(kind: str, scheme: str) -> None:
 
 @every_kind
 def test_sdpa_does_what_eager_code_does(kind: str) -> None:
-    old_t5 = not hasattr(transformers.models.t5.modeling_t5, "ALL_ATTENTION_FUNCTIONS")
+    old_t5 = RELEASE < (5, 18)
     if kind == "mpt" or (kind in ("t5", "umt5") and old_t5):  # whose cross-attention lacks the interface
         pytest.skip("the masks of the model are made for eager code")
     mask = torch.ones(2, 14, dtype=torch.long)
@@ -282,7 +282,7 @@ def test_another_class_of_attention_is_refused() -> None:
 
 
 @pytest.mark.skipif(
-    hasattr(transformers.models.roformer.modeling_roformer, "create_causal_mask"),
+    RELEASE >= (5, 18),
     reason="in this release of transformers they do not see their future",
 )
 def test_a_roformer_decoder_that_sees_its_future_is_refused() -> None:

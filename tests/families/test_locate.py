@@ -14,6 +14,7 @@ from hf_posswap.families import FAMILIES, Family, TableSpec, locate, register
 from hf_posswap.families.locating import family_of
 from hf_posswap.families.measuring import rotary_layout
 from tests.contract.models import LENGTH, TINY, build
+from tests.docs.pages import text_of
 from tests.toys.registration import TOY_MODEL, registered
 
 TABLES = {
@@ -135,9 +136,24 @@ def test_a_taken_name_is_refused() -> None:
 def test_a_named_model_type_goes_before_a_rule() -> None:
     assert family_of(TINY["gpt_neox"].config()).name == "gpt_neox"
     assert family_of(TINY["llama"].config()).name == "rotary"
-    known = f"Families: {sorted(FAMILIES)[0]}: "
-    with pytest.raises(UnsupportedModelError, match=f"no family describes model type '{TOY_MODEL}'. {known}"):
-        family_of(TINY[TOY_MODEL].config())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "near"), [("gpt2-next", "'gpt2'"), ("roberta2", "'roberta'"), (TOY_MODEL, None), (None, None)]
+)
+def test_an_unknown_model_type_is_answered_in_three_lines(model_type: str | None, near: str | None) -> None:
+    config: Any = TINY["bert"].config()
+    config.__dict__["model_type"] = model_type
+    with pytest.raises(UnsupportedModelError, match=f"^no family describes model type '{model_type}'") as caught:
+        family_of(config)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) < 180
+    assert "no rope parameters" in lines[0]
+    assert (lines[1].startswith("Near names: ") and near in lines[1]) if near else lines[1].startswith("`posswap")
+    assert f"`posswap families` lists all {len(list(FAMILIES))}." in lines[1]
+    assert "page Extending, 'How to add a family'" in lines[2]
+    assert "## How to add a family" in text_of(".docs/pages/extending.md")
 
 
 @pytest.mark.parametrize("scheme", ["rope", "alibi", "sinusoidal"])

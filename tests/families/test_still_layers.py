@@ -16,6 +16,7 @@ from hf_posswap.families import locate
 from hf_posswap.families.rotary_compatibility import ROTATES, TURNING_REFUSED
 from hf_posswap.patching.sites.attention.function import has_interface
 from hf_posswap.testing.tiny import language_models, tiny_model
+from tests.stock import cache_in, with_cache
 
 LENGTH = 24
 IDS = torch.randint(5, 90, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -148,8 +149,8 @@ def test_steps_with_a_cache_equal_a_full_forward() -> None:
         cache, parts = None, []
         for start in range(0, LENGTH, 5):
             with torch.no_grad():
-                out = model(input_ids=IDS[:, start : start + 5], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+                out = model(input_ids=IDS[:, start : start + 5], **with_cache(model, cache), use_cache=True)
+            cache = cache_in(out)
             parts.append(out.logits)
         gap = float((torch.cat(parts, 1) - logits(model)).abs().max())
         assert gap < 1e-4, kind

@@ -16,6 +16,7 @@ from hf_posswap.errors import PositionRangeError, SchemeError
 from hf_posswap.families import locate
 from tests.contract.pairs import CHANGE, NOISE, gap
 from tests.families.oracles import rotated
+from tests.stock import cache_in, with_cache
 
 LENGTH, HEARD = 24, 16
 SHAPE: dict[str, Any] = {
@@ -75,9 +76,12 @@ def test_cached_equals_full_and_beams_find_the_same(scheme: str) -> None:
         encoded, cache, parts = model.get_encoder()(FEATURES), None, []
         for start, stop in ((0, 7), (7, 8), (8, LENGTH + 6)):
             out = model(
-                encoder_outputs=encoded, decoder_input_ids=TARGET[:, start:stop], past_key_values=cache, use_cache=True
+                encoder_outputs=encoded,
+                decoder_input_ids=TARGET[:, start:stop],
+                **with_cache(model, cache),
+                use_cache=True,
             )
-            cache = out.past_key_values
+            cache = cache_in(out)
             parts.append(out.logits)
     assert gap(torch.cat(parts, dim=1), logits(model)) < NOISE
     search = transformers.GenerationMixin.generate  # Whisper's own splits sound into segments first

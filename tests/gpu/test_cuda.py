@@ -9,6 +9,7 @@ import torch
 
 import hf_posswap
 from hf_posswap.errors import UnsupportedSwapError
+from tests.stock import cache_in, with_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,8 +83,8 @@ def test_bfloat16_steps_equal_full(build: Any, scheme: str, options: dict[str, A
     full = model(ids).logits.float()
     cache, steps = None, []
     for i in range(0, 64, 8):
-        out = model(ids[:, i : i + 8], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(ids[:, i : i + 8], **with_cache(model, cache), use_cache=True)
+        cache = cache_in(out)
         steps.append(out.logits.float())
     error = (torch.cat(steps, 1) - full).abs().max()
     assert error < 0.05 * full.abs().max()

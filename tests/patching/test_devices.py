@@ -21,6 +21,7 @@ from hf_posswap.schemes import schemes_for
 from hf_posswap.training.dryrun.gpu_kernels import as_on_gpu
 from hf_posswap.utils.devices import standing_for
 from tests.contract.pairs import Pair, refusal, words
+from tests.stock import cache_in, takes_cache, with_cache
 
 FAST, SLOW = ("gpt2", "llama"), ("bloom", "bert", "t5", "bart")
 """A learned table; RoPE with grouped heads; ALiBi; an encoder; a bias of its own; two learned tables."""
@@ -53,7 +54,7 @@ def inputs(model: Any, device: str, length: int = PROMPT.shape[1]) -> dict[str, 
 
 def kinds(found: Any) -> list[tuple[str, torch.dtype]]:
     """Return the device and the dtype of the logits, and of all that the cache holds."""
-    cache = getattr(found, "past_key_values", None)
+    cache = cache_in(found)
     cache = getattr(cache, "self_attention_cache", cache)
     held = [tensor for layer in getattr(cache, "layers", []) for tensor in (layer.keys, layer.values)]
     return [(tensor.device.type, tensor.dtype) for tensor in (found.logits, *held)]
@@ -72,8 +73,9 @@ def run(model: Any, device: str) -> tuple[Any, dict[str, Any]]:
         for masked in masks:
             out = model(**given, **masked)
             found.append(kinds(out))
-            for _ in range(2 if "past_key_values" in out else 0):
-                out = model(**inputs(model, device, 1), past_key_values=out.past_key_values, use_cache=True)
+            for _ in range(2 if takes_cache(type(model)) else 0):
+                assert cache_in(out) is not None
+                out = model(**inputs(model, device, 1), **with_cache(model, cache_in(out)), use_cache=True)
                 found.append(kinds(out))
     model.train()
     model(**given, labels=PROMPT.to(device), use_cache=False).loss.backward()

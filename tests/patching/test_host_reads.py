@@ -17,6 +17,7 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.patching.sites.attention import position_sources
 from hf_posswap.schemes import SCHEMES
 from hf_posswap.testing.tiny import tiny_model
+from tests.stock import cache_in, with_cache
 
 ENCODERS = ("bert", "roberta")
 FAST, SLOW = ("llama", "bloom", "bert"), ("gpt_neox", "gpt2", "opt", "mpt", "gptj", "falcon", "roberta")
@@ -51,8 +52,8 @@ def read(model: Any, family: str) -> None:
         if model.config._attn_implementation == "eager":  # with sdpa it reads whether the mask hides anything
             model(ids, attention_mask=mask)
         if family not in ENCODERS:
-            cache = model(ids, use_cache=True).past_key_values
-            model(ids[:, :1], past_key_values=cache, use_cache=True)
+            cache = cache_in(model(ids, use_cache=True))
+            model(ids[:, :1], **with_cache(model, cache), use_cache=True)
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))

@@ -16,6 +16,7 @@ from hf_posswap import patch_model, swap_plan, verify_swap
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import LongRope, make_scheme
+from tests.stock import cache_in, with_cache
 
 Geometries = Callable[..., Geometry]
 DIVISORS = (1.0, 1.5, 3.0, 4.0)
@@ -100,7 +101,7 @@ def test_steps_with_a_cache_equal_one_forward_beyond_the_original_length() -> No
     full = logits(model, ids)
     with torch.no_grad():
         first = model(input_ids=ids[:, :20], use_cache=True)
-        second = model(input_ids=ids[:, 20:], past_key_values=first.past_key_values).logits
+        second = model(input_ids=ids[:, 20:], **with_cache(model, cache_in(first))).logits
     # a step sees the long factors as the full forward does: raw keys are cached, and 20 > 16
     torch.testing.assert_close(second, full[:, 20:], rtol=0, atol=1e-5)
 

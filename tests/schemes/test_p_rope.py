@@ -21,6 +21,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes import PRope, make_scheme
 from tests.schemes.small import llama
+from tests.stock import cache_in, with_cache
 
 Geometries = Callable[..., Geometry]
 WIDTHS = st.integers(2, 80).map(lambda half: 2 * half)
@@ -146,7 +147,7 @@ def test_the_same_list_for_each_head_is_one_list_in_a_running_model() -> None:
     with torch.no_grad():
         one, other = (model(input_ids=ids).logits for model in models)
         cached = models[1](input_ids=ids[:, :30], use_cache=True)
-        steps = models[1](input_ids=ids[:, 30:], past_key_values=cached.past_key_values).logits
+        steps = models[1](input_ids=ids[:, 30:], **with_cache(models[1], cache_in(cached))).logits
     torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
     torch.testing.assert_close(steps, other[:, 30:], rtol=0, atol=1e-5)
 

@@ -26,34 +26,53 @@ Relative = Callable[[int, int], float]
 
 def self_extend(window: int, group: int) -> Relative:
     """Equations 3 and 4 of the paper: grouped positions, shifted to meet the window."""
-    return lambda i, j: i - j if i - j < window else (i // group) - (j // group) + (window - window // group)
+    shift = window - window // group
+    return lambda i, j: (
+        i - j if abs(i - j) < window else (i // group) - (j // group) + (shift if i > j else -shift)
+    )
 
 
 def rerope(window: int) -> Relative:
-    return lambda i, j: min(i - j, window)
+    return lambda i, j: max(-window, min(i - j, window))
 
 
 def leaky(window: int, slowdown: float) -> Relative:
-    return lambda i, j: i - j if i - j < window else window + (i - j - window) / slowdown
+    return lambda i, j: math.copysign(
+        min(abs(i - j), window) + max(abs(i - j) - window, 0) / slowdown, i - j
+    )
 
 
 def dual_chunk(chunk: int, local: int) -> Relative:
-    """Section 3 of the paper: intra-chunk, successive-chunk and inter-chunk attention."""
+    """Section 3 of the paper: intra-chunk, successive-chunk and inter-chunk attention; ahead by the text read backwards.
+
+    Read backwards, a token at place n of its chunk stands at place size - 1 - n.
+    """
     size = chunk - local
 
-    def relative(i: int, j: int) -> float:
-        key = j % size
-        if i // size == j // size:
-            return i % size - key
-        if i // size == j // size + 1:
-            return min(i % size + size, chunk) - key
+    def behind(back: int, query: int, key: int) -> float:
+        if back == 0:
+            return query - key
+        if back == 1:
+            return min(query + size, chunk) - key
         return min(2 * size - 1, chunk) - key
+
+    def relative(i: int, j: int) -> float:
+        back = i // size - j // size
+        if back >= 0:
+            return behind(back, i % size, j % size)
+        return -behind(-back, size - 1 - i % size, size - 1 - j % size)
 
     return relative
 
 
-def brute_force(q: Tensor, k: Tensor, v: Tensor, relative: Relative, first: int = 0, base: float = 10000.0) -> Any:
-    """Return causal attention [H, L, D] of one row, half-split pairs; the first `first` tokens are padding."""
+def brute_force(
+    q: Tensor, k: Tensor, v: Tensor, relative: Relative, first: int = 0, base: float = 10000.0,
+    seen: Any = None, at: Any = None,
+) -> Any:  # fmt: skip
+    """Return attention [H, L, D] of one row, half-split pairs; the first `first` tokens are padding.
+
+    Causal, or of the pairs that `seen` [L, L] says; of tokens one after the other, or at the positions `at` [L].
+    """
     heads, length, dim = q.shape
     theta = base ** (-2.0 * np.arange(dim // 2) / dim)
     complex_q, complex_k = (
@@ -64,23 +83,29 @@ def brute_force(q: Tensor, k: Tensor, v: Tensor, relative: Relative, first: int 
     for h in range(heads):
         key, value = complex_k[h * groups // heads], v[h * groups // heads].detach().double().numpy()
         for i in range(first, length):
-            turns = [np.exp(1j * relative(i - first, j - first) * theta) for j in range(first, i + 1)]
-            scores = np.array([(complex_q[h, i] * key[first + n].conj() * t).real.sum() for n, t in enumerate(turns)])
+            keys = [j for j in range(first, length) if (j <= i if seen is None else seen[i][j])]
+            where = [n - first for n in range(length)] if at is None else at
+            turns = [np.exp(1j * relative(where[i], where[j]) * theta) for j in keys]
+            scores = np.array([(complex_q[h, i] * key[j].conj() * t).real.sum() for j, t in zip(keys, turns)])
             weights = np.exp((scores - scores.max()) / math.sqrt(dim))
-            out[h, i] = weights / weights.sum() @ value[first : i + 1]
+            out[h, i] = weights / weights.sum() @ value[keys]
     return out
 
 
-def run(scheme: Any, q: Tensor, k: Tensor, v: Tensor, padding: int = 0, past: int = 0) -> Tensor:
+def run(
+    scheme: Any, q: Tensor, k: Tensor, v: Tensor, padding: int = 0, past: int = 0, seen: Any = None, at: Any = None
+) -> Tensor:
     """Return attention [H, Q, D] of the queries after `past`, keys cached as the scheme has them."""
     shape = geometry(
         num_heads=q.shape[0], num_kv_heads=k.shape[0], head_dim=q.shape[-1], rotary_dim=None, base=None, layout=None
     )
     resolved = scheme.resolve(shape, None)
     mechanism = resolved.mechanism(shape)
-    positions = torch.arange(q.shape[1])[None] - padding
+    positions = torch.arange(q.shape[1])[None] - padding if at is None else torch.tensor([at])
     index, mask = torch.arange(q.shape[1]), None
-    if padding or past:
+    if seen is not None:
+        mask = torch.tensor(seen)[None, None, past:]
+    elif padding or past:
         mask = ((index[None] <= index[:, None]) & (index[None] >= padding))[None, None, past:]
     if mechanism.rotates:
         k = rotate(k[None], mechanism.prepare(positions, positions.amax()[None]), "half")[0]
@@ -126,6 +151,30 @@ def test_attention_equals_brute_force(
     np.testing.assert_allclose(run(scheme, q, k, v, padding=6)[:, 6:], padded[:, 6:], atol=2e-5)
     np.testing.assert_allclose(run(scheme, q, k, v, past=40), expected[:, 40:], atol=2e-5)
     np.testing.assert_allclose(run(scheme, q, k, v, past=52), expected[:, 52:], atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [7, 256])
+@pytest.mark.parametrize(("scheme", "relative"), CASES, ids=lambda case: str(case) if not callable(case) else "")
+def test_what_a_mask_shows_is_seen_also_ahead(
+    scheme: Any, relative: Relative, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefix that is read both ways, an image in the midst of a text, all of it, and ids that begin anew."""
+    monkeypatch.setattr(site, "BLOCK", rows)
+    length = 47
+    q, k, v = qkv(length)
+    both = [(0, 30), (11, 32), (0, length)]
+    for start, stop in both:
+        seen = [[j <= i or start <= min(i, j) <= max(i, j) < stop for j in range(length)] for i in range(length)]
+        expected = brute_force(q, k, v, relative, seen=seen)
+        assert np.abs(expected - brute_force(q, k, v, relative)).max() > 0.1
+        for past in (0, 12, length - 1):
+            np.testing.assert_allclose(run(scheme, q, k, v, past=past, seen=seen), expected[:, past:], atol=2e-5)
+    at = [*range(20), *range(27)]
+    expected = brute_force(q, k, v, relative, at=at)
+    np.testing.assert_allclose(run(scheme, q, k, v, at=at), expected, atol=2e-5)
+    backwards = at[::-1]  # all keys but the first ones stand later than the last query
+    expected = brute_force(q, k, v, relative, at=backwards)
+    np.testing.assert_allclose(run(scheme, q, k, v, at=backwards, past=length - 1), expected[:, -1:], atol=2e-5)
 
 
 @settings(max_examples=30)

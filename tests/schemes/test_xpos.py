@@ -15,6 +15,7 @@ from hf_posswap import patch_model, plan_swap
 from hf_posswap.errors import PositionRangeError, SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import Rope, XPos
+from tests.stock import cache_in, with_cache
 
 Geometries = Callable[..., Geometry]
 
@@ -117,8 +118,10 @@ def test_in_a_model_the_cache_and_one_forward_agree_and_the_end_is_an_error() ->
     ids = torch.randint(0, 23, (1, 128))
     with torch.no_grad():
         full = model(input_ids=ids).logits
-        cache = model(input_ids=ids[:, :100], use_cache=True).past_key_values
-        steps = [model(input_ids=ids[:, [i]], past_key_values=cache, use_cache=True).logits for i in range(100, 128)]
+        cache = cache_in(model(input_ids=ids[:, :100], use_cache=True))
+        steps = [
+            model(input_ids=ids[:, [i]], **with_cache(model, cache), use_cache=True).logits for i in range(100, 128)
+        ]
     torch.testing.assert_close(torch.cat(steps, dim=1), full[:, 100:], rtol=0, atol=5e-5)
     with torch.no_grad(), pytest.raises(PositionRangeError, match="larger scale_base"):
         model(input_ids=torch.randint(0, 23, (1, 1200)))

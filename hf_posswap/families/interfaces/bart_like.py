@@ -9,6 +9,7 @@ from transformers.models.mvp.modeling_mvp import MvpAttention
 from transformers.models.trocr.modeling_trocr import TrOCRAttention
 from transformers.models.xglm.modeling_xglm import XGLMAttention
 
+from hf_posswap.compat.transformers_cache import self_attention_cache
 from hf_posswap.families.interfaces.eager import ThroughInterface
 
 
@@ -22,12 +23,15 @@ class BartLike(ThroughInterface):
         """Whether a mask that is left out means causal."""
         return bool(self.is_decoder)
 
-    def forward(
+    def attention(
         self,
         hidden_states: Tensor,
+        *,
+        cache: Any,
+        attention_mask: Tensor | None,
         key_value_states: None = None,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
+        attn_prompt: None = None,
+        output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
@@ -35,7 +39,7 @@ class BartLike(ThroughInterface):
         shape = (*hidden_states.shape[:-1], own.num_heads, own.head_dim)
         projections = (own.q_proj, own.k_proj, own.v_proj)
         query, key, value = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
-        cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+        cache = self_attention_cache(cache)
         if cache is not None:
             key, value = cache.update(key, value, own.layer_idx)
         out, weights = self.attend(
@@ -44,13 +48,13 @@ class BartLike(ThroughInterface):
         return own.out_proj(out), weights
 
 
-class MvpInterface(BartLike, MvpAttention):  # type: ignore[misc]
+class MvpInterface(BartLike, MvpAttention):
     """MvpAttention without prompts, as self-attention through the AttentionInterface."""
 
 
-class TrOCRInterface(BartLike, TrOCRAttention):  # type: ignore[misc]
+class TrOCRInterface(BartLike, TrOCRAttention):
     """TrOCRAttention as self-attention, through the AttentionInterface."""
 
 
-class XGLMInterface(BartLike, XGLMAttention):  # type: ignore[misc]
+class XGLMInterface(BartLike, XGLMAttention):
     """XGLMAttention as self-attention, through the AttentionInterface."""

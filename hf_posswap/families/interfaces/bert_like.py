@@ -10,6 +10,7 @@ from transformers.models.bigbird_pegasus.modeling_bigbird_pegasus import BigBird
 from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBertSelfAttention
 from transformers.models.rembert.modeling_rembert import RemBertSelfAttention
 
+from hf_posswap.compat.transformers_cache import self_attention_cache
 from hf_posswap.families.interfaces.eager import ThroughInterface
 
 
@@ -23,12 +24,15 @@ class BertLike(ThroughInterface):
         """Whether a mask that is left out means causal."""
         return bool(self.is_decoder)
 
-    def forward(
+    def attention(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None,
+        cache: Any,
         encoder_hidden_states: None = None,
-        past_key_values: Any = None,
+        encoder_attention_mask: Tensor | None = None,
+        output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
@@ -37,7 +41,7 @@ class BertLike(ThroughInterface):
         projections = (own.query, own.key, own.value)
         query, key, value = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
         query, key, value = self.placed(query, key, value, kwargs)
-        cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+        cache = self_attention_cache(cache)
         if cache is not None:
             key, value = cache.update(key, value, own.layer_idx)
         return self.attend(
@@ -51,17 +55,17 @@ class BertLike(ThroughInterface):
         return query, key, value
 
 
-class BigBirdInterface(BertLike, BigBirdSelfAttention):  # type: ignore[misc]
+class BigBirdInterface(BertLike, BigBirdSelfAttention):
     """BigBirdSelfAttention, which sees all keys, as self-attention through the AttentionInterface."""
 
 
-class BigBirdPegasusInterface(BertLike, BigBirdPegasusSelfAttention):  # type: ignore[misc]
+class BigBirdPegasusInterface(BertLike, BigBirdPegasusSelfAttention):
     """BigBirdPegasusSelfAttention, which sees all keys, through the AttentionInterface."""
 
 
-class MegatronBertInterface(BertLike, MegatronBertSelfAttention):  # type: ignore[misc]
+class MegatronBertInterface(BertLike, MegatronBertSelfAttention):
     """MegatronBertSelfAttention as self-attention, through the AttentionInterface."""
 
 
-class RemBertInterface(BertLike, RemBertSelfAttention):  # type: ignore[misc]
+class RemBertInterface(BertLike, RemBertSelfAttention):
     """RemBertSelfAttention as self-attention, through the AttentionInterface."""

@@ -13,21 +13,22 @@ from hf_posswap.families.interfaces.eager import ThroughInterface
 class BloomInterface(ThroughInterface, BloomAttention):
     """BloomAttention, through the AttentionInterface."""
 
-    def forward(
+    def attention(
         self,
         hidden_states: Tensor,
+        *,
         residual: Tensor,
         alibi: Tensor,
         attention_mask: Tensor | None,
-        layer_past: Any = None,
+        cache: Any,
         use_cache: bool = False,
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output with the residual [B, Q, E], and the weights [B, H, Q, K] where they are kept."""
         query, key, value = self._reshape(self.query_key_value(hidden_states))  # [B, H, Q, D] each
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         if self.native_positions:
             kwargs["position_bias"] = alibi.view(query.shape[0], self.num_heads, 1, -1)
         out, weights = self.attend(

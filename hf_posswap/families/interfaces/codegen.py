@@ -1,4 +1,4 @@
-"""CodeGen: GPT-J with one projection for q, v and k, in four parts as for four TPU cores."""
+"""CodeGen: GPT-J with one projection for q, v and k, in four parts; before transformers 5.24 without interface."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ class CodeGenInterface(ThroughInterface, CodeGenAttention):
     """CodeGenAttention, through the AttentionInterface."""
 
     upcasts = True
+    embed_positions: Any
+    attn_dropout: Any
 
-    def forward(
+    def attention(
         self,
-        hidden_states: Any,
-        layer_past: Any = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        cache: Any,
         use_cache: bool | None = False,
         output_attentions: bool | None = False,
         **kwargs: Any,
@@ -35,15 +38,15 @@ class CodeGenInterface(ThroughInterface, CodeGenAttention):
         if self.native_positions:
             query, key = self._rotated(query, key, position_ids)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if layer_past is not None:
-            key, value = layer_past.update(key.to(hidden_states.dtype), value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key.to(hidden_states.dtype), value, self.layer_idx)
         out, weights = self.attend(
             query, key, value, attention_mask, scaling=self.head_dim**-0.5, dropout=self.attn_dropout.p, **kwargs
         )
         out = self.out_proj(out)
         return self.resid_dropout(out), weights
 
-    def _rotated(self, query: Tensor, key: Tensor, position_ids: Any) -> tuple[Tensor, Tensor]:
+    def _rotated(self, query: Tensor, key: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         sin, cos = self.embed_positions.to(position_ids.device)[position_ids].chunk(2, dim=-1)  # [B or 1, Q, R/2] each
         width = self.rotary_dim or self.head_dim
         turned = [apply_rotary_pos_emb(x[..., :width], sin, cos) for x in (query, key)]

@@ -16,10 +16,11 @@ class ConvBertInterface(ThroughInterface, ConvBertSelfAttention):
 
     is_causal = False
 
-    def forward(  # type: ignore[override]
+    def attention(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None,
         encoder_hidden_states: None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:

@@ -41,14 +41,15 @@ class _Disentangled(ThroughInterface):
 class DebertaInterface(_Disentangled, first.DisentangledSelfAttention):
     """DisentangledSelfAttention of DeBERTa, through the AttentionInterface."""
 
-    def forward(  # type: ignore[override]
+    def attention(
         self,
         hidden_states: Tensor,
+        *,
         attention_mask: Tensor,
+        relative_pos: Tensor | None,
+        rel_embeddings: Tensor | None,
         output_attentions: bool = False,
         query_states: None = None,
-        relative_pos: Tensor | None = None,
-        rel_embeddings: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E], and the weights [B, H, Q, K] if `output_attentions`."""
@@ -68,14 +69,15 @@ class DebertaInterface(_Disentangled, first.DisentangledSelfAttention):
 class DebertaV2Interface(_Disentangled, second.DisentangledSelfAttention):
     """DisentangledSelfAttention of DeBERTa-v2 and v3, through the AttentionInterface."""
 
-    def forward(
+    def attention(
         self,
         hidden_states: Tensor,
+        *,
         attention_mask: Tensor,
+        relative_pos: Tensor | None,
+        rel_embeddings: Tensor | None,
         output_attentions: bool = False,
         query_states: None = None,
-        relative_pos: Tensor | None = None,
-        rel_embeddings: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E], and the weights [B, H, Q, K] if `output_attentions`."""

@@ -1,20 +1,116 @@
-"""What the attention classes share: the eager arithmetic of their originals, and how masks are joined."""
+"""What the attention classes share: how they are called, their originals' eager arithmetic, how masks are joined."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.transformers_attention import attention_function, attention_implementation
 from hf_posswap.compat.transformers_cache import keys_of_call, tokens_before
+from hf_posswap.compat.transformers_calls import cache_names, find_cache, forward_parameters
+from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.families.modules import by_name
+
+
+@dataclass(frozen=True)
+class StockCall:
+    """How the forward of a stock attention class is called, and how that becomes a call of `attention`.
+
+    Attributes:
+        stock: name of the stock class.
+        names: of the arguments of its forward, in order.
+        defaults: what those arguments are that a call leaves out.
+        cache_names: which of them may hold a cache.
+        takes_cache: whether `attention` takes one.
+        absent: arguments that `attention` knows and cannot obey: they must be None.
+        mismatch: why the stock class cannot be replaced; "": it can.
+    """
+
+    stock: str
+    names: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    cache_names: tuple[str, ...]
+    takes_cache: bool
+    absent: tuple[str, ...]
+    mismatch: str
+
+    @classmethod
+    def between(cls, stock: type, attention: Any, alternatives: tuple[str, ...]) -> StockCall:
+        """Return how the forward of `stock` is called in the place of which `attention` stands.
+
+        Args:
+            stock: an attention class of transformers.
+            attention: declares the stock arguments that it was written for by name, after the hidden states. Those
+                without a default are in every release; those annotated as None must be left out.
+            alternatives: arguments of which the forward of `stock` must name one.
+        """
+        parameters = [p for p in forward_parameters(stock).values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        names = tuple(p.name for p in parameters)
+        caches = cache_names(stock)
+        known = {p.name: p for p in list(inspect.signature(attention).parameters.values())[2:]}
+        known = {name: p for name, p in known.items() if p.kind is not p.VAR_KEYWORD}
+        needed = {name for name, p in known.items() if p.default is p.empty and name != "cache"}
+        unknown = sorted(set(names[1:]) - set(known) - set(caches))
+        missing = sorted(needed - set(names)) + (["the hidden states"] if not names else [])
+        if alternatives and not set(alternatives) & set(names):
+            missing.append(" or ".join(alternatives))
+        why = ""
+        if unknown or missing:
+            said = [f"names {', '.join(unknown)}, which it did not before"] if unknown else []
+            said += [f"does not name {', '.join(missing)} any more"] if missing else []
+            why = f"the forward of {stock.__name__} {' and '.join(said)}"
+        return cls(
+            stock=stock.__name__,
+            names=names,
+            defaults={p.name: p.default for p in parameters[1:] if p.default is not p.empty},
+            cache_names=caches,
+            takes_cache="cache" in known,
+            absent=tuple(name for name, p in known.items() if p.annotation in (None, "None")),
+            mismatch=why,
+        )
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `attention` for a call of the stock forward with `args` and `kwargs`.
+
+        Raises:
+            UnsupportedSwapError: an argument was given that `attention` cannot obey.
+        """
+        given = {**self.defaults, **by_name(self.names, args, kwargs)}
+        try:
+            found = find_cache((), given)
+        except TypeError as error:
+            raise UnsupportedSwapError(f"{self.stock}: {error}") from error
+        cache = None if found is None else given.pop(str(found[0]))
+        for name in self.cache_names:
+            if given.pop(name, None) is not None:
+                raise UnsupportedSwapError(f"{self.stock} was given {name}, which is no cache of transformers.")
+        if self.takes_cache:
+            given["cache"] = cache
+        elif cache is not None:
+            raise UnsupportedSwapError(f"{self.stock} was given a cache, and is not known to use one.")
+        for name in self.absent:
+            if given.pop(name, None) is not None:
+                raise UnsupportedSwapError(
+                    f"{self.stock} was given {name}, which it is not known to take with a scheme inside its attention."
+                )
+        return {"hidden_states": given.pop(self.names[0]), **given}
 
 
 class ThroughInterface:
     """Mixed into a native attention class, before it: attends as the config says, through the AttentionInterface.
 
+    A subclass defines `attention`, and declares there the arguments of the stock forward that it was written for. Its
+    forward takes what the stock forward of the installed release takes.
+
     Attributes:
+        stock_call: how the native class is called.
+        positions_from: arguments of the stock forward of which one says the positions that are native inside attention.
         config: of the model; a module whose own class keeps none is given it.
         upcasts: whether eager scores are computed in float32.
         returns_scores: whether eager code hands out the scores in the place of the weights.
@@ -23,9 +119,25 @@ class ThroughInterface:
 
     config: Any
     training: bool
+    stock_call: ClassVar[StockCall]
+    positions_from: ClassVar[tuple[str, ...]] = ()
     upcasts = False
     returns_scores = False
     native_positions = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        stock = cls.__bases__[-1]
+        if not issubclass(stock, nn.Module):
+            return  # what several classes share
+        attention: Any = cls.attention  # type: ignore[attr-defined]
+        call = cls.stock_call = StockCall.between(stock, attention, cls.positions_from)
+
+        @functools.wraps(stock.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.attention(**call.bind(args, kwargs))
+
+        cls.forward = forward  # type: ignore[attr-defined]
 
     @staticmethod
     def eager_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

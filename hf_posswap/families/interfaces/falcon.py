@@ -23,16 +23,17 @@ class FalconInterface(ThroughInterface, FalconAttention):
         """Heads of the query for each key head, as the functions behind the interface ask for it."""
         return 1 if self.new_decoder_architecture else self.num_heads // self.num_kv_heads
 
-    def forward(
+    def attention(
         self,
         hidden_states: Tensor,
+        *,
         alibi: Tensor | None,
         attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        cache: Any,
         position_ids: Tensor | None = None,
-        layer_past: Any = None,
         use_cache: bool = False,
         output_attentions: bool = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
@@ -40,8 +41,8 @@ class FalconInterface(ThroughInterface, FalconAttention):
         query, key, value = (part.transpose(1, 2) for part in parts)
         if alibi is None and self.native_positions and position_embeddings is not None:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         # the original drops no weights of rotary models
         dropout = self.attention_dropout.p if self.config.alibi else 0.0
         kwargs["position_ids"] = position_ids

@@ -15,11 +15,12 @@ class GPTNeoInterface(ThroughInterface, GPTNeoSelfAttention):
 
     upcasts = True
 
-    def forward(
+    def attention(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        layer_past: Any = None,
+        *,
+        attention_mask: Tensor | None,
+        cache: Any,
         use_cache: bool = False,
         output_attentions: bool = False,
         **kwargs: Any,
@@ -30,9 +31,9 @@ class GPTNeoInterface(ThroughInterface, GPTNeoSelfAttention):
         key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         if self.attention_type == "local":
-            attention_mask = self._windowed(attention_mask, hidden_states, layer_past)
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_id)
+            attention_mask = self._windowed(attention_mask, hidden_states, cache)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_id)
         out, weights = self.attend(
             query, key, value, attention_mask, scaling=1.0, dropout=self.attn_dropout.p, **kwargs
         )

@@ -1,4 +1,4 @@
-"""GPT-J: interleaved rotary positions inside attention, scores in float32."""
+"""GPT-J: interleaved rotary positions inside attention, scores in float32; without interface before 5.24."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ class GPTJInterface(ThroughInterface, GPTJAttention):
     """GPTJAttention, through the AttentionInterface."""
 
     upcasts = True
+    embed_positions: Any
+    attn_dropout: Any
 
-    def forward(
+    def attention(
         self,
-        hidden_states: Any,
-        layer_past: Any = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        cache: Any,
         use_cache: bool | None = False,
         output_attentions: bool | None = False,
         **kwargs: Any,
@@ -34,15 +37,15 @@ class GPTJInterface(ThroughInterface, GPTJAttention):
         if self.native_positions:
             query, key = self._rotated(query, key, position_ids)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         out, weights = self.attend(
             query, key, value, attention_mask, scaling=self.head_dim**-0.5, dropout=self.attn_dropout.p, **kwargs
         )
         out = self.out_proj(out)
         return self.resid_dropout(out), weights
 
-    def _rotated(self, query: Tensor, key: Tensor, position_ids: Any) -> tuple[Tensor, Tensor]:
+    def _rotated(self, query: Tensor, key: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         table = self.embed_positions.to(position_ids.device)
         sin, cos = table[position_ids].to(key.dtype).chunk(2, dim=-1)  # [B or 1, Q, R/2] each
         width = self.rotary_dim or self.head_dim

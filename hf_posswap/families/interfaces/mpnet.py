@@ -15,13 +15,13 @@ class MPNetInterface(ThroughInterface, MPNetSelfAttention):
 
     is_causal = False
 
-    def forward(
+    def attention(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_bias: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None,
+        position_bias: Tensor | None,
         output_attentions: bool = False,
-        past_key_values: None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
         """Return the output [B, Q, E], and the weights [B, H, Q, K] if `output_attentions`."""

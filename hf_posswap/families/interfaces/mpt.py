@@ -15,12 +15,13 @@ class MptInterface(ThroughInterface, MptAttention):
 
     softmax_scale: Any
 
-    def forward(
+    def attention(
         self,
         hidden_states: Tensor,
+        *,
         position_bias: Tensor,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
+        cache: Any,
+        attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
@@ -29,8 +30,8 @@ class MptInterface(ThroughInterface, MptAttention):
             stacked = stacked.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         shape = (*hidden_states.shape[:-1], self.n_heads, self.head_dim)
         query, key, value = (part.reshape(shape).transpose(1, 2) for part in stacked.chunk(3, dim=2))  # [B, H, Q, D]
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         if self.native_positions:
             kwargs["position_bias"] = position_bias[None, :, :, -key.shape[2] :]  # [1, H, 1, K]: the last keys
         if attention_mask is not None:

@@ -13,19 +13,19 @@ from hf_posswap.families.interfaces.eager import ThroughInterface, indices, narr
 class OpenAIGPTInterface(ThroughInterface, Attention):
     """Attention of OpenAI GPT, through the AttentionInterface; its causal buffer, which ends, is not read."""
 
-    def forward(
+    def attention(
         self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | None,
         output_attentions: bool = False,
-        past_key_values: None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Return the output [B, Q, E], and the weights [B, H, Q, K] if `output_attentions`."""
-        parts = self.c_attn(x).split(self.split_size, dim=2)
+        parts = self.c_attn(hidden_states).split(self.split_size, dim=2)
         query, key, value = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in parts)  # [B, H, Q, D]
-        rows, columns = indices(x, None, 0)
-        mask = narrowed(attention_mask, rows[:, None] >= columns[None, :], x.dtype)
+        rows, columns = indices(hidden_states, None, 0)
+        mask = narrowed(attention_mask, rows[:, None] >= columns[None, :], hidden_states.dtype)
         scaling = query.shape[-1] ** -0.5 if self.scale else 1.0
         out, weights = self.attend(query, key, value, mask, scaling=scaling, dropout=self.attn_dropout.p, **kwargs)
         out = self.resid_dropout(self.c_proj(out))

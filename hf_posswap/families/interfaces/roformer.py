@@ -13,18 +13,20 @@ from hf_posswap.families.interfaces.bert_like import BertLike
 class RoFormerInterface(BertLike, RoFormerSelfAttention):
     """RoFormerSelfAttention as self-attention, through the AttentionInterface."""
 
-    def forward(  # type: ignore[override]
+    def attention(  # type: ignore[override]
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        sinusoidal_pos: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None,
+        sinusoidal_pos: Tensor | None,
+        cache: Any,
         encoder_hidden_states: None = None,
-        past_key_values: Any = None,
+        output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
         kwargs["sinusoidal_pos"] = sinusoidal_pos
-        return super().forward(hidden_states, attention_mask, past_key_values=past_key_values, **kwargs)
+        return super().attention(hidden_states, attention_mask=attention_mask, cache=cache, **kwargs)
 
     def placed(
         self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]

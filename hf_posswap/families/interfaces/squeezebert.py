@@ -21,8 +21,8 @@ class SqueezeBertInterface(ThroughInterface, SqueezeBertSelfAttention):
         """Return the input [B, E, Q] of this module as others have it, [B, Q, E]."""
         return hidden.transpose(1, 2)
 
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, output_attentions: bool, **kwargs: Any
+    def attention(
+        self, hidden_states: Tensor, *, attention_mask: Tensor | None, output_attentions: bool, **kwargs: Any
     ) -> dict[str, Tensor | None]:
         """Return the output [B, E, Q] and, if `output_attentions`, the scores [B, H, Q, K] that eager code has."""
         projections = (self.query, self.key, self.value)

@@ -10,6 +10,7 @@ from transformers.models.mt5.modeling_mt5 import MT5Attention
 from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
+from hf_posswap.compat.transformers_cache import self_attention_cache
 from hf_posswap.families.interfaces.eager import ThroughInterface
 
 
@@ -26,7 +27,7 @@ class _T5Kind(ThroughInterface):
         past = 0 if cache is None else cache.get_seq_length(own.layer_idx)
         shape = (*hidden.shape[:-1], own.n_heads, own.key_value_proj_dim)
         query, key, value = (project(hidden).view(shape).transpose(1, 2) for project in (own.q, own.k, own.v))
-        cache = getattr(cache, "self_attention_cache", cache)
+        cache = self_attention_cache(cache)
         if cache is not None:
             key, value = cache.update(key, value, own.layer_idx)
         if self.native_positions:
@@ -42,44 +43,46 @@ class _T5Kind(ThroughInterface):
 class T5Interface(_T5Kind, T5Attention):
     """T5Attention as self-attention, through the AttentionInterface."""
 
-    def forward(  # type: ignore[override]
+    def attention(
         self,
         hidden_states: Tensor,
-        mask: Tensor | None = None,
+        *,
+        mask: Tensor | None,
+        position_bias: Tensor | None,
+        cache: Any,
         key_value_states: None = None,
-        position_bias: Tensor | None = None,
-        past_key_values: Any = None,
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
         """Return the output [B, Q, E], the bias for the next layers, and the weights if `output_attentions`."""
-        found = self._attended(hidden_states, mask, position_bias, past_key_values, kwargs)
+        found = self._attended(hidden_states, mask, position_bias, cache, kwargs)
         return found if output_attentions else found[:2]
 
 
 class MT5Interface(_T5Kind, MT5Attention):
     """MT5Attention as self-attention, through the AttentionInterface."""
 
-    forward = T5Interface.forward  # type: ignore[assignment]
+    attention = T5Interface.attention
 
 
 class LongT5Interface(_T5Kind, LongT5Attention):
     """LongT5Attention, of the decoder, as self-attention through the AttentionInterface."""
 
-    forward = T5Interface.forward  # type: ignore[assignment]
+    attention = T5Interface.attention
 
 
 class UMT5Interface(_T5Kind, UMT5Attention):
     """UMT5Attention as self-attention, through the AttentionInterface: each layer has its own bias."""
 
-    def forward(  # type: ignore[override]
+    def attention(
         self,
         hidden_states: Tensor,
+        *,
+        cache: Any,
+        attention_mask: Tensor | None,
         encoder_hidden_states: None = None,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
-        out, _, weights = self._attended(hidden_states, attention_mask, None, past_key_values, kwargs)
+        out, _, weights = self._attended(hidden_states, attention_mask, None, cache, kwargs)
         return out, weights

@@ -119,7 +119,7 @@ def _reason(error: PosswapError, model: Any) -> str:
     """Return what an error says, without what all of its kind say."""
     text = str(error).removeprefix(f"{type(model).__name__}: ")
     text = text.removeprefix(f"model type {model.config.model_type!r} is not supported: ")
-    return text.partition(" What works:")[0].partition(" Families:")[0]
+    return text.partition(" What works:")[0].partition("\n")[0]
 
 
 def _first_line(error: Exception) -> str:

@@ -17,7 +17,7 @@ from hf_posswap.patching.edits.context import PlanDraft, SwapContext
 from hf_posswap.patching.edits.edit import Edit
 from hf_posswap.patching.edits.settings import changed_settings, setting_edits
 from hf_posswap.patching.record.building import build_native
-from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
+from hf_posswap.patching.sites.attention.interface import AttendThroughInterface, StopRotation
 
 LENGTH_NAMES = (
     "max_position_embeddings",
@@ -47,14 +47,15 @@ def plan_length_state(context: SwapContext, values: dict[str, Any], planned: lis
         return PlanDraft()
     fresh, as_it_was = _fresh(model, lengths), _fresh(model, {})
     unread = {edit.path for edit in planned if isinstance(edit, AttendThroughInterface)}
-    draft = PlanDraft(edits=list(_masks(context, fresh, unread)))
+    stopped = {edit.path for edit in planned if isinstance(edit, StopRotation)}
+    draft = PlanDraft(edits=list(_masks(context, fresh, unread, stopped)))
     paths = table_paths(sites)
     # not with the model itself, whose weights may be adapted by PEFT, or quantised
     if _shapes(fresh, paths) != _shapes(as_it_was, paths):
         draft.plugin = True
         draft.notes.append("Stock transformers would change other weights with the length.")
         return draft
-    changed = changed_settings(model, fresh, paths)
+    changed = changed_settings(model, fresh, (*paths, *stopped))
     return draft + PlanDraft(edits=setting_edits(changed, "embedding", context.stack.name))
 
 
@@ -67,20 +68,21 @@ def _fresh(model: Any, lengths: dict[str, int]) -> Any:
         return build_native(model, config)
 
 
-def _masks(context: SwapContext, fresh: Any, unread: set[str]) -> Iterator[Edit]:
+def _masks(context: SwapContext, fresh: Any, unread: set[str], stopped: set[str]) -> Iterator[Edit]:
     """Yield causal masks of the new length; what else follows the length, the family must say how.
 
     Args:
         context: of the model.
         fresh: a stock model of the new length.
         unread: paths of attention modules whose own masks are read no more.
+        stopped: paths of modules that make angles of position 0 alone, whatever the length.
     """
     model, sites = context.model, context.sites
     own, grown = dict(model.named_buffers()), {path for stack in sites.stacks for path in stack.buffers}
     for name, buffer in fresh.named_buffers():
         owner = name.rpartition(".")[0]
         of_table = bool({name, owner} & set(table_paths(sites)))
-        if name not in own or own[name].shape == buffer.shape or name in grown or of_table:
+        if name not in own or own[name].shape == buffer.shape or name in grown or of_table or owner in stopped:
             continue
         yield _resized(context, name, own[name], buffer, unread=owner in unread)
 

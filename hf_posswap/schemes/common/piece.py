@@ -89,6 +89,11 @@ class Piece:
     copy: int = 0
     keys_per_token: int = 1
 
+    @property
+    def key_identity(self) -> tuple[int, int]:
+        """By which pieces know that they have their keys in common, as long as they live."""
+        return id(self.key), self.copy
+
     def rotate_query(self, query: Tensor, start: int, stop: int) -> Tensor:
         """Return queries `start` to `stop`, [B, H, stop - start, D], rotated for this piece."""
         return rotate(query, _rows(self.query, start, stop), self.layout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -32,16 +32,35 @@ class Part:
         query: of positions [B or 1, Q]: those to rotate by; whole or not.
         key: of positions [B or 1, K]; None: keys are rotated by `Piecewise.cached_key` before they are cached.
         region: which pairs belong here.
+        copy: which of the different `key` this is, counted from 0: parts of the same copy have their keys in common.
     """
 
     query: Callable[[Tensor], Tensor]
     key: Callable[[Tensor], Tensor] | None
     region: Region
+    copy: int = 0
+
+
+class Far(NamedTuple):
+    """The positions of pairs that are a window apart or more: of their keys, and of a query for those on either side.
+
+    Attributes:
+        behind: of positions [B or 1, Q]: of a query for keys in its past.
+        ahead: of positions [B or 1, Q]: of a query for keys that stand later than it.
+        key: of positions [B or 1, K].
+    """
+
+    behind: Callable[[Tensor], Tensor]
+    ahead: Callable[[Tensor], Tensor]
+    key: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Piecewise(RotaryScheme):
     """Rotary attention in parts. Angles are the model's own, its scaling included, unless `base` is given.
+
+    The papers have no key that stands later than its query. Where a mask shows one (a prefix that is read both ways, the
+    tokens of an image), the pair has the distance that it would have in the text read backwards, with the other sign.
 
     Attributes:
         original_length: L, in tokens; None takes the length that the model was made for.
@@ -82,7 +101,7 @@ class Piecewise(RotaryScheme):
         return geometry.attention_factor if self.base is None else 1.0
 
     def parts(self) -> tuple[Part, ...]:
-        """Return the parts of a resolved scheme; each pair with key <= query belongs to one."""
+        """Return the parts of a resolved scheme; each pair belongs to one. The last copy is that of far keys."""
         raise NotImplementedError
 
     def cached_key(self, positions: Tensor) -> Tensor:
@@ -101,15 +120,16 @@ class PiecewiseMechanism(RotaryMechanism):
 
     def __init__(self, scheme: Piecewise, geometry: Geometry) -> None:
         super().__init__(scheme, geometry)
-        self.regions = tuple(part.region for part in scheme.parts())
-        self.rotates = any(part.key is None for part in scheme.parts())
-        self.keys_per_token = 1 if self.rotates else len(self.regions)
+        parts = scheme.parts()
+        self.regions = tuple(part.region for part in parts)
+        self.rotates = any(part.key is None for part in parts)
+        self.keys_per_token = 1 if self.rotates else len(_key_positions(parts))
         self.turns_on = not self.rotates
 
     def prepare(self, positions: Tensor, length: Tensor) -> Any:
         if self.rotates:
             return self._turn(self.scheme.cached_key(positions))
-        return tuple(self._turn(part.key(positions)) for part in self.scheme.parts() if part.key is not None)
+        return tuple(self._turn(key(positions)) for key in _key_positions(self.scheme.parts()))
 
     def rotate_query(self, query: Tensor, prepared: Any) -> Tensor:
         return query  # each piece rotates it in its own way
@@ -122,36 +142,42 @@ class PiecewiseMechanism(RotaryMechanism):
 
     def pieces(self, query_positions: Tensor, key_positions: Tensor, *, keys: Keys = "raw") -> tuple[Piece, ...]:
         copied, parts = keys == "copies", self.scheme.parts()
+        tables = [self._key_table(copy, key_positions, keys) for copy in range(len(_key_positions(parts)))]
         return tuple(
             Piece(
                 query=self._turn(part.query(query_positions)),
-                key=self._key_table(part, key_positions, keys),
+                key=None if part.key is None else tables[part.copy],
                 layout=self.layout,
                 pairs=part.region,
-                copy=number if copied else 0,
+                copy=part.copy if copied else 0,
                 keys_per_token=self.keys_per_token if copied else 1,
             )
-            for number, part in enumerate(parts)
+            for part in parts
         )
 
-    def _key_table(self, part: Part, positions: Tensor, keys: Keys) -> CosSin | LateTable | None:
-        """Return what rotates keys that come as `keys` says for `part`; None: nothing needs to."""
-        own, far = part.key, self.scheme.parts()[-1]
-        if own is None or keys == "copies" or (keys == "far" and part.region == far.region):
+    def _key_table(self, copy: int, positions: Tensor, keys: Keys) -> CosSin | LateTable | None:
+        """Return what rotates keys that come as `keys` says for the parts of a copy; None: nothing needs to."""
+        known = _key_positions(self.scheme.parts())
+        own, far = known[copy], known[-1]
+        if keys == "copies" or (keys == "far" and own is far):
             return None
         if keys != "far":
             return self._turn(own(positions))
-        had = far.key
-        assert had is not None, "keys that were turned for the far part"
-        return LateTable(positions, lambda at: self._turn(own(at)), lambda at: self._turn(had(at)))
+        return LateTable(positions, lambda at: self._turn(own(at)), lambda at: self._turn(far(at)))
 
     def _turn(self, positions: Tensor) -> CosSin:
         return cos_sin(positions, self.fixed(positions.device))
 
 
+def _key_positions(parts: tuple[Part, ...]) -> list[Callable[[Tensor], Tensor]]:
+    """Return the different positions that `parts` give a key, one a copy."""
+    known = {part.copy: part.key for part in parts if part.key is not None}
+    return [known[copy] for copy in sorted(known)]
+
+
 @dataclass(frozen=True)
 class Windowed(Piecewise):
-    """A scheme of two parts: exact distances below a window, others from there on.
+    """A scheme of exact distances below a window, on both sides of a query, and others from there on.
 
     Attributes:
         window: w, distances below which are exact, in tokens, less than L; None takes a quarter of L.
@@ -181,16 +207,16 @@ class Windowed(Piecewise):
 
     def parts(self) -> tuple[Part, ...]:
         window = self.filled("window")
-        return Part(itself, itself, Region(1, 0, window)), self.far(window)
+        far = self.far(window)
+        return (
+            Part(itself, itself, Region(1, 1 - window, window)),
+            Part(far.behind, far.key, Region(1, window, None), copy=1),
+            Part(far.ahead, far.key, Region(1, None, 1 - window), copy=1),
+        )
 
-    def far(self, window: int) -> Part:
-        """Return the part of pairs that are `window` tokens apart or more."""
+    def far(self, window: int) -> Far:
+        """Return the positions of pairs that are `window` tokens apart or more."""
         raise NotImplementedError
-
-
-def farther_than(window: int) -> Region:
-    """Return the pairs that are `window` tokens apart or more, the key in the query's past."""
-    return Region(1, window, None)
 
 
 def itself(positions: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ REFUSALS: dict[str, tuple[Refused, type[Exception], str]] = {
     "no family": (
         lambda: patch_model(build(TOY_MODEL), "rope"),
         UnsupportedModelError,
-        "no family describes model type 'house'. Families: ",
+        "no family describes model type 'house', and its config has no rope parameters",
     ),
     "a second table": (
         lambda: patch_model(planted("gpt2", nn.Embedding(4, 4)), "rope"),

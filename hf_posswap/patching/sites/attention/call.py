@@ -21,12 +21,23 @@ CALL_ARGUMENT = "posswap"
 
 @dataclass
 class AttentionCall:
-    """What the pre-hook tells the attention function about this call."""
+    """What the pre-hook tells the attention function about this call.
+
+    Attributes:
+        mechanism: of the layer.
+        span: where queries and keys stand.
+        memo: of the forward.
+        keys: the form in which cached keys come.
+        paged: whether the keys are of many requests side by side, and come as they are to be used.
+        used: whether the attention function was reached.
+    """
 
     mechanism: Mechanism
     span: Span
     memo: ForwardMemo
     keys: Keys
+    paged: bool = False
+    used: bool = False
 
     def rotation(self) -> Any:
         """Return what rotates the new tokens, made once for all layers of a forward."""
@@ -38,7 +49,7 @@ class AttentionCall:
         Raises:
             PosswapError: there are not as many keys as the cache announced, so their positions are unknown.
         """
-        if key.shape[2] != self.span.key_length:
+        if not self.paged and key.shape[2] != self.span.key_length:
             raise PosswapError(
                 f"attention got {key.shape[2]} keys where the cache announced {self.span.key_length}: this kind of "
                 "cache is not understood, and positions would be wrong. Use use_cache=False, or a DynamicCache."

@@ -21,7 +21,6 @@ from hf_posswap.patching.sites.attention.continuous_batching import (
     refuse_continuous_batching,
 )
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemos
-from hf_posswap.patching.sites.attention.function import cache_argument
 from hf_posswap.patching.sites.attention.hooks import PositionHook, StartHook
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.mechanism import Mechanism
@@ -114,8 +113,9 @@ class PatchAttention(Edit):
         assert start is not None
         module.config = ConfigView(module.config)
         owner, leaf = owner_of(model, self.carried)
-        hook = self.hook(owner, leaf, start.memos, cache_argument(module), self.first, self.layer)
+        hook = self.hook(owner, leaf, start.memos, entry_signature(module)[0], self.first, self.layer)
         keep_hooks(saved, module.register_forward_pre_hook(hook, with_kwargs=True))
+        keep_hooks(saved, module.register_forward_hook(hook.check_used, with_kwargs=True))
 
     def undo(self, model: Any, saved: Saved) -> None:
         """Give the attention module the model's config again, whatever that is by now."""

@@ -7,22 +7,22 @@ scheme and delegates to the implementation that the model's own config names.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from hf_posswap.compat.transformers_attention import (
+    attends_by_interface,
     attention_function,
     attention_implementation,
     eager_function,
-    goes_by_interface,
     register_attention_function,
     upcast_attention,
 )
+from hf_posswap.compat.transformers_cache import prepare_views
+from hf_posswap.compat.transformers_calls import cache_names, forward_parameters
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
-from hf_posswap.families.modules import modeling_module
 from hf_posswap.patching.sites.attention import backends, in_graph, key_positions
 from hf_posswap.patching.sites.attention.additive_mask import additive_mask
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall, is_causal
@@ -41,7 +41,9 @@ def posswap_attention(
         UnsupportedSwapError: the scheme adds a bias and the implementation has no place for one.
     """
     call = kwargs.pop(CALL_ARGUMENT, None)
-    if call is None:
+    if call is not None:
+        call.used = True
+    else:
         raise PosswapError(
             f"{type(module).__name__} reached the {ATTENTION_NAME!r} attention function without a scheme. Do not set "
             f"attn_implementation={ATTENTION_NAME!r}: use hf_posswap.patch_model, and 'sdpa' or 'eager' here."
@@ -113,10 +115,9 @@ def implementation(module: nn.Module, config: Any, name: str | None) -> tuple[Ca
     """Return the attention function called `name` for `module`, whose model has `config`, and what to call it with."""
     if name == "sdpa":  # asked for in each layer of each step: no more than needed
         return attention_function(name, None), module
-    code = modeling_module(module)
     if name == "eager" and getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's own float32 attention
         return _upcast_eager, module
-    eager = getattr(module, "eager_attention", None) or eager_function(code)
+    eager = getattr(module, "eager_attention", None) or eager_function(type(module))
     attend = attention_function(name, eager)
     if name is not None and ("flash" in name or name.startswith("paged")):
         return attend, _WithConfig(module, config)  # these read the implementation's name from module.config
@@ -125,18 +126,12 @@ def implementation(module: nn.Module, config: Any, name: str | None) -> tuple[Ca
 
 def has_interface(module: nn.Module) -> bool:
     """Return whether the class of `module` attends through transformers' AttentionInterface and passes kwargs on."""
-    code = modeling_module(module)
-    passes = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(module).forward).parameters.values())
-    interface = goes_by_interface(code) and eager_function(code) is not None
-    cached = hasattr(module, "layer_idx") and cache_argument(module) is not None
+    cls = type(module)
+    passes = any(p.kind is p.VAR_KEYWORD for p in forward_parameters(cls).values())
+    asks = attends_by_interface(cls) and eager_function(cls) is not None
+    cached = hasattr(module, "layer_idx") and bool(cache_names(cls))
     known = hasattr(module, "config") and (cached or getattr(module, "is_causal", True) is False)
-    return passes and interface and known
-
-
-def cache_argument(module: nn.Module) -> str | None:
-    """Return what the forward of `module` calls its cache: "past_key_values", or "layer_past" in older code."""
-    parameters = inspect.signature(type(module).forward).parameters
-    return next((name for name in ("past_key_values", "layer_past") if name in parameters), None)
+    return passes and asks and known
 
 
 class _WithConfig:
@@ -184,3 +179,4 @@ def register_attention() -> None:
     """Make `posswap_attention` known to transformers, with the mask that sdpa takes, and what its caches need."""
     register_attention_function(ATTENTION_NAME, posswap_attention)
     key_positions.prepare()
+    prepare_views()

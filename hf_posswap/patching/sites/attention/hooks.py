@@ -7,15 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.compat.transformers_cache import cache_view, self_attention_cache
+from hf_posswap.compat.transformers_calls import find_cache, is_paged_cache
+from hf_posswap.errors import PosswapError, UnsupportedSwapError
 from hf_posswap.families.modules import by_name
 from hf_posswap.patching.edits.offload import bring_all
-from hf_posswap.patching.sites.attention.cache_view import keys_of, rotating, self_attention_cache
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
 from hf_posswap.patching.sites.attention.continuous_batching import Refusal, needs_key_positions
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, ForwardMemos
 from hf_posswap.patching.sites.attention.position_sources import check_fits, counted
 from hf_posswap.patching.sites.attention.positions import find_span
+from hf_posswap.patching.sites.attention.stored_keys import keys_of
 from hf_posswap.schemes.mechanism import Mechanism
 
 
@@ -26,16 +28,16 @@ class PositionHook:
         owner: the module that carries the mechanism.
         name: under which it does.
         memos: shared by the layers of the model.
-        cache_argument: what the module calls its cache; None: it takes none.
+        hidden_argument: what the module calls its input, where it is given by name.
         first: what the model's `position_ids` call position 0.
         layer: which of the model's attention layers this is, counted from 0.
     """
 
     def __init__(
-        self, owner: nn.Module, name: str, memos: ForwardMemos, cache_argument: str | None, first: int, layer: int
+        self, owner: nn.Module, name: str, memos: ForwardMemos, hidden_argument: str, first: int, layer: int
     ) -> None:
         self.owner, self.name, self.layer = owner, name, layer
-        self.memos, self.cache_argument, self.first = memos, cache_argument, first
+        self.memos, self.hidden_argument, self.first = memos, hidden_argument, first
 
     @property
     def mechanism(self) -> Mechanism:
@@ -43,26 +45,45 @@ class PositionHook:
         return getattr(self.owner, self.name).for_layer(self.layer)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = args[0] if args else kwargs[self.hidden_argument]
         tokens_first: Any = getattr(type(module), "tokens_first", None)  # a module is asked in vain at some length
         hidden = hidden if tokens_first is None else tokens_first(hidden)
-        cache: Any = None if self.cache_argument is None else kwargs.get(self.cache_argument)
+        found = cache_of_call(module, args, kwargs)
+        place, cache = (None, None) if found is None else found
         position_ids, first, memo = kwargs.get("position_ids"), self.first, self.memos.now()
         if position_ids is None:
             position_ids, first = self._unpassed_ids(module, memo), first if memo.given_by_caller else 0
         layer: Any = getattr(module, "layer_idx", None)  # where there is no cache, there may be none
-        mechanism, own = self.mechanism, self_attention_cache(cache)
-        keys = keys_of(own, layer, mechanism, hidden.device)
+        mechanism = self.mechanism
+        paged = cache is not None and is_paged_cache(cache)
+        if paged and needs_key_positions(mechanism):
+            Refusal(type(module).__name__)()  # by another way than the model's own methods
+        own = None if paged else self_attention_cache(cache)  # a paged cache holds the keys of other texts too
+        keys = "rotated" if paged and mechanism.rotates else keys_of(own, layer, mechanism, hidden.device)
         writes_rotated = keys != "raw"
         keeps_keys = mechanism.biases or mechanism.splits or (mechanism.rotates and not writes_rotated)
-        if keeps_keys and hasattr(kwargs.get("cache"), "layer_to_allocator") and needs_key_positions(mechanism):
-            Refusal(type(module).__name__)()  # a paged cache, by another way than the model's own methods
         span = find_span(hidden, position_ids, own, layer, memo, first, keeps_keys=keeps_keys)
-        call = AttentionCall(mechanism, span, memo, keys)
+        call = AttentionCall(mechanism, span, memo, keys, paged=paged)
         kwargs = {**kwargs, CALL_ARGUMENT: call}
-        if writes_rotated and self.cache_argument is not None:
-            kwargs[self.cache_argument] = rotating(cache, call.written)
+        if writes_rotated and place is not None:
+            args, kwargs = _with(args, kwargs, place, cache_view(cache, call.written))
         return args, kwargs
+
+    def check_used(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Check after a forward of `module` that it attended through the attention function that it was told of.
+
+        Raises:
+            PosswapError: it did not, so that the scheme had no effect.
+        """
+        if torch.compiler.is_compiling():
+            return
+        call = kwargs.get(CALL_ARGUMENT)
+        if call is None or not call.used:
+            raise PosswapError(
+                f"{type(module).__name__} attended without the scheme that was put inside it: it does not ask "
+                "transformers' AttentionInterface, or does not hand its keyword arguments on, in this release of "
+                "transformers. Its outputs would be wrong. Run `posswap selfcheck`, and report it."
+            )
 
     def _unpassed_ids(self, module: nn.Module, memo: ForwardMemo) -> Tensor | None:
         """Return the position ids that the model was given and did not pass on; None: there are none.
@@ -76,6 +97,25 @@ class PositionHook:
                 "when they are gone. What works: no position ids and padding on the right, or no checkpointing."
             )
         return memo.given
+
+
+def cache_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any] | None:
+    """Return the place or name of the cache that `module` is given, and the cache; None: there is none.
+
+    Raises:
+        UnsupportedSwapError: it is given something that works like a cache and is none of transformers'.
+    """
+    try:
+        return find_cache(args, kwargs)
+    except TypeError as error:
+        raise UnsupportedSwapError(f"{type(module).__name__}: {error}") from error
+
+
+def _with(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: Any) -> tuple[Any, Any]:
+    """Return arguments of a call with another one at `place`."""
+    if isinstance(place, str):
+        return args, {**kwargs, place: value}
+    return (*args[:place], value, *args[place + 1 :]), kwargs
 
 
 class StartHook:
@@ -102,7 +142,8 @@ class StartHook:
         position_ids, source = given.get("position_ids"), self.memos.traced.source
         takes, by_caller = "position_ids" in self.signature, position_ids is not None
         if position_ids is None:
-            position_ids = counted(source, self.memos.traced.padding_id, given)
+            found = cache_of_call(module, args, kwargs)
+            position_ids = counted(source, self.memos.traced.padding_id, given, None if found is None else found[1])
         elif not takes:
             check_fits(position_ids, given)  # no code of the model's own does
         tells = position_ids is not None and takes and not by_caller and source == "mask"

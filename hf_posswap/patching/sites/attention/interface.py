@@ -6,7 +6,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from hf_posswap.compat.torch_modules import give_class
 from hf_posswap.patching.edits.edit import Edit, Saved
@@ -70,6 +71,52 @@ class AttendThroughInterface(Edit):
 
     def reload(self, model: Any) -> None:
         self.apply(model, {})
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()
+
+
+class AtPositionZero(nn.Module):
+    """A module that makes angles, with every token at position 0: the identity rotation, at any length.
+
+    Args:
+        native: the model's own module, which is called with zeros in the place of positions; `unpatch_model` puts it
+            back.
+    """
+
+    def __init__(self, native: nn.Module) -> None:
+        super().__init__()
+        self.native = native
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what `native` returns for position 0 everywhere."""
+        return self.native(*map(_at_zero, args), **{name: _at_zero(value) for name, value in kwargs.items()})
+
+
+def _at_zero(value: Any) -> Any:
+    counts = isinstance(value, Tensor) and not value.is_floating_point()
+    return torch.zeros_like(value) if counts else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRotation(Edit):
+    """Has the module that makes the angles of positions inside attention make those of position 0 alone."""
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        replace_child(model, self.path, AtPositionZero(model.get_submodule(self.path)), saved)
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        replaced = model.get_submodule(self.path)
+        if isinstance(replaced, AtPositionZero):
+            model.set_submodule(self.path, replaced.native)
+
+    def check(self, model: Any) -> str | None:
+        stopped = isinstance(model.get_submodule(self.path), AtPositionZero)
+        return None if stopped else "the native rotation is in force again"
+
+    def reload(self, model: Any) -> None:
+        """Nothing: no stock class loads a scheme inside attention."""
 
     @property
     def touches(self) -> tuple[str, ...]:

@@ -4,6 +4,9 @@ One layer of a cache keeps the positions of all tokens that the cache has seen, 
 tokens. It is made an instance of a subclass of its own class whose operations on rows (beams, repeated prompts) act on
 the positions too, so that copies, pickles and whoever reorders the cache take them along. Tokens that a crop removed
 are known by the length that the cache says it has.
+
+Each layer that grows also knows the tensor of keys that its own operations left: keys that were evicted by another
+hand, or put in another order, are refused, as nothing tells where those that are left stand.
 """
 
 from __future__ import annotations
@@ -23,6 +26,15 @@ UNKNOWN = (
 )
 
 
+CHANGED = (
+    "the keys of layer {layer} of this cache were replaced by other means than the cache's own methods{shapes}. Where "
+    "the keys that are left stand is not known, and this scheme needs it, so the result would be wrong. What works: a "
+    "scheme whose keys carry their positions (rope and its scalings with fixed angles, xpos, nope); the cache's own "
+    "methods (crop, reorder_cache, batch_select_indices, batch_repeat_interleave, reset); the first keys alone, as a "
+    "view (layer.keys = layer.keys[:, :, :n]); other values in the same places, written in place (layer.keys.copy_)."
+)
+
+
 _CLASSES: dict[type, type] = {}
 """The classes that keep positions, by the class of transformers that each is of."""
 
@@ -31,33 +43,73 @@ class PositionedLayer:
     """Mixed into the class of a cache layer, before it: keeps the positions of the tokens that the cache has seen.
 
     Attributes:
-        posswap_positions: of all tokens [B or 1, T], or of all places of a static layer [B or 1, K]; None: none yet.
+        posswap_positions: of all tokens [B or 1, T], or of all places of a static layer [B or 1, K]; None: none yet, or
+            another layer keeps them.
+        posswap_keys: the keys as the layer's own operations left them; None: there were none.
     """
 
     native_class: type
     posswap_positions: Tensor | None
+    posswap_keys: Any
     posswap_keeps_positions = True
     """Tells such a class also where a checkpoint's own code made it, which has a `PositionedLayer` of its own."""
 
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Take new keys and values; return all."""
+        own = is_own(self)
+        found = super().update(*args, **kwargs)  # type: ignore[misc]
+        self.keep_keys(own=own)
+        return found
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Remove the last tokens."""
+        own = is_own(self)
+        super().crop(*args, **kwargs)  # type: ignore[misc]
+        self.keep_keys(own=own)
+
+    def offload(self) -> None:
+        """Move the layer to the CPU."""
+        own = is_own(self)
+        super().offload()  # type: ignore[misc]
+        self.keep_keys(own=own)
+
+    def prefetch(self) -> None:
+        """Move the layer back."""
+        own = is_own(self)
+        super().prefetch()  # type: ignore[misc]
+        self.keep_keys(own=own)
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put row `beam_idx[b]` in the place of each row b."""
+        own = is_own(self)
         super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self.keep_keys(own=own)
         self.batch_positions(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
+        own = is_own(self)
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self.keep_keys(own=own)
         self.batch_positions(lambda rows: rows.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` alone."""
+        own = is_own(self)
         super().batch_select_indices(indices)  # type: ignore[misc]
+        self.keep_keys(own=own)
         self.batch_positions(lambda rows: rows[indices])
 
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()  # type: ignore[misc]
         self.posswap_positions = None
+        self.keep_keys(own=True)
+
+    def keep_keys(self, *, own: bool) -> None:
+        """Take the keys for what the layer's own operations left, if they were that before (`own`)."""
+        if own and _grows(self):
+            self.posswap_keys = getattr(self, "keys", None)
 
     def batch_positions(self, change: Any) -> None:
         """Apply `change` to the positions, unless all rows share one row of them."""
@@ -97,6 +149,45 @@ def prepare() -> None:
         positioned_class(native)
 
 
+def is_own(layer: Any) -> bool:
+    """Return whether the keys of a layer are those that its own operations left, or the first of them, or none.
+
+    What is compiled takes it for granted: each call that is not asks.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    keys, left = getattr(layer, "keys", None), layer.posswap_keys
+    if keys is left or keys is None or left is None or not keys.numel():
+        return True
+    if keys.dim() != left.dim() or keys.stride() != left.stride() or keys.data_ptr() != left.data_ptr():
+        return False
+    shorter = keys.shape[-2] <= left.shape[-2]
+    return shorter and (*keys.shape[:-2], keys.shape[-1]) == (*left.shape[:-2], left.shape[-1])
+
+
+def watch(cache: Any, layer_idx: int) -> None:
+    """Look whether another hand replaced the keys of a layer, which from now on knows what it left.
+
+    Args:
+        cache: for self-attention, as the caller passed it.
+        layer_idx: of the layer that is about to be written.
+
+    Raises:
+        PosswapError: it did.
+    """
+    if not isinstance(getattr(cache, "layers", None), list):
+        return  # `record` refuses it
+    layer = _layer(cache, layer_idx)
+    if not _grows(layer):
+        return
+    if not isinstance(layer, PositionedLayer):
+        _positioned(cache, layer_idx)
+    elif not is_own(layer):
+        before, after = list(layer.posswap_keys.shape), list(layer.keys.shape)  # type: ignore[attr-defined]
+        shapes = f" (they were {before}, and are {after})" if before != after else ""
+        raise PosswapError(CHANGED.format(layer=layer_idx, shapes=shapes))
+
+
 def record(cache: Any, layer_idx: int, query: Tensor, key_length: int) -> Tensor:
     """Keep the positions of new tokens with a cache that is about to take them; return those of all its keys.
 
@@ -132,17 +223,35 @@ def record(cache: Any, layer_idx: int, query: Tensor, key_length: int) -> Tensor
 
 def _keeper(cache: Any, layer_idx: int) -> Any:
     """Return the layer of `cache` that keeps positions for layers like `layer_idx`: that one, where none does yet."""
+    layer = _layer(cache, layer_idx)
+    for other in cache.layers:
+        if isinstance(other, PositionedLayer) and other.posswap_positions is not None:
+            if _is_static(other) == _is_static(layer):
+                return other
+    return layer if isinstance(layer, PositionedLayer) else _positioned(cache, layer_idx)
+
+
+def _layer(cache: Any, layer_idx: int) -> Any:
+    """Return a layer of `cache`, which may not have come to it yet."""
     while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())  # as its own update does
+    return cache.layers[layer_idx]
+
+
+def _positioned(cache: Any, layer_idx: int) -> Any:
+    """Put a layer that keeps positions in the place of one that does not; return it."""
     layer = cache.layers[layer_idx]
-    for other in cache.layers:
-        if isinstance(other, PositionedLayer) and _is_static(other) == _is_static(layer):
-            return other
     keeper: Any = object.__new__(positioned_class(type(layer)))
     vars(keeper).update(vars(layer))
     keeper.posswap_positions = None
+    keeper.posswap_keys = getattr(layer, "keys", None)
     cache.layers[layer_idx] = keeper
     return keeper
+
+
+def _grows(layer: Any) -> bool:
+    """Return whether a cache layer makes its keys anew when it takes some; others write into a place of theirs."""
+    return not hasattr(layer, "max_cache_len")
 
 
 def _is_static(layer: Any) -> bool:

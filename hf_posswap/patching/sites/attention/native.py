@@ -9,13 +9,13 @@ import torch
 from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.attention_traits import NativeScheme
-from hf_posswap.families.modules import join, matching
+from hf_posswap.families.modules import get, join, matching
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.context import SwapContext
 from hf_posswap.patching.edits.edit import Edit
 from hf_posswap.patching.edits.offload import stored
 from hf_posswap.patching.edits.settings import SetAttribute
-from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
+from hf_posswap.patching.sites.attention.interface import AttendThroughInterface, StopRotation
 from hf_posswap.schemes.base import Scheme, make_scheme
 
 
@@ -45,13 +45,12 @@ def interface_edits(context: SwapContext, *, native_positions: bool) -> list[Edi
         _refuse_other_sinusoids(path, model.get_submodule(path))
     if own.switch is not None and not native_positions:
         edits.append(_switch_off(context, *own.switch))
+    if own.angles and not native_positions:
+        edits += _stop_rotation(context, own.angles)
     for layer, path in enumerate(stack.attention if own.interface else ()):
         found = own.interface(model.get_submodule(path))  # type: ignore[misc]
         if isinstance(found, str):
-            raise UnsupportedSwapError(
-                f"{path}: {found}, so a scheme cannot be put inside. What works: the same model loaded with "
-                "attn_implementation='eager'."
-            )
+            raise UnsupportedSwapError(f"{path}: {found}")
         if found is not type(model.get_submodule(path)):
             edits.append(_through_interface(context, path, found, layer, native_positions=native_positions))
     return edits
@@ -69,6 +68,14 @@ def _switch_off(context: SwapContext, below: str, name: str) -> Edit:
         name=name,
         value=False,
     )
+
+
+def _stop_rotation(context: SwapContext, below: str) -> list[Edit]:
+    path = join(context.sites.base, below)
+    if get(context.model, path) is None:  # a release in which each attention module has its own angles
+        return []
+    before = native_scheme(context.stack.inside, context.geometry).name if context.stack.inside else "rotation"
+    return [StopRotation(site="attention", path=path, before=before, after="identity", stack=context.stack.name)]
 
 
 def _through_interface(context: SwapContext, path: str, cls: type, layer: int, *, native_positions: bool) -> Edit:

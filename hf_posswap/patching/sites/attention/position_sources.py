@@ -26,7 +26,7 @@ def check_fits(position_ids: Tensor, given: dict[str, Any]) -> None:
     )
 
 
-def counted(source: PositionSource, padding_id: int | None, given: dict[str, Any]) -> Tensor | None:
+def counted(source: PositionSource, padding_id: int | None, given: dict[str, Any], cache: Any) -> Tensor | None:
     """Return the positions [B, Q], from 0, that a stock class counts; -1 is a token that it does not count.
 
     None: every token stands right behind the last one, padding too.
@@ -35,8 +35,9 @@ def counted(source: PositionSource, padding_id: int | None, given: dict[str, Any
         source: what the class counts.
         padding_id: the token id that it does not count, where it counts input ids.
         given: arguments of the module that takes the input, by name.
+        cache: that is among them, or None.
     """
-    tokens, cache = _tokens(given), given.get("past_key_values")
+    tokens = _tokens(given)
     if source == "arange" or tokens is None:
         return None
     length, past = tokens.shape[1], 0 if cache is None else cache.get_seq_length()

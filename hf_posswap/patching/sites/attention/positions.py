@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_posswap.compat.transformers_cache import keys_of_call, tokens_before
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, identity_of
-from hf_posswap.patching.sites.attention.key_positions import record
+from hf_posswap.patching.sites.attention.key_positions import record, watch
 
 
 def find_span(
@@ -38,7 +38,7 @@ def find_span(
         keeps_keys: whether it will be asked where the keys stand, now or later.
 
     Raises:
-        PosswapError: where cached keys stand cannot be known.
+        PosswapError: where cached keys stand cannot be known, or another hand replaced them.
     """
     length = hidden.shape[1]
     past: int | Tensor = 0
@@ -56,6 +56,8 @@ def find_span(
         is_prefill = not isinstance(past, Tensor) and past == 0 and key_length == length
         return Span(query, key_length, is_prefill, kept, shared_cache)
 
+    if cache is not None and keeps_keys:
+        watch(cache, layer_idx)
     if isinstance(past, Tensor):
         return make(None)
     key = (*identity_of(position_ids), cache, length, hidden.device, past, key_length, key_offset, keeps_keys)

@@ -139,11 +139,12 @@ class Request:
 
 def _divided(name: str, layout: Layout) -> Division | None:
     longest = sum(_pairs_of(one.queries) + _pairs_of(one.keys) for one in layout.regular)
-    fast = [one for one in layout.regular if one.distances[1] <= longest]  # nothing as long as a jump of positions
-    if name != "hankel":
-        fast = [one for one in fast if one.distances[0] >= 0]
-    else:
+    # nothing as long as a jump of positions
+    fast = [one for one in layout.regular if -longest <= one.distances[0] and one.distances[1] <= longest]
+    if name == "hankel":
         fast = [one for one, told in zip(fast, by_line(fast), strict=True) if told]
+    elif name != "merge":
+        fast = [one for one in fast if one.distances[0] >= 0]
     rest = [one for one in (*layout.regular, *layout.irregular) if one not in fast]
     return Division(tuple(fast), tuple(rest)) if fast else None
 

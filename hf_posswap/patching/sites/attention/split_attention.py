@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_posswap.patching.sites.attention.forward_memo import identity_of
 from hf_posswap.patching.sites.attention.one_query import attend_one, turns_of
 from hf_posswap.schemes.common.piece import Piece
 from hf_posswap.utils.devices import device_type
@@ -75,11 +76,12 @@ class Scoring:
         """Return the masked scores of queries start to stop, [B, H, q, K], of dtype `wide`."""
         seen, keys = self._seen(start, stop), self.key_positions.shape[1]
         found = self._holding(start, stop, seen) if self.query.shape[2] > 1 else self.held_by_one()
-        parts = [self._part(one, start, stop) for one in found]
+        turned: dict[Any, Tensor] = {}
+        parts = [self._part(one, start, stop, turned) for one in found]
         if _tile(found, keys):
             return self._masked(torch.cat(parts, dim=-1), seen, start, stop)
         batch, heads, _, _ = self.query.shape
-        # padding may belong to no piece
+        # what no query sees may belong to no piece here
         scores = self.query.new_full((batch, heads, stop - start, keys), LOWEST, dtype=self.wide)
         for one, part in zip(found, parts, strict=True):
             if one.which is not None:
@@ -89,40 +91,70 @@ class Scoring:
 
     def held_by_one(self) -> list[Held]:
         """Return which keys each piece holds for the one query."""
-        keys = self.key_positions.shape[1]
-        if keys not in self.held:
-            self.held[keys] = self._holding(0, 1, None)
-        return self.held[keys]
+        if torch.compiler.is_compiling():
+            return self._holding(0, 1, None)
+        if self._known not in self.held:  # the mask is held too, so that its id is not given to another
+            self.held[self._known] = self._holding(0, 1, None), self.mask
+        found: list[Held] = self.held[self._known][0]
+        return found
+
+    @property
+    def _known(self) -> tuple[Any, ...]:
+        """By what layers know that they ask the same for one query."""
+        return self.key_positions.shape[1], id(self.mask), identity_of(self.mask)[1]
 
     def one(self) -> Tensor | None:
         """Return attention of the one query [B, 1, H, Dv]; None: its pieces do not hold keys side by side."""
         found, keys = self.held_by_one(), self.key_positions.shape[1]
         if not _tile(found, keys) or (self.mask is not None and self.mask.shape[1] > 1):
             return None
-        if ("turns", keys) not in self.held:
-            self.held["turns", keys] = turns_of([held.piece for held in found])
+        if ("turns", self._known) not in self.held:
+            self.held["turns", self._known] = turns_of([held.piece for held in found])
         ranges = [(held.piece, held.low, held.high) for held in found]
-        turns = self.held["turns", keys]
+        turns = self.held["turns", self._known]
         return attend_one(self.query, self.key, self.value, turns, ranges, self.mask, scaling=self.scaling)
 
-    def _part(self, held: Held, start: int, stop: int) -> Tensor:
-        """Return the scores of a piece for its range of keys, [B, H, q, high - low]."""
+    def _part(self, held: Held, start: int, stop: int, turned: dict[Any, Tensor]) -> Tensor:
+        """Return the scores of a piece for its range of keys, [B, H, q, high - low].
+
+        Args:
+            held: the piece, and its range.
+            start: the first query.
+            stop: the one after the last.
+            turned: keeps the keys that pieces have in common.
+        """
         query = held.piece.rotate_query(self.query[:, :, start:stop], start, stop)
-        key = held.piece.rotate_key(self.key[:, :, held.low : held.high], held.low, held.high)
-        return grouped_matmul(query, key.transpose(-1, -2)).to(self.wide) * self.scaling
+        known = (*held.piece.key_identity, held.low, held.high)
+        if known not in turned:
+            turned[known] = held.piece.rotate_key(self.key[:, :, held.low : held.high], held.low, held.high)
+        return grouped_matmul(query, turned[known].transpose(-1, -2)).to(self.wide) * self.scaling
 
     def _holding(self, start: int, stop: int, seen: Tensor | None) -> list[Held]:
         """Return which keys each piece holds for the queries start to stop, in their order; none: it is left out."""
         rows = self.query_positions[:, start:stop, None]  # [B or 1, q, 1]
         columns = self.key_positions[:, None, :]  # [B or 1, 1, K]
+        shown = self._shown(start, stop) if seen is None else None
         found = []
         for piece in self.pieces:
             held = piece.pairs.holds(rows, columns)  # [B or 1, q, K]
             low, high = _range(held if seen is None else held & seen)
+            if shown is not None:  # a range may begin in padding, so that those of all pieces lie side by side
+                high = min(high, _range(held & shown)[1])
             which = held[..., low:high]
             if low < high:
                 found.append(Held(piece, low, high, None if _is_all(which) else which))
         return sorted(found, key=lambda one: one.low)
+
+    def _shown(self, start: int, stop: int) -> Tensor | None:
+        """Return which keys the mask shows queries start to stop, bool [B or 1, q, K].
+
+        None: all of them, or asking is dear.
+        """
+        if self.mask is None or _is_dear(self.mask):
+            return None
+        mask = self.mask[..., start:stop, : self.key_positions.shape[1]]
+        shown = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        return shown.any(dim=1)
 
     def _seen(self, start: int, stop: int) -> Tensor | None:
         """Return which keys the queries start to stop may see by their index, bool [q, K]; None: all of them."""
@@ -157,15 +189,20 @@ def _tile(found: list[Held], keys: int) -> bool:
     return ends[-1] == keys and all(one.which is None and one.low == begin for one, begin in begins)
 
 
+def _is_dear(held: Tensor) -> bool:
+    """Return whether the numbers of a tensor are not there to be read, or only by waiting for another device."""
+    return torch.compiler.is_compiling() or device_type(held) != "cpu"
+
+
 def _is_all(held: Tensor) -> bool:
     """Return whether all of `held` is; False where asking is dear."""
-    return not torch.compiler.is_compiling() and device_type(held) == "cpu" and bool(held.all())
+    return not _is_dear(held) and bool(held.all())
 
 
 def _range(held: Tensor) -> tuple[int, int]:
     """Return the first key that any query of a block holds, and the one after the last; all where asking is dear."""
     keys = held.shape[-1]
-    if torch.compiler.is_compiling() or device_type(held) != "cpu":
+    if _is_dear(held):
         return 0, keys
     found = held.flatten(0, -2).any(dim=0).nonzero()
     return (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 0)
@@ -192,7 +229,7 @@ def attend_split(
         query: [B, H, Q, D], not rotated.
         key: [B, G, K, D], as it is cached.
         value: [B, G, K, Dv].
-        pieces: of the attention; each pair of a query and a key that may be seen belongs to one.
+        pieces: of the attention; each pair of a query and a key belongs to one.
         query_positions: [B or 1, Q].
         key_positions: [B or 1, K].
         mask: bool (True: attend) or additive, [B or 1, 1 or H, Q, K]; None as transformers leaves it out.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.kernels.calls import attend as attend_calls
+from hf_posswap.kernels.calls import numbered_anew
 from hf_posswap.kernels.distance_bias import attend_by_distance, seen_distances
 from hf_posswap.kernels.flex import attend_read
 from hf_posswap.kernels.fused import bias_dtype
@@ -77,18 +78,19 @@ def _chunked(request: Request, pieces: Pieces) -> Tensor:
 def _merge(request: Request, pieces: Pieces) -> Tensor:
     division, regions = _division(request, "merge"), request.mechanism.regions
     assert regions is not None
-    calls = request.shared(("merge calls", id(division)), lambda: region_calls(regions, division.fast))
+    numbers, calls = request.shared(
+        ("merge calls", id(division)), lambda: numbered_anew(region_calls(regions, division.fast))
+    )
     queries, keys = request.query.shape[2], request.key.shape[2]
-    pairs = [
-        (
-            as_attended(piece.rotate_query(request.query, 0, queries)),
-            as_attended(piece.rotate_key(request.key, 0, keys)),
-        )
-        for piece in pieces()
-    ]
+    turned: dict[Any, Tensor] = {}  # pieces may have their keys in common
+    parts, pairs = pieces(), []
+    for piece in (parts[number] for number in numbers):
+        if piece.key_identity not in turned:
+            turned[piece.key_identity] = as_attended(piece.rotate_key(request.key, 0, keys))
+        pairs.append((as_attended(piece.rotate_query(request.query, 0, queries)), turned[piece.key_identity]))
     found = attend_calls(pairs, as_attended(request.value), calls, scaling=request.scaling)
     for segment in division.rest:
-        found = _with_split(request, found, segment, pieces())
+        found = _with_split(request, found, segment, parts)
     return found
 
 

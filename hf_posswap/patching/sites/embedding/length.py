@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.torch_modules import pre_hooks
+from hf_posswap.compat.transformers_calls import find_cache, is_paged_cache
 from hf_posswap.errors import PositionRangeError
 from hf_posswap.families.modules import by_name, entry_signature
 from hf_posswap.patching.edits.buffers import grow_buffer, grown
@@ -43,7 +44,8 @@ class LengthHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = by_name(self.signature, args, kwargs)
-        length = _tokens(given) + _past(given.get("past_key_values"))
+        found = find_cache(args, kwargs)
+        length = _tokens(given) + _past(None if found is None else found[1])
         position_ids = given.get("position_ids")
         if position_ids is not None and not torch.compiler.is_compiling():
             if position_ids.device.type == "cpu" or self.buffers:  # elsewhere reading it makes the host wait
@@ -69,7 +71,7 @@ def _tokens(given: dict[str, Any]) -> int:
 
 
 def _past(cache: Any) -> int:
-    if cache is None:
+    if cache is None or is_paged_cache(cache):  # which holds many texts, and none of them is asked for
         return 0
     past = cache.get_seq_length()
     if isinstance(past, Tensor):  # a static cache knows its own end

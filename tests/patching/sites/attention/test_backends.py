@@ -21,6 +21,7 @@ from hf_posswap.schemes.mechanism import Mechanism
 from tests.contract.models import build
 from tests.contract.pairs import NOISE, gap, logits, words
 from tests.patching.sites.attention.encoders import swapped_bert
+from tests.stock import cache_in, with_cache
 
 LENGTH = 70
 EXACT = 1e-11
@@ -143,9 +144,9 @@ def test_padding_packing_and_a_cache_are_exact_too(scheme: Any, options: dict[st
     with torch.no_grad():
         first = model(IDS[:, :40], use_cache=True)
         spy.seen()
-        second = model(IDS[:, 40:69], past_key_values=first.past_key_values)
+        second = model(IDS[:, 40:69], **with_cache(model, cache_in(first)))
         assert way in spy.seen()
-        last = model(IDS[:, 69:], past_key_values=second.past_key_values)
+        last = model(IDS[:, 69:], **with_cache(model, cache_in(second)))
     steps = torch.cat([first.logits, second.logits, last.logits], dim=1)
     assert (steps - whole).abs().max() < EXACT
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_posswap import patch_model, set_backend
+from tests.stock import RELEASE, with_cache
 
 CONFIG = LlamaConfig(
     vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -32,13 +33,15 @@ def swapped(scheme: str, options: dict[str, Any]) -> Any:
     return model
 
 
-def by_hand(model: Any, ids: Tensor, positions: Tensor, cache: Any = None, mask: Tensor | None = None) -> Tensor:
+def by_hand(
+    model: Any, ids: Tensor, positions: Tensor, cache: Any = None, mask: Tensor | None = None, name: str = ""
+) -> Tensor:
+    """Return the logits of layers that are called one by one, each given `cache` by its own name for it or by `name`."""
     hidden = model.model.embed_tokens(ids)
     angles = model.model.rotary_emb(hidden, position_ids=positions)
     for layer in model.model.layers:
-        hidden = layer(
-            hidden, attention_mask=mask, position_ids=positions, past_key_values=cache, position_embeddings=angles
-        )
+        held = {name: cache} if name else with_cache(layer, cache)
+        hidden = layer(hidden, attention_mask=mask, position_ids=positions, **held, position_embeddings=angles)
     return model.lm_head(model.model.norm(hidden))
 
 
@@ -49,9 +52,9 @@ def test_two_caches_of_one_length_are_told_apart(scheme: str, options: dict[str,
     with mode():
         caches = [DynamicCache(config=CONFIG), DynamicCache(config=CONFIG)]
         for cache, stands in zip(caches, ([0, 1, 2, 3, 4], [0, 1, 2, 3, 30]), strict=True):
-            model(ids[:, :5], position_ids=torch.tensor([stands]), past_key_values=cache)
+            model(ids[:, :5], position_ids=torch.tensor([stands]), **with_cache(model, cache))
         expected = [
-            model(ids[:, 5:], position_ids=torch.tensor([[40]]), past_key_values=copy.deepcopy(cache)).logits
+            model(ids[:, 5:], position_ids=torch.tensor([[40]]), **with_cache(model, copy.deepcopy(cache))).logits
             for cache in caches
         ]
         at = torch.tensor([[40]])
@@ -89,7 +92,7 @@ def test_a_mask_of_one_query_that_is_written_into_is_seen(mode: Any) -> None:
     model, ids, at = swapped("alibi", {}), torch.tensor([[9]]), torch.tensor([[5]])
     with mode():
         cache = DynamicCache(config=CONFIG)
-        model(torch.arange(5)[None], past_key_values=cache)
+        model(torch.arange(5)[None], **with_cache(model, cache))
         mask = torch.ones(1, 1, 1, 6, dtype=torch.bool)
         seen = by_hand(model, ids, at, copy.deepcopy(cache), mask)
         mask[..., :3] = False
@@ -109,3 +112,25 @@ def test_a_forward_that_failed_is_over() -> None:
     failing.remove()
     assert not memos.of_thread().in_forward
     assert not memos.of_thread().entries
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # since 5.24
+@pytest.mark.parametrize(("scheme", "options"), SCHEMES, ids=lambda one: str(one))
+def test_the_name_that_caches_had_before_is_taken_too(scheme: str, options: dict[str, Any]) -> None:
+    """By the model, and by a layer that other code calls, as code of the Hub does."""
+    model, ids, at = swapped(scheme, options), torch.arange(6)[None] + 5, torch.arange(6)[None]
+    with torch.no_grad():
+        whole, cache = model(ids).logits, DynamicCache(config=CONFIG)
+        model(ids[:, :4], past_key_values=cache)
+        assert cache.get_seq_length() == 4
+        step = model(ids[:, 4:5], past_key_values=cache).logits
+        last = by_hand(model, ids[:, 5:], at[:, 5:], cache, name="past_key_values")
+    assert cache.get_seq_length() == 6
+    assert (torch.cat([step, last], dim=1) - whole[:, 4:]).abs().max() < NEAR
+
+
+@pytest.mark.skipif(RELEASE < (5, 24), reason="the name is not deprecated yet")
+def test_the_old_name_is_deprecated_for_a_swapped_model_as_for_a_stock_one() -> None:
+    for model in (LlamaForCausalLM(CONFIG).eval(), swapped("alibi", {})):
+        with pytest.warns(FutureWarning, match="`past_key_values` is deprecated and will be removed"):
+            model(torch.arange(5)[None], past_key_values=DynamicCache(config=CONFIG))

@@ -33,6 +33,7 @@ from tests.patching.sites.attention.test_situations import (
     swapped,
     taken,
 )
+from tests.stock import with_cache
 
 __all__ = ["taken"]  # a fixture
 pytestmark = [
@@ -162,7 +163,7 @@ def test_chunks_upon_a_static_cache_equal_the_whole(scheme: str, way: str, taken
             taken.clear()
             logits.append(run(
                 IDS[:, start:stop], attention_mask=LEFT[:, :stop], position_ids=positions[:, start:stop],
-                past_key_values=cache, use_cache=True,
+                **with_cache(model, cache), use_cache=True,
             ).logits)  # fmt: skip
             assert set(taken) == ({way} if stop - start > 1 else set())
     assert (torch.cat(logits, dim=1) - expected)[LEFT.bool()].abs().max() < EXACT

@@ -12,6 +12,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig,
 from hf_posswap import patch_model, plan_swap
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes.common import piece, piecewise
+from tests.stock import with_cache
 
 LENGTH, WIDTH = 70, 8
 EXACT = 1e-11
@@ -58,7 +59,7 @@ def steps(model: Any, cache: Any, cuts: tuple[int, ...], mask: Tensor | None = N
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     for start, stop in zip((0, *cuts), (*cuts, LENGTH), strict=True):
         seen = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
-        outs.append(model(IDS[:, start:stop], past_key_values=cache, use_cache=True, **seen).logits)
+        outs.append(model(IDS[:, start:stop], **with_cache(model, cache), use_cache=True, **seen).logits)
     return torch.cat(outs, dim=1)
 
 
@@ -78,7 +79,7 @@ def test_every_cache_gives_what_a_whole_forward_gives(scheme: str, options: dict
     assert (steps(model, static, cuts) - whole).abs().max() < near
     assert static.layers[0].keys.shape[-1] == 2 * WIDTH
     cache.crop(40 - LENGTH)
-    again = model(IDS[:, 40:], past_key_values=cache, use_cache=True).logits
+    again = model(IDS[:, 40:], **with_cache(model, cache), use_cache=True).logits
     assert (again - whole[:, 40:]).abs().max() < near
 
 
@@ -124,12 +125,12 @@ def test_a_step_rotates_no_far_key(
 ) -> None:
     model = swapped(scheme, options)
     cache = DynamicCache() if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=LENGTH)
-    model(IDS[:, :60], past_key_values=cache, use_cache=True)
+    model(IDS[:, :60], **with_cache(model, cache), use_cache=True)
     tokens: list[int] = []
     for module in (piece, piecewise):
         real = module.rotate
         monkeypatch.setattr(module, "rotate", lambda x, *rest, real=real: tokens.append(x.shape[2]) or real(x, *rest))
-    model(IDS[:, 60:61], past_key_values=cache, use_cache=True)
+    model(IDS[:, 60:61], **with_cache(model, cache), use_cache=True)
     near = {8} if kind == "dynamic" and scheme in TURNS_ON else set()  # of 32 positions a quarter is the window
     assert set(tokens) == {1, *near}
 
@@ -151,7 +152,7 @@ def test_a_base_that_scales_its_angles_is_scaled_once(scheme: str) -> None:
 def test_a_cache_that_was_filled_otherwise_is_refused() -> None:
     """As a quantized one may be, which does not say what it holds."""
     model, cache = swapped("self_extend", {}), DynamicCache()
-    model(IDS[:, :60], past_key_values=cache, use_cache=True)
+    model(IDS[:, :60], **with_cache(model, cache), use_cache=True)
     for layer in cache.layers:
         layer.get = layer.update  # type: ignore[attr-defined]
 
@@ -161,7 +162,7 @@ def test_a_cache_that_was_filled_otherwise_is_refused() -> None:
 
         layer.update = update
     with pytest.raises(PosswapError, match="filled under other conditions"):
-        model(IDS[:, 60:61], past_key_values=cache, use_cache=True)
+        model(IDS[:, 60:61], **with_cache(model, cache), use_cache=True)
 
 
 def test_a_plan_says_what_is_cached() -> None:

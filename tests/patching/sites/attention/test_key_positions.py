@@ -20,9 +20,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from hf_posswap import patch_model, unpatch_model
 from hf_posswap.errors import PosswapError
 from hf_posswap.patching.sites.attention import key_positions
+from hf_posswap.schemes import schemes_for
 from tests.contract.models import build
 from tests.contract.others import ALL
-from tests.contract.pairs import NOISE, gap, words
+from tests.contract.pairs import NOISE, Pair, gap, refusal, words
+from tests.stock import RELEASE, cache_in, with_cache
 
 IDS = words(3, 16)
 ROWS = torch.tensor([[*range(5), *range(7, 18)], [*range(9), *range(11, 18)], [*range(16)]])
@@ -56,8 +58,8 @@ def run(model: Any, ids: Tensor, at: Tensor, cache: Any = None, **kwargs: Any) -
     mask = torch.ones(len(ids), held + ids.shape[1], dtype=torch.long)
     with torch.no_grad():
         return model(
-            input_ids=ids, position_ids=at, attention_mask=mask, past_key_values=cache, use_cache=cache is not None,
-            **kwargs,
+            input_ids=ids, position_ids=at, attention_mask=mask, use_cache=cache is not None,
+            **with_cache(model, cache), **kwargs,
         ).logits  # fmt: skip
 
 
@@ -89,7 +91,7 @@ KINDS = ("dynamic", "by config", "static", "quantised")
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_reordered_keep_their_positions(kind: str, scheme: str) -> None:
-    if kind == "quantised" and not hasattr(QuantizedLayer, "_apply_pending_reorder"):
+    if kind == "quantised" and RELEASE < (5, 23):
         pytest.skip("this release of transformers does not reorder what is quantised")
     model, order = swapped(scheme=scheme), torch.tensor([2, 0, 0])
     cache = filled(kind, model)
@@ -125,7 +127,7 @@ def test_a_cache_that_was_reset_begins_anew(kind: str, scheme: str) -> None:
     model = swapped(scheme=scheme)
     cache = filled(kind, model, words(3, 16, seed=8), ROWS.flip(0))
     cache.reset()
-    if cache.get_seq_length() != 0 or (kind == "quantised" and not hasattr(QuantizedLayer, "_apply_pending_reorder")):
+    if cache.get_seq_length() != 0 or (kind == "quantised" and RELEASE < (5, 23)):
         pytest.skip("this release of transformers fills a cache that is reset with zeros, and goes on behind them")
     run(model, IDS[:, :HALF], ROWS[:, :HALF], cache)
     assert gap(rest(model, cache), expected(model)) < NOISE
@@ -187,10 +189,10 @@ def test_an_encoder_decoder_keeps_them_in_its_decoders_cache() -> None:
     with torch.no_grad():
         whole = model(input_ids=source, decoder_input_ids=IDS, decoder_position_ids=ROWS).logits
         out = model(input_ids=source, decoder_input_ids=IDS[:, :HALF], decoder_position_ids=ROWS[:, :HALF])
-        cache, order = out.past_key_values, torch.tensor([1, 2, 0])
+        cache, order = cache_in(out), torch.tensor([1, 2, 0])
         cache.reorder_cache(order)
         out = model(input_ids=source[order], decoder_input_ids=IDS[order, HALF:],
-                    decoder_position_ids=ROWS[order, HALF:], past_key_values=cache)  # fmt: skip
+                    decoder_position_ids=ROWS[order, HALF:], **with_cache(model, cache))  # fmt: skip
     assert gap(out.logits, whole[order, HALF:]) < NOISE
 
 
@@ -234,10 +236,131 @@ def test_tokens_that_were_cached_while_the_swap_was_undone_are_refused() -> None
 def test_rows_that_were_changed_by_other_means_are_refused() -> None:
     model = swapped()
     cache = filled("dynamic", model)
+    with pytest.raises(PosswapError, match=r"the cache holds 3 rows, and 2 come: its rows were changed by other means"):
+        rest(model, copy.deepcopy(cache), [0, 1])
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys[:2], layer.values[:2]
-    with pytest.raises(PosswapError, match=r"the cache holds 3 rows, and 2 come: its rows were changed by other means"):
+    with pytest.raises(PosswapError, match=r"layer 0 .*replaced by other means .*were \[3, 2, 10, 16\], and are \[2,"):
         rest(model, cache, [0, 1])
+
+
+KEPT = torch.tensor([0, 2, 3, 7, 9])
+"""Which of the first ten tokens stay in a cache."""
+
+
+def evictable() -> list[Any]:
+    """Return every scheme in a model without and one with a rotation of its own, at every site."""
+    names = [(name, scheme, site) for name in ("llama", "gpt2") for scheme in schemes_for("text")
+             for site in ("auto", "attention")]  # fmt: skip
+    pairs = [Pair(name, scheme, site) for name, scheme, site in names]  # type: ignore[arg-type]
+    native = [pair for pair in pairs if refusal(pair) is None and (pair.site == "auto" or pair.plan.route == "plugin")]
+    return [pytest.param(pair, id=str(pair)) for pair in native]
+
+
+def evict(cache: Any, keep: Tensor = KEPT, layers: slice = slice(None)) -> Any:
+    """Keep of each layer's keys those at `keep`, as eviction methods do."""
+    for layer in cache.layers[layers]:
+        layer.keys, layer.values = layer.keys[:, :, keep], layer.values[:, :, keep]
+    return cache
+
+
+def without(model: Any, at: Tensor) -> Tensor:
+    """Return logits of all tokens at once, of which those behind the first ten do not see what is not kept."""
+    index = torch.arange(16)
+    gone = (index[:, None] >= HALF) & (index < HALF) & ~torch.isin(index, KEPT)
+    mask = (index <= index[:, None]) & ~gone
+    with torch.no_grad():
+        return model(input_ids=IDS, position_ids=at, attention_mask=mask[None, None], use_cache=False).logits[:, HALF:]
+
+
+@pytest.mark.parametrize("pair", evictable())
+def test_keys_that_another_hand_evicts_take_their_positions_along_or_are_refused(pair: Pair) -> None:
+    model, at = pair.specimen(), torch.arange(16).expand(3, -1)
+
+    def later(model: Any, cache: Any) -> Tensor:
+        parts = [run(model, IDS[:, start:stop], at[:, start:stop], cache) for start, stop in ((10, 14), (14, 15))]
+        return torch.cat(parts, dim=1)
+
+    stock = pair.native()
+    assert gap(later(stock, evict(filled("dynamic", stock, at=at))), without(stock, at)[:, :-1]) < NOISE
+    cache = evict(filled("dynamic", model, at=at))
+    knows = any(hasattr(layer, "posswap_keys") for layer in cache.layers)  # a scheme that asks where keys stand
+    if knows:
+        with pytest.raises(PosswapError, match=r"layer 0 .*\[3, \d, 10, \d+\], and are \[3, \d, 5.*What works: a scheme"):
+            later(model, cache)
+    else:
+        assert gap(later(model, cache), without(model, at)[:, :-1]) < NOISE
+    assert knows or pair.scheme not in ("alibi", "t5", "kerple", "fire", "self_extend", "rerope", "dual_chunk")
+    assert not (knows and pair.scheme in ("rope", "xpos", "nope", "yarn", "learned", "sinusoidal"))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_each_way_to_evict_is_noticed(scheme: str) -> None:
+    model, at = swapped(scheme=scheme), torch.arange(16).expand(3, -1)
+    cache = evict(filled("dynamic", model, at=at), layers=slice(1, None))
+    with pytest.raises(PosswapError, match="the keys of layer 1 of this cache"):  # of one layer alone
+        run(model, IDS[:, HALF:11], at[:, HALF:11], cache)
+    cache = filled("dynamic", model, at=at)
+    run(model, IDS[:, HALF:11], at[:, HALF:11], cache)
+    evict(cache, torch.tensor([*range(4), *range(5, 11)]))  # one token a step, as many as came
+    with pytest.raises(PosswapError, match=r"were \[3, 2, 11, 16\], and are \[3, 2, 10, 16\]"):
+        run(model, IDS[:, 11:12], at[:, 11:12], cache)
+    cache = evict(filled("dynamic", model, at=at), torch.arange(HALF).flip(0))  # as many, in another order
+    with pytest.raises(PosswapError, match="the keys of layer 0 of this cache were replaced by other means"):
+        rest(model, cache)
+    for method in (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))):
+        with pytest.raises(PosswapError, match="replaced by other means"):
+            rest(model, method(cache))
+    cache.crop(-1)
+    cache.reorder_cache(torch.tensor([1, 0, 2]))
+    with pytest.raises(PosswapError, match="replaced by other means"):  # what comes after does not hide it
+        rest(model, cache)
+    cache = filled("dynamic", model, at=at)
+    for layer in cache.layers:  # heads that keep other tokens each
+        keep = torch.stack([KEPT, KEPT.flip(0)]).expand(3, -1, -1)[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
+        layer.keys = layer.keys.gather(2, keep)
+    with pytest.raises(PosswapError, match="replaced by other means"):
+        rest(model, cache)
+
+
+def test_a_hook_that_compresses_a_prompt_is_noticed() -> None:
+    """As kvpress does: after each attention of the prompt the best keys of each head, by a score, stay in its cache."""
+    model, at = swapped(), torch.arange(16)[None].expand(3, -1)
+
+    def compress(module: Any, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        layer = next(value for value in kwargs.values() if hasattr(value, "layers")).layers[module.layer_idx]
+        kept = layer.keys.norm(dim=-1).topk(5, dim=-1).indices[..., None]
+        layer.keys = layer.keys.gather(2, kept.expand(-1, -1, -1, layer.keys.shape[-1])).contiguous()
+        layer.values = layer.values.gather(2, kept.expand(-1, -1, -1, layer.values.shape[-1])).contiguous()
+        return output
+
+    hooks = [layer.self_attn.register_forward_hook(compress, with_kwargs=True) for layer in model.model.layers]
+    cache = filled("dynamic", model, at=at)
+    for hook in hooks:
+        hook.remove()
+    assert cache.get_seq_length() == 5
+    with pytest.raises(PosswapError, match="the keys of layer 0 of this cache were replaced by other means"):
+        rest(model, cache)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_first_keys_alone_and_other_values_in_their_places_are_taken(scheme: str) -> None:
+    model = swapped(scheme=scheme)
+    cache = filled("dynamic", model)
+    run(model, words(3, 4, seed=9), 30 + torch.arange(4)[None], cache)
+    for layer in cache.layers:  # as kvpress takes an answer out of a cache
+        layer.keys, layer.values = layer.keys[:, :, :HALF], layer.values[:, :, :HALF]
+        layer.keys.copy_(layer.keys.clone())
+    assert gap(rest(model, cache), expected(model)) < NOISE
+    assert gap(rest(model, moved(filled("dynamic", model))), expected(model)) < NOISE
+
+
+def moved(cache: Any) -> Any:
+    """Return a cache whose layers were on another device meanwhile, as far as a CPU has one."""
+    for layer in cache.layers:
+        layer.offload()
+        layer.prefetch()
+    return cache
 
 
 def test_a_cache_without_layers_is_refused() -> None:
@@ -251,8 +374,9 @@ def test_a_cache_without_layers_is_refused() -> None:
         def get_seq_length(self, layer: int = 0) -> int:
             return 0
 
+    model = swapped()
     with pytest.raises(PosswapError, match="a cache of class Other has no layers that could keep where its keys stand"):
-        swapped()(input_ids=IDS, past_key_values=Other(), use_cache=True)
+        model(input_ids=IDS, **with_cache(model, Other()), use_cache=True)
 
 
 @pytest.mark.slow
@@ -262,8 +386,8 @@ def test_a_cache_that_a_compiled_forward_makes_keeps_them(scheme: str) -> None:
     torch._dynamo.reset()
     whole = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
-        cache = whole(input_ids=IDS[:, :HALF], position_ids=ROWS[:, :HALF], use_cache=True,
-                      attention_mask=torch.ones(3, HALF, dtype=torch.long)).past_key_values  # fmt: skip
+        cache = cache_in(whole(input_ids=IDS[:, :HALF], position_ids=ROWS[:, :HALF], use_cache=True,
+                      attention_mask=torch.ones(3, HALF, dtype=torch.long)))  # fmt: skip
     cache.reorder_cache(torch.tensor([2, 0, 0]))
     assert gap(rest(model, cache, [2, 0, 0]), expected(model, [2, 0, 0])) < NOISE
 

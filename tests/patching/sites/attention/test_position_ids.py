@@ -23,6 +23,7 @@ from hf_posswap.testing.tiny import tiny_model
 from tests.contract.pairs import CHANGE, NOISE, gap
 from tests.copies import copied
 from tests.families.single import words
+from tests.stock import cache_in, with_cache
 
 HOLES = (0, 1, 2, 5, 6, 9, 10, 11)
 """Where the tokens stand."""
@@ -113,10 +114,10 @@ def test_a_cache_holds_the_keys_where_they_were_said_to_stand(name: str) -> None
             out = model(
                 input_ids=IDS[:, start:stop],
                 position_ids=POSITIONS[:, start:stop],
-                past_key_values=cache,
+                **with_cache(model, cache),
                 use_cache=True,
             )
-        cache = out.past_key_values
+        cache = cache_in(out)
         parts.append(out.logits)
     assert gap(torch.cat(parts, dim=1), expected) < NOISE
 

@@ -23,6 +23,7 @@ from hf_posswap.kernels import row_bias
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.schemes.mechanism import Mechanism
 from tests.patching.sites.attention.encoders import swapped_bert
+from tests.stock import cache_in, with_cache
 
 LENGTH, ROWS = 40, 4
 EXACT = 1e-10
@@ -226,9 +227,9 @@ def test_chunks_upon_a_cache_equal_the_whole(
             taken.clear()
             out = model(
                 IDS[:, start:stop], attention_mask=LEFT[:, :stop], position_ids=positions[:, start:stop],
-                past_key_values=cache, use_cache=True,
+                **with_cache(model, cache), use_cache=True,
             )  # fmt: skip
-            cache = out.past_key_values
+            cache = cache_in(out)
             logits.append(out.logits)
             assert set(taken) == ({way} if stop - start > 1 else set()), "one query has no ways to choose from"
     found = torch.cat(logits, dim=1)
@@ -248,7 +249,7 @@ def test_a_text_into_an_empty_static_cache_equals_the_whole(
         set_backend(model, way)
         taken.clear()
         cache = StaticCache(config=model.config, max_cache_len=LENGTH + 9)
-        found = model(IDS, past_key_values=cache, use_cache=True).logits
+        found = model(IDS, **with_cache(model, cache), use_cache=True).logits
     assert set(taken) == {way}
     assert (found - expected).abs().max() < EXACT
 

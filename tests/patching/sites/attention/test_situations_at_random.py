@@ -14,6 +14,7 @@ from transformers import DynamicCache, StaticCache
 from hf_posswap import set_backend
 from hf_posswap.kernels import row_bias
 from tests.patching.sites.attention.test_situations import EXACT, MODELS, WAYS, by_formula, counted, swapped
+from tests.stock import with_cache
 
 NUMBERS = [pytest.param(range(25), id="short"), pytest.param(range(25, 1500), id="long", marks=pytest.mark.slow)]
 """A number is a situation: the same one each time, and what an error is told by."""
@@ -119,7 +120,7 @@ def read_in_pieces(of: Situation) -> tuple[Tensor, list[str]]:
     while done < length:
         stop = min(length, done + draw.choice([1, 1, 1, 2, 3, 7, length // 2 + 1]))
         given = of.arguments(done, stop)
-        out = of.model(of.ids[:, done:stop], past_key_values=cache, use_cache=True, **given)
+        out = of.model(of.ids[:, done:stop], **with_cache(of.model, cache), use_cache=True, **given)
         found[:, done:stop], done = out.logits, stop
         event = draw.choice(["none", "none", "none", "beams", "copied", "cut", "repeated", "selected"])
         rows = torch.arange(len(of.ids))

@@ -1,0 +1,61 @@
+"""The contract runs on as many cases as on the last release of transformers: no point skips itself."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from tests.contract.counts import KINDS, LIGHT, by_kind, count, count_light, lost, points, row_for, rows
+from tests.contract.others import ALL
+from tests.contract.pairs import supported_pairs, words
+from tests.stock import RELEASE, cache_in, takes_cache
+
+REWRITE = "If these cases are gone for a reason, python -m tests.contract.counts --write, and commit counts.json."
+
+
+def test_no_point_runs_on_fewer_cases_than_before() -> None:
+    gone = lost(count(), {point: n for point, n in row_for(RELEASE).items() if point != LIGHT})
+    assert not gone, f"{gone}. {REWRITE}"
+
+
+def test_no_release_has_fewer_cases_than_the_one_before_it() -> None:
+    for (_, before), (release, after) in pairwise(rows().items()):
+        assert not lost(after, before), release
+
+
+def test_every_kind_of_point_is_counted() -> None:
+    for release, row in rows().items():
+        kinds = by_kind(row)
+        assert kinds.keys() == {*KINDS, "all"}
+        assert all(n >= 100 for n in kinds.values()), (release, kinds)
+
+
+def test_every_point_has_its_row() -> None:
+    """A new point without one would not be missed."""
+    assert {point for point, *_ in points()} <= row_for(RELEASE).keys(), REWRITE
+
+
+def test_a_point_that_runs_on_no_pair_is_found() -> None:
+    before = {"a": 3, "b": 2, "c": 1}
+    assert lost({"a": 3, "b": 1, "d": 9}, before) == {"b": "1 of 2", "c": "0 of 1"}
+
+
+def test_a_class_that_takes_a_cache_by_its_signature_gives_one() -> None:
+    """And one that does not, gives none: `pair.cached` asks the signature."""
+    found = {True: 0, False: 0}
+    models = {pair.model: pair for pair in supported_pairs() if pair.causal and pair.first}
+    for name, pair in models.items():
+        takes = takes_cache(ALL[name].stock)
+        asked = {"use_cache": True} if takes else {}
+        out = ALL[name].build()(**pair.given(input_ids=words(2, 8)), **asked)
+        assert (cache_in(out) is not None) == takes, name
+        found[takes] += 1
+    assert found[True] >= 40
+    assert found[False] == 1  # the first GPT
+
+
+@pytest.mark.slow
+def test_no_fewer_classes_take_a_cache_than_before() -> None:
+    gone = lost(count_light(), {LIGHT: row_for(RELEASE)[LIGHT]})
+    assert not gone, f"{gone}. {REWRITE}"

@@ -1,0 +1,41 @@
+"""What the tests must know of the transformers that is installed: its release, and how its models take caches."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import transformers
+from packaging.version import Version
+
+from hf_posswap.compat.transformers_calls import CACHE_NAMES, cache_argument, cache_in, forward_parameters
+
+__all__ = ["RELEASE", "UNBUILT", "cache_in", "model_class", "takes_cache", "with_cache"]
+
+RELEASE = Version(transformers.__version__).release[:2]
+"""Of the transformers that is installed, as (5, 24): what an old release lacks is skipped by it, never by a name."""
+
+
+UNBUILT = {
+    "EncoderDecoderModel": "it is made of two models of your choice",
+    "Gemma3nForConditionalGeneration": "requires the timm library",
+    "Gemma4AssistantForCausalLM": "set of layer types producing a cache",
+    "Gemma4UnifiedAssistantForCausalLM": "set of layer types producing a cache",
+}
+"""Classes of which transformers builds no tiny model by itself, and what it says; any other has to be built."""
+
+
+def model_class(name: str) -> Any:
+    """Return the model class of transformers that is called `name`."""
+    return getattr(transformers, name)
+
+
+def with_cache(module: Any, cache: Any) -> dict[str, Any]:
+    """Return the argument by which the forward of `module`, a model or a layer of one, is given `cache`."""
+    return {cache_argument(module): cache}
+
+
+def takes_cache(cls: type) -> bool:
+    """Return whether the forward of the class takes a cache: an annotation says so, or one of the names it has had."""
+    parameters = forward_parameters(cls).items()
+    return any(name in CACHE_NAMES or "Cache" in inspect.formatannotation(one.annotation) for name, one in parameters)
