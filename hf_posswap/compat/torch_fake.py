@@ -119,22 +119,20 @@ def make_fake_as(model: nn.Module) -> None:
 def made_fake(mode: Any, model: nn.Module) -> nn.Module:
     """Return `model`, which lies on meta, with each of its tensors exchanged for a fake one of the CPU.
 
-    Touches `Module._parameters` and `Module._buffers`, into which `nn.Module.__setattr__` puts a tied weight under each
-    of its names anew. Without it a model would have to be built of fake tensors, and what fills them asks for numbers.
+    Touches nothing but what `fake_mode` does. Without it a model would have to be built of fake tensors, and what fills
+    its weights asks for numbers.
     """
-    exchanged: dict[Tensor, Tensor] = {}  # tied weights stay one
-
-    def fake(tensor: Tensor) -> Tensor:
-        if tensor not in exchanged:
-            new = torch.empty_like(tensor, device="cpu")
-            exchanged[tensor] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-        return exchanged[tensor]
-
+    new: dict[Tensor, Tensor] = {}  # weights that are tied stay so
     with mode:
         for module in model.modules():
-            held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for tensors in held:
-                tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
+            for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if weight not in new:
+                    new[weight] = nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad)
+                setattr(module, name, new[weight])
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                if buffer not in new:
+                    new[buffer] = torch.empty_like(buffer, device="cpu")
+                setattr(module, name, new[buffer])
     return model
 
 

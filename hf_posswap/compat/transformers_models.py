@@ -18,13 +18,16 @@ _OF_FILES = ("_name_or_path", "_commit_hash", "transformers_version")
 _OF_RUNNING = ("attn_implementation", "_attn_implementation")
 
 
+_FILLING = (nn.init.__name__, "transformers.initialization")  # whose functions stand in torch's place while it fills
+
+
 class _SkipInit(TorchFunctionMode):
     """Leaves every tensor as it is that `torch.nn.init` is given. A mode is the thread's own."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__module__", None) == nn.init.__name__:
+        if getattr(func, "__module__", None) in _FILLING:
             return args[0] if args else (kwargs or {})["tensor"]
         return func(*args, **(kwargs or {}))
 
