@@ -19,6 +19,8 @@ UNDOCUMENTED = {
     "get_referrers", "no_init_weights", "original_module", "rotate_half", "sdpa_mask",
 }  # fmt: skip
 """Names without an underscore that come and go with releases of other packages, or that scan the heap."""
+CACHE_ARGUMENTS = {"cache_params", "cache_position", "layer_past", "past_key_value", "past_key_values"}
+"""Names that caches have as arguments, in one release or another: a cache is found by its type."""
 UNSTABLE = (
     "accelerate.hooks.", "accelerate.state.", "transformers.initialization.", "transformers.masking_utils.",
     "transformers.modeling_rope_utils.", "transformers.modeling_utils.", "transformers.models.auto.",
@@ -113,6 +115,8 @@ def _touches(source: Source, foreign: set[str]) -> Iterator[tuple[int, str]]:
             yield from ((line, name) for name in _of_attribute(node, source))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
             yield from ((line, name) for name in _of_text(node.value, source))
+        elif isinstance(node, ast.keyword | ast.arg) and node.arg in CACHE_ARGUMENTS:
+            yield line, str(node.arg)
         elif isinstance(node, ast.keyword) and PRIVATE.fullmatch(node.arg or "") and node.arg not in source.anywhere:
             yield line, str(node.arg)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -130,7 +134,7 @@ def _of_attribute(node: ast.Attribute, source: Source) -> Iterator[str]:
     own = source.anywhere if itself else source.here
     private = PRIVATE.fullmatch(node.attr) and node.attr not in own | OURS
     written = node.attr == "__class__" and isinstance(node.ctx, ast.Store)
-    if private or written or node.attr in UNDOCUMENTED:
+    if private or written or node.attr in UNDOCUMENTED | CACHE_ARGUMENTS:
         yield node.attr
 
 
@@ -142,7 +146,7 @@ def _is_itself(receiver: ast.expr) -> bool:
 
 def _of_text(text: str, source: Source) -> Iterator[str]:
     private = any(PRIVATE.fullmatch(part) and part not in source.here | OURS for part in text.split("."))
-    if text in UNDOCUMENTED or (private and DOTTED.fullmatch(text)):
+    if text in UNDOCUMENTED | CACHE_ARGUMENTS or (private and DOTTED.fullmatch(text)):
         yield text
 
 

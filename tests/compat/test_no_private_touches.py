@@ -44,6 +44,10 @@ def test_private_names_are_touched_in_compat_alone() -> None:
         ("patching/a.py", "cache.get_query_offset(0)", "get_query_offset"),
         ("patching/a.py", "hasattr(layer, 'base_layer')", "base_layer"),
         ("families/interfaces/a.py", "module._reshape(x)", "_reshape"),
+        ("families/interfaces/a.py", "def forward(self, x, past_key_values=None): ...", "past_key_values"),
+        ("patching/a.py", "model(x, past_key_values=cache)", "past_key_values"),
+        ("patching/a.py", "cache = given.get('layer_past')", "layer_past"),
+        ("patching/a.py", "cache = output.past_key_values", "past_key_values"),
     ],
 )
 def test_a_planted_touch_is_found(tmp_path: Path, path: str, line: str, name: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hf_posswap.compat.transformers_calls import forward_parameters, names_arguments
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import Sites, Stack
@@ -29,6 +30,7 @@ def refuse_inside(model: Any, sites: Sites, stack: Stack, scheme: Scheme, mechan
     """
     _refuse_unproved(model, sites, stack, scheme, mechanism)
     _refuse_closed(model, stack)
+    _refuse_entry(model, stack)
     _refuse_altered(model, stack, scheme, mechanism)
     seen, exact = stack.geometry.sliding_window, scheme.exact_below
     if stack.rotary and seen is not None and exact is not None and seen <= exact:
@@ -46,6 +48,25 @@ def refuse_inside(model: Any, sites: Sites, stack: Stack, scheme: Scheme, mechan
         raise UnsupportedSwapError(
             f"how {type(model).__name__} pairs its rotary dimensions is unknown, so {scheme.name} cannot "
             "be applied at the attention site. What works: alibi, nope, and what its config expresses natively."
+        )
+
+
+_READ = {"arange": (), "relative": ("attention_mask",), "mask": ("attention_mask",), "input_ids": ("input_ids",)}
+"""Arguments of the module that takes the input from which positions are counted, by what the stock class counts."""
+
+
+def _refuse_entry(model: Any, stack: Stack) -> None:
+    """Refuse a stack whose input comes by arguments of other names than those that positions are counted from."""
+    entry = model.get_submodule(stack.entry)
+    names = list(forward_parameters(type(entry)))
+    missing = [name for name in _READ[stack.position_source] if name not in names]
+    if not names_arguments(type(entry)):
+        missing = ["its arguments"]
+    if missing:
+        raise UnsupportedSwapError(
+            f"the forward of {type(entry).__name__} does not name {', '.join(missing)}, so the positions of its tokens "
+            f"cannot be known: it takes {', '.join(names)}. What works: a release of transformers that hf_posswap was "
+            "tested with (posswap --version)."
         )
 
 
