@@ -24,6 +24,7 @@ from hf_posswap.patching.record.record import native_config, native_config_class
 from hf_posswap.utils.atomic_io import settle
 from hf_posswap.utils.auto_classes import refused_code
 from hf_posswap.utils.hub_session import hub_reading
+from hf_posswap.utils.threads import PROCESS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +40,8 @@ def load(
     """Return the model of a checkpoint, with its swap if it carries one.
 
     Unlike `from_pretrained` it is strict: a checkpoint whose weights do not fit the model that its config names is
-    refused instead of being completed with random ones.
+    refused instead of being completed with random ones. Threads may call it at the same time: they load one after the
+    other. `from_pretrained` itself, called in threads, leaves weights untied in transformers 5.14 to 5.24.
 
     Args:
         source: a folder or a Hub id; that of a PEFT adapter gives base, swap and adapter together.
@@ -83,9 +85,10 @@ def load(
             elsewhere = kwargs.keys() & _OTHER_WEIGHTS
             bounds = Bounds() if elsewhere else bounds_in(source, config)
             refuse_endless(chosen, config, bounds, trust_remote_code=trust_remote_code)
-            model, info = chosen.from_pretrained(
-                str(source), config=config, output_loading_info=True, trust_remote_code=trust_remote_code, **kwargs
-            )
+            with PROCESS:  # transformers exchanges functions of its own and the default dtype meanwhile
+                model, info = chosen.from_pretrained(
+                    str(source), config=config, output_loading_info=True, trust_remote_code=trust_remote_code, **kwargs
+                )
     except PosswapError:
         raise
     except Exception as error:  # a model's own code may raise anything, given a config that fits no weights

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
+import stat
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -150,8 +151,10 @@ def _refuse_offloaded(model: Any) -> None:
 
 def _as_umask_says(folder: Path) -> None:
     """Give every file the mode of an ordinary new file: safetensors writes its own for the owner alone."""
-    mask = os.umask(0)
-    os.umask(mask)
+    probe = folder / f".mode-{uuid.uuid4().hex}"  # to ask for the mask is to change it, for all threads
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
     for file in folder.rglob("*"):
         if file.is_file():
-            file.chmod(0o666 & ~mask)
+            file.chmod(mode)
