@@ -32,8 +32,7 @@ LENGTH = 12
 STEPS_RAISE = {"SwitchTransformersForConditionalGeneration": "`use_cache` can only be set to `True` if"}
 """Decoders whose stock class does not run with its own cache, and what it says; any other has to."""
 STEPS_DIFFER = ("BambaForCausalLM", "DoryForCausalLM", "Qwen3_5MoeForCausalLM", "Zamba2ForCausalLM")
-"""Decoders whose stock class says something else in steps than at once: recurrent layers between, or
-norms of next to nothing, which rounding moves."""
+"""Decoders whose stock class says something else in steps than at once: by recurrent layers between, or by rounding."""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ def finer(model: Any) -> Any:
     if not whole or model.dtype == torch.float64 or sum(weight.numel() for weight in weights) > LARGEST_COPY:
         return None
     copied = copy.deepcopy(model).double().eval()
+    copied.set_experts_implementation("eager")  # grouped products know no float64
     if can_choose_attention(copied) and supports_sdpa(copied):
         copied.set_attn_implementation("sdpa")  # eager code makes its weights in float32
     return copied

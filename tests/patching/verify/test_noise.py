@@ -16,6 +16,7 @@ from hf_posswap.errors import SwapVerificationError
 from hf_posswap.patching.verify import noise, token_probe
 from hf_posswap.patching.verify.noise import NoEffectSeen, finer, noise_of
 from hf_posswap.patching.verify.token_probe import token_probe as make_probe
+from hf_posswap.testing.tiny import tiny_model
 
 SIZES = st.floats(-2.6, -0.5).map(lambda power: 10**power)  # of weights: 0.0025 to 0.3
 SEEDS = st.integers(0, 2**16)
@@ -103,3 +104,13 @@ def test_no_copy_is_made_of_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -
     assert finer(model) is None
     with pytest.raises(SwapVerificationError, match="the logits do not depend on"):
         verify_swap(model)
+
+
+def test_a_copy_in_float64_runs_where_experts_are_multiplied_in_groups() -> None:
+    model, ids = tiny_model("mixtral", meta=False), torch.randint(5, 90, (2, 12))
+    patch_model(model, "rope", base=5000.0)
+    copied = finer(model)
+    with torch.no_grad():
+        found, expected = copied(input_ids=ids).logits, model(input_ids=ids).logits
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected.double(), atol=1e-4, rtol=0)
