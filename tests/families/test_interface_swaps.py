@@ -304,7 +304,7 @@ def test_a_roformer_whose_sinusoids_were_changed_is_refused() -> None:
         plan_swap(model, "rope")
 
 
-@pytest.mark.parametrize("kind", ["gptj", "bloom", "t5"])
+@pytest.mark.parametrize("kind", ["bloom", "t5", *(["gptj"] if RELEASE < (5, 24) else [])])  # then it has a rotary
 def test_native_positions_that_come_back_are_noticed(kind: str) -> None:
     model = build(kind)
     plan = swap(model, "rope")

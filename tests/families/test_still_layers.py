@@ -34,7 +34,7 @@ def logits(model: Any, **given: Any) -> Tensor:
 
 def tiny(kind: str, **changes: Any) -> Any:
     """Return a tiny model whose layers 0, 1 and 2 rotate and whose layer 3 does not, where its code has such."""
-    if kind == "flint":
+    if kind in ("flint", "lara_mini"):
         changes = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]} | changes
     return tiny_model(kind, meta=False, attn_implementation="eager", **changes)
 
@@ -46,6 +46,20 @@ def turned_by(attention: nn.Module, config: Any) -> bool:
     with torch.no_grad():
         given = [attention(hidden, position_embeddings=turn(config, 5), attention_mask=mask)[0] for turn in (at, far)]
     return not torch.equal(*given)
+
+
+def told_to_turn(model: Any, attention: nn.Module) -> bool:
+    """Return whether the model gives an attention module anything to turn by."""
+    told = list[bool]()
+    names = list(inspect.signature(type(attention).forward).parameters)[1:]
+
+    def listen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        told.append((dict(zip(names, args, strict=False)) | kwargs).get("position_embeddings") is not None)
+
+    handle = attention.register_forward_pre_hook(listen, with_kwargs=True)
+    logits(model)
+    handle.remove()
+    return all(told)
 
 
 def at(config: Any, length: int, step: float = 1.0) -> Any:
@@ -69,7 +83,8 @@ def test_there_are_such_models() -> None:
 def test_which_layers_rotate_is_what_their_own_forward_does(kind: str) -> None:
     model = tiny(kind)
     stack, config = locate(model).main, model.config
-    turned = [turned_by(model.get_submodule(path), config) for path in stack.attention]
+    attention = [model.get_submodule(path) for path in stack.attention]
+    turned = [told_to_turn(model, module) and turned_by(module, config) for module in attention]
     assert turned == [layer not in stack.nope_layers for layer in range(4)] == [True, True, True, False]
 
 
