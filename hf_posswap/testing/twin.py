@@ -24,7 +24,10 @@ _WIDTHS = ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "out
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads")
 _DEPTHS = tuple(name for name, value in SMALL.items() if name.endswith(("layers", "n_layer")) or name == "depth")
 _LENGTHS = tuple(name for name, value in SMALL.items() if value == TINY_LENGTH and "position" in name)
-_WINDOWS = tuple(name for name in SMALL if "window" in name or name in ("local_attention", "attention_chunk_size"))
+_WINDOWS = (
+    *(name for name in SMALL if "window" in name or name in ("local_attention", "attention_chunk_size")),
+    "window_size",
+)
 _MOST_KINDS = 6
 """Kinds of layers that are told apart in one model, at most."""
 _ON_CPU = ("eager", "sdpa")
@@ -45,7 +48,7 @@ def twin_config(config: Any, *, all_layers: bool = False) -> Any:
     """
     twin = copy.deepcopy(config)
     for part in _parts(twin):
-        _cut(part, all_layers)
+        _cut(part, all_layers or getattr(part, "is_heterogeneous", False))
     if getattr(twin, IMPLEMENTATION, None) not in (None, *_ON_CPU):
         setattr(twin, IMPLEMENTATION, "sdpa")
     for name in ("quantization_config", "auto_map"):
@@ -183,7 +186,7 @@ def _shares(parts: Sequence[int], total: int) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def apart() -> ExitStack:
+def isolated() -> ExitStack:
     """Return contexts in which a twin is built and run as if nothing were around it: device, gradients, autocast."""
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
@@ -205,12 +208,12 @@ def build_twin(build: Callable[[], Any], seed: int = 0) -> Any:
     """
     with PrivateRandomness(seed):
         model = build().float().eval()
-        fill(model)
+        randomise(model)
     return model
 
 
 @torch.no_grad()
-def fill(module: nn.Module) -> None:
+def randomise(module: nn.Module) -> None:
     """Give every weight of `module` that can be trained a random value, also where nothing has filled it yet."""
     for name, weight in ((name, weight) for name, weight in module.named_parameters() if weight.requires_grad):
         noise = torch.randn(weight.shape)

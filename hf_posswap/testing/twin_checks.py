@@ -25,8 +25,8 @@ _SHIFT, _SKIP = 7, 5
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How a model is to be tried.
+class Expectations:
+    """What must hold of a model, and what it takes.
 
     Attributes:
         causal: whether its main stack sees its past alone.
@@ -54,12 +54,12 @@ class TwinChecks:
 
     Args:
         model: a small one on the CPU, in float32 and eval mode. Its gradients are set to None.
-        reading: how it is to be tried.
+        expected: what must hold of it.
         seed: of its input.
     """
 
-    def __init__(self, model: Any, reading: Reading, seed: int = 0) -> None:
-        self.model, self.reading, self.config = model, reading, model.config
+    def __init__(self, model: Any, expected: Expectations, seed: int = 0) -> None:
+        self.model, self.expected, self.config = model, expected, model.config
         self.generator = torch.Generator().manual_seed(seed)
         self.images = getattr(model, "main_input_name", "") == "pixel_values"
         self.two_stacks = bool(getattr(self.config, "is_encoder_decoder", False))
@@ -69,7 +69,7 @@ class TwinChecks:
         """Return the checks by name; each returns what is wrong, or None, and may raise whatever the model raises."""
         if self.images:
             return {"a forward": self.finite, "a row alone": self.rows, "gradients": self.gradients}
-        cached = (self.reading.causal or self.two_stacks) and self.reading.cached_equals_full
+        cached = (self.expected.causal or self.two_stacks) and self.expected.cached_equals_full
         found: dict[str, Callable[[], str | None]] = {"a forward": self.finite}
         if cached:
             found["cached steps"] = self.cached
@@ -79,12 +79,12 @@ class TwinChecks:
         if cached and self.model.can_generate():
             found["generate"] = self.generated
         found["gradients"] = self.gradients
-        if self.reading.sees_positions:
+        if self.expected.sees_positions:
             found["order of tokens"] = self.order
-        if self.reading.takes_ids and not self.two_stacks:
-            if self.reading.relative:
+        if self.expected.takes_ids and not self.two_stacks:
+            if self.expected.relative:
                 found["shifted position ids"] = self.shifted
-            if self.reading.sees_positions:
+            if self.expected.sees_positions:
                 found["skipped position ids"] = self.skipped
             if cached:
                 found["cached steps at given position ids"] = self.cached_at_ids
@@ -128,7 +128,7 @@ class TwinChecks:
             return None
         alone = self.inputs["input_ids"][:, PADDING:]
         expected = self._run(self.inputs | {"input_ids": alone})[0]
-        sides = ("left",) if self.reading.causal and not self.two_stacks else ("left", "right")
+        sides = ("left",) if self.expected.causal and not self.two_stacks else ("left", "right")
         for side in sides:
             batch = self._padded(side)
             found = self._run(batch)[0][1:]
@@ -169,7 +169,7 @@ class TwinChecks:
         else:
             read = self._masked(out.sequences[:, :-1], given["attention_mask"])
             if "position_ids" in read:
-                read["position_ids"] -= self.reading.first_position  # `generate` counts from 0 in every model
+                read["position_ids"] -= self.expected.first_position  # `generate` counts from 0 in every model
             full = self._run(read)[0]
         return self._compare(steps, full[:, -GENERATED:], "generate with a cache and one full forward of its text")
 
@@ -183,8 +183,8 @@ class TwinChecks:
         broken = [name for name, grad in grads.items() if grad is not None and not torch.isfinite(grad).all()]
         if broken:
             return f"the gradient of {broken[0]} is not finite"
-        inside = tuple(f"{path}." for path in self.reading.attention)
-        asked = [n for n in grads if n.startswith(inside) and weights[n].ndim > 1 and n not in self.reading.unused]
+        inside = tuple(f"{path}." for path in self.expected.attention)
+        asked = [n for n in grads if n.startswith(inside) and weights[n].ndim > 1 and n not in self.expected.unused]
         missing = [name for name in asked if (grad := grads[name]) is None or not grad.any()]
         return f"{missing[0]} has no gradient" if missing else None
 
@@ -230,7 +230,7 @@ class TwinChecks:
         return self.positions + _SKIP * (self.positions >= TOKENS // 2)
 
     def _ids_at(self, positions: Tensor) -> Tensor:
-        return positions + self.reading.first_position
+        return positions + self.expected.first_position
 
     def _noise(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)

@@ -40,8 +40,8 @@ from hf_posswap.patching.record.model_class import native_class
 from hf_posswap.patching.sites.attention.position_ids import PassPositionIds
 from hf_posswap.schemes.base import Scheme, make_scheme
 from hf_posswap.schemes.blend import Blend
-from hf_posswap.testing.twin import apart, build_twin, every_nth, fill_zeros, twin_config
-from hf_posswap.testing.twin_checks import Reading, TwinChecks
+from hf_posswap.testing.twin import build_twin, every_nth, fill_zeros, isolated, twin_config
+from hf_posswap.testing.twin_checks import Expectations, TwinChecks
 from hf_posswap.utils.atomic_io import cache_folder, read_object, write_json
 from hf_posswap.versions import is_tested, tested_range
 
@@ -162,7 +162,7 @@ def _warn(key: str, text: str) -> None:
     ours = (__name__.partition(".")[0], "transformers", "contextlib", "functools")
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
         level, frame = level + 1, frame.f_back
-    warnings.warn(text, UntestedVersionWarning, stacklevel=level - 1)
+    warnings.warn(text, UntestedVersionWarning, stacklevel=level)
 
 
 def _verdict(model: Any, plan: SwapPlan, apply: Apply, config: Any) -> Verdict:
@@ -249,10 +249,10 @@ def _file(key: str) -> Path:
 
 
 @contextmanager
-def _aside() -> Iterator[None]:
+def _proof_context() -> Iterator[None]:
     token = _proving.set(True)
     try:
-        with apart():
+        with isolated():
             yield
     finally:
         _proving.reset(token)
@@ -261,7 +261,7 @@ def _aside() -> Iterator[None]:
 def _proved(proof: Proof) -> Verdict:
     """Return what a proof now comes to: what could not be proved is never a pass."""
     failed: dict[str, str] = {}
-    with _aside():
+    with _proof_context():
         for seed in _SEEDS:
             try:
                 failed, undecided = proof.failures(seed)
@@ -299,12 +299,12 @@ class Proof:
         twin = self.twin(seed)
         plan = self.plan_of(twin)
         self.apply(twin, plan)
-        reading = _reading(twin, plan)
+        expected = _expectations(twin, plan)
         fill_zeros(twin, plan.added)  # what is learned from zero would show nothing
-        failed = _failed(TwinChecks(twin, reading), None)
+        failed = _failed(TwinChecks(twin, expected), None)
         if not failed:
             return {}, {}
-        stock = _failed(TwinChecks(self.twin(seed), reading), failed)
+        stock = _failed(TwinChecks(self.twin(seed), expected), failed)
         if "a forward" in stock:
             raise UnsupportedSwapError(f"without the swap, a forward of the tiny model fails: {stock['a forward']}")
         own = [name for name in failed if name in stock and name not in MECHANISM]
@@ -363,13 +363,14 @@ def _cut_scheme(value: Any, live: Geometry, twin: Geometry, name: str = "") -> A
     return every_nth(value, sizes[len(value)]) if len(value) in sizes and name != "layers" else value
 
 
-def _reading(twin: Any, plan: SwapPlan) -> Reading:
+def _expectations(twin: Any, plan: SwapPlan) -> Expectations:
+    cls: Any = type(twin)
     sites, schemes = plan.sites, plan.schemes.values()
     passing = [edit for edit in plan.edits if isinstance(edit, PassPositionIds)]
     types = {config_at(twin.config, stack.config).model_type for stack in sites.stacks}
-    takes_ids = "position_ids" in forward_parameters(type(twin)) or any(edit.entry is not None for edit in passing)
+    takes_ids = "position_ids" in forward_parameters(cls) or any(edit.entry is not None for edit in passing)
     refused = any(edit.refusal_text for edit in passing)
-    return Reading(
+    return Expectations(
         causal=sites.geometry.causal,
         attention=[path for stack in sites.stacks for path in stack.attention],
         unused=frozenset(plan.unused),

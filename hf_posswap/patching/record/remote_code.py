@@ -8,7 +8,6 @@ of the families. transformers only takes a flat folder of relative imports, so `
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from typing import Any
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import family_of
 from hf_posswap.schemes.base import scheme_class
+from hf_posswap.utils.threads import once
 from hf_posswap.versions import tested
 
 ENTRY = "modeling_posswap"
@@ -114,7 +114,7 @@ def _entry(names: list[str]) -> str:
     )
 
 
-@functools.cache
+@once
 def _own(module: str) -> tuple[str, list[str]]:
     """Return the source of a module of this package, its imports relative, and the modules that they name."""
     return _relative((_PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
@@ -186,7 +186,7 @@ def _home(module: str, name: str) -> tuple[str, str | None]:
     )
 
 
-@functools.cache
+@once
 def _own_families() -> frozenset[str]:
     """Return the names of the families that this package defines, read from its sources."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (_PACKAGE / "families").glob("*.py")]
@@ -195,7 +195,7 @@ def _own_families() -> frozenset[str]:
     return frozenset(str(value.value) for value in given if isinstance(value, ast.Constant))
 
 
-@functools.cache
+@once
 def package_version() -> str:
     """Return the version of hf_posswap, read from its sources: the public package may not be imported from here."""
     for node in ast.parse((_PACKAGE / "__init__.py").read_text(encoding="utf-8")).body:

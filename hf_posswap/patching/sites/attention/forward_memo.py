@@ -82,6 +82,8 @@ class ForwardMemo:
     """Whether a caller gave them, in the model's own count; otherwise they count from 0."""
     runs_again: bool = False
     """Whether layers run again in the backward."""
+    calls: int = 0
+    """How often attention modules asked for it."""
     drops_bias: bool = False
     """Whether the bias that the model itself makes was taken away: what is left of it is zeros."""
     source: PositionSource = "arange"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.errors import UnsupportedSwapError
@@ -32,7 +34,8 @@ def interface_edits(context: SwapContext, *, native_positions: bool) -> list[Edi
         native_positions: whether positions that are native inside attention stay.
 
     Raises:
-        UnsupportedSwapError: an attention module is of a class that no interface class is known to equal.
+        UnsupportedSwapError: an attention module is of a class that no interface class is known to equal, or this
+            release of transformers lacks what that class is made from.
     """
     model, stack, own = context.model, context.stack, context.stack.spec.traits
     if own is None:
@@ -48,12 +51,22 @@ def interface_edits(context: SwapContext, *, native_positions: bool) -> list[Edi
     if own.angles and not native_positions:
         edits += _stop_rotation(context, own.angles)
     for layer, path in enumerate(stack.attention if own.interface else ()):
-        found = own.interface(model.get_submodule(path))  # type: ignore[misc]
+        found = _interface_of(own.interface, path, model.get_submodule(path))  # type: ignore[arg-type]
         if isinstance(found, str):
             raise UnsupportedSwapError(f"{path}: {found}")
         if found is not type(model.get_submodule(path)):
             edits.append(_through_interface(context, path, found, layer, native_positions=native_positions))
     return edits
+
+
+def _interface_of(find: Callable[[nn.Module], type | str], path: str, module: nn.Module) -> type | str:
+    try:
+        return find(module)
+    except (ImportError, AttributeError) as error:  # classes and functions of transformers that were moved or renamed
+        raise UnsupportedSwapError(
+            f"{path}: this release of transformers lacks what its attention with the interface is made from ({error}), "
+            "so a scheme cannot be put inside. Install a release that hf_posswap was tested with."
+        ) from error
 
 
 def _switch_off(context: SwapContext, below: str, name: str) -> Edit:

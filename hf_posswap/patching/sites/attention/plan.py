@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.modules import join
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.patching.edits.context import PlanDraft, SwapContext
@@ -11,6 +14,7 @@ from hf_posswap.patching.sites.attention.edits import AddMechanism, PatchAttenti
 from hf_posswap.patching.sites.attention.interface import AttendThroughInterface, CopyRows, RemoveRows
 from hf_posswap.patching.sites.attention.native import interface_edits, is_native, rows_of
 from hf_posswap.patching.sites.attention.patch_coordinates import PassCoordinates, PatchImageAttention
+from hf_posswap.schemes.base import SCHEMES
 from hf_posswap.schemes.mechanism import Mechanism
 
 
@@ -63,6 +67,7 @@ def _mechanism(context: SwapContext) -> PlanDraft:
         entry=stack.entry,
         scheme=scheme,
         geometry=context.geometry,
+        native_bias=stack.inside is not None and SCHEMES.get(stack.inside["name"]).kind == "bias",
         drops_bias=bool(rows),
         position_source=stack.source_for(scheme.name),
         padding_id=stack.padding_id,
@@ -92,7 +97,18 @@ def _layers(context: SwapContext) -> list[tuple[int, str]]:
     if not stack.rotary or stack.rope_layer_types == ("",):
         return layers
     types, replaced = config_at(context.model.config, stack.config).layer_types, context.replaced_types
-    return [(i, path) for i, path in layers if types[context.model.get_submodule(path).layer_idx] in replaced]
+    return [(i, path) for i, path in layers if types[_index_in_types(context.model, path)] in replaced]
+
+
+def _index_in_types(model: Any, path: str) -> int:
+    """Return where `layer_types` of the config says of which type the attention module at `path` is."""
+    index = getattr(model.get_submodule(path), "layer_idx", None)
+    if not isinstance(index, int):
+        raise UnsupportedSwapError(
+            f"{path} ({type(model.get_submodule(path)).__name__}) has no layer_idx in this release of transformers, so "
+            "of which type its layer is cannot be known. What works: a release that hf_posswap was tested with."
+        )
+    return index
 
 
 def _coordinates(context: SwapContext) -> list[Edit]:
