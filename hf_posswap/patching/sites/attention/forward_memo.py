@@ -82,6 +82,8 @@ class ForwardMemo:
     """Whether a caller gave them, in the model's own count; otherwise they count from 0."""
     runs_again: bool = False
     """Whether layers run again in the backward."""
+    wrote_keys: bool = False
+    """Whether a layer put keys into a cache, through what changes them: other layers may read what it put there."""
     drops_bias: bool = False
     """Whether the bias that the model itself makes was taken away: what is left of it is zeros."""
     source: PositionSource = "arange"
@@ -93,6 +95,7 @@ class ForwardMemo:
         """Forget everything."""
         self.entries.clear()
         self.masks.clear()
+        self.wrote_keys = False
 
     def knows(self, cache: Any, *tensors: Tensor | None) -> bool:
         """Return whether these are known again: outside of a forward a cache, or what counts no writes, may change."""
