@@ -20,7 +20,7 @@ from tests.mutations.mutations import MUTATIONS
 from tests.mutations.running import Outcome
 
 KNOWN = {
-    "a kernel makes rotary angles from position ids": "nothing sees that positions remain beneath a scheme in attention",
+    "a kernel makes rotary angles from position ids": "positions that remain beneath a scheme are not seen",
 }
 """Mutations in which swaps go wrong without an error today, and why."""
 HERE = Path(__file__).resolve().parents[2]
