@@ -127,6 +127,10 @@ class BackendWarning(UserWarning):
     """A faster way of computing attention is not to be had here: the message says why, and what is used instead."""
 
 
+class UntestedVersionWarning(UserWarning):
+    """transformers or torch is installed in a version that no test has run: the message says what is done about it."""
+
+
 class MissingDependencyError(PosswapError, ImportError):
     """An optional extra is needed: the message gives the pip command."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
@@ -32,7 +33,8 @@ class Registry(Generic[T]):
         self.kind = kind
         self._group = entry_point_group
         self._items: dict[str, T] = {}
-        self._plugins_loaded = False
+        self._plugins_loaded = self._loading = False
+        self._lock = threading.RLock()
 
     def add(self, name: str, item: T) -> T:
         """Register `item` under `name`.
@@ -84,7 +86,13 @@ class Registry(Generic[T]):
     def _load_plugins(self) -> None:
         if self._plugins_loaded:
             return
-        self._plugins_loaded = True
+        with self._lock:  # other threads wait: what the plugins register is missing until all are loaded
+            if not self._plugins_loaded and not self._loading:
+                self._loading = True
+                self._load_entry_points()
+                self._plugins_loaded = True
+
+    def _load_entry_points(self) -> None:
         for point in entry_points(group=self._group):
             try:
                 point.load()

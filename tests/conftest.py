@@ -32,6 +32,7 @@ ANNOUNCED = (
     "the harness is not tested",
     "run .ci/serving",
     "DeepSpeed is not installed",
+    "pip reaches no index that has other releases of transformers",
 )
 """Reasons to skip that are said once more at the end, in a line that is seen."""
 

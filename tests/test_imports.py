@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FACADE = "__init__"
 LAYERS = (
-    {"errors", "utils"},
+    {"errors", "utils", "versions"},
     {"compat"},
     {"geometry", "registry", "rope_layout", "rope_math", "text"},
     {"kernels"},

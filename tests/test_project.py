@@ -115,6 +115,16 @@ def test_the_support_table_is_there() -> None:
     assert "| scheme | kind | promises |" in table, "run the light contract, then python recipes/support_table.py"
 
 
+def test_the_readme_counts_as_the_support_table_does() -> None:
+    page = (ROOT / ".docs" / "pages" / "support.md").read_text(encoding="utf-8")
+    counts = [
+        re.findall(r"\*\*(\d+) of (\d+)\b.* transformers ([\d.]+) can be patched, (\d+) pairs", text)
+        for text in (README, page)
+    ]
+    assert len(counts[0]) == 1
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("package", [hf_posswap, schemes, families], ids=lambda package: package.__name__)
 def test_public_names_are_sorted_importable_and_documented(package: ModuleType) -> None:
     names = package.__all__

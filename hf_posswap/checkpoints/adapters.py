@@ -25,6 +25,7 @@ from hf_posswap.checkpoints.adapters_positions import (
 from hf_posswap.errors import MissingDependencyError
 from hf_posswap.patching.record.training import NAME as TRAINING
 from hf_posswap.utils.atomic_io import write_json
+from hf_posswap.utils.threads import PROCESS
 
 SIDECAR = "posswap.json"
 SIDECAR_VERSION = 1
@@ -165,6 +166,6 @@ def import_peft() -> Any:
 @contextmanager
 def without_peft_warning() -> Iterator[None]:
     """Inside the block, what PEFT asks of transformers by a deprecated name is not reported to the user."""
-    with warnings.catch_warnings():
+    with PROCESS, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         yield

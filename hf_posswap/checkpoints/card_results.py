@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.utils.format import interval_text
 from hf_posswap.utils.naming import markdown_text, public_name
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def _evaluation(results: Results, scheme: str | None, task: str) -> tuple[str, l
 def _score(row: dict[str, Any]) -> str:
     if "cannot_run" in row:
         return "cannot run"
-    return f"{row['perplexity']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+    return f"{row['perplexity']:.3f} ({interval_text(row, '.3f')})"
 
 
 def _entry(name: str, value: float, dataset: str, task: str) -> EvalResult:

@@ -13,15 +13,18 @@ from hf_posswap.checkpoints.record_check import checked_plan
 from hf_posswap.compat.transformers_auto import auto_mapping
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.patching.apply.applied import AppliedSwap
+from hf_posswap.patching.apply.patch_model import apply_plan
 from hf_posswap.patching.apply.submodel_guard import guard_saving
+from hf_posswap.patching.apply.version_guard import guard_version
 from hf_posswap.patching.inspect.bounds import Bounds, bounds_in, refuse_endless
 from hf_posswap.patching.inspect.describe import model_class_of, read_config
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import swapped_class
-from hf_posswap.patching.record.record import native_config_class
+from hf_posswap.patching.record.record import native_config, native_config_class
 from hf_posswap.utils.atomic_io import settle
 from hf_posswap.utils.auto_classes import refused_code
 from hf_posswap.utils.hub_session import hub_reading
+from hf_posswap.utils.threads import PROCESS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +40,8 @@ def load(
     """Return the model of a checkpoint, with its swap if it carries one.
 
     Unlike `from_pretrained` it is strict: a checkpoint whose weights do not fit the model that its config names is
-    refused instead of being completed with random ones.
+    refused instead of being completed with random ones. Threads may call it at the same time: they load one after the
+    other. `from_pretrained` itself, called in threads, leaves weights untied in transformers 5.14 to 5.24.
 
     Args:
         source: a folder or a Hub id; that of a PEFT adapter gives base, swap and adapter together.
@@ -81,9 +85,10 @@ def load(
             elsewhere = kwargs.keys() & _OTHER_WEIGHTS
             bounds = Bounds() if elsewhere else bounds_in(source, config)
             refuse_endless(chosen, config, bounds, trust_remote_code=trust_remote_code)
-            model, info = chosen.from_pretrained(
-                str(source), config=config, output_loading_info=True, trust_remote_code=trust_remote_code, **kwargs
-            )
+            with PROCESS:  # transformers exchanges functions of its own and the default dtype meanwhile
+                model, info = chosen.from_pretrained(
+                    str(source), config=config, output_loading_info=True, trust_remote_code=trust_remote_code, **kwargs
+                )
     except PosswapError:
         raise
     except Exception as error:  # a model's own code may raise anything, given a config that fits no weights
@@ -120,7 +125,12 @@ def _keys_held(config: Any, prefix: str) -> set[str]:
 
 
 def reapply_on_load(model: Any, plan: SwapPlan) -> None:
-    """Give a natively loaded model what its checkpoint cannot hold: the plan, the guard, frozen tables, kept angles."""
+    """Give a natively loaded model what its checkpoint cannot hold: the plan, the guard, frozen tables, kept angles.
+
+    Raises:
+        UnsupportedSwapError: this version of transformers or torch is untested, and the swap could not be proved.
+    """
+    guard_version(model, plan, apply_plan, config=native_config(model.config))
     for edit in plan.edits:
         edit.reload(model)
     model._posswap = AppliedSwap(plan, model.config, guard=guard_saving(model))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG, save_with_swap
 from hf_posswap.compat.accelerate_hooks import offloading_hooks
 from hf_posswap.errors import CheckpointError
+from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.utils.atomic_io import read_json, replacing, settle, shown
 
 if TYPE_CHECKING:
@@ -34,7 +38,8 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
     Args:
         model: a transformers model, or a PEFT model: then the adapter, with the swap of its base.
         folder: where to; its parents are made.
-        tokenizer: saved beside the model.
+        tokenizer: saved beside the model; where it cuts texts at the length that the model had before its swap, the
+            saved one cuts them at the swap's.
         overwrite: replace a folder that holds a checkpoint, and nothing else.
 
     Raises:
@@ -58,9 +63,25 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
     with replacing(path) as temporary:
         save_with_swap(model, temporary)
         if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
+            with _reading_as_far(tokenizer, model):
+                tokenizer.save_pretrained(temporary)
         _as_umask_says(temporary)
     return path
+
+
+@contextmanager
+def _reading_as_far(tokenizer: Any, model: Any) -> Iterator[None]:
+    """Have `tokenizer`, or that of a processor, cut texts where the swapped `model` ends, in the block."""
+    words, patch = getattr(tokenizer, "tokenizer", tokenizer), getattr(unwrap(model), "_posswap", None)
+    before = getattr(words, "model_max_length", None)
+    if patch is None or patch.plan.max_length is None or before != patch.plan.sites.geometry.original_length:
+        yield
+        return
+    words.model_max_length = patch.plan.max_length
+    try:
+        yield
+    finally:
+        words.model_max_length = before
 
 
 def refuse_to_replace(folder: Path, overwrite: bool) -> None:
@@ -130,8 +151,10 @@ def _refuse_offloaded(model: Any) -> None:
 
 def _as_umask_says(folder: Path) -> None:
     """Give every file the mode of an ordinary new file: safetensors writes its own for the owner alone."""
-    mask = os.umask(0)
-    os.umask(mask)
+    probe = folder / f".mode-{uuid.uuid4().hex}"  # to ask for the mask is to change it, for all threads
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
     for file in folder.rglob("*"):
         if file.is_file():
-            file.chmod(0o666 & ~mask)
+            file.chmod(mode)

@@ -51,16 +51,22 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from hf_posswap import __version__
+        from hf_posswap.cli.versions import version_lines
 
-        typer.echo(f"posswap {__version__}")
+        typer.echo("\n".join(version_lines()))
         raise typer.Exit
 
 
 @app.callback()
 def posswap(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Print the version, the tested and the installed versions.",
+        ),
     ] = False,
 ) -> None:
     """Swap the position mechanism of a pretrained transformers model, and prove what the swap did.

@@ -9,6 +9,7 @@ from typing import Any
 from hf_posswap.plotting.styles import SLIDING, sign_of
 from hf_posswap.report.words import common_gaps, far_said, own_gaps, scores_by_length, sliding_said
 from hf_posswap.utils import html_tables
+from hf_posswap.utils.format import interval_text
 from hf_posswap.utils.naming import markdown_text
 
 
@@ -149,7 +150,7 @@ def _perplexities(model: dict[str, Any], lengths: Sequence[int]) -> list[str]:
     for length in lengths:
         score = scores.get(length)
         shown = model["cannot_run"].get(str(length), "–")
-        cells.append(f"{score['perplexity']:.3g} [{score['low']:.3g}, {score['high']:.3g}]" if score else shown)
+        cells.append(f"{score['perplexity']:.3g} [{interval_text(score, '.3g', ', ')}]" if score else shown)
     return cells
 
 

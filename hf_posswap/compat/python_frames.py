@@ -9,6 +9,9 @@ import threading
 from types import FrameType
 from typing import Any
 
+_reading = threading.RLock()
+"""Held while no garbage is searched: whoever ended first would let it be searched while others read."""
+
 
 def self_of(frame: FrameType) -> Any:
     """Return what is called `self` in `frame`, which any thread may be running; None: nothing is.
@@ -21,6 +24,11 @@ def self_of(frame: FrameType) -> Any:
     """
     if sys.version_info >= (3, 13):
         return frame.f_locals.get("self")
+    with _reading:
+        return _read(frame)
+
+
+def _read(frame: FrameType) -> Any:
     searched = gc.isenabled()
     gc.disable()
     try:

@@ -116,6 +116,26 @@ def make_fake_as(model: nn.Module) -> None:
                 setattr(module, name, _fake(mode, buffer))
 
 
+def made_fake(mode: Any, model: nn.Module) -> nn.Module:
+    """Return `model`, which lies on meta, with each of its tensors exchanged for a fake one of the CPU.
+
+    Touches nothing but what `fake_mode` does. Without it a model would have to be built of fake tensors, and what fills
+    its weights asks for numbers.
+    """
+    new: dict[Tensor, Tensor] = {}  # weights that are tied stay so
+    with mode:
+        for module in model.modules():
+            for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if weight not in new:
+                    new[weight] = nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad)
+                setattr(module, name, new[weight])
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                if buffer not in new:
+                    new[buffer] = torch.empty_like(buffer, device="cpu")
+                setattr(module, name, new[buffer])
+    return model
+
+
 def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     with torch.no_grad():
         return mode.from_tensor(tensor, static_shapes=True)

@@ -26,7 +26,7 @@ class GainScore:
         context: tokens before the scored ones.
         loss: mean of the scored tokens, in nats.
         gain: loss with the reference context less this loss; positive: the further context helps.
-        low: of the gain's 95 % bootstrap interval over documents.
+        low: of the gain's 95 % interval over documents; None: none holds.
         high: likewise.
         reference: whether this is the reference context, whose gain is 0.
     """
@@ -34,8 +34,8 @@ class GainScore:
     context: int
     loss: float
     gain: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     reference: bool
 
 
@@ -114,7 +114,7 @@ def context_gain(
     held_against = losses[:, list(contexts).index(reference)]
     scores = []
     for context, column in zip(contexts, losses.T, strict=True):
-        low, high = ratio_interval(held_against - column, counts, seed=seed)
+        low, high = ratio_interval(held_against - column, counts, seed=seed) or (None, None)
         gain = float((held_against - column).sum() / counts.sum())
         loss = float(column.sum() / counts.sum())
         scores.append(GainScore(context, loss, gain, low, high, context == reference))
@@ -130,7 +130,7 @@ class FarContext:
         further: how many of them lie beyond what the original window holds.
         tail: tokens scored.
         gain: what the further ones are worth, in nats a token of the tail; positive: they help.
-        low: of its 95 % bootstrap interval over documents.
+        low: of its 95 % interval over documents; None: none holds.
         high: likewise.
         verdict: "helps" (low > 0), "harms" (high < 0), "undecided", or "no verdict".
         reason: why there is no verdict, or None.
@@ -140,8 +140,8 @@ class FarContext:
     further: int
     tail: int
     gain: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     verdict: str
     reason: str | None
 
@@ -169,9 +169,15 @@ def far_context(scores: Sequence[GainScore], tail: int, documents: int) -> FarCo
     last = max(scores, key=lambda score: score.context)
     if last.context == reference:
         return None
-    verdict = "helps" if last.low > 0 else "harms" if last.high < 0 else "undecided"
-    few = documents < LEAST_DOCUMENTS
-    reason = f"{documents} documents are too few for a verdict; {LEAST_DOCUMENTS} are needed." if few else None
+    reason = None
+    if documents < LEAST_DOCUMENTS:
+        reason = f"{documents} documents are too few for a verdict; {LEAST_DOCUMENTS} are needed."
+    elif last.low is None or last.high is None:
+        reason = "too many documents have the same gain for an interval."
+    if reason or last.low is None or last.high is None:
+        verdict = "no verdict"
+    else:
+        verdict = "helps" if last.low > 0 else "harms" if last.high < 0 else "undecided"
     return FarContext(
         last.context,
         last.context - reference,
@@ -179,6 +185,6 @@ def far_context(scores: Sequence[GainScore], tail: int, documents: int) -> FarCo
         last.gain,
         last.low,
         last.high,
-        "no verdict" if few else verdict,
+        verdict,
         reason,
     )

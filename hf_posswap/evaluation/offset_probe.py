@@ -26,15 +26,15 @@ class OffsetScore:
         offset: position of the passage's first token.
         loss: mean, in nats a token.
         change: against the first offset.
-        low: of the change's 95 % bootstrap interval over passages.
+        low: of the change's 95 % interval over passages; None: none holds.
         high: likewise.
     """
 
     offset: int
     loss: float
     change: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def offsets_of(window: int) -> list[int]:
@@ -95,7 +95,7 @@ def offset_change(losses: np.ndarray, offsets: Sequence[int], tokens: int, *, se
     counts = np.full(len(losses), tokens)
     scores = []
     for offset, column in zip(offsets, losses.T, strict=True):
-        low, high = ratio_interval(column - losses[:, 0], counts, seed=seed)
+        low, high = ratio_interval(column - losses[:, 0], counts, seed=seed) or (None, None)
         change = float((column - losses[:, 0]).sum() / counts.sum())
         scores.append(OffsetScore(offset, float(column.sum() / counts.sum()), change, low, high))
     return scores

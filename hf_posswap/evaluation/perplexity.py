@@ -8,6 +8,7 @@ has nothing before it and is not scored.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ class LengthScore:
     Attributes:
         length: tokens read of each document.
         perplexity: exp of the mean loss over all scored tokens.
-        low: of the 95 % bootstrap interval over documents.
+        low: of the 95 % interval over documents; None: none holds.
         high: likewise.
         documents: how many.
         tokens: scored.
@@ -31,8 +32,8 @@ class LengthScore:
 
     length: int
     perplexity: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     documents: int
     tokens: int
 
@@ -45,15 +46,15 @@ class PositionScore:
         start: first position, counted from 0.
         stop: position after the last.
         loss: mean, in nats a token.
-        low: of the 95 % bootstrap interval over documents.
+        low: of the 95 % interval over documents; None: none holds.
         high: likewise.
     """
 
     start: int
     stop: int
     loss: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def perplexity_by_length(losses: Mapping[int, np.ndarray], *, seed: int = 0) -> list[LengthScore]:
@@ -72,13 +73,20 @@ def perplexity_by_length(losses: Mapping[int, np.ndarray], *, seed: int = 0) -> 
     for length, nll in sorted(losses.items()):
         sums = nll.sum(axis=1, dtype=np.float64)  # [N]
         counts = np.full(len(nll), nll.shape[1])
-        low, high = ratio_interval(sums, counts, seed=seed)
+        low, high = _perplexities(ratio_interval(sums, counts, seed=seed))
         mean = float(sums.sum() / counts.sum())
-        scores.append(LengthScore(length, math.exp(mean), math.exp(low), math.exp(high), len(nll), int(counts.sum())))
+        scores.append(LengthScore(length, math.exp(mean), low, high, len(nll), int(counts.sum())))
     return scores
 
 
-def change_with_length(losses: Mapping[int, np.ndarray], *, seed: int = 0) -> tuple[float, float, float]:
+def _perplexities(interval: tuple[float, float] | None) -> tuple[float, float] | tuple[None, None]:
+    """Return the ends of an interval of losses as perplexities; one that is too far for a float is infinite: none."""
+    if interval is None or interval[1] > math.log(sys.float_info.max):
+        return None, None
+    return math.exp(interval[0]), math.exp(interval[1])
+
+
+def change_with_length(losses: Mapping[int, np.ndarray], *, seed: int = 0) -> tuple[float, float | None, float | None]:
     """Return the ratio of the perplexities at the longest and the shortest length, and its 95 % interval.
 
     The interval is paired: both lengths are taken of the same draw of documents, so what makes documents differ from
@@ -89,13 +97,13 @@ def change_with_length(losses: Mapping[int, np.ndarray], *, seed: int = 0) -> tu
         seed: of the bootstrap.
 
     Example:
-        >>> change_with_length({3: np.full((4, 2), 1.0), 5: np.full((4, 4), 1.0)})
+        >>> change_with_length({3: np.full((5, 2), 1.0), 5: np.full((5, 4), 1.0)})
         (1.0, 1.0, 1.0)
     """
     short, long = losses[min(losses)], losses[max(losses)]
     differences = long.mean(axis=1, dtype=np.float64) - short.mean(axis=1, dtype=np.float64)  # [N]
-    low, high = ratio_interval(differences, np.ones(len(differences)), seed=seed)
-    return math.exp(float(differences.mean())), math.exp(low), math.exp(high)
+    low, high = _perplexities(ratio_interval(differences, np.ones(len(differences)), seed=seed))
+    return math.exp(float(differences.mean())), low, high
 
 
 def loss_by_position(losses: np.ndarray, *, seed: int = 0) -> list[PositionScore]:
@@ -115,7 +123,7 @@ def loss_by_position(losses: np.ndarray, *, seed: int = 0) -> list[PositionScore
         part = losses[:, start - 1 : 2 * start - 1]
         sums = part.sum(axis=1, dtype=np.float64)
         counts = np.full(len(part), part.shape[1])
-        low, high = ratio_interval(sums, counts, seed=seed)
+        low, high = ratio_interval(sums, counts, seed=seed) or (None, None)
         scores.append(PositionScore(start, 2 * start, float(sums.sum() / counts.sum()), low, high))
         start *= 2
     return scores

@@ -27,7 +27,7 @@ class VectorScore:
         base_reads: tokens that the base reads of it: no more than its window holds.
         documents: how many.
         cosine: mean cosine of the two vectors of a document.
-        low: lower end of its 95 % interval, over documents.
+        low: lower end of its 95 % interval, over documents; None: none holds.
         high: upper end.
     """
 
@@ -35,8 +35,8 @@ class VectorScore:
     base_reads: int
     documents: int
     cosine: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def vector_score(length: int, base_reads: int, cosines: Sequence[float], *, seed: int = 0) -> VectorScore:
@@ -53,7 +53,8 @@ def vector_score(length: int, base_reads: int, cosines: Sequence[float], *, seed
         0.6
     """
     found = np.array(cosines, dtype=np.float64)
-    low, high = ratio_interval(found, np.ones(len(found)), seed=seed)
+    interval = ratio_interval(found, np.ones(len(found)), seed=seed)
+    low, high = (None, None) if interval is None else (max(-1.0, interval[0]), min(1.0, interval[1]))
     return VectorScore(length, base_reads, len(found), float(found.mean()), low, high)
 
 

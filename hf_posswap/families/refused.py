@@ -37,6 +37,7 @@ REFUSED: dict[str, str] = {
     "ibert": "its position table is quantised with the rest of its weights",
     "fnet": "it has Fourier transforms where others have attention, which see padding too",
     "git": "images stand before its text, at no position, and its attention is code of its own",
+    "layoutlmv3": "a bias for distances in the text and on the page is added to its scores, by code of its own",
     "luke": "its entities have positions of their own, in a second table that would have to follow",
     "perceiver": "it attends from learned latents to bytes: the table belongs to its preprocessor",
     "prophetnet": "it predicts several tokens ahead, in streams with relative positions of their own",

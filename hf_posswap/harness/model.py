@@ -18,6 +18,7 @@ from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.auto_classes import TRUST
+from hf_posswap.utils.threads import quiet_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,13 +83,8 @@ def harness_model_class() -> Any:
 
 @contextmanager
 def _only_errors(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
+    with quiet_logger(name, logging.ERROR):
         yield
-    finally:
-        logger.setLevel(level)
 
 
 def length_of(model: PreTrainedModel) -> int | None:

@@ -25,14 +25,19 @@ class Point:
     Attributes:
         x: tokens.
         y: the value.
-        low: of the interval.
+        low: of the interval; None: none holds.
         high: likewise.
     """
 
     x: float
     y: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """The ends of the interval, or the value itself where none holds."""
+        return (self.y if self.low is None else self.low, self.y if self.high is None else self.high)
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ def draw_perplexity_by_length(curves: Sequence[Curve], window: int, path: Path, 
     lengths = sorted({int(point.x) for curve in curves for point in curve.points})
     _draw(ax, curves)
     canvas.length_axis(ax, lengths, window)
-    values = [value for curve in curves for point in curve.points for value in (point.low, point.high)]
+    values = [value for curve in curves for point in curve.points for value in point.band]
     low, high = min(values), min(max(values), _TALLEST * min(values))
     ax.set_ylim(low * 0.93, high * 1.08)
     canvas.plain_log_y(ax, low * 0.93, high * 1.08)
@@ -136,7 +141,7 @@ def _draw(ax: Axes, curves: Sequence[Curve]) -> None:
         style, line = style_of(number), canvas.DASHES[stroke_of(number)]
         x, y = [p.x for p in curve.points], [p.y for p in curve.points]
         label = f"{curve.label} ({curve.ends})" if curve.ends else curve.label
-        low, high = [p.low for p in curve.points], [p.high for p in curve.points]
+        low, high = [p.band[0] for p in curve.points], [p.band[1] for p in curve.points]
         look: dict[str, Any] = {
             "color": style.colour,
             "marker": style.marker,

@@ -25,6 +25,7 @@ from hf_posswap.report.words import (
     sliding_said,
     times,
 )
+from hf_posswap.utils.format import interval_text
 
 _MARKS = {"not worse": "good", "worse": "bad"}
 
@@ -107,7 +108,7 @@ def _perplexity(model: dict[str, Any], length: int) -> Cell:
     row = next((row for row in scores_by_length(model) if row["length"] == length), None)
     if row is None:
         return Cell("–", None, model["cannot_run"].get(str(length)))
-    return Cell(number(row["perplexity"]), row["perplexity"], f"{number(row['low'])} to {number(row['high'])}")
+    return Cell(number(row["perplexity"]), row["perplexity"], interval_text(row, number))
 
 
 def _short(short: dict[str, Any]) -> Cell:
@@ -164,14 +165,14 @@ def short_context(results: Results) -> Markup | None:
     if not found:
         return None
     margin = next(iter(found.values()))["loss"]["margin"]
-    edges = [v for short in found.values() for v in (short["loss"]["lower"], short["loss"]["upper"])] + [0.0, margin]
+    edges = [v for short in found.values() for v in _bar(short["loss"])] + [0.0, margin]
     low, room = min(edges), (max(edges) - min(edges)) * 1.1 or 1.0
     low -= room * 0.05
     numbers = {name: place for place, name in enumerate(results["models"])}
     rows = [_interval(numbers[name], name, short, margin, low, room) for name, short in found.items()]
     lead = (
         f"The change of the loss against {results['base']} where it was good already, at most the original window; "
-        f"further left is better. The bar is the 90 % interval over documents; it must end before the dashed line, "
+        f"further left is better. The bar is the interval over documents; it must end before the dashed line, "
         f"{margin:g} nats a token, for the verdict that nothing was lost."
     )
     return section("short", "Within the original window", lead, tag("div", *rows, class_="forest"))
@@ -183,11 +184,12 @@ def _interval(place: int, name: str, short: dict[str, Any], margin: float, low: 
     def at(value: float) -> str:
         return f"{100 * (value - low) / room:.2f}%"
 
-    width = f"{100 * (loss['upper'] - loss['lower']) / room:.2f}%"
+    first, last = _bar(loss)
+    width = f"{100 * (last - first) / room:.2f}%"
     track = join(
         tag("span", class_="at-zero", style=f"left:{at(0.0)}"),
         tag("span", class_="at-margin", style=f"left:{at(margin)}"),
-        tag("span", class_=f"bar {look(place)}", style=f"left:{at(loss['lower'])};width:{width}"),
+        tag("span", class_=f"bar {look(place)}", style=f"left:{at(first)};width:{width}"),
         tag("span", class_=f"point {look(place)}", style=f"left:{at(loss['difference'])}"),
     )
     more = (
@@ -198,3 +200,11 @@ def _interval(place: int, name: str, short: dict[str, Any], margin: float, low: 
     head = tag("div", tag("span", mark(place), name), verdict, class_="who")
     words = tag("p", f"{short_verdict(short)} {more}")
     return tag("div", head, tag("div", track, class_="track"), words, class_="row")
+
+
+def _bar(loss: dict[str, Any]) -> tuple[float, float]:
+    """Return where the bar of a change begins and ends: at the change itself where no interval holds."""
+    return (
+        loss["difference"] if loss["lower"] is None else loss["lower"],
+        loss["difference"] if loss["upper"] is None else loss["upper"],
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from hf_posswap.utils.format import interval_text
+
 SIGNIFICANT = 0.05
 
 
@@ -46,13 +48,14 @@ def length_change(row: dict[str, Any], base: str) -> str:
         'At 512 tokens no difference from base that could not be chance (perplexity -39.3 %, p = 0.3).'
     """
     at, p = f"{row['length']:,} tokens", row["p_holm"]
-    change, low, high = (_percent(row[key]) for key in ("difference", "low", "high"))
+    change = _percent(row["difference"])
     if p is None:
         return f"At {at} perplexity {change} against {base}: too few documents for a verdict."
     if p > SIGNIFICANT:
         return f"At {at} no difference from {base} that could not be chance (perplexity {change}, p = {p:.2g})."
     word, way = ("Better", "lower") if row["difference"] < 0 else ("Worse", "higher")
-    return f"{word} than {base} at {at}: perplexity {change[1:]} {way} (95 % interval {low} to {high}, p = {p:.2g})."
+    sure = f"95 % interval {interval_text(row, _percent)}, p = {p:.2g}"
+    return f"{word} than {base} at {at}: perplexity {change[1:]} {way} ({sure})."
 
 
 def far_said(model: dict[str, Any]) -> str | None:
@@ -70,13 +73,14 @@ def far_said(model: dict[str, Any]) -> str | None:
     far = model["far_context"]
     if far is None:
         return "It reads nothing beyond the window."
-    gain, low, high = far["gain"], far["low"], far["high"]
+    gain = far["gain"]
+    raised = {"low": far["high"] and -far["high"], "high": far["low"] and -far["low"]}
     what = f"{far['further']:,} tokens beyond the window"
     if far["verdict"] == "helps":
-        return f"Far context helps: {what} lower the loss by {gain:.3f} nats a token ({low:.3f} to {high:.3f})."
+        return f"Far context helps: {what} lower the loss by {gain:.3f} nats a token ({interval_text(far, '.3f')})."
     if far["verdict"] == "harms":
-        return f"Far context harms: {what} raise the loss by {-gain:.3f} nats a token ({-high:.3f} to {-low:.3f})."
-    change = f"{what} change the loss by {-gain:+.3f} nats a token ({-high:+.3f} to {-low:+.3f})"
+        return f"Far context harms: {what} raise the loss by {-gain:.3f} nats a token ({interval_text(raised, '.3f')})."
+    change = f"{what} change the loss by {-gain:+.3f} nats a token ({interval_text(raised, '+.3f')})"
     if far["verdict"] == "undecided":
         return f"Far context neither helps nor harms for sure: {change}."
     return f"No verdict on far context: {change}; {far['reason']}"
@@ -95,7 +99,7 @@ def sliding_said(model: dict[str, Any], sliding: dict[str, Any] | None) -> str |
         return None
     row, p = rows[-1], rows[-1]["p_holm"]
     where = f"the sliding window of {sliding['of']} at {row['length']:,} tokens"
-    nats, sure = f"{abs(row['difference']):.3f} nats a token", f"{row['low']:+.3f} to {row['high']:+.3f}"
+    nats, sure = f"{abs(row['difference']):.3f} nats a token", interval_text(row, "+.3f")
     if p is None:
         return f"Against {where}: {row['difference']:+.3f} nats a token ({sure}), too few documents for a verdict."
     if p > SIGNIFICANT:
@@ -125,7 +129,7 @@ def near_said(rows: list[dict[str, Any]]) -> str:
         >>> near_said([*rows, {"length": 1024, "cosine": 0.9, "low": 0.88, "high": 0.93}])
         "Cosine of its vectors to the base's: 0.980 (0.970 to 0.990) at 512 tokens, 0.900 (0.880 to 0.930) at 1,024."
     """
-    said = [f"{row['cosine']:.3f} ({row['low']:.3f} to {row['high']:.3f}) at {row['length']:,}" for row in rows]
+    said = [f"{row['cosine']:.3f} ({interval_text(row, '.3f')}) at {row['length']:,}" for row in rows]
     return f"Cosine of its vectors to the base's: {', '.join([f'{said[0]} tokens', *said[1:]])}."
 
 

@@ -110,13 +110,15 @@ class Mechanism(nn.Module):
         """Return what multiplies the queries at [B or 1, Q], [B or 1, Q], float32."""
         raise NotImplementedError
 
-    def watch(self, query: Tensor, key: Tensor, scaling: float | None) -> None:
+    def watch(self, query: Tensor, key: Tensor, scaling: float | None, mask: Any, window: int | None) -> None:
         """Look at what scores are made of before a bias is added: scaling q k; None scales by 1/sqrt(D).
 
         Args:
             query: [B, H, Q, D].
             key: [B, G, K, D].
             scaling: as the model passes it on.
+            mask: likewise.
+            window: likewise: keys that a query sees at most, where the mask does not say it.
         """
         raise NotImplementedError
 

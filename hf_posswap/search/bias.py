@@ -33,12 +33,13 @@ def fit_bias(model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], toke
         a = argmin over a, c of the sum of (s_ij - r_ij - a(i - j) - c_i)^2,
     b = argmin over b, c of the sum over d of w_d (a(d) - b(d) - c)^2,
 
-    the first over all pairs of a query i and a key j that causality allows, of all texts, a being any function, and
-    c_i free, as a softmax does not see it; in the second w_d is the attention that the table's model pays to distance
-    d, and a twentieth of all weight is spread evenly. The layers are fitted one after the other, so that each mends
-    what those before it left. For "alibi" b(d) = -m |d| with m >= 0; for "t5" a number for each bucket, where buckets
-    that no text shows have the next nearer's. What is found has six significant digits, is in the record of the swap,
-    and is never fitted again.
+    the first over all pairs of a query i and a key j that the layer sees (by causality, and within its window where it
+    is local), of all texts, a being any function, and c_i free, as a softmax does not see it; in the second w_d is the
+    attention that the table's model pays to distance d, and a twentieth of all weight is spread evenly over the
+    distances that the layer sees. The layers are fitted one after the other, so that each mends what those before it
+    left. For "alibi" b(d) = -m |d| with m >= 0; for "t5" a number for each bucket, where buckets that no text shows
+    have the next nearer's. What is found has six significant digits, is in the record of the swap, and is never fitted
+    again.
 
     The swap takes the whole table away, the mean of its rows too: `centre_table(model)` before the fit keeps that.
 
@@ -79,13 +80,17 @@ def fit_bias(model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], toke
     assert isinstance(resolved, LinearBias)
     distances = distances_of(geometry, max(map(len, rows)))
     features = resolved.features(distances, geometry)  # [F, N]
-    inverse = inverse_of_distances(distances, rows)
     table = watch_table(target, geometry, rows)
+    inverses: dict[tuple[int, int] | None, Tensor] = {}  # of layers that see alike
     found: dict[int, Scheme] = {}
     for layer in range(geometry.num_layers):
         held = score_profiles(target, Alibi(), geometry, rows, [layer], found)[layer]
-        wanted = (table[layer].profile - held) @ inverse  # [H, N]
-        weights = [_solved(features, *pair) for pair in zip(wanted, table[layer].attention, strict=True)]
+        seen = table[layer].sees(distances)  # [N]
+        if table[layer].reach not in inverses:
+            inverses[table[layer].reach] = inverse_of_distances(distances[seen], rows)
+        wanted = (table[layer].profile - held)[:, seen] @ inverses[table[layer].reach]  # [H, distances that are seen]
+        attention = table[layer].attention[:, seen]
+        weights = [_solved(features[:, seen], *pair) for pair in zip(wanted, attention, strict=True)]
         found[layer] = resolved.with_weights(torch.stack(weights), geometry)
     return PerLayer(layers=found)  # type: ignore[arg-type]
 

@@ -44,7 +44,7 @@ def score_profiles(
 
     Returns:
         By layer [H, N], float64 on the CPU, of `distances_of` the longest row; over all rows and all pairs of a query
-        and a key that causality allows. A score is scaled, before any bias and mask.
+        and a key that the layer sees. A score is scaled, before any bias and mask.
 
     Raises:
         UnsupportedSwapError: layers that run more than once in a forward, or not at all.
@@ -133,28 +133,77 @@ class _ByLayer(Mechanism):
 
 
 class LayerWatch(Mechanism):
-    """Looks at what the scores of one layer are made of, and has no mechanism act there: a subclass says at what."""
+    """Looks at what the scores of one layer are made of, and has no mechanism act there: a subclass says at what.
+
+    Attributes:
+        reach: the least and the most distance of a key that a query sees, as far as the texts show; None: not yet read.
+    """
 
     watches = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, causal: bool) -> None:
         super().__init__()
         self.runs = 0
+        self.causal = causal
+        self.reach: tuple[int, int] | None = None
 
-    def watch(self, query: Tensor, key: Tensor, scaling: float | None) -> None:
+    def watch(self, query: Tensor, key: Tensor, scaling: float | None, mask: Any, window: int | None) -> None:
         self.runs += 1
+        length = query.shape[2]
+        least, most = _band(length, mask, window, causal=self.causal)
+        before = self.reach or (0, 0)
+        self.reach = min(before[0], least), max(before[1], most)
         self.look(query[0], key[0], query.shape[-1] ** -0.5 if scaling is None else scaling)
 
     def look(self, query: Tensor, key: Tensor, scaling: float) -> None:
         """Look at the queries [H, L, D] and keys [G, L, D] of one text; a score is scaling q k."""
         raise NotImplementedError
 
+    def sees(self, distances: Tensor) -> Tensor:
+        """Return at which of `distances` [N] a query of this layer sees a key, bool [N]."""
+        assert self.reach is not None
+        return (distances >= self.reach[0]) & (distances <= self.reach[1])
+
+
+def _band(length: int, mask: Any, window: int | None, *, causal: bool) -> tuple[int, int]:
+    """Return the least and the most distance at which a query of a text of `length` tokens sees a key.
+
+    Raises:
+        UnsupportedSwapError: the mask is no tensor, or is not of the distance alone.
+    """
+    at = torch.arange(length, device=mask.device if isinstance(mask, Tensor) else "cpu")
+    distance = at[:, None] - at
+    least, most = (0 if causal else 1 - length), length - 1
+    if window is not None:
+        least, most = max(least, 1 - window), min(most, window - 1)
+    if mask is None:
+        return least, most
+    if not isinstance(mask, Tensor):
+        raise UnsupportedSwapError(
+            f"a fit counts the pairs that each layer sees, and a {type(mask).__name__} does not tell them: use "
+            "model.set_attn_implementation('sdpa')."
+        )
+    seen = mask[..., :length] if mask.dtype == torch.bool else mask[..., :length] > torch.finfo(mask.dtype).min / 2
+    seen = (
+        seen.expand(*seen.shape[:-2], length, length)
+        if seen.ndim == 4
+        else seen[:, None, None].expand(-1, 1, length, -1)
+    )
+    here = distance[seen[0, 0]]
+    least, most = max(least, int(here.min())), min(most, int(here.max()))
+    if not bool((seen == ((distance >= least) & (distance <= most))).all()):
+        raise UnsupportedSwapError(
+            "a fit by distance needs layers in which a query sees all keys up to a distance, and the mask of one is "
+            "another."
+        )
+    return least, most
+
 
 class ProfileWatch(LayerWatch):
-    """Adds up what scores are less their mean over each query's, by distance."""
+    """Adds up what scores are less their mean over the keys that each query sees, by distance."""
 
     def __init__(self, geometry: Geometry, longest: int) -> None:
-        super().__init__()
+        super().__init__(causal=geometry.causal)
         self.distances = distances_of(geometry, longest)
         self.profile = torch.zeros(geometry.num_heads, len(self.distances), dtype=torch.float64, device="cpu")
 
@@ -162,8 +211,8 @@ class ProfileWatch(LayerWatch):
         share = len(query) // len(key)
         for head in range(len(query)):  # one at a time: all pairs are held
             scores = (query[head].double() @ key[head // share].double().T) * scaling
-            self.look_at_scores(head, scores)
+            self.look_at_scores(head, scores, self.sees(self.distances))
 
-    def look_at_scores(self, head: int, scores: Tensor) -> None:
-        """Look at the scores of one head, [L, L]."""
-        self.profile[head] += centred_sums(scores, self.distances).cpu()
+    def look_at_scores(self, head: int, scores: Tensor, near: Tensor) -> None:
+        """Look at the scores of one head, [L, L], at the distances of `near`, bool [N]."""
+        self.profile[head, near] += centred_sums(scores, self.distances[near]).cpu()

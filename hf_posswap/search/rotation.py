@@ -20,9 +20,9 @@ from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.search.heads import Projection, balanced_bases, find_projections
-from hf_posswap.search.profiles import LayerWatch, centred_sums, distances_of, read_watched
+from hf_posswap.search.profiles import LayerWatch, centred_sums, read_watched
 from hf_posswap.search.table_effect import TableWatch, distance_weights, inverse_of_distances, watch_table
-from hf_posswap.search.tables import BESIDE_TABLE, check_rows, check_table
+from hf_posswap.search.tables import check_rows, check_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,13 +117,14 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
     """
     target: Any = unwrap(model)
     scheme, base = _checked_scheme(target), _unswapped(target)
-    sites = check_table(base, BESIDE_TABLE, _OWNER)
+    sites = check_table(base, scheme, _OWNER)
     geometry, rows = sites.geometry, check_rows(tokens, base, sites)
     pairs = _pairs(target, sites)
     table = watch_table(base, geometry, rows)
     del base
-    waves = _Waves.of(scheme, geometry, max(map(len, rows)), target._posswap.plan.max_length)
-    inverse = inverse_of_distances(waves.near, rows)
+    longest, reach = max(map(len, rows)), target._posswap.plan.max_length
+    waves = [_Waves.of(scheme, geometry, watch, longest, reach) for watch in table]
+    inverses = {watch.reach: inverse_of_distances(of.near, rows) for watch, of in zip(table, waves, strict=True)}
     before = [[part.read() for part in pair] for pair in pairs]
     found = []
     try:
@@ -131,7 +132,7 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
             seen = _states(target, geometry, rows, layer)
             bases = _change_bases(pair, seen)
             _prove_bases(seen.states[0], bases, _states(target, geometry, rows[:1], layer).states[0])
-            found.append(_fit_layer(seen, bases, pair, table[layer], inverse, waves))
+            found.append(_fit_layer(seen, bases, pair, table[layer], inverses[table[layer].reach], waves[layer]))
     except BaseException:
         for pair, kept in zip(pairs, before, strict=True):
             for part, values in zip(pair, kept, strict=True):
@@ -201,8 +202,8 @@ def _unswapped(model: Any) -> Any:
 class _StateWatch(LayerWatch):
     """Keeps the queries [H, L, D] and the keys [H, L, D] of each text, float64 on the CPU."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__(causal=causal)
         self.states: list[tuple[Tensor, Tensor]] = []
         self.scaling = 1.0
 
@@ -213,7 +214,7 @@ class _StateWatch(LayerWatch):
 
 def _states(model: Any, geometry: Geometry, rows: Sequence[np.ndarray], layer: int) -> _StateWatch:
     """Return what layer `layer` of the swapped model makes of each text, not turned; the layers before it do turn."""
-    watch = _StateWatch()
+    watch = _StateWatch(causal=geometry.causal)
     path = next(edit.path for edit in model._posswap.plan.edits if isinstance(edit, AddMechanism))
     read_watched(model, model.get_submodule(path), {layer: watch}, geometry, rows)
     return watch
@@ -227,8 +228,8 @@ class _Waves:
         theta: radians per position, [R/2], float64.
         factor: on all scores of what turns.
         first, second: the dimensions of a head that make a pair, each [R/2].
-        near: distances within the texts, [N].
-        beyond: distances that the model is to reach with the swap, [M].
+        near: distances within the texts that the layer sees, [N].
+        beyond: distances that the model is to reach with the swap, [M]; none where the layer is local.
     """
 
     theta: Tensor
@@ -239,13 +240,14 @@ class _Waves:
     beyond: Tensor
 
     @classmethod
-    def of(cls, scheme: RotaryScheme, geometry: Geometry, longest: int, reach: int | None) -> _Waves:
+    def of(cls, scheme: RotaryScheme, geometry: Geometry, watch: TableWatch, longest: int, reach: int | None) -> _Waves:
         angles = scheme.angles(geometry)
         theta = angles.exact.cpu()
         pairs, at = len(theta), torch.arange(len(theta))
         first, second = (at, at + pairs) if scheme.layout == "half" else (2 * at, 2 * at + 1)
-        near = distances_of(geometry, longest)
-        count = min(max((reach or longest) - longest, 0), _MOST_BEYOND)
+        near = watch.distances[watch.sees(watch.distances)]
+        is_local = len(near) < len(watch.distances)
+        count = 0 if is_local else min(max((reach or longest) - longest, 0), _MOST_BEYOND)
         beyond = torch.linspace(longest, max((reach or longest) - 1, longest), count).round()
         if not geometry.causal:
             beyond = torch.cat([-beyond.flip(0), beyond])
@@ -270,6 +272,7 @@ class _Waves:
         penalty[-1] = 0.0
         solved = torch.linalg.solve((waves * weights) @ waves.T + penalty.diag(), (waves * weights) @ target)
         missed = wanted - solved @ waves[:, :count]
+        missed = missed - (weight * missed).sum()  # a constant, which a softmax does not see
         variance = (weight * (wanted - (weight * wanted).sum()) ** 2).sum()
         explained = 1 - (weight * missed**2).sum() / variance.clamp(min=torch.finfo(torch.float64).tiny)
         return solved[:-1].unflatten(0, (2, pairs)), explained
@@ -303,15 +306,16 @@ def _fit_layer(
         waves: what the rotation can do.
     """
     turning = torch.cat([waves.first, waves.second])
-    profile, squares = torch.zeros_like(table.profile), []
+    profile, squares = torch.zeros(len(table.profile), len(waves.near), dtype=torch.float64), []
     for query, key in ([x @ basis.mT for x, basis in zip(state, bases, strict=True)] for state in seen.states):
         squares.append(query.square().mean(dim=1) * key.var(dim=1, correction=0))  # [H, D]
         query[..., turning], key[..., turning] = 0.0, 0.0
-        profile += centred_sums(query @ key.mT * seen.scaling, table.distances)
+        profile += centred_sums(query @ key.mT * seen.scaling, waves.near)
     share = torch.stack(squares).mean(dim=0)
     dropped = share[:, turning].sum(dim=1) / share.sum(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
-    wanted = (table.profile - profile) @ inverse  # [H, N]
-    fitted = [waves.fit(wanted[head], table.attention[head]) for head in range(len(wanted))]
+    near = table.sees(table.distances)
+    wanted = (table.profile[:, near] - profile) @ inverse  # [H, N]
+    fitted = [waves.fit(*head) for head in zip(wanted, table.attention[:, near], strict=True)]
     waves_of = torch.stack([amplitudes for amplitudes, _ in fitted]) / (seen.scaling * waves.factor)  # [H, 2, R/2]
     size, phase = waves_of.norm(dim=1).sqrt(), torch.atan2(waves_of[:, 1], waves_of[:, 0])  # [H, R/2] each
     for part, angle in zip(pair, (torch.zeros_like(phase), phase), strict=True):

@@ -29,11 +29,11 @@ class TableWatch(ProfileWatch):
         super().__init__(geometry, longest)
         self.attention = torch.zeros_like(self.profile)
 
-    def look_at_scores(self, head: int, scores: Tensor) -> None:
-        super().look_at_scores(head, scores)
-        place, seen = pairs_of(len(scores), self.distances, scores.device)
+    def look_at_scores(self, head: int, scores: Tensor, near: Tensor) -> None:
+        super().look_at_scores(head, scores, near)
+        place, seen = pairs_of(len(scores), self.distances[near], scores.device)
         paid = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
-        self.attention[head] += sums_at(place, paid[seen], len(self.distances)).cpu()
+        self.attention[head, near] += sums_at(place, paid[seen], int(near.sum())).cpu()
 
 
 def watch_table(base: Any, geometry: Geometry, rows: Sequence[np.ndarray]) -> list[TableWatch]:
@@ -51,22 +51,16 @@ def inverse_of_distances(distances: Tensor, rows: Sequence[np.ndarray]) -> Tenso
     free of any form: sums [H, N] times this matrix are [H, N], each row up to a constant.
 
     Args:
-        distances: [N], rising by one.
+        distances: [N], rising by one: those at which a query sees a key.
         rows: the texts that were read.
     """
-    causal = int(distances[0]) == 0
-    least, most = torch.minimum(distances, distances[:, None]), torch.maximum(distances, distances[:, None])  # [N, N]
     occurring = torch.zeros(len(distances), dtype=torch.float64)  # pairs at each distance
     shared = torch.zeros(len(distances), len(distances), dtype=torch.float64)  # over queries with both: 1 / their keys
     for length, times in Counter(map(len, rows)).items():
-        occurring += times * (length - distances.abs()).clamp(min=0)
-        if causal:  # query i has the distances 0 to i
-            one_over = 1.0 / torch.arange(1, length + 1, dtype=torch.float64)
-            from_on = torch.nn.functional.pad(one_over.flip(0).cumsum(0).flip(0), (0, 1))  # [length + 1]
-            shared += times * from_on[most.clamp(max=length)]
-        else:  # and here i - length + 1 to i
-            both = (length - most.clamp(min=0) + least.clamp(max=0)).clamp(min=0)  # queries
-            shared += times * both.double() / length
+        keys = torch.arange(length)[:, None] - distances  # [L, N]
+        seen = ((keys >= 0) & (keys < length)).double()
+        occurring += times * seen.sum(dim=0)
+        shared += times * (seen / seen.sum(dim=1, keepdim=True)).T @ seen
     return torch.linalg.pinv(occurring.diag() - shared, rtol=NEGLIGIBLE, hermitian=True)
 
 

@@ -15,6 +15,7 @@ from hf_posswap.compat.transformers_auto import class_names
 from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import UnknownNameError
 from hf_posswap.testing.tiny_sizes import OWN, SMALL, TINY_LENGTH, TINY_VOCABULARY
+from hf_posswap.utils.threads import PROCESS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -95,7 +96,7 @@ def tiny_model(kind: str | type[PreTrainedModel], *, meta: bool = True, seed: in
         with torch.device("meta"), without_initialising():
             skeleton: Any = cls(config).eval()
         return skeleton.to("meta")  # some make parameters on the CPU, whatever the device
-    with torch.random.fork_rng(devices=[]):
+    with PROCESS, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = cls(config)
         _randomise(model)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_posswap.compat.transformers_calls import forward_parameters
 from hf_posswap.errors import ConfigError, DataError
+from hf_posswap.families import locate
 from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.training.chunked_loss import IGNORED, sum_in_chunks
 from hf_posswap.training.head import Apart, chosen, run_apart, split
-from hf_posswap.training.sliding import sliding_states
+from hf_posswap.training.sliding import document_begins, sliding_states
 
 Teacher = Literal["window", "sliding"]
 
@@ -114,8 +116,8 @@ def distillation_loss(
     Args:
         model: that learns: a causal model, or a wrapper around one.
         teacher: a causal model of the same vocabulary, from `make_teacher` or another. It reads the rows' tokens at
-            ordinary positions, unless documents are packed: then each from its beginning. Sliding, each window begins
-            at position 0.
+            ordinary positions, behind padding from its end on, and of packed documents each from its beginning.
+            Sliding, each window begins at position 0.
         inputs: arguments of the forward, with `labels` [B, L].
         settings: how much, how flat.
         window: tokens that the teacher can read.
@@ -124,7 +126,7 @@ def distillation_loss(
 
     Raises:
         OptionError: `chunk` is not positive.
-        DataError: no token is counted.
+        DataError: no token is counted, or the teacher cannot read the mask (see `document_begins`).
         ConfigError: the two models have vocabularies of different sizes.
         UnsupportedModelError: a body cannot be told from its head.
     """
@@ -180,16 +182,35 @@ def _window_states(teacher: Any, given: dict[str, Any], taught: Tensor, window: 
     """Return the teacher's states of the tokens `taught`, [N, E] each, all in its first window, and its head."""
     read = min(window, taught.shape[1])
     with torch.no_grad():
-        return chosen(split(teacher, _teacher_inputs(given, read), hidden=hidden), taught[:, :read])
+        return chosen(split(teacher, _teacher_inputs(teacher, given, read), hidden=hidden), taught[:, :read])
 
 
-def _teacher_inputs(given: dict[str, Any], read: int) -> dict[str, Any]:
-    """Return the first `read` tokens at ordinary positions, or of packed documents each at its own."""
-    mask = given.get("attention_mask")
+def _teacher_inputs(teacher: Any, given: dict[str, Any], read: int) -> dict[str, Any]:
+    """Return the first `read` tokens, their mask, and their positions where those are not what a forward counts.
+
+    Positions of the model that learns may jump (data.packing pose), so under a mask they are counted again: behind
+    padding, or from the beginning of each document. Without a mask they are what tells packed documents apart.
+    """
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
     found = {"input_ids": given["input_ids"][:, :read]}
-    if mask is not None:
-        return found | {"attention_mask": mask[:, :read]}
-    return found | {name: given[name][:, :read] for name in ("position_ids",) if name in given}
+    if mask is None:
+        return found if positions is None else found | {"position_ids": positions[:, :read]}
+    if mask.ndim == 2:
+        found["attention_mask"] = mask[:, :read]
+        if positions is None or not bool((mask.diff(dim=1) > 0).any()):
+            return found
+        counted = (mask.cumsum(dim=1) - 1).clamp_min(0)
+    elif positions is None:
+        document_begins(given)
+        return found | {"attention_mask": mask[..., :read, :read]}
+    else:
+        found["attention_mask"] = mask[..., :read, :read]
+        index = torch.arange(given["input_ids"].shape[1], device=given["input_ids"].device)
+        counted = index - document_begins(given)
+    original = unwrap(teacher)
+    if not any("position_ids" in forward_parameters(type(part)) for part in (original, original.base_model)):
+        return found  # its distances come from the mask or need no positions
+    return found | {"position_ids": counted[:, :read] + locate(original).first_position}
 
 
 def _mixed(ours: Tensor, wanted: Tensor, targets: Tensor, settings: DistillSettings) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from hf_posswap.errors import DataError, OptionError
 from hf_posswap.training.tokenizer import END_OF_TEXT, byte_tokenizer
+from hf_posswap.utils.threads import PROCESS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -140,7 +141,7 @@ def fresh_model(settings: FreshSettings, tokenizer: PreTrainedTokenizerBase) -> 
         "num_attention_heads": settings.heads,
         "max_position_embeddings": settings.window,
     }
-    with torch.random.fork_rng(devices=[]):
+    with PROCESS, torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         if settings.kind == "gpt2":
             none: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)

@@ -73,20 +73,21 @@ def sliding_states(teacher: Any, inputs: dict[str, Any], wanted: Tensor, size: i
 
     Args:
         teacher: a causal model whose window has `size` tokens.
-        inputs: arguments of the forward of the model that learns: `input_ids` [B, L]; rows may end in padding. Without
-            an `attention_mask`, `position_ids` say where packed documents begin, and each is read by itself.
+        inputs: arguments of the forward of the model that learns: `input_ids` [B, L]; rows may end in padding. Packed
+            documents begin where a mask [B, 1, L, L] or, without any mask, `position_ids` say so; each is read by
+            itself.
         wanted: which tokens, bool [B, L].
         size: tokens of a window.
         hidden: whether the states after each layer are wanted, too.
 
     Raises:
-        DataError: padding stands before text.
+        DataError: padding stands before text, or `document_begins` cannot read the mask.
         UnsupportedModelError: as `split`.
     """
     ids = inputs["input_ids"]
     if not wanted.any():  # a process whose share of the batch counts nothing
         return chosen(split(teacher, {"input_ids": ids[:1, :1]}, hidden=hidden), wanted[:1, :1])
-    windows = windows_of(wanted, _begins(inputs), size)
+    windows = windows_of(wanted, document_begins(inputs), size)
     rows = windows.tokens(ids)  # [M, width]
     at_once = max(1, ids.numel() // windows.width)
     known: tuple[Tensor, ...] = ()
@@ -101,14 +102,56 @@ def sliding_states(teacher: Any, inputs: dict[str, Any], wanted: Tensor, size: i
     return Apart(known[0], apart.head, known[1:])
 
 
-def _begins(inputs: dict[str, Any]) -> Tensor:
-    """Return the index at which the document of each token begins, int64 [B, L]."""
+def document_begins(inputs: dict[str, Any]) -> Tensor:
+    """Return the index at which the document of each token begins, int64 [B, L].
+
+    Args:
+        inputs: `input_ids` [B, L]; a mask [B, 1, L, L] says which tokens belong together, or without any mask
+            `position_ids`, which begin anew with each document. A mask [B, L] says that a row is one document.
+
+    Raises:
+        DataError: padding stands before text in a mask [B, L], or a mask [B, 1, L, L] is not one in which each token
+            sees its document up to itself.
+
+    Example:
+        >>> ids, mask = torch.arange(4)[None], torch.block_diag(torch.ones(3, 3).tril(), torch.ones(1, 1)).bool()
+        >>> document_begins({"input_ids": ids, "attention_mask": mask[None, None]}).tolist()
+        [[0, 0, 0, 3]]
+    """
     ids, mask, positions = inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids")
-    if mask is not None and bool((mask.diff(dim=1) > 0).any()):
-        raise DataError("a teacher that reads by sliding windows needs padding at the end of rows, and here some is "
-                        "before text: pad on the right.")  # fmt: skip
     index = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    if mask is not None:
+        if getattr(mask, "ndim", None) == 4:
+            return _begins_of_mask(mask).expand(ids.shape)
+        if getattr(mask, "ndim", None) != 2:
+            raise DataError(
+                f"a teacher reads a mask [B, L] or [B, 1, L, L], got {getattr(mask, 'shape', type(mask).__name__)}."
+            )
+        if bool((mask.diff(dim=1) > 0).any()):
+            raise DataError(
+                "a teacher that reads by sliding windows needs padding at the end of rows, and here some is before "
+                "text: pad on the right."
+            )
     if mask is not None or positions is None:
         return torch.zeros_like(index)
     first = functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)  # [B, L]
     return torch.where(first, index, 0).cummax(dim=1).values
+
+
+def _begins_of_mask(mask: Tensor) -> Tensor:
+    """Return the index at which the document of each token begins, [B, L]; a token that sees nothing is one itself."""
+    seen = mask if mask.dtype == torch.bool else mask == 0  # [B, H, Q, K]
+    index = torch.arange(mask.shape[-1], device=mask.device)
+    one = seen[:, 0]
+    any_seen = one.any(dim=-1)  # [B, Q]
+    if mask.shape[-2] == mask.shape[-1]:
+        begins = torch.where(any_seen, one.int().argmax(dim=-1), index)
+        whole = (index >= begins[..., None]) & (index <= index[:, None]) & any_seen[..., None]
+        begun = (begins[:, 1:] == begins[:, :-1]) | (begins[:, 1:] == index[1:])  # with the one before, or here
+        if bool((seen == whole[:, None]).all()) and bool(begun.all()):
+            return begins
+    raise DataError(
+        f"a teacher reads documents from their beginning, and by this attention mask {tuple(mask.shape)} tokens do "
+        "not see just their document up to themselves: give a mask [B, 1, L, L] of whole documents, True or 0 where a "
+        "token is seen, or position_ids without a mask."
+    )

@@ -20,6 +20,9 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache, wraps
 from typing import Any, TypeVar, cast
+from weakref import WeakSet
+
+from hf_posswap.utils.threads import quiet_logger
 
 Reader = TypeVar("Reader", bound=Callable[..., Any])
 _RETRIED = (429, 500, 502, 503, 504)
@@ -35,11 +38,14 @@ class HubSession:
 
     Attributes:
         commit_sent: whether a commit was sent, so that it may be there although no answer came.
+        others: the threads that ran before the block, but for its own: it bounds none of them.
         silent: whether a request that was sent was given up because no answer came in time.
     """
 
     def __init__(self, timeout: float | None) -> None:
         self.commit_sent = self.silent = False
+        self.others = WeakSet(threading.enumerate())
+        self.others.discard(threading.current_thread())
         self._timeout = math.inf if timeout is None else timeout
         self._end = time.monotonic() + self._timeout
         self._unreachable: dict[str, str] = {}
@@ -142,7 +148,7 @@ _own = threading.local()
 def hub_session(timeout: float | None = None) -> Iterator[HubSession]:
     """Bound every request to the Hub in the block, also those of threads that the client starts for it.
 
-    The innermost block of a thread counts. Other threads that speak to the Hub meanwhile are bounded as well.
+    The innermost block of a thread counts. Threads that ran before are not bounded by it.
 
     Args:
         timeout: seconds that all of it may take; None: as long as the Hub goes on answering.
@@ -150,22 +156,19 @@ def hub_session(timeout: float | None = None) -> Iterator[HubSession]:
     from huggingface_hub.utils import http_backoff
 
     session, outer = HubSession(timeout), getattr(_own, "session", None)
-    logger = logging.getLogger(http_backoff.__module__)  # it says each try of its own: one error says all of them
-    with _lock:
-        _open.append(session)
-        level = logger.level
-        logger.setLevel(logging.CRITICAL)
-        client = _bound_client()
-    _own.session = session
-    try:
-        yield session
-    finally:
-        _own.session = outer
+    with quiet_logger(http_backoff.__module__, logging.CRITICAL):  # it says each try of its own: one error says all
         with _lock:
-            _open.remove(session)
-            logger.setLevel(level)
-            if not _open:
-                client.__dict__.pop("send", None)
+            _open.append(session)
+            client = _bound_client()
+        _own.session = session
+        try:
+            yield session
+        finally:
+            _own.session = outer
+            with _lock:
+                _open.remove(session)
+                if not _open:
+                    client.__dict__.pop("send", None)
 
 
 def hub_reading(function: Reader) -> Reader:
@@ -190,11 +193,17 @@ def _bound_client() -> Any:
         send = client.send
 
         def bounded(request: Any, **how: Any) -> Any:
-            session = getattr(_own, "session", None) or (_open[-1] if _open else None)
+            session = getattr(_own, "session", None) or _session_around(threading.current_thread())
             return send(request, **how) if session is None else session.send(send, request, **how)
 
         client.send = bounded
     return client
+
+
+def _session_around(thread: threading.Thread) -> HubSession | None:
+    """Return the innermost session that may have started `thread`: one that was open before it ran."""
+    with _lock:
+        return next((session for session in reversed(_open) if thread not in session.others), None)
 
 
 def _unreachable(said: str) -> Exception:

@@ -36,12 +36,12 @@ class _After(MetaPathFinder):
     """Lets the other finders find one module, and acts when it has been executed."""
 
     def __init__(self, name: str, action: Action) -> None:
-        self.name, self.action = name, action
+        self.name, self.action, self.done = name, action, False
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self.name:
+        if name != self.name or self.done:
             return None
-        sys.meta_path.remove(self)
+        self.done = True  # it stays in sys.meta_path: a thread that walks through that would miss the next finder
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from hf_posswap.utils.threads import quiet_logger, shared
 
 _QUIET_SECONDS = 30.0
 
@@ -96,12 +98,10 @@ def quiet_transformers() -> Iterator[None]:
     """Keep transformers' own bars and notices out of one's own, and put both back."""
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
+    def hide_bars() -> Callable[[], None]:
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        return logging.enable_progress_bar if shown else lambda: None
+
+    with quiet_logger("transformers", logging.ERROR), shared("transformers' progress bars", hide_bars):
         yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

@@ -40,7 +40,7 @@ from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.training.config import load_recipe
 from hf_posswap.utils.atomic_io import write_json, write_text
 from recipes.studies.goals import Subject, judge, markdown
-from recipes.studies.measuring import LAST, MULTIPLES, Texts, document_means, sliding_means
+from recipes.studies.measuring import INTERVALS, LAST, MULTIPLES, Texts, document_means, sliding_means
 from recipes.studies.pictures import draw_goals
 from recipes.studies.running import (
     CONTROL,
@@ -107,6 +107,7 @@ def main(
     places = {place: "$WORK", folder: "$BASE", base: "$BASE", **texts_in}
     result = {
         "study": NAME,
+        "intervals": INTERVALS,
         "versions": versions(),
         "base": {"name": base.name, "parameters": model.num_parameters(), "window": window},
         "tokens": max(row["tokens"] for row in rows),

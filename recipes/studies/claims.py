@@ -32,7 +32,7 @@ from recipes.studies.claims_measuring import DEPTHS, answers, curve_of, needles,
 from recipes.studies.claims_page import markdown
 from recipes.studies.claims_picture import draw_claims
 from recipes.studies.claims_runs import MATERIALS, SIZES, Sizes, Training, trainings
-from recipes.studies.measuring import MULTIPLES, Texts
+from recipes.studies.measuring import INTERVALS, MULTIPLES, Texts
 from recipes.studies.running import Run, study_command, tokens_of, versions
 
 NAME = "claims"
@@ -131,6 +131,7 @@ def result_of(sizes: Sizes, done: list[Training], measured: list[dict[str, Any]]
     judged = [claim for claim in CLAIMS if {pair for part in claim.parts for pair in part.of} <= whole]
     return {
         "study": NAME,
+        "intervals": INTERVALS,
         "versions": versions(),
         "seeds": sizes.seeds,
         "window": sizes.window,

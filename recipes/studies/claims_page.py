@@ -9,6 +9,7 @@ import numpy as np
 
 from recipes.studies.algorithms import TASKS
 from recipes.studies.claims_judging import BEYOND, FAR, INSIDE
+from recipes.studies.measuring import INTERVALS
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -50,8 +51,8 @@ def _about(result: dict[str, Any]) -> list[str]:
         *_read(texts),
         "Needles are passkeys, and the text around them asks back at "
         f"every turn. Tasks have 1 to {result['longest']} letters in training and up to twice as many when asked, "
-        "right to the end. Intervals are of 95 %: Student's over seeds, paired; of losses of documents they also "
-        "cover the bootstrap over documents. One of no width: all seeds agree.",
+        "right to the end. Intervals are of 95 %: Student's over seeds, paired. "
+        f"{_over_texts(result)} One of no width: all seeds agree.",
         "",
         *_left_out(result),
         "What the papers did is larger and other: figure 3 of RoFormer is of a masked BERT, Vaswani's table of "
@@ -67,6 +68,15 @@ def _read(texts: dict[str, Any] | None) -> Iterator[str]:
             f"Text is Python's own; its losses are nats a token of {texts['documents']} held-out documents, "
             f"{texts['tokens of a piece']} tokens of each."
         )
+
+
+def _over_texts(result: dict[str, Any]) -> str:
+    if result.get("intervals") == INTERVALS:
+        return f"Of losses, distances to the ends over seeds and over documents ({INTERVALS}) are added in squares."
+    return (
+        "Of losses they also cover the percentile bootstrap over documents, an older method that is too narrow for few "
+        "documents; the scores of each document, from which others could be made, were not kept."
+    )
 
 
 def _left_out(result: dict[str, Any]) -> Iterator[str]:

@@ -32,6 +32,7 @@ from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.atomic_io import cache_folder, read_json, writable_folder, write_json, write_text
 from recipes.studies.measuring import (
+    INTERVALS,
     LAST,
     LAST_ALONE,
     MULTIPLES,
@@ -112,7 +113,7 @@ def _chosen(only: str | None) -> tuple[Row, ...]:
 
 def _with_row(path: Path, sizes: Sizes, found: dict[str, Any]) -> dict[str, Any]:
     """Return the results at `path` with one more row; rows of other sizes or versions are dropped."""
-    head: dict[str, Any] = {"study": NAME, "versions": versions(), "seed": 0}
+    head: dict[str, Any] = {"study": NAME, "intervals": INTERVALS, "versions": versions(), "seed": 0}
     head["sizes"] = json.loads(json.dumps(dataclasses.asdict(sizes)))
     held = read_json(path) if path.is_file() else {}
     same = all(held.get(key) == value for key, value in head.items())

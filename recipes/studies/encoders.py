@@ -41,7 +41,7 @@ from recipes.studies.encoders_reading import Bench, Way
 from recipes.studies.encoders_scores import CUT, INTERPOLATED, MEAN, NTK, ROPE, Found, cells_of, near_the_base, verdicts
 from recipes.studies.encoders_table import markdown
 from recipes.studies.long_texts import Task, needed, passages, passkeys
-from recipes.studies.measuring import MULTIPLES
+from recipes.studies.measuring import INTERVALS, MULTIPLES
 from recipes.studies.pictures import draw_ways
 from recipes.studies.running import (
     RECIPES,
@@ -140,6 +140,7 @@ def main(
     places = {place: "$WORK", folder: "$BASE", base: "$BASE", **_folders_of((*(train or ()), *(valid or ())))}
     result = {
         "study": NAME,
+        "intervals": INTERVALS,
         "versions": versions(),
         "base": {"name": base.name, "parameters": model.num_parameters(), "window": reach.window},
         "size": size,

@@ -96,7 +96,9 @@ def verdicts(rows: Sequence[dict[str, Any]], length: int) -> Iterator[dict[str, 
             if (better, task) not in held or (other, task) not in held:
                 continue
             found = _change(held[other, task], held[better, task])
-            said = "holds" if found["low"] > 0 else "the opposite holds" if found["high"] < 0 else "undecided"
+            said = "undecided"
+            if found["low"] is not None:
+                said = "holds" if found["low"] > 0 else "the opposite holds" if found["high"] < 0 else said
             yield {"task": task, "claim": claim, "way": better, "other": other, **found, "verdict": said}
 
 
@@ -116,8 +118,12 @@ def _where(seeds: Sequence[Found], window: int, *, beyond: bool) -> float | None
     return float(np.mean([found.ranks[chosen] == 1 for found in seeds])) if any(chosen) else None
 
 
-def _with_interval(scores: np.ndarray) -> dict[str, float]:
-    low, high = ratio_interval(scores, np.ones(len(scores)))
+def _with_interval(scores: np.ndarray) -> dict[str, float | None]:
+    """Return the mean and its interval; documents that all have one score say nothing of how others would differ."""
+    low, high = (None, None)
+    if np.ptp(scores) > 0:
+        found = ratio_interval(scores, np.ones(len(scores)))
+        low, high = (None, None) if found is None else (max(0.0, found[0]), min(1.0, found[1]))
     return {"mean": float(scores.mean()), "low": low, "high": high}
 
 

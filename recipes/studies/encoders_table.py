@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hf_posswap.utils.format import interval_text
+from recipes.studies.measuring import intervals_said
+
 _TASKS = {
     "passkey": "Passkeys: filler that is the same in all documents, and eight names with their keys",
     "passage": "Passages: real text, of which eight passages were taken out",
@@ -21,7 +24,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         f"Distilled: {result['tokens']:,} tokens in texts of one window, {result['seeds']} seeds; all else without "
         f"training. torch {held['torch']}, transformers {held['transformers']}, size "
-        f"{result['size']}. Brackets: 95 % intervals over documents; differences are paired.",
+        f"{result['size']}. Differences are paired. {intervals_said(result)}",
         "",
         "- Accuracy: the share of questions whose document is the nearest by cosine. nDCG at 10 likewise.",
         "- Beyond: the accuracy on questions whose answer stands beyond the first window, at the longest length.",
@@ -60,8 +63,8 @@ def _sorted_ways(rows: Sequence[dict[str, Any]], length: int) -> list[str]:
                 for cell in row["cells"]
                 if (cell["task"], cell["length"]) == (task, length)
             }
-            better = [way for way, change in found.items() if change["low"] > 0]
-            worse = [way for way, change in found.items() if change["high"] < 0]
+            better = [way for way, change in found.items() if change["low"] is not None and change["low"] > 0]
+            worse = [way for way, change in found.items() if change["high"] is not None and change["high"] < 0]
             lines.append(
                 f"- {task}: better than {other}: {'; '.join(better) or 'none'}. Worse: {'; '.join(worse) or 'none'}."
             )
@@ -92,12 +95,12 @@ def _task(task: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     return [*lines, "", f"Cosine to the base's vectors at one window, both tasks: {', '.join(near)}."]
 
 
-def _share(found: dict[str, float]) -> str:
-    return f"{found['mean']:.0%} [{found['low']:.0%}, {found['high']:.0%}]"
+def _share(found: dict[str, float | None]) -> str:
+    return f"{found['mean']:.0%} [{interval_text(found, '.0%', ', ')}]"
 
 
 def _change(found: dict[str, Any]) -> str:
-    return f"{found['difference']:+.2f} [{found['low']:+.2f}, {found['high']:+.2f}]"
+    return f"{found['difference']:+.2f} [{interval_text(found, '+.2f', ', ')}]"
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -31,7 +31,17 @@ from hf_posswap.evaluation import RunStore, reach_of
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.atomic_io import write_json, write_text
-from recipes.studies.measuring import MULTIPLES, Means, Texts, difference, document_means, mean_with_interval
+from hf_posswap.utils.format import interval_text
+from recipes.studies.measuring import (
+    INTERVALS,
+    MULTIPLES,
+    Means,
+    Texts,
+    difference,
+    document_means,
+    intervals_said,
+    mean_with_interval,
+)
 from recipes.studies.pictures import draw_extension
 from recipes.studies.running import (
     RECIPES,
@@ -120,6 +130,7 @@ def main(
     places = {place: "$WORK", folder: "$BASE", base: "$BASE", **{p.parent: "$TEXT" for p in named if p.parent.parts}}
     result = {
         "study": NAME,
+        "intervals": INTERVALS,
         "versions": versions(),
         "base": {"name": base.name, "parameters": model.num_parameters(), "window": window},
         "tokens": max(tokens_of(run.recipe) for of_method in runs.values() for run in of_method),
@@ -189,9 +200,14 @@ def judge(order: Order, means: dict[tuple[str, str], Means]) -> dict[str, Any]:
     """
     higher, lower = (means[key][str(order.windows)] for key in (order.higher, order.lower))
     found = difference(higher, lower)
-    verdict = int(found["high"] < 0) - int(found["low"] > 0) if len(lower) >= LEAST_DOCUMENTS else None
+    verdict = None
+    if len(lower) >= LEAST_DOCUMENTS and found["low"] is not None:
+        verdict = int(found["high"] < 0) - int(found["low"] > 0)
     said = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(order).items()}
-    return said | {"verdict": verdict, **{key: found[key] for key in ("difference", "low", "high", "documents")}}
+    return said | {
+        "verdict": verdict,
+        **{key: found[key] for key in ("difference", "low", "high", "documents", "by_document")},
+    }
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -211,11 +227,11 @@ def markdown(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         cells = [f"{cell['nll']:.3f}" for cell in row["lengths"]] + ["–"] * (len(MULTIPLES) - len(row["lengths"]))
         lines.append(f"| {row['method']} | {row['state']} | {' | '.join(cells)} |")
-    lines += ["", "Orders that papers print: the first less the second, and the 95 % interval over documents.", ""]
+    lines += ["", "Orders that papers print: the first less the second, and its interval.", intervals_said(result), ""]
     lines += ["| order | windows | source | difference | verdict |", "|---|---|---|---|---|"]
     for order in result["orders"]:
         first, second = (", ".join(order[key]) for key in ("lower", "higher"))
-        told = f"{order['difference']:+.3f} [{order['low']:+.3f}, {order['high']:+.3f}]"
+        told = f"{order['difference']:+.3f} [{interval_text(order, '+.3f', ', ')}]"
         verdict = _VERDICTS[order["verdict"]]
         lines.append(f"| {first} below {second} | {order['windows']} | {order['source']} | {told} | {verdict} |")
     return "\n".join([*lines, "", *(f"    {line}" for line in [result["command"], *result["commands"]]), ""])

@@ -36,7 +36,8 @@ def draw_goals(result: dict[str, Any], path: Path) -> None:
     for ax, (key, head, said, allowed) in zip(axes, shown, strict=True):
         for place, row in enumerate(rows):
             found = row[key]
-            spans = [[found["difference"] - found["low"]], [found["high"] - found["difference"]]]
+            low, high = (found["difference"] if found[end] is None else found[end] for end in ("low", "high"))
+            spans = [[found["difference"] - low], [high - found["difference"]]]
             ax.errorbar([found["difference"]], [place], xerr=spans, fmt="o", capsize=3, color=_SWAPPED)
             limit = 0.0 if allowed is None else row["allowed"][allowed]
             ax.plot([limit], [place], marker="|", markersize=22, color=_ALLOWED)

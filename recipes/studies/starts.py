@@ -27,7 +27,19 @@ from hf_posswap.evaluation import RunStore, reach_of
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.atomic_io import write_json, write_text
-from recipes.studies.measuring import LAST, LAST_ALONE, MULTIPLES, WINDOW, Means, Texts, difference, document_means
+from hf_posswap.utils.format import interval_text
+from recipes.studies.measuring import (
+    INTERVALS,
+    LAST,
+    LAST_ALONE,
+    MULTIPLES,
+    WINDOW,
+    Means,
+    Texts,
+    difference,
+    document_means,
+    intervals_said,
+)
 from recipes.studies.running import versions, work_folder
 
 NAME = "starts"
@@ -94,6 +106,7 @@ def main(
         measured = [(start, *_measure(start, folder, texts, store, fitted_to)) for start in STARTS]
     result = {
         "study": NAME,
+        "intervals": INTERVALS,
         "versions": versions(),
         "base": {"parameters": model.num_parameters(), "window": window, "nll": float(plain[WINDOW].mean())},
         "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or found.source},
@@ -167,8 +180,8 @@ def markdown(result: dict[str, Any]) -> str:
             f"A GPT-2 of {base['parameters'] / 1e6:.1f} M parameters and {base['window']} positions, not trained after "
             f"the swap; its own loss in the window is {base['nll']:.4f} nats a token. Read: {texts['documents']} "
             f"documents ({texts['source']}), {texts['pieces of a document']} x {texts['tokens of a piece']} tokens of "
-            f"each; torch {held['torch']}, transformers {held['transformers']}. Brackets: 95 % intervals, paired over "
-            "documents.",
+            f"each; torch {held['torch']}, transformers {held['transformers']}. Brackets: paired. "
+            f"{intervals_said(result)}",
             "",
             "- Residual: of a ridge fit, by the table's spread. Growth: the longest row beyond by the longest inside.",
             f"- Fitted: to attention scores on {fit['documents']} other documents ({fit['source']}), "
@@ -203,7 +216,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _interval(found: dict[str, Any]) -> str:
-    return f"{found['difference']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]"
+    return f"{found['difference']:+.4f} [{interval_text(found, '+.4f', ', ')}]"
 
 
 def _line(cells: Sequence[str]) -> str:

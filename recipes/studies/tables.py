@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
+from hf_posswap.utils.format import interval_text
+from recipes.studies.measuring import intervals_said
 
 _HEAD = (
     "recipe", "base", "tokens", "trained at", "base's loss", "control", "before training", "after",
@@ -55,7 +57,7 @@ def _about(result: dict[str, Any]) -> list[str]:
         "recipe, no ranking of methods.",
         "",
         f"Loss in nats a token on {texts['documents']} held-out documents, {texts['tokens of a piece']} tokens of "
-        f"each; brackets are 95 % intervals, paired over documents.{few}",
+        f"each; brackets: paired. {intervals_said(result)}{few}",
         "",
         "- Trained at: the longest windows of the training, in those of the base.",
         "- From base's loss to the difference: in the window. Eight windows of each document, each by itself.",
@@ -98,7 +100,7 @@ def _number(value: float, digits: int) -> str:
 
 
 def _interval(found: dict[str, Any], digits: int) -> str:
-    return f"{found['difference']:+.{digits}f} [{found['low']:+.{digits}f}, {found['high']:+.{digits}f}]"
+    return f"{found['difference']:+.{digits}f} [{interval_text(found, f'+.{digits}f', ', ')}]"
 
 
 def _lengths(row: dict[str, Any], name: str) -> list[str]:

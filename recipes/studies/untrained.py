@@ -31,7 +31,7 @@ from hf_posswap.evaluation import RunStore, measure_losses, reach_of, sliding_lo
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
-from recipes.studies.measuring import MULTIPLES, Texts, difference
+from recipes.studies.measuring import INTERVALS, MULTIPLES, Texts, difference
 from recipes.studies.running import versions, work_folder
 from recipes.studies.untrained_table import markdown
 
@@ -212,7 +212,7 @@ def _value(store: RunStore, what: str, model: Any, texts: Texts, measure: Any) -
 
 def _with_base(path: Path, block: dict[str, Any]) -> dict[str, Any]:
     """Return the results at `path` with one more base; those of other versions are dropped."""
-    head: dict[str, Any] = {"study": NAME, "versions": versions()}
+    head: dict[str, Any] = {"study": NAME, "intervals": INTERVALS, "versions": versions()}
     held = read_json(path) if path.is_file() else {}
     same = all(held.get(key) == value for key, value in head.items())
     bases = {base["name"]: base for base in held["bases"]} if same else {}

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hf_posswap.utils.format import interval_text
+from recipes.studies.measuring import intervals_said
+
 
 def markdown(result: dict[str, Any]) -> str:
     """Return the results of `recipes.studies.untrained` for people: a table a base, and its command."""
@@ -12,8 +15,8 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         "# Reading on without training",
         "",
-        f"Nothing is trained; torch {held['torch']}, transformers {held['transformers']}. Nats a token; brackets: 95 % "
-        "intervals, paired over documents.",
+        f"Nothing is trained; torch {held['torch']}, transformers {held['transformers']}. Nats a token; brackets: "
+        f"paired. {intervals_said(result)}",
         "",
         "- 2x, 4x, 8x: the swap made for so many windows of the base, and as many read at once, less the base that "
         "reads the same tokens by half-overlapping windows of its own length. Below 0 the swap is worth it.",
@@ -53,7 +56,7 @@ def _cells(name: str, found: dict[int, dict[str, Any]], multiples: list[int]) ->
 def _interval(found: dict[str, Any] | None) -> str:
     if found is None:
         return "refused"
-    return f"{found['difference']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
+    return f"{found['difference']:+.3f} [{interval_text(found, '+.3f', ', ')}]"
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -1,8 +1,9 @@
 """Verdicts on what others claim: an interval, and whether it lies where the claim says.
 
 Claims about schemes are claims about trainings, so the unit is the training: Student's interval over seeds, of
-differences between trainings of the same seed. Where documents were read too, the interval that is judged also covers
-the bootstrap over documents: few seeds can agree by chance, and few documents too.
+differences between trainings of the same seed. Where documents were read too, what is judged adds the distance to each
+end over seeds and that over documents in squares, as two independent errors add (Zou and Donner 2008,
+https://doi.org/10.1002/sim.3095): few seeds can agree by chance, and few documents too.
 """
 
 from __future__ import annotations
@@ -79,20 +80,24 @@ def over_seeds(values: Sequence[float]) -> Interval:
 
 
 def over_both(before: np.ndarray, after: np.ndarray) -> Interval:
-    """Return `after` less `before` with an interval that covers the one over seeds and the one over documents.
+    """Return `after` less `before` with an interval for other seeds and other documents.
 
     Args:
         before: means of documents, [seeds, N].
         after: of the same tokens and seeds, [seeds, N].
 
     Raises:
-        DataError: shapes that differ, or too few or too many seeds.
+        DataError: shapes that differ, too few or too many seeds, or documents over which no interval holds.
     """
     if before.shape != after.shape:
         raise DataError(f"pairs are of the same seeds and documents, got shapes {before.shape} and {after.shape}.")
     seeds = over_seeds((after - before).mean(axis=1))
     texts = paired_change(before.mean(axis=0), after.mean(axis=0), np.ones(before.shape[1]))
-    return Interval(seeds.estimate, min(seeds.low, texts.low), max(seeds.high, texts.high))
+    if texts.low is None or texts.high is None:
+        raise DataError(f"no interval holds over these {before.shape[1]} documents; take more of them.")
+    mean = seeds.estimate
+    low = mean - math.hypot(mean - seeds.low, texts.difference - texts.low)
+    return Interval(mean, low, mean + math.hypot(seeds.high - mean, texts.high - texts.difference))
 
 
 def joined(verdicts: Sequence[Verdict]) -> Verdict:

@@ -3,6 +3,9 @@
 tests/checkpoints/released holds tiny models with random weights, saved by 0.1.0 before its modules moved, in the form
 of that time: dtype tricks in config.json, stock names in `architectures`, unmarked weights. Beside each lie an input
 and the logits that it gave; beside one of them the code that was saved with it.
+
+tests/checkpoints/saved_under_5.23 holds those of 0.1.0 before it knew transformers 5.24, saved under 5.23 by
+versions_child.py: beside each a batch that is padded on the left, its logits, and what `generate` gave.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ import transformers
 from safetensors.torch import load_file
 
 import hf_posswap
+from tests.checkpoints.versions_child import CASES, load
 
 RELEASED = Path(__file__).parent / "released"
 NAMES = sorted(folder.name for folder in RELEASED.iterdir())
 AUTO = {"bart": "AutoModelForSeq2SeqLM", "t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification"}
 TOLERANCE = 1e-6
+GENERATED = sorted(RELEASED.parent.glob("saved_under_*/*"))
 _REMOTE = """
 import sys
 from safetensors.torch import load_file
@@ -67,6 +72,16 @@ def test_saved_again_it_has_todays_form(name: str, tmp_path: Path) -> None:
     if config["model_type"] == "posswap":
         assert config["architectures"][0].startswith("Posswap")
         assert not str(config["dtype"]).startswith("posswap")
+
+
+@pytest.mark.parametrize("folder", GENERATED, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
+def test_it_goes_on_as_it_did_behind_padding_and_with_a_cache(folder: Path) -> None:
+    found = load(folder, bare=False)
+    assert {way: gap for way, gap in found.items() if isinstance(gap, str) or gap > 1e-5} == {}
+
+
+def test_a_checkpoint_of_each_case_was_saved_under_5_23() -> None:
+    assert {folder.name for folder in GENERATED if folder.parent.name == "saved_under_5.23"} == set(CASES)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import torch
 
 import hf_posswap
 from hf_posswap.errors import CheckpointError
+from hf_posswap.training.tokenizer import byte_tokenizer
 
 
 @pytest.fixture
@@ -107,6 +108,21 @@ def test_a_folder_name_that_is_too_long_is_said(model: Any, tmp_path: Path) -> N
         hf_posswap.save(model, tmp_path / ("a" * 256))
     folder = hf_posswap.save(model, tmp_path / ("a" * 255))
     hf_posswap.save(model, folder, overwrite=True)
+
+
+@pytest.mark.parametrize(("before", "saved"), [(16, 32), (12, 12), (10**30, 10**30)])
+def test_the_saved_tokenizer_reads_as_far_as_the_swapped_model(
+    model: Any, tmp_path: Path, before: int, saved: int
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.model_max_length = before
+    folder = hf_posswap.save(model, tmp_path / "model", tokenizer=tokenizer)
+    assert AutoTokenizer.from_pretrained(folder).model_max_length == saved
+    assert tokenizer.model_max_length == before
+    plain = hf_posswap.save(hf_posswap.unpatch_model(model), tmp_path / "plain", tokenizer=tokenizer)
+    assert AutoTokenizer.from_pretrained(plain).model_max_length == before
 
 
 def test_a_file_is_no_folder(model: Any, tmp_path: Path) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 import re
 import subprocess
 import sys
 
 import pytest
+import torch
+import transformers
 from typer.testing import CliRunner
 
 import hf_posswap
-from hf_posswap.cli import app
+import hf_posswap.versions
+from hf_posswap.cli import app, versions
 from hf_posswap.cli.output import column_widths
 from hf_posswap.families import FAMILIES
 from hf_posswap.patching.inspect import census
@@ -50,8 +54,24 @@ def test_listing_schemes_and_families_loads_torch_but_not_transformers() -> None
     assert "transformers" not in loaded_by("families")
 
 
-def test_the_version_is_printed(posswap: Posswap) -> None:
-    assert posswap("--version").stdout == f"posswap {hf_posswap.__version__}\n"
+def test_the_version_is_printed_with_the_tested_range_and_what_is_installed(posswap: Posswap) -> None:
+    first, second = posswap("--version").stdout.splitlines()
+    ranges = [
+        f"{package} {hf_posswap.versions.tested_range(package)}"
+        for package in ("transformers", "torch", "peft", "accelerate")
+    ]
+    assert first == f"hf_posswap {hf_posswap.__version__} (tested with {', '.join(ranges)})"
+    assert second.startswith(f"installed: Python {platform.python_version()}, transformers {transformers.__version__}")
+    assert f"torch {torch.__version__}" in second
+
+
+def test_an_untested_version_and_a_missing_package_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = {"transformers": ["4.0.0"], "torch": [torch.__version__.partition("+")[0]], "no-such-package": ["1"]}
+    monkeypatch.setattr(versions, "tested", lambda: listed)
+    monkeypatch.setattr(hf_posswap.versions, "tested", lambda: listed)
+    assert versions.version_lines()[1].split(", ", 1)[1] == (
+        f"transformers {transformers.__version__} (not tested), torch {torch.__version__}, no no-such-package"
+    )
 
 
 def test_help_names_every_command_and_exit_code() -> None:

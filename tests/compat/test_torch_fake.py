@@ -93,3 +93,17 @@ def test_make_fake_as() -> None:
     real = nn.Linear(2, 3)
     torch_fake.make_fake_as(real)
     assert torch_fake.holds_values(real.weight)
+
+
+def test_made_fake() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    made = torch_fake.made_fake(torch_fake.fake_mode(), model)
+    assert made is model
+    assert all(torch_fake.is_fake(tensor) and tensor.device.type == "cpu" for tensor in model.state_dict().values())
+    assert {name: tensor.shape for name, tensor in model.state_dict().items()} == shapes
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert all(isinstance(weight, torch.nn.Parameter) and weight.requires_grad for weight in model.parameters())

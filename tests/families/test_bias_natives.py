@@ -18,7 +18,7 @@ from hf_posswap import patch_model, plan_swap, swap_plan, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
-from hf_posswap.schemes import Alibi, Learned, Rope
+from hf_posswap.schemes import Alibi, Kerple, Learned, PerLayer, Rope
 from hf_posswap.schemes.alibi import slopes
 from hf_posswap.testing.tiny import tiny_config, tiny_model
 from tests.families.interface_models import words
@@ -92,6 +92,47 @@ def test_put_back_it_is_the_native_mechanism(name: str) -> None:
         assert plan.adaptation.startswith("none")
         same(outputs(), whole)
         same(outputs(attention_mask=MASK)[MASK.bool()], padded[MASK.bool()])
+
+
+def slopes_of(heads: int) -> tuple[float, ...]:
+    """Return ALiBi's slopes of a power of two of heads, by the paper."""
+    return tuple(2.0 ** (-8.0 * (head + 1) / heads) for head in range(heads))
+
+
+BIASES: dict[str, Any] = {
+    "alibi": {"name": "alibi"},
+    "alibi, slopes of the paper": {"name": "alibi", "slopes": slopes_of(4)},
+    "alibi, other slopes": {"name": "alibi", "slopes": (0.5, 0.25, 0.2, 0.1)},
+    "alibi, interpolated": {"name": "alibi", "interpolation": 2.0},
+    "t5": {"name": "t5"},
+    "t5, as alibi": {
+        "name": "t5",
+        "num_buckets": 4096,
+        "max_distance": 8192,
+        "start": tuple(tuple(-slope * bucket for slope in slopes_of(4)) for bucket in range(4096)),
+    },
+    "fire": {"name": "fire"},
+    "kerple": {"name": "kerple"},
+    "for each layer": PerLayer(layers={1: Alibi(slopes=slopes_of(4))}, default=Alibi()),
+    "one layer of another": PerLayer(layers={1: Kerple()}, default=Alibi()),
+}
+
+
+@pytest.mark.parametrize("scheme", BIASES)
+@pytest.mark.parametrize("name", ["bloom", "mpt", "t5"])
+def test_a_bias_for_another_is_usable_untrained_where_it_begins_as_the_old_one(name: str, scheme: str) -> None:
+    model = build(*NATIVE[name][:1], **NATIVE[name][1])
+    with torch.no_grad():
+        before = logits(model)
+        plan = swap_plan(patch_model(model, BIASES[scheme]))
+        away = (logits(model) - before).abs().max()
+    assert plan_swap(build(*NATIVE[name][:1], **NATIVE[name][1]), BIASES[scheme]).adaptation == plan.adaptation
+    if away < 1e-4:
+        assert plan.adaptation.startswith("none"), scheme
+    elif scheme == "alibi, interpolated" and name != "t5":
+        assert plan.adaptation.startswith("optional")
+    else:
+        assert plan.adaptation.startswith("required: fine-tuning; until then expect a high loss"), scheme
 
 
 @pytest.mark.parametrize("name", ["gptj", "codegen", "bloom", "mpt", "falcon", "t5"])

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_posswap import patch_model
 from hf_posswap.families.interfaces.fitting import fitting
+from hf_posswap.testing.tiny import tiny_model
 from tests.copies import copied
 from tests.families.interface_models import CASES, Case, dress, words
-from tests.stock import cache_in, with_cache
+from tests.stock import RELEASE, cache_in, with_cache
 
 NOISE = 5e-5
 """What summing in another order makes of logits near 5, the scores of some not scaled."""
@@ -189,6 +191,16 @@ def compiled(model: Any) -> Tensor:
     run = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         return run(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.skipif(RELEASE < (5, 24), reason="their stock classes lack the interface")
+@pytest.mark.parametrize("kind", ["GPTJForCausalLM", "CodeGenForCausalLM"])
+def test_a_stock_class_with_the_interface_stays_what_it_is(kind: str) -> None:
+    model = tiny_model(kind, meta=False)
+    before = {name: type(module) for name, module in model.named_modules() if name.endswith(".attn")}
+    patch_model(model, "alibi")
+    assert len(before) == 4
+    assert {name: type(model.get_submodule(name)) for name in before} == before
 
 
 def test_accelerates_hooks_call_the_new_class(case: Case) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hf_posswap
 from hf_posswap import Alibi, Rope, patch_model, patched, swap_plan, verify_swap
-from hf_posswap.errors import PositionRangeError, UnsupportedSwapError
+from hf_posswap.errors import PositionRangeError, PosswapError, UnsupportedSwapError
 from hf_posswap.families import locate
 from tests.contract.pairs import CHANGE, NOISE, gap
 from tests.families.oracles import penalty, rotated, turn, without_tables
@@ -250,3 +250,19 @@ def test_attention_to_blocks_is_refused_with_what_works() -> None:
     with pytest.raises(UnsupportedSwapError, match=r"'block_sparse': its code .* attention_type='original_full'"):
         patch_model(model, "rope")
     assert swap_plan(patch_model(model, "sinusoidal")).route == "native"
+
+
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "nope"])
+@pytest.mark.parametrize("reached", ["all", "one"])
+def test_attention_that_is_exchanged_after_a_swap_does_not_drop_the_scheme(reached: str, scheme: str) -> None:
+    """BigBird makes its attention modules anew where its attention type is set."""
+    model, ids = build("BigBirdForMaskedLM"), words(2, 12)
+    patch_model(model, scheme, site="attention")
+    before = logits(model, ids)
+    model.bert.set_attention_type("original_full")  # it is that already
+    assert gap(logits(model, ids), before) == 0
+    layers = model.bert.encoder if reached == "all" else model.bert.encoder.layer[1]
+    for kind in ("block_sparse", "original_full"):
+        layers.set_attention_type(kind)
+    with pytest.raises(PosswapError, match=r"attention modules of BigBirdModel .* exchanged .*What works: hf_pos"):
+        logits(model, ids)

@@ -27,9 +27,7 @@ Relative = Callable[[int, int], float]
 def self_extend(window: int, group: int) -> Relative:
     """Equations 3 and 4 of the paper: grouped positions, shifted to meet the window."""
     shift = window - window // group
-    return lambda i, j: (
-        i - j if abs(i - j) < window else (i // group) - (j // group) + (shift if i > j else -shift)
-    )
+    return lambda i, j: i - j if abs(i - j) < window else (i // group) - (j // group) + (shift if i > j else -shift)
 
 
 def rerope(window: int) -> Relative:
@@ -37,13 +35,11 @@ def rerope(window: int) -> Relative:
 
 
 def leaky(window: int, slowdown: float) -> Relative:
-    return lambda i, j: math.copysign(
-        min(abs(i - j), window) + max(abs(i - j) - window, 0) / slowdown, i - j
-    )
+    return lambda i, j: math.copysign(min(abs(i - j), window) + max(abs(i - j) - window, 0) / slowdown, i - j)
 
 
 def dual_chunk(chunk: int, local: int) -> Relative:
-    """Section 3 of the paper: intra-chunk, successive-chunk and inter-chunk attention; ahead by the text read backwards.
+    """Section 3 of the paper: intra-chunk, successive-chunk and inter-chunk attention; ahead as if read backwards.
 
     Read backwards, a token at place n of its chunk stands at place size - 1 - n.
     """
@@ -86,7 +82,9 @@ def brute_force(
             keys = [j for j in range(first, length) if (j <= i if seen is None else seen[i][j])]
             where = [n - first for n in range(length)] if at is None else at
             turns = [np.exp(1j * relative(where[i], where[j]) * theta) for j in keys]
-            scores = np.array([(complex_q[h, i] * key[j].conj() * t).real.sum() for j, t in zip(keys, turns)])
+            scores = np.array(
+                [(complex_q[h, i] * key[j].conj() * t).real.sum() for j, t in zip(keys, turns, strict=True)]
+            )
             weights = np.exp((scores - scores.max()) / math.sqrt(dim))
             out[h, i] = weights / weights.sum() @ value[keys]
     return out

@@ -21,6 +21,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTBigCodeConfig,
     GPTBigCodeForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     RobertaConfig,
@@ -65,6 +67,21 @@ MODELS: dict[str, Any] = {
     "opt": (
         OPTForCausalLM,
         OPTConfig(**SIZE, ffn_dim=48, vocab_size=WORDS, max_position_embeddings=LENGTH, init_std=0.3),
+    ),
+    "local layers": (
+        GPTNeoForCausalLM,
+        GPTNeoConfig(
+            hidden_size=32,
+            num_heads=HEADS,
+            num_layers=2,
+            attention_types=[[["local", "global"], 1]],
+            window_size=6,
+            vocab_size=WORDS,
+            max_position_embeddings=LENGTH,
+            initializer_range=0.3,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
     ),
     "a decoder of bart's": (
         BartForCausalLM,
@@ -165,10 +182,11 @@ def test_it_is_the_nearest_where_attention_goes_layer_by_layer(name: str, scheme
                 paid[:, distances == i - j] += np.exp(seen[:, i, j])[:, None]
         for head in range(HEADS):
             wanted = by_distance([less[head] for less in differences], distances)
-            expected = least_squares(wanted, paid[head], features)
+            near = paid[head] > 0  # a softmax over seen keys is never 0
+            expected = least_squares(wanted[near], paid[head][near], features[:, near])
             if isinstance(scheme, T5Bias):
                 found = np.array(fitted.of_layer(layer).start)[:, head]
-                shown = features.any(axis=1)
+                shown = features[:, near].any(axis=1)
                 away = (found - expected)[shown]
                 assert np.ptp(away) < 1e-4 * np.ptp(expected), "but for a number for all keys"
             else:
@@ -176,6 +194,21 @@ def test_it_is_the_nearest_where_attention_goes_layer_by_layer(name: str, scheme
                 assert found == pytest.approx(max(0.0, expected[0]), rel=1e-5, abs=1e-9)
         if isinstance(scheme, Alibi):
             assert any(slope > 0 for slope in fitted.of_layer(layer).slopes)
+
+
+def test_layers_that_see_chunks_are_refused() -> None:
+    model = build("gpt2")
+    own = model.transformer.h[1].attn.forward
+    chunk = torch.arange(LENGTH) // 5
+
+    def within_chunks(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        at = chunk[: hidden_states.shape[1]]
+        seen = (at[:, None] == at).tril()[None, None]
+        mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+        return own(hidden_states, *args, **kwargs | {"attention_mask": mask})
+
+    model.transformer.h[1].attn.forward = within_chunks
+    refused(model, "in which a query sees all keys up to a distance", UnsupportedSwapError)
 
 
 def known(scores: list[list[Any]]) -> Any:

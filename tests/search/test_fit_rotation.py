@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ from hf_posswap.errors import DataError, NotPatchedError, PosswapError, SchemeEr
 from hf_posswap.families.locating import locate
 from hf_posswap.search.heads import find_projections
 from hf_posswap.training.distill import make_teacher
+from tests.search.test_fit_bias import attention, by_distance
 
 WORDS, LENGTH, FAR, HEADS, WIDTH = 13, 24, 96, 2, 8
 BASE, PARTIAL = 30.0, 0.5
@@ -127,6 +130,38 @@ def test_without_a_table_to_speak_of_content_is_matched_as_it_was() -> None:
         logits(model, longer), logits(exact_model(FAR, positions=0.0), longer), atol=1e-3, rtol=0
     )
     torch.testing.assert_close(logits(model, texts()), logits(base, texts()), atol=1e-3, rtol=0)
+
+
+@torch.no_grad()
+def test_what_is_explained_is_the_share_of_the_variance_and_no_constant() -> None:
+    base = random_model("gpt2").double()
+    base.set_attn_implementation("eager")
+    model = copy.deepcopy(base)
+    fit = fit_rotation(swapped(model, max_length=4 * LENGTH), texts())
+    rows, distances = [text.numpy() for text in texts()], np.arange(LENGTH)
+    width, scaling = 8, 8**-0.5
+    bias = model.transformer.h[0].attn.c_attn.bias.view(3, 4, width)
+    theta = torch.tensor([BASE ** (-2 * pair / 4) for pair in range(2)], dtype=torch.float64)
+    turns = -torch.tensor(distances, dtype=torch.float64)[:, None] * theta  # [N, 2]
+    for head in range(4):
+        (q1, q2), (k1, k2) = (bias[part, head, :4].view(2, 2) for part in (0, 1))
+        cos, sin = turns.cos(), turns.sin()
+        found = (scaling * (q1 * (cos * k1 - sin * k2) + q2 * (sin * k1 + cos * k2))).sum(dim=1).numpy()  # [N]
+        differences, paid = [], np.zeros(LENGTH)
+        for row in rows:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                seen, now = attention(base, row, 0)[head], attention(model, row, 0)[head]
+                away = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
+                differences.append(seen - (now - found[np.maximum(away, 0)]))
+            for i, j in zip(*np.tril_indices(LENGTH), strict=True):
+                paid[i - j] += np.exp(seen[i, j])
+        weights = 0.95 * paid / paid.sum() + 0.05 / LENGTH
+        wanted = by_distance(differences, distances)
+
+        def variance(values: np.ndarray, weights: np.ndarray = weights) -> float:
+            return float(np.average((values - np.average(values, weights=weights)) ** 2, weights=weights))
+
+        assert fit.explained[0][head] == pytest.approx(1 - variance(wanted - found) / variance(wanted), abs=1e-6)
 
 
 def random_model(kind: str) -> Any:
@@ -337,3 +372,22 @@ def test_an_error_half_way_gives_back_float64_weights(monkeypatch: pytest.Monkey
     with pytest.raises(ZeroDivisionError):
         fit_rotation(model, texts())
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+def test_a_model_without_a_table_is_refused_by_what_it_lacks_and_nothing_is_logged() -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=WORDS
+    )
+    heard: list[logging.LogRecord] = []
+    handler, logger = logging.Handler(), logging.getLogger("transformers")
+    handler.emit = heard.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        model = patch_model(LlamaForCausalLM(config).eval(), "rope", partial=0.5)
+        with pytest.raises(
+            UnsupportedSwapError, match="^fit_rotation fits to what a learned .* LlamaForCausalLM has none"
+        ):
+            fit_rotation(model, texts())
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in heard] == []

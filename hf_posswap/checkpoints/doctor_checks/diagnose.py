@@ -25,6 +25,7 @@ from hf_posswap.checkpoints.exports.mechanism import stated
 from hf_posswap.checkpoints.exports.rules import judge
 from hf_posswap.errors import CheckpointError, RecordError, UnsupportedModelError
 from hf_posswap.utils.auto_classes import TRUST
+from hf_posswap.utils.threads import quiet_logger
 
 
 def doctor(source: str | Path, *, trust_remote_code: bool = False, **hub: Any) -> Diagnosis:
@@ -134,10 +135,5 @@ def _positions(chart: Chart, layout: Any) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Inside the block transformers does not log what the findings say better."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
+    with quiet_logger("transformers", logging.CRITICAL):
         yield
-    finally:
-        logger.setLevel(level)

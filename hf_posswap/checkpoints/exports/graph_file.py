@@ -25,6 +25,7 @@ from hf_posswap.checkpoints.load import load
 from hf_posswap.errors import CheckpointError, MissingDependencyError, UnsupportedSwapError
 from hf_posswap.utils.atomic_io import check_room, replacing
 from hf_posswap.utils.format import said_by
+from hf_posswap.utils.threads import PROCESS, quiet_logger
 
 LARGEST = 3 * 2**29
 """Bytes of weights that go into an ONNX file itself, whose format ends at 2 GiB; more go into a file beside it."""
@@ -139,21 +140,17 @@ def _tracing(named: str, stated: Stated) -> Iterator[None]:
     Raises:
         UnsupportedSwapError: the graph would hold for the length that it was traced with alone, or there is none.
     """
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()), torch.no_grad():  # it shows graphs that failed
+        with PROCESS, quiet_logger("torch", logging.ERROR), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            yield
+            with redirect_stderr(io.StringIO()):  # it shows graphs that failed
+                yield
     except Exception as error:  # tracing runs the code of any model, and torch's own, on values that are no numbers
         what = named if stated.scheme is None else f"{named} with {stated.scheme}"
         raise UnsupportedSwapError(
             f"torch {torch.__version__} cannot make a graph of {what} for any batch and length: {_innermost(error)} "
             "Nothing was written."
         ) from error
-    finally:
-        logger.setLevel(level)
 
 
 def _innermost(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from hf_posswap.patching.apply.applied import AppliedSwap
 from hf_posswap.patching.apply.guard import changing
 from hf_posswap.patching.apply.structure import check_structure, check_untouched, fingerprint, unread_record
 from hf_posswap.patching.apply.submodel_guard import guard_saving
+from hf_posswap.patching.apply.version_guard import guard_version
 from hf_posswap.patching.edits.context import RelativeChoice, SiteChoice
 from hf_posswap.patching.edits.edit import Saved
 from hf_posswap.patching.edits.offload import bring_into_memory, offloaded_tables
@@ -116,7 +117,11 @@ def apply_plan(model: Any, plan: SwapPlan, owner: nn.Module | None = None) -> No
         model: the transformers model.
         plan: for it.
         owner: what wraps the model (a PEFT model), so that it sees the new config too.
+
+    Raises:
+        UnsupportedSwapError: this version of transformers or torch is untested, and the swap could not be proved.
     """
+    guard_version(model, plan, apply_plan)
     register_attention()
     before = fingerprint(model)
     done: list[Saved] = []

@@ -97,7 +97,30 @@ def changed_settings(
             continue
         for name, value in _scalars(new[path]).items():
             old = _scalars(module).get(name)
-            if old != value and hasattr(module, name):  # what PEFT has wrapped has other attributes
+            if old != value and hasattr(module, name):
+                found.append((path, name, old, value))
+    return found
+
+
+def settings_to_follow(
+    model: nn.Module, before: nn.Module, after: nn.Module, left_out: tuple[str, ...]
+) -> list[tuple[str, str, Scalar, Scalar]]:
+    """Return, as `changed_settings` does, which plain attributes of `model` follow a change of its config.
+
+    What its user has set otherwise than the config says (a dropout of 0, a scaling, an epsilon) is left as it is.
+
+    Args:
+        model: as it is.
+        before: a fresh model of the config that it has.
+        after: a fresh model of the new config.
+        left_out: paths of modules that are replaced as a whole.
+    """
+    modules, found = dict(model.named_modules()), []
+    for path, name, _, value in changed_settings(before, after, left_out):
+        module = modules.get(path)
+        if module is not None and hasattr(module, name):  # what PEFT has wrapped has other attributes
+            old = _scalars(module).get(name)
+            if old != value:
                 found.append((path, name, old, value))
     return found
 

@@ -77,6 +77,69 @@ def bounds_in(source: str | Path, config: Any) -> Bounds:
         return Bounds()
 
 
+class _Count:
+    """What one model that is being built has so far, held against `bounds`."""
+
+    def __init__(self, bounds: Bounds, config: Any) -> None:
+        self.bounds, self.config = bounds, config
+        self.modules = self.numbers = self.bytes = 0
+
+    def add_module(self) -> None:
+        self.modules += 1
+        self._check(self.modules, self.bounds.modules, "modules")
+
+    def add_parameter(self, parameter: nn.Parameter) -> None:
+        self.numbers += parameter.numel()
+        self._check(self.numbers, self.bounds.numbers, "numbers in its weights")
+
+    def add_buffer(self, buffer: Tensor) -> None:
+        self._check(max(buffer.shape, default=0), LONGEST, "entries in a table that it computes")
+        self.bytes += buffer.nbytes
+        self._check(self.bytes, MOST_BUFFER_BYTES, "bytes of masks and tables that it computes")
+
+    def _check(self, count: int, most: int | None, what: str) -> None:
+        if most is not None and count > most:
+            raise CheckpointError(
+                f"this {type(self.config).__name__} asks for a model with more than {most} {what}, and "
+                f"{self.bounds.beside}: check the sizes in config.json."
+            )
+
+
+class _Counts(threading.local):
+    """The models that this thread is building, the outermost first."""
+
+    def __init__(self) -> None:
+        self.running: list[_Count] = []
+
+    def of_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        for count in self.running:
+            count.add_module()
+
+    def of_parameter(self, parent: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            for count in self.running:
+                count.add_parameter(parameter)
+
+    def of_buffer(self, parent: nn.Module, name: str, buffer: Tensor | None) -> None:
+        if buffer is not None:
+            for count in self.running:
+                count.add_buffer(buffer)
+
+
+_counts = _Counts()
+_installing = threading.Lock()
+_installed: list[Any] = []
+"""Hooks that stay: torch walks through them in every thread that builds a model, and fails where one goes meanwhile."""
+
+
+def _install_hooks() -> None:
+    with _installing:
+        if not _installed:
+            _installed.append(register_module_module_registration_hook(_counts.of_module))
+            _installed.append(register_module_parameter_registration_hook(_counts.of_parameter))
+            _installed.append(register_module_buffer_registration_hook(_counts.of_buffer))
+
+
 @contextmanager
 def within(bounds: Bounds, config: Any) -> Iterator[None]:
     """Let one model be built in the block, by this thread, from `config`, if it stays within `bounds`.
@@ -84,41 +147,12 @@ def within(bounds: Bounds, config: Any) -> Iterator[None]:
     Raises:
         CheckpointError: says how it goes beyond them.
     """
-    thread, seen = threading.get_ident(), {"modules": 0, "numbers": 0, "bytes": 0, "longest": 0}
-
-    def count(name: str, more: int, most: int | None, what: str) -> None:
-        if threading.get_ident() != thread:
-            return
-        seen[name] += more
-        if most is not None and seen[name] > most:
-            raise CheckpointError(
-                f"this {type(config).__name__} asks for a model with more than {most} {what}, and {bounds.beside}: "
-                "check the sizes in config.json."
-            )
-
-    def of_module(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        count("modules", 1, bounds.modules, "modules")
-
-    def of_parameter(parent: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        count("numbers", 0 if parameter is None else parameter.numel(), bounds.numbers, "numbers in its weights")
-
-    def of_buffer(parent: nn.Module, name: str, buffer: Tensor | None) -> None:
-        if buffer is None:
-            return
-        longest = max(buffer.shape, default=0)
-        count("longest", max(0, longest - seen["longest"]), LONGEST, "entries in a table that it computes")
-        count("bytes", buffer.nbytes, MOST_BUFFER_BYTES, "bytes of masks and tables that it computes")
-
-    hooks = [
-        register_module_module_registration_hook(of_module),
-        register_module_parameter_registration_hook(of_parameter),
-        register_module_buffer_registration_hook(of_buffer),
-    ]
+    _install_hooks()
+    _counts.running.append(_Count(bounds, config))
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        _counts.running.pop()
 
 
 def refuse_endless(model_class: Any, config: Any, bounds: Bounds, **options: Any) -> None:

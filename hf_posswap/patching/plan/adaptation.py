@@ -5,29 +5,38 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from hf_posswap.compat.torch_fake import without_fake_mode
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.context import SwapContext
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.training import training_of
 from hf_posswap.patching.sites.attention.native import is_native, native_scheme, rows_of
+from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.learned import Learned
 from hf_posswap.schemes.rope import Rope, RotaryScheme
+
+_ANOTHER = "required: fine-tuning; until then expect a high loss: the weights were trained for another mechanism"
+_OPTIONAL = "optional: usable untrained, better after a few hundred steps at the new length"
+_FIRST, _SPREAD = 64, 192  # positions that two biases are compared at: the first ones, and others over the window
 
 
 def adaptation_of(context: SwapContext) -> str:
     """Return what training the weights of a stack need under the scheme of `context`."""
     scheme, stack, length = context.scheme, context.stack, context.length
     geometry, native_kind = stack.geometry, "rotary" if stack.rotary else "table"
-    if stack.inside is not None:
-        native_kind = native_scheme(stack.inside, geometry).kind
-        if is_native(context) and stack.table is None and len(rows_of(context)) < 2:
-            return "none: the same mechanism"
     if isinstance(scheme, Blend):
         return "as the weight moves: none at 0, where it is the old mechanism"
-    if scheme.kind != native_kind:
-        return "required: fine-tuning; until then expect a high loss: the weights were trained for another mechanism"
+    if stack.inside is not None:
+        native = native_scheme(stack.inside, geometry)
+        native_kind, alone = native.kind, stack.table is None and len(rows_of(context)) < 2
+        if alone and (found := _of_the_same_kind(context, native)) is not None:
+            return found
+    if scheme.kind != native_kind or scheme.kind == "bias":
+        return _ANOTHER
     if isinstance(scheme, Learned) and scheme.extend != "reinit":
         if length == geometry.original_length:
             return "none: the table is kept"
@@ -38,7 +47,49 @@ def adaptation_of(context: SwapContext) -> str:
         return "required: fine-tuning, as these pairs were not rotated like this in training"
     if type(scheme) is Rope and scheme.base == geometry.base and length <= geometry.original_length:
         return "none within the original window: the same mechanism"
-    return "optional: usable untrained, better after a few hundred steps at the new length"
+    return _OPTIONAL
+
+
+def _of_the_same_kind(context: SwapContext, native: Scheme) -> str | None:
+    """Return what a scheme asks for that is the one native inside attention, or a bias in place of one; None: neither.
+
+    That both are biases says nothing: where the new one does not begin as the old one, the model has lost the old.
+    """
+    scheme, geometry = context.scheme, context.stack.geometry
+    if is_native(context):
+        return "none: the same mechanism"
+    if scheme.kind not in ("bias", "mixed") or native.kind != "bias":
+        return None
+    if _biases_alike(scheme, native, geometry):
+        return "none within the original window: it begins as the mechanism that the weights were trained with"
+    scaled = getattr(scheme, "interpolation", 1.0) != 1.0 and type(scheme) is type(native)
+    if scaled and _biases_alike(replace(scheme, interpolation=1.0), native, geometry):  # type: ignore[call-arg]
+        return _OPTIONAL
+    return _ANOTHER
+
+
+def _biases_alike(scheme: Scheme, native: Scheme, geometry: Geometry) -> bool:
+    """Return whether the bias that `scheme` begins with is the native one, but for a number for each query.
+
+    A native bias that is learned is in the weights of the model, and what a scheme begins with is not taken from them.
+    """
+    length = geometry.original_length
+    with without_fake_mode(), torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        new, old = scheme.mechanism(geometry), native.mechanism(geometry)
+        if next(old.parameters(), None) is not None:
+            return False
+        at = torch.cat([torch.arange(min(_FIRST, length)), torch.linspace(0, length - 1, _SPREAD).round().long()])
+        at = at.unique()[None]  # [1, P]
+        seen = at[0][:, None] >= at if geometry.causal else torch.ones(at.shape[1], at.shape[1], dtype=torch.bool)
+        for layer in range(geometry.num_layers):
+            one = new.for_layer(layer)
+            if not one.biases or one.turns or one.scales:
+                return False
+            less = ((one.bias(at, at) - old.for_layer(layer).bias(at, at)) * seen).double()
+            less = (less - less.sum(dim=-1, keepdim=True) / seen.sum(dim=-1, keepdim=True)) * seen
+            if not bool(less.abs().max() <= 1e-5 * length):
+                return False
+    return True
 
 
 def as_trained(plan: SwapPlan, record: SwapRecord, config: Any) -> SwapPlan:

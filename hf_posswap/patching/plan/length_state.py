@@ -15,7 +15,7 @@ from hf_posswap.families.sites import Sites, TokenTable
 from hf_posswap.patching.edits.buffers import GrowMask, ResizeBuffer, is_mask
 from hf_posswap.patching.edits.context import PlanDraft, SwapContext
 from hf_posswap.patching.edits.edit import Edit
-from hf_posswap.patching.edits.settings import changed_settings, setting_edits
+from hf_posswap.patching.edits.settings import setting_edits, settings_to_follow
 from hf_posswap.patching.record.building import build_native
 from hf_posswap.patching.sites.attention.interface import AttendThroughInterface, StopRotation
 
@@ -55,7 +55,7 @@ def plan_length_state(context: SwapContext, values: dict[str, Any], planned: lis
         draft.plugin = True
         draft.notes.append("Stock transformers would change other weights with the length.")
         return draft
-    changed = changed_settings(model, fresh, (*paths, *stopped))
+    changed = settings_to_follow(model, as_it_was, fresh, (*paths, *stopped))
     return draft + PlanDraft(edits=setting_edits(changed, "embedding", context.stack.name))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import os
 import warnings
@@ -24,6 +23,7 @@ from hf_posswap.patching.record.refusals import (
     written,
 )
 from hf_posswap.patching.record.remote_code import AUTO_MAP, code_files
+from hf_posswap.utils.threads import MAKING, once
 
 _told: list[Callable[[Any], None]] = []
 _told_of: set[type] = set()
@@ -42,14 +42,15 @@ def plugin_config_class(native: Any) -> Any:
     it writes the code that `trust_remote_code=True` runs.
     """
     made = _made(native)
-    if made not in _told_of:
-        _told_of.add(made)
-        for action in _told:
-            action(made)
+    with MAKING:  # who asks meanwhile waits until all actions are done; they ask for it, too
+        if made not in _told_of:
+            _told_of.add(made)
+            for action in _told:
+                action(made)
     return made
 
 
-@functools.cache
+@once
 def _made(native: Any) -> Any:
     body = {
         "__deepcopy__": _deepcopy,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -27,6 +26,7 @@ from hf_posswap.patching.record.config_class import on_new_config_class, plugin_
 from hf_posswap.patching.record.part_class import give_part_class, is_part, leave_part_class
 from hf_posswap.patching.record.record import SwapRecord, native_config
 from hf_posswap.patching.record.refusals import architecture_of, mark, refuse_elsewhere, unmark, weight_to_mark
+from hf_posswap.utils.threads import once
 
 MARKED = "_posswap_marked"
 """Attribute of a swapped model: the weights that its checkpoints show as marked, by name, and their dimensions."""
@@ -135,9 +135,14 @@ class SwappedModel(LoadingHooks):
         _runtime[0].freeze(model)
 
 
-@functools.cache
 def swapped_class(native: Any) -> Any:
     """Return the class of the swapped models of a stock class, or of a subclass of one; the same each time."""
+    plugin_config_class(native.config_class)  # a new one has the Auto classes ask for this one
+    return _made(native)
+
+
+@once
+def _made(native: Any) -> Any:
     body = {
         "__module__": native.__module__,  # transformers, and families, look at the code around a class
         "__qualname__": architecture_of(native.__qualname__),

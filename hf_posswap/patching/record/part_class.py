@@ -6,7 +6,6 @@ that of the whole. So it is of a subclass of its stock class, too, which is copi
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NoReturn
 
 from hf_posswap.compat.torch_modules import give_class
@@ -14,6 +13,7 @@ from hf_posswap.compat.transformers_loading import LoadingHooks
 from hf_posswap.compat.transformers_models import let_record_outputs
 from hf_posswap.errors import RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.refusals import architecture_of, refuse_elsewhere
+from hf_posswap.utils.threads import once
 
 
 class SwappedPart(LoadingHooks):
@@ -66,7 +66,7 @@ def leave_part_class(part: Any) -> None:
     give_class(part, part.posswap_native)
 
 
-@functools.cache
+@once
 def swapped_part_class(native: Any) -> Any:
     """Return the class of such parts of swapped models as are of the stock class `native`; the same each time."""
     body = {

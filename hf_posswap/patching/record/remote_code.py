@@ -8,7 +8,7 @@ of the families. transformers only takes a flat folder of relative imports, so `
 from __future__ import annotations
 
 import ast
-import functools
+import json
 import sys
 import textwrap
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import family_of
 from hf_posswap.schemes.base import scheme_class
+from hf_posswap.utils.threads import once
+from hf_posswap.versions import tested
 
 ENTRY = "modeling_posswap"
 """Name of the module that config.json names under `auto_map`."""
@@ -33,12 +35,14 @@ _HEADER = '''"""Loads this checkpoint where hf_posswap is not installed: from_pr
 
 Made by hf_posswap {version} (Apache License 2.0) from its own modules: the posswap_*.py files are those, with their
 imports made relative. Better: pip install hf-posswap, then `import hf_posswap` before from_pretrained; that needs
-neither this code nor the flag. Either way: Python 3.11 and transformers {least}, or newer.
+neither this code nor the flag. Either way: Python 3.11 and transformers {least}, or newer. It was tested with the
+versions below; on others it proves itself on a tiny model first, or refuses (POSSWAP_UNTESTED=allow leaves that out).
 """
 
 import transformers
 
 HF_POSSWAP_VERSION = "{version}"
+TESTED_VERSIONS = {tested}
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < {numbers}:
     raise ImportError("this checkpoint needs transformers {least} or newer, not " + transformers.__version__)
 
@@ -99,12 +103,18 @@ def _entry(names: list[str]) -> str:
     version = package_version()
     imports = "\n".join(f"from .{name} import __name__ as _  # noqa: F401" for name in names)
     return (
-        _HEADER.format(version=version, least=".".join(map(str, LEAST_TRANSFORMERS)), numbers=LEAST_TRANSFORMERS)
-        + f"{imports}\nfrom .{_flat(_START)} import config_reader\n\n{CONFIG_CLASS} = config_reader()\n"
+        _HEADER.format(
+            version=version,
+            least=".".join(map(str, LEAST_TRANSFORMERS)),
+            numbers=LEAST_TRANSFORMERS,
+            tested=json.dumps(tested()),
+        )
+        + f"{imports}\nfrom .{_flat(_START)} import config_reader\nfrom .{_flat('versions')} import state_tested\n\n"
+        + f"state_tested(TESTED_VERSIONS)\n{CONFIG_CLASS} = config_reader()\n"
     )
 
 
-@functools.cache
+@once
 def _own(module: str) -> tuple[str, list[str]]:
     """Return the source of a module of this package, its imports relative, and the modules that they name."""
     return _relative((_PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
@@ -176,7 +186,7 @@ def _home(module: str, name: str) -> tuple[str, str | None]:
     )
 
 
-@functools.cache
+@once
 def _own_families() -> frozenset[str]:
     """Return the names of the families that this package defines, read from its sources."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (_PACKAGE / "families").glob("*.py")]
@@ -185,7 +195,7 @@ def _own_families() -> frozenset[str]:
     return frozenset(str(value.value) for value in given if isinstance(value, ast.Constant))
 
 
-@functools.cache
+@once
 def package_version() -> str:
     """Return the version of hf_posswap, read from its sources: the public package may not be imported from here."""
     for node in ast.parse((_PACKAGE / "__init__.py").read_text(encoding="utf-8")).body:

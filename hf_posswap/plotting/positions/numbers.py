@@ -20,6 +20,7 @@ from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes import Learned, Scheme, TableScheme
 from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.rope import DEFAULT_BASE, RotaryScheme
+from hf_posswap.utils.threads import PROCESS
 
 _SPREAD = 0.02
 """Of the learned table that stands where no model is given: what GPT-2 begins with."""
@@ -210,7 +211,7 @@ def _mechanism(subject: Shown, layer: int) -> Mechanism | None:
     """Return what acts inside attention; None: nothing does."""
     if not subject.scheme.acts_inside:
         return None
-    with torch.random.fork_rng(devices=[]):
+    with PROCESS, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # biases that learn begin at random numbers
         found = subject.scheme.mechanism(subject.geometry).for_layer(layer)
     return found.requires_grad_(False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
@@ -59,6 +60,33 @@ class LateTable:
         return LateTable(positions, self.wanted, self.had)
 
 
+class LateCosSin:
+    """What turns queries, made where it is asked for: few calls show keys that stand later than their query.
+
+    Args:
+        positions: of the queries, [B or 1, Q].
+        wanted: gives cos and sin of positions.
+    """
+
+    def __init__(self, positions: Tensor, wanted: Turn) -> None:
+        self.positions, self.wanted = positions, wanted
+
+    @cached_property
+    def table(self) -> CosSin:
+        """Tables of [B or 1, 1, Q, R/2]."""
+        return self.wanted(self.positions)
+
+    @property
+    def cos(self) -> Tensor:
+        """Of the table."""
+        return self.table.cos
+
+    @property
+    def sin(self) -> Tensor:
+        """Of the table."""
+        return self.table.sin
+
+
 class Pairs(Protocol):
     """Some pairs of a query and a key; a `Region` is such."""
 
@@ -82,7 +110,7 @@ class Piece:
         keys_per_token: how many keys of each token lie side by side.
     """
 
-    query: CosSin
+    query: CosSin | LateCosSin
     key: CosSin | LateTable | None
     layout: Layout
     pairs: Pairs
@@ -125,10 +153,10 @@ def side_by_side(key: Tensor, tables: Sequence[CosSin], layout: Layout) -> Tenso
     return torch.cat([rotate(key, table, layout) for table in tables], dim=-1)
 
 
-def _part(table: CosSin, rows: slice, tokens: slice) -> CosSin:
+def _part(table: CosSin | LateCosSin, rows: slice, tokens: slice) -> CosSin:
     cos, sin = (x[:, :, tokens] if len(x) == 1 else x[rows, :, tokens] for x in (table.cos, table.sin))
     return CosSin(cos, sin)
 
 
-def _rows(table: CosSin, start: int, stop: int) -> CosSin:
+def _rows(table: CosSin | LateCosSin, start: int, stop: int) -> CosSin:
     return CosSin(table.cos[..., start:stop, :], table.sin[..., start:stop, :])

@@ -20,7 +20,7 @@ from hf_posswap.kernels.merge import Region
 from hf_posswap.rope_math import CosSin, cos_sin, default_inv_freq, rotate
 from hf_posswap.schemes.base import Traits
 from hf_posswap.schemes.common import checks
-from hf_posswap.schemes.common.piece import Keys, LateTable, Piece, side_by_side
+from hf_posswap.schemes.common.piece import Keys, LateCosSin, LateTable, Piece, side_by_side
 from hf_posswap.schemes.rope import RotaryMechanism, RotaryScheme, own_theta
 
 
@@ -59,8 +59,8 @@ class Far(NamedTuple):
 class Piecewise(RotaryScheme):
     """Rotary attention in parts. Angles are the model's own, its scaling included, unless `base` is given.
 
-    The papers have no key that stands later than its query. Where a mask shows one (a prefix that is read both ways, the
-    tokens of an image), the pair has the distance that it would have in the text read backwards, with the other sign.
+    The papers have no key that stands later than its query. Where a mask shows one (a prefix that is read both ways,
+    the tokens of an image), the pair has the distance of the text read backwards, with the other sign.
 
     Attributes:
         original_length: L, in tokens; None takes the length that the model was made for.
@@ -145,7 +145,7 @@ class PiecewiseMechanism(RotaryMechanism):
         tables = [self._key_table(copy, key_positions, keys) for copy in range(len(_key_positions(parts)))]
         return tuple(
             Piece(
-                query=self._turn(part.query(query_positions)),
+                query=self._query_table(part, query_positions),
                 key=None if part.key is None else tables[part.copy],
                 layout=self.layout,
                 pairs=part.region,
@@ -154,6 +154,11 @@ class PiecewiseMechanism(RotaryMechanism):
             )
             for part in parts
         )
+
+    def _query_table(self, part: Part, positions: Tensor) -> CosSin | LateCosSin:
+        """Return what rotates queries at `positions` [B or 1, Q] for `part`."""
+        late = LateCosSin(positions, lambda at: self._turn(part.query(at)))
+        return late if part.region.is_ahead else late.table
 
     def _key_table(self, copy: int, positions: Tensor, keys: Keys) -> CosSin | LateTable | None:
         """Return what rotates keys that come as `keys` says for the parts of a copy; None: nothing needs to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def token_stores(
 ) -> tuple[TokenStore, TokenStore]:
     """Return the documents of `source` to learn from and those held out, from `cache` where they lie there.
 
-    Equal texts land in the same part.
+    Equal texts land in the same part. Where the share holds out no document of several, one text is held out.
 
     Args:
         source: of the documents.
@@ -97,7 +98,9 @@ def token_stores(
         if not folder.is_dir():
             with replacing(folder) as temporary:
                 temporary.mkdir()
-                _write(source, tokenizer, begin, held_out, temporary, say)
+                least = _write(source, tokenizer, begin, held_out, temporary, say)
+                if least is not None:
+                    _write(source, tokenizer, begin, math.nextafter(least, 1.0), temporary, say, asked=held_out)
                 write_json(temporary / "identity.json", identity)
     train, measured = (_open(folder, part) for part in _PARTS)
     return train, measured
@@ -110,7 +113,27 @@ def _write(
     held_out: float,
     folder: Path,
     say: Say | None,
-) -> None:
+    *,
+    asked: float | None = None,
+) -> float | None:
+    """Write the documents of `source` into `folder`, those with a place below `held_out` apart.
+
+    Args:
+        source: of the documents.
+        tokenizer: of the model.
+        begin: as in `token_stores`.
+        held_out: share to hold out.
+        folder: that takes the files.
+        say: as in `token_stores`.
+        asked: the share that was asked for, where `held_out` is another, which holds out one text.
+
+    Returns:
+        None; or, where no document was held out and another share would leave some for both parts, the least place.
+
+    Raises:
+        DataError: one of the parts is empty, and no other share would fill it.
+    """
+    places: set[float] = set()
     lengths: dict[str, list[int]] = {part: [] for part in _PARTS}
     digests = {part: hashlib.sha256() for part in _PARTS}
     telling = Telling(source, say)
@@ -119,20 +142,37 @@ def _write(
             encoded = list(_encode(group, tokenizer, begin))
             telling.count(len(group), sum(map(len, encoded)))
             for (document, out), ids in zip(group, encoded, strict=True):
+                if out is None:
+                    places.add(_place(document.text))
                 aside = _place(document.text) < held_out if out is None else out
                 part = _PARTS[aside]
                 (measured if aside else train).write(ids.tobytes())
                 digests[part].update(ids.astype("<i4").tobytes())
                 lengths[part].append(len(ids))
+    count = sum(map(len, lengths.values()))
+    if not lengths["held_out"] and len(places) > 1:
+        return min(places)
+    if asked is not None and say is not None:
+        say(
+            f"{source.path}: data.held_out={asked:g} sets none of its {count} documents aside, so {_listed(lengths)}. "
+            "Raise data.held_out to measure on more."
+        )
     for part, found in lengths.items():
         if not found:
+            lower, why = ("lower", "learn from") if part == "train" else ("raise", "measure on")
             raise DataError(
-                f"{source.path} has {sum(map(len, lengths.values()))} documents, and none of them is left to "
-                f"{'learn from' if part == 'train' else 'measure on'} with held_out={held_out:g}: give more documents."
+                f"{source.path} has {count} documents, and none of them is left to {why} with "
+                f"data.held_out={held_out:g}: {lower} data.held_out, or give more documents."
             )
         np.save(folder / f"{part}.npy", np.cumsum([0, *found], dtype=np.int64))
         digests[part].update(np.array(found, dtype="<i8").tobytes())
     write_json(folder / _DIGESTS, {part: digest.hexdigest()[:16] for part, digest in digests.items()})
+    return None
+
+
+def _listed(lengths: dict[str, list[int]]) -> str:
+    count = len(lengths["held_out"])
+    return "one is set aside to measure on" if count == 1 else f"{count} equal ones are set aside to measure on"
 
 
 def _groups(documents: Iterator[Placed]) -> Iterator[list[Placed]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posswap.compat.torch_fake import fake_mode, keep_in_place, make_fake_as
+from hf_posswap.compat.torch_fake import fake_mode, keep_in_place, made_fake, make_fake_as
 from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import ConfigError
 from hf_posswap.families.locating import locate
@@ -90,11 +90,11 @@ def _built(recipe: Recipe, mode: Any) -> Any:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with mode, without_initialising():
+        with torch.device("meta"), without_initialising():
             model = cls(config)
     finally:
         torch.set_default_dtype(before)
-    return model.eval()
+    return made_fake(mode, model).eval()
 
 
 def _number_table(model: Any, path: str | None) -> None:

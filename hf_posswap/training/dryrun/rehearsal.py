@@ -33,6 +33,7 @@ from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.engine.trainer import PosswapTrainer
 from hf_posswap.training.trainable import parameter_groups
+from hf_posswap.utils.threads import PROCESS
 
 _BATCHES = 2
 """Most batches of a step that are run: those between the first and the last are as the first."""
@@ -81,15 +82,15 @@ def rehearse(recipe: Recipe, launch: Launch, *, on_gpu: bool) -> Rehearsed:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Draw by `seed` in the block; afterwards chance is as before, and torch's threads, which accelerate sets, too."""
-    drawn, drawn_by_numpy, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
-    try:
-        with torch.random.fork_rng(devices=[]):
+    with PROCESS, torch.random.fork_rng(devices=[]):
+        drawn, drawn_by_numpy, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
+        try:
             set_seed(seed)
             yield
-    finally:
-        random.setstate(drawn)
-        np.random.set_state(drawn_by_numpy)
-        torch.set_num_threads(threads)
+        finally:
+            random.setstate(drawn)
+            np.random.set_state(drawn_by_numpy)
+            torch.set_num_threads(threads)
 
 
 def _short(recipe: Recipe, on_gpu: bool) -> Recipe:

@@ -21,6 +21,7 @@ from hf_posswap.training.engine.phase import LOG, PhaseResult, Run
 from hf_posswap.training.engine.picture import draw_losses
 from hf_posswap.training.engine.recording import leave_record
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
+from hf_posswap.utils.format import interval_text
 
 REPORT = "report.json"
 _UNITS = {
@@ -147,7 +148,7 @@ def as_markdown(report: dict[str, Any]) -> str:
     if report.get("vectors"):  # not in the reports of older runs
         lines += ["", "| tokens read | by the base | cosine of vectors to the base's |", "|---|---|---|"]
         lines += [
-            f"| {row['length']} | {row['base_reads']} | {row['cosine']:.4f} ({row['low']:.4f} to {row['high']:.4f}) |"
+            f"| {row['length']} | {row['base_reads']} | {row['cosine']:.4f} ({interval_text(row, '.4f')}) |"
             for row in report["vectors"]
         ]
     if report["verified"]:

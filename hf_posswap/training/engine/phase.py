@@ -107,7 +107,8 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     set_seed(recipe.training.seed)
     load_whole()
     resumes = any((place / _CHECKPOINTS).glob("checkpoint-*"))
-    prepared = prepare(recipe, run.launch, run.services, weights=weights, resumes=resumes)
+    recovers = phase.stage is not None and phase.stage.recovered is not None
+    prepared = prepare(recipe, run.launch, run.services, weights=weights, resumes=resumes, recovers=recovers)
     run = replace(run, identity=run.identity | prepared.identity)
     if weights is not None:
         _refuse_another(weights.parent, run.identity)
@@ -187,9 +188,10 @@ def _callbacks(phase: Phase, prepared: Prepared, trainer: PosswapTrainer, log: R
     wanted: list[Any] = [Health(recipe.gates, trainer.last_good)]
     if recipe.swap.gradual_steps:
         wanted.append(Gradual(prepared.model, recipe.swap.gradual_steps))
-    if stage is not None and stage.recovered is not None:
-        short = {"input_ids": prepared.short, "labels": prepared.short}
-        wanted.append(Recovered(stage, lambda: probe(prepared.model, short, causal=True), prepared.short_before, log))
+    if stage is not None and prepared.recovery is not None:
+        tokens, before = prepared.recovery
+        short = {"input_ids": tokens, "labels": tokens}
+        wanted.append(Recovered(stage, lambda: probe(prepared.model, short, causal=True), before, log))
     return wanted
 
 

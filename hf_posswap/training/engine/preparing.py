@@ -56,8 +56,8 @@ class Prepared:
         objective: what is minimised.
         plan: of the swap; None: there is none.
         window: positions of the unswapped model.
-        short: held-out tokens within the unswapped model's window, [N, L].
-        short_before: the unswapped model's loss on them.
+        recovery: held-out tokens within the unswapped model's window, [N, L], and its loss on them; None: no stage ends
+            by them.
         identity: of the base and the documents, as JSON: what tells them from others.
         said: what the gates found, in sentences.
     """
@@ -68,14 +68,19 @@ class Prepared:
     objective: Objective
     plan: SwapPlan | None
     window: int
-    short: torch.Tensor
-    short_before: float
+    recovery: tuple[torch.Tensor, float] | None
     identity: dict[str, Any]
     said: list[str] = field(default_factory=list)
 
 
 def prepare(
-    recipe: Recipe, launch: Launch, services: Services, *, weights: Path | None = None, resumes: bool = False
+    recipe: Recipe,
+    launch: Launch,
+    services: Services,
+    *,
+    weights: Path | None = None,
+    resumes: bool = False,
+    recovers: bool = False,
 ) -> Prepared:
     """Return what `recipe` trains, all gates passed.
 
@@ -85,6 +90,7 @@ def prepare(
         services: from the layers above.
         weights: a checkpoint of the stage before, whose weights the swapped model takes over.
         resumes: whether training goes on from a checkpoint: the first loss has been checked then.
+        recovers: whether the unswapped model's loss in its window is to be known, for a stage that ends by it.
 
     Raises:
         PosswapError: of many kinds, each before anything is trained.
@@ -116,8 +122,7 @@ def prepare(
     batch = _first_batch(recipe, model, data, plan, sites)
     pooling = pooling_of(recipe.model) if recipe.objective.kind in SENTENCES else None
     start = measure_start(recipe, model, batch, causal=causal, window=window, pooling=pooling)
-    short = short_windows(data.held_out, window)
-    short_before = probe(model, {"input_ids": short, "labels": short}, causal=True) if causal else 0.0
+    recovery = _recovery(model, data, window) if recovers and causal else None
     fitted_to = first_windows(data.train, recipe.swap.fit, window) if recipe.swap.fit else []
     if scheme is not None:
         scheme = fit_scheme(model, scheme, fitted_to, services) if fitted_to else scheme
@@ -153,7 +158,12 @@ def prepare(
         pooling=pooling,
         around=(len(masking.before), len(masking.after)) if masking else (0, 0),
     )
-    return Prepared(model, tokenizer, data, objective, plan, window, short, short_before, base | data.identity, said)
+    return Prepared(model, tokenizer, data, objective, plan, window, recovery, base | data.identity, said)
+
+
+def _recovery(model: Any, data: TokenData, window: int) -> tuple[torch.Tensor, float]:
+    short = short_windows(data.held_out, window)
+    return short, probe(model, {"input_ids": short, "labels": short}, causal=True)
 
 
 def _place(model: Any, recipe: Recipe, launch: Launch, services: Services) -> None:

@@ -315,7 +315,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(DataError, match="nowhere does not exist"):
         data(tmp_path, Source(str(tmp_path / "nowhere")))
     (tmp_path / "lone.txt").write_text("a text of its own")
-    with pytest.raises(DataError, match=r"has 1 documents, and none of them is left to (measure|learn)"):
+    says = r"has 1 documents, .* left to (measure on .*: raise|learn from .*: lower) data.held_out, or give more"
+    with pytest.raises(DataError, match=says):
         data(tmp_path, Source(str(tmp_path / "lone.txt")))
     settings = DataSettings((Source(documents=20),), length=32, cache=tmp_path)
     with pytest.raises(DataError, match="has no mask token"):
@@ -323,6 +324,28 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="datasets"):
         data(tmp_path, Source("org/books"))
+
+
+def test_one_text_of_few_is_set_aside_and_it_is_said(tmp_path: Path) -> None:
+    (tmp_path / "books").mkdir()
+    texts = [f"book {number} " + "of words " * 30 for number in range(9)]
+    for number, text in enumerate([*texts, texts[0]]):
+        (tmp_path / "books" / f"{number}.txt").write_text(text)
+    said: list[str] = []
+    settings = DataSettings((Source(str(tmp_path / "books")),), length=32, cache=tmp_path / "cache", held_out=1e-9)
+    for _ in range(2):
+        found = build_data(settings, TOKENIZER, causal=True, scheme_length=1024, say=said.append)
+        first = TOKENIZER.bos_token_id
+        held = [TOKENIZER.decode([one for one in document if one != first]) for document in found.held_out]
+        assert len(set(held)) == 1
+        assert set(held) < set(texts)
+        assert len(held) == (2 if held[0] == texts[0] else 1), "equal texts are together"
+    (line,) = [line for line in said if "data.held_out" in line]
+    assert "data.held_out=1e-09 sets none of its 10 documents aside" in line
+    assert "Raise data.held_out to measure on more" in line
+    more = dataclasses.replace(settings, held_out=0.9999999)
+    with pytest.raises(DataError, match=r"left to learn from with data.held_out=1: lower data.held_out"):
+        build_data(more, TOKENIZER, causal=True, scheme_length=1024)
 
 
 def test_tokens_that_take_long_are_told_of_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

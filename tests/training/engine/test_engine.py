@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import AutoTokenizer, get_scheduler, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler, set_seed
 
 import hf_posswap
 from hf_posswap.errors import CheckpointError, ConfigError, UnsupportedSwapError
@@ -213,6 +213,16 @@ def test_stages_grow_length_and_base_and_go_on_with_the_weights(tmp_path: Path) 
     log = (done.folder / "stage-2" / "log.jsonl").read_text().splitlines()
     # the second stage begins where the first one ended, not at the start
     assert json.loads(log[0])["loss"] < done.report["phases"][0]["first_loss"] - 0.3
+
+
+def test_the_base_is_measured_where_a_stage_ends_by_it_and_nowhere_else(tmp_path: Path) -> None:
+    wanted = recipe(tmp_path)
+    assert prepare(wanted, Launch(), Services()).recovery is None
+    found = prepare(wanted, Launch(), Services(), recovers=True).recovery
+    assert found is not None
+    base = AutoModelForCausalLM.from_pretrained(wanted.model.name).eval()
+    with torch.no_grad():
+        assert found[1] == pytest.approx(base(input_ids=found[0], labels=found[0]).loss.item(), rel=1e-5)
 
 
 def test_a_stage_ends_once_short_text_has_recovered(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class AddMechanism(Edit):
         entry: path of the module that takes the stack's input.
         scheme: resolved.
         geometry: of the stack.
+        native_bias: whether the stock class has a bias on its scores, which goes by the index of tokens.
         drops_bias: whether what is left of the bias that the model itself makes is zeros.
         position_source: what the stock class counts where it is given no position ids.
         padding_id: the token id that is not counted, where it counts input ids.
@@ -42,6 +43,7 @@ class AddMechanism(Edit):
     entry: str
     scheme: Scheme
     geometry: Geometry
+    native_bias: bool
     drops_bias: bool
     position_source: PositionSource
     padding_id: int | None
@@ -56,7 +58,10 @@ class AddMechanism(Edit):
         refuse_continuous_batching(model, mechanism)
         entry = model.get_submodule(self.entry)
         memos = ForwardMemos(drops_bias=self.drops_bias, source=self.position_source, padding_id=self.padding_id)
-        start = StartHook(owner, leaf, memos, entry_signature(entry))
+        signature = entry_signature(entry)
+        goes_by_ids = "position_ids" in signature and not self.native_bias
+        masks_by_index = self.geometry.causal and not goes_by_ids
+        start = StartHook(owner, leaf, memos, signature, masks_by_index=masks_by_index)
         keep_hooks(saved, entry.register_forward_pre_hook(start, with_kwargs=True))
         keep_hooks(saved, entry.register_forward_hook(start.stop, always_call=True))
 
@@ -116,6 +121,7 @@ class PatchAttention(Edit):
         hook = self.hook(owner, leaf, start.memos, entry_signature(module)[0], self.first, self.layer)
         keep_hooks(saved, module.register_forward_pre_hook(hook, with_kwargs=True))
         keep_hooks(saved, module.register_forward_hook(hook.check_used, with_kwargs=True))
+        start.carriers += 1
 
     def undo(self, model: Any, saved: Saved) -> None:
         """Give the attention module the model's config again, whatever that is by now."""

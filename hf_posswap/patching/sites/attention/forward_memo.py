@@ -84,6 +84,8 @@ class ForwardMemo:
     """Whether layers run again in the backward."""
     wrote_keys: bool = False
     """Whether a layer put keys into a cache, through what changes them: other layers may read what it put there."""
+    calls: int = 0
+    """How often attention modules asked for it."""
     drops_bias: bool = False
     """Whether the bias that the model itself makes was taken away: what is left of it is zeros."""
     source: PositionSource = "arange"

@@ -57,7 +57,7 @@ def posswap_attention(
     if call.mechanism.biases and name == "sdpa":  # which takes masks of the dtype that autocast gives the rest
         query, key, value = map(as_attended, (query, key, value))
     if call.mechanism.watches:
-        call.mechanism.watch(query, key, kwargs.get("scaling"))
+        call.mechanism.watch(query, key, kwargs.get("scaling"), attention_mask, kwargs.get("sliding_window"))
     if query.shape[2] > 1 and backends.backends_of(call.mechanism):  # of one query all ways are one
         found = in_graph.attend(call, call.request(module, name, query, key, value, attention_mask, kwargs))
         if found is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posswap.compat.torch_modules import pre_hooks
 from hf_posswap.compat.transformers_cache import cache_view, self_attention_cache
 from hf_posswap.compat.transformers_calls import find_cache, is_paged_cache
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
@@ -15,7 +16,7 @@ from hf_posswap.patching.edits.offload import bring_all
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
 from hf_posswap.patching.sites.attention.continuous_batching import Refusal, needs_key_positions
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, ForwardMemos
-from hf_posswap.patching.sites.attention.position_sources import check_fits, counted
+from hf_posswap.patching.sites.attention.position_sources import check_fits, check_not_packed, counted
 from hf_posswap.patching.sites.attention.positions import find_span
 from hf_posswap.patching.sites.attention.stored_keys import keys_of
 from hf_posswap.schemes.mechanism import Mechanism
@@ -53,6 +54,8 @@ class PositionHook:
         position_ids, first, memo = kwargs.get("position_ids"), self.first, self.memos.now()
         if position_ids is None:
             position_ids, first = self._unpassed_ids(module, memo), first if memo.given_by_caller else 0
+        if not torch.compiler.is_compiling():
+            memo.calls += 1
         layer: Any = getattr(module, "layer_idx", None)  # where there is no cache, there may be none
         mechanism = self.mechanism
         paged = cache is not None and is_paged_cache(cache)
@@ -129,11 +132,16 @@ class StartHook:
         name: under which it does.
         memos: shared by the layers.
         signature: names of the module's positional arguments.
+        masks_by_index: whether the stack is causal and its stock class, told of position ids or not, goes by none.
     """
 
-    def __init__(self, owner: nn.Module, name: str, memos: ForwardMemos, signature: list[str]) -> None:
+    def __init__(
+        self, owner: nn.Module, name: str, memos: ForwardMemos, signature: list[str], *, masks_by_index: bool
+    ) -> None:
         self.owner, self.name = owner, name
-        self.memos, self.signature = memos, signature
+        self.memos, self.signature, self.masks_by_index = memos, signature, masks_by_index
+        self.carriers = 0
+        """How many attention modules were given the scheme."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if not torch.compiler.is_compiling():
@@ -146,6 +154,8 @@ class StartHook:
             position_ids = counted(source, self.memos.traced.padding_id, given, None if found is None else found[1])
         elif not takes:
             check_fits(position_ids, given)  # no code of the model's own does
+        if by_caller and self.masks_by_index:
+            check_not_packed(type(module).__name__, position_ids, given)
         tells = position_ids is not None and takes and not by_caller and source == "mask"
         checkpoints = (getattr(part, "gradient_checkpointing", False) for part in module.modules())
         again = module.training and torch.is_grad_enabled() and any(checkpoints)
@@ -155,5 +165,23 @@ class StartHook:
         return (), {**given, "position_ids": position_ids}  # it tells its attention what it is given
 
     def stop(self, module: nn.Module, *_: Any) -> None:
-        """End a forward of `module`."""
+        """End a forward of `module`.
+
+        Raises:
+            PosswapError: attention modules that were given the scheme are there no more.
+        """
+        calls = None if torch.compiler.is_compiling() or self.memos.begun_traced else self.memos.of_thread().calls
         self.memos.end(module)
+        if calls is not None and calls < self.carriers:  # layers may be left out, or compiled by themselves
+            self._check_carriers(module)
+
+    def _check_carriers(self, module: nn.Module) -> None:
+        hooks = (hook for part in module.modules() for hook in pre_hooks(part) if isinstance(hook, PositionHook))
+        left = sum(hook.memos is self.memos for hook in hooks)
+        if left < self.carriers:
+            raise PosswapError(
+                f"{self.carriers - left} of {self.carriers} attention modules of {type(module).__name__} that were "
+                "given a scheme were exchanged for others since, which know nothing of it (set_attention_type does "
+                "that, for one): the result would be that of no positions, or of the native ones. What works: "
+                "hf_posswap.patch_model after the exchange, on a model that is loaded anew."
+            )

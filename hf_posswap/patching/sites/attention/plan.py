@@ -14,6 +14,7 @@ from hf_posswap.patching.sites.attention.edits import AddMechanism, PatchAttenti
 from hf_posswap.patching.sites.attention.interface import AttendThroughInterface, CopyRows, RemoveRows
 from hf_posswap.patching.sites.attention.native import interface_edits, is_native, rows_of
 from hf_posswap.patching.sites.attention.patch_coordinates import PassCoordinates, PatchImageAttention
+from hf_posswap.schemes.base import SCHEMES
 from hf_posswap.schemes.mechanism import Mechanism
 
 
@@ -66,6 +67,7 @@ def _mechanism(context: SwapContext) -> PlanDraft:
         entry=stack.entry,
         scheme=scheme,
         geometry=context.geometry,
+        native_bias=stack.inside is not None and SCHEMES.get(stack.inside["name"]).kind == "bias",
         drops_bias=bool(rows),
         position_source=stack.source_for(scheme.name),
         padding_id=stack.padding_id,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posswap.errors import PositionShapeError
+from hf_posswap.errors import PositionShapeError, UnsupportedSwapError
 from hf_posswap.families.base import PositionSource
 
 
@@ -23,6 +23,26 @@ def check_fits(position_ids: Tensor, given: dict[str, Any]) -> None:
     raise PositionShapeError(
         f"position_ids of shape {list(position_ids.shape)} were given for tokens of shape {list(tokens.shape[:2])}: "
         "give one for each token, or one row for all rows."
+    )
+
+
+def check_not_packed(name: str, position_ids: Tensor, given: dict[str, Any]) -> None:
+    """Check that `position_ids` are not those of packed documents without a mask, for a class that knows none.
+
+    transformers takes ids that begin anew, where there is no mask, for documents that do not see each other, and masks
+    them so where a class tells it of the ids. A class that has no ids of its own does not.
+
+    Raises:
+        UnsupportedSwapError: they begin anew, and there is no mask.
+    """
+    tells = isinstance(given.get("attention_mask"), Tensor) or torch.compiler.is_compiling()
+    if tells or torch.jit.is_tracing() or position_ids.shape[1] == 1 or not bool((position_ids.diff() <= 0).any()):
+        return
+    raise UnsupportedSwapError(
+        f"position_ids that begin anew were given to {name} without an attention_mask. transformers takes such ids for "
+        "packed documents, but this class makes its mask without them, so the documents would see each other. What "
+        "works: one document in each row, padded; for one text whose ids begin anew "
+        "attention_mask=torch.ones_like(input_ids)."
     )
 
 

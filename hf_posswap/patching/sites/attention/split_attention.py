@@ -135,7 +135,7 @@ class Scoring:
         columns = self.key_positions[:, None, :]  # [B or 1, 1, K]
         shown = self._shown(start, stop) if seen is None else None
         found = []
-        for piece in self.pieces:
+        for piece in self._needed(rows, columns, shown if seen is None else seen):
             held = piece.pairs.holds(rows, columns)  # [B or 1, q, K]
             low, high = _range(held if seen is None else held & seen)
             if shown is not None:  # a range may begin in padding, so that those of all pieces lie side by side
@@ -144,6 +144,20 @@ class Scoring:
             if low < high:
                 found.append(Held(piece, low, high, None if _is_all(which) else which))
         return sorted(found, key=lambda one: one.low)
+
+    def _needed(self, rows: Tensor, columns: Tensor, shown: Tensor | None) -> list[Piece]:
+        """Return the pieces, without those of later keys where the queries are shown none.
+
+        Args:
+            rows: positions of the queries, [B or 1, q, 1].
+            columns: positions of the keys, [B or 1, 1, K].
+            shown: which keys the queries see, [B or 1, q, K] or [q, K]; None: all, or it is not known.
+        """
+        past = [piece for piece in self.pieces if not getattr(piece.pairs, "is_ahead", False)]
+        if len(past) == len(self.pieces) or _is_dear(columns):
+            return list(self.pieces)
+        later = columns > rows
+        return list(self.pieces) if bool((later if shown is None else later & shown).any()) else past
 
     def _shown(self, start: int, stop: int) -> Tensor | None:
         """Return which keys the mask shows queries start to stop, bool [B or 1, q, K].

@@ -10,6 +10,7 @@ import torch
 
 from hf_posswap.compat.accelerate_hooks import offloading_hooks
 from hf_posswap.compat.peft_wrappers import is_adapted
+from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.images import PatchTable, tensor_at
 from hf_posswap.families.modules import get, join
@@ -147,13 +148,13 @@ def _followed(context: SwapContext, table: PatchTable, values: dict[str, Any]) -
     for name, value in values.items():
         part, _, leaf = name.rpartition(".")
         setattr(config_at(trial, part), leaf, value)
-    with torch.device("meta"):
-        fresh = build_native(model, trial)
+    with torch.device("meta"), without_initialising():
+        as_it_was, fresh = build_native(model, copy.deepcopy(model.config)), build_native(model, trial)
     text: dict[str, Any] = {"site": "embedding", "stack": context.stack.name}
     for path, module in fresh.get_submodule(table.embeddings).named_modules(prefix=table.embeddings):
         for name, new in vars(module).items():
-            old = vars(model.get_submodule(path)).get(name)
-            if isinstance(new, int | tuple | list) and not name.startswith("_") and old != new:
+            old, before = (vars(one.get_submodule(path)).get(name) for one in (model, as_it_was))
+            if isinstance(new, int | tuple | list) and not name.startswith("_") and new not in (old, before):
                 where = f"{path}.{name}"
                 yield SetAttribute(
                     **text, path=where, before=str(old), after=str(new), module=path, name=name, value=new

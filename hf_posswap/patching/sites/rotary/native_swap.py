@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import Stack
-from hf_posswap.patching.edits.settings import Scalar, changed_settings
+from hf_posswap.patching.edits.settings import Scalar, settings_to_follow
 from hf_posswap.patching.record.building import build_native
 from hf_posswap.patching.sites.rotary.matching import (
     follows_config,
@@ -71,11 +73,11 @@ def native_swap(model: Any, stack: Stack, scheme: Scheme, length: int) -> Native
 def _settings(model: Any, stack: Stack, trial: Any) -> list[tuple[str, str, Scalar, Scalar]] | None:
     """Return what a stock model of the config `trial` has otherwise; None where it cannot be built."""
     try:
-        with torch.device("meta"):
-            fresh = build_native(model, trial)
+        with torch.device("meta"), without_initialising():
+            before, after = build_native(model, copy.deepcopy(model.config)), build_native(model, trial)
     except Exception:  # code of any model, written for other rope parameters
         return None
-    return changed_settings(model, fresh, stack.rotary)
+    return settings_to_follow(model, before, after, stack.rotary)
 
 
 def _is_width(module: nn.Module, name: str, old: Any, new: Any) -> bool:
@@ -105,8 +107,11 @@ def _candidates(model: Any, stack: Stack, scheme: Scheme) -> list[RopeValues]:
     values = scheme.native_rope(stack.geometry)
     if values is None:
         return []
-    wide = values | {"partial_rotary_factor": scheme.filled("partial")}  # some read it, some have it by themselves
+    partial: dict[str, Any] = {"partial_rotary_factor": scheme.filled("partial")}
+    wide = values | partial  # some read it, some have it by themselves
     listed = scheme.native_list(stack.geometry) if scheme.is_fixed else None  # all that Phi-3's config takes
+    if listed is not None and scheme.filled("partial") < 1:
+        listed |= partial  # without it, transformers logs that it expects a number for each pair of a whole head
     return [dict.fromkeys(stack.full_attention_types, one) for one in (values, wide, listed) if one is not None]
 
 

@@ -36,7 +36,7 @@ def swapped(scheme: str, options: dict[str, Any]) -> Any:
 def by_hand(
     model: Any, ids: Tensor, positions: Tensor, cache: Any = None, mask: Tensor | None = None, name: str = ""
 ) -> Tensor:
-    """Return the logits of layers that are called one by one, each given `cache` by its own name for it or by `name`."""
+    """Return the logits of layers that are called one by one, each given `cache` as it calls it, or as `name`."""
     hidden = model.model.embed_tokens(ids)
     angles = model.model.rotary_emb(hidden, position_ids=positions)
     for layer in model.model.layers:
@@ -126,7 +126,7 @@ def test_the_name_that_caches_had_before_is_taken_too(scheme: str, options: dict
         step = model(ids[:, 4:5], past_key_values=cache).logits
         last = by_hand(model, ids[:, 5:], at[:, 5:], cache, name="past_key_values")
     assert cache.get_seq_length() == 6
-    assert (torch.cat([step, last], dim=1) - whole[:, 4:]).abs().max() < NEAR
+    assert (torch.cat([step, last], dim=1) - whole[:, 4:]).abs().max() < 5 * NEAR  # the decay of xPos is rounded
 
 
 @pytest.mark.skipif(RELEASE < (5, 24), reason="the name is not deprecated yet")

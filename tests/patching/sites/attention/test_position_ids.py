@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,9 @@ import hf_posswap
 from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import PositionShapeError, PosswapError, UnsupportedSwapError
 from hf_posswap.families.locating import family_of, locate
+from hf_posswap.patching.inspect.describe import stand_ins
 from hf_posswap.patching.sites.attention.position_ids import PassPositionIds
+from hf_posswap.schemes import schemes_for
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.pairs import CHANGE, NOISE, gap
 from tests.copies import copied
@@ -42,6 +45,10 @@ ONE_STACK = [
     "T5ForTokenClassification",
 ]
 TWO_STACKS = ["BartForConditionalGeneration", "T5ForConditionalGeneration", "M2M100Model"]
+
+
+TABLES = ("sinusoidal", "learned", "together")
+"""Schemes that are, in part, rows of a table: they count tokens by their index, and refuse other ids."""
 
 
 def swapped(name: str, scheme: Any = "rope", **options: Any) -> Any:
@@ -81,6 +88,50 @@ def test_holes_are_what_hidden_tokens_in_them_would_be(name: str, scheme: str) -
     assert gap(first(model, **given, position_ids=shifted), expected) < NOISE
     assert gap(first(model, **given), expected) > CHANGE
     verify_swap(model)
+
+
+PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+"""Two documents in one row, as ids tell them where there is no mask."""
+
+
+DEAF: list[tuple[str, dict[str, Any]]] = [("mpt", {}), ("falcon", {"alibi": True}), ("BartForCausalLM", {})]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "scheme"),
+    [("bloom", {}, scheme) for scheme in schemes_for("text") if scheme not in TABLES]
+    + [(*deaf, scheme) for deaf in DEAF for scheme in ("rope", "alibi", "self_extend")],
+)
+def test_packed_documents_are_not_read_as_half_of_one_text(name: str, changes: dict[str, Any], scheme: str) -> None:
+    """Where the stock class drops the ids, and makes its mask without them."""
+    stock, model = tiny_model(name, meta=False, **changes), tiny_model(name, meta=False, **changes)
+    options = stand_ins(scheme, locate(model).geometry) | ({"init_std": 1.0} if scheme in ("t5", "kerple") else {})
+    try:
+        patch_model(model, scheme, max_length=32 if scheme == "blend" else 64, **options)
+    except PosswapError:
+        pytest.skip("this scheme is not for this model")
+    assert gap(first(stock, input_ids=IDS, position_ids=PACKED), first(stock, input_ids=IDS)) == 0
+    one_text = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    heard = gap(first(model, **one_text, position_ids=PACKED), first(model, **one_text)) > CHANGE
+    assert heard == (scheme != "nope")
+    for cached in (True, False):
+        given = {"input_ids": IDS, "position_ids": PACKED, "use_cache": cached}
+        if not heard:
+            with contextlib.suppress(UnsupportedSwapError):
+                assert gap(first(model, **given), first(model, **one_text)) < NOISE
+            continue
+        with pytest.raises(UnsupportedSwapError, match=r"begin anew were given to \w+ without an attention_mask.*What"):
+            first(model, **given)
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj", "falcon"])
+def test_packed_documents_are_what_stock_takes_them_for(name: str) -> None:
+    """Where the stock class goes by the ids: apart, or, in Falcon, seeing each other."""
+    stock, model = tiny_model(name, meta=False), tiny_model(name, meta=False)
+    patch_model(model, "rope", site="attention")
+    given = {"input_ids": IDS, "position_ids": PACKED, "use_cache": False}
+    assert gap(first(model, **given), first(stock, **given)) < NOISE
+    assert gap(first(model, **given), first(stock, input_ids=IDS, use_cache=False)) > CHANGE
 
 
 @pytest.mark.parametrize("scheme", ["rope", "alibi"])

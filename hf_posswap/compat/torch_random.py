@@ -1,0 +1,36 @@
+"""Random numbers for models that are built aside, so that the caller's own random numbers stay what they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_posswap.compat.torch_dispatch import Watch, argument_names
+
+
+class PrivateRandomness(Watch):
+    """A context in which tensors of this thread are filled by a generator of the context's own.
+
+    Touches `torch.Tag` on `OpOverload.tags`, and overloads called `generator` (torch 2.6 to 2.13). Without it building
+    a model would draw from the process's generator, and change what other threads and the caller draw next.
+
+    Args:
+        seed: of the numbers.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        taking = func if "generator" in argument_names(func) else _with_generator(func)
+        return func(*args, **kwargs) if taking is None else taking(*args, **kwargs, generator=self.generator)
+
+
+def _with_generator(func: Any) -> Any:
+    """Return the overload of `func` that takes a generator; None: there is none."""
+    overload = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
+    return getattr(func.overloadpacket, overload, None)

@@ -1,0 +1,233 @@
+"""The tiny twin of a model: of its class and its config, whose sizes are cut and whose switches are kept.
+
+What switches code (layer types, windows, biases, the kind of rope, grouped keys) stays as it is; widths, heads, layers,
+experts and the vocabulary become those of `tiny_sizes`. Lengths stay, since rope parameters count in them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posswap.compat.torch_random import PrivateRandomness
+from hf_posswap.compat.transformers_attention import IMPLEMENTATION
+from hf_posswap.testing.tiny_sizes import OWN, SMALL, TINY_LENGTH, TINY_VOCABULARY
+
+_WIDTHS = ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "d_embed")
+"""Widths of embeddings, which some classes project where they are not the hidden size."""
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads")
+_DEPTHS = tuple(name for name, value in SMALL.items() if name.endswith(("layers", "n_layer")) or name == "depth")
+_LENGTHS = tuple(name for name, value in SMALL.items() if value == TINY_LENGTH and "position" in name)
+_WINDOWS = (
+    *(name for name in SMALL if "window" in name or name in ("local_attention", "attention_chunk_size")),
+    "window_size",
+)
+_MOST_KINDS = 6
+"""Kinds of layers that are told apart in one model, at most."""
+_ON_CPU = ("eager", "sdpa")
+
+
+def twin_config(config: Any, *, all_layers: bool = False) -> Any:
+    """Return a copy of `config` with its sizes cut; each kind of layer occurs in it.
+
+    Args:
+        config: native, of any model.
+        all_layers: keep as many layers as there are.
+
+    Example:
+        >>> from transformers import Qwen2Config
+        >>> twin = twin_config(Qwen2Config(use_sliding_window=True, max_window_layers=30))
+        >>> twin.hidden_size, twin.layer_types, twin.rope_parameters["rope_theta"]
+        (64, ['full_attention', 'sliding_attention'], 10000.0)
+    """
+    twin = copy.deepcopy(config)
+    for part in _parts(twin):
+        _cut(part, all_layers or getattr(part, "is_heterogeneous", False))
+    if getattr(twin, IMPLEMENTATION, None) not in (None, *_ON_CPU):
+        setattr(twin, IMPLEMENTATION, "sdpa")
+    for name in ("quantization_config", "auto_map"):
+        vars(twin).pop(name, None)
+    return twin
+
+
+def _parts(config: Any) -> list[Any]:
+    """Return `config` and the configs inside it, the innermost first."""
+    inner = [value for value in vars(config).values() if dataclasses.is_dataclass(value) and hasattr(value, "to_dict")]
+    return [part for value in inner for part in _parts(value)] + [config]
+
+
+def _cut(config: Any, all_layers: bool) -> None:
+    values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    own = OWN.get(getattr(config, "model_type", ""), {})
+    sizes = {name: value for name, value in (SMALL | _whole_numbers(own)).items() if _is_size(values.get(name))}
+    small = {name: value for name, value in sizes.items() if name not in (*_LENGTHS, *_DEPTHS)}
+    hidden, heads = _first(values, "hidden_size", config), _first(values, "num_attention_heads", config)
+    small |= {name: 64 if values[name] == hidden else 32 for name in _WIDTHS if _is_size(values.get(name))}
+    small |= {
+        name: _key_heads(values[name], heads, small.get(name)) for name in _KEY_HEADS if _is_size(values.get(name))
+    }
+    small |= {name: min(8, values[name]) for name in _WINDOWS if type(values.get(name)) is int and values[name] > 0}
+    small |= _head_widths(values, small)
+    small |= {name: _cut_ids(value) for name, value in values.items() if name.endswith(("token_id", "token_ids"))}
+    if not all_layers:
+        small |= _cut_layers(config, values)
+    small |= {name: [min(8, item) for item in held] for name in _WINDOWS if (held := _sizes_at(name, small, values))}
+    if hidden and values.get("cross_attention_hidden_size"):
+        small["cross_attention_hidden_size"] = 64
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict):
+        width = values.get("qk_rope_head_dim") or values.get("head_dim") or (hidden // heads if heads else 0)
+        tiny = small.get("qk_rope_head_dim") or small.get("head_dim") or 16
+        small["rope_parameters"] = _cut_rope(rope, tiny / width if width else 1.0)
+    for name, value in small.items():
+        setattr(config, name, value)
+
+
+def _whole_numbers(own: dict[str, Any]) -> dict[str, Any]:
+    """Return what a model type needs besides that is a size: a whole number, or a list of them."""
+    return {name: value for name, value in own.items() if _is_size(value) or _are_sizes(value)}
+
+
+def _is_size(value: Any) -> bool:
+    return (isinstance(value, int) and not isinstance(value, bool) and value > 0) or _are_sizes(value)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _first(values: dict[str, Any], name: str, config: Any) -> int:
+    found = values.get(name, getattr(config, name, None))
+    return found if isinstance(found, int) else 0
+
+
+def _key_heads(number: int, heads: int, small: int | None) -> int:
+    """Return how many heads of keys the twin has, whose queries have 4: all, one, or some, as before."""
+    return 4 if number == heads else 1 if number == 1 else small or 2
+
+
+def _cut_ids(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_cut_ids(item) for item in value]
+    return 3 if type(value) is int and value >= TINY_VOCABULARY else value
+
+
+def _sizes_at(name: str, small: dict[str, Any], values: dict[str, Any]) -> list[int]:
+    held = small.get(name, values.get(name))
+    return held if isinstance(held, list) and _are_sizes(held) else []
+
+
+def _head_widths(values: dict[str, Any], small: dict[str, Any]) -> dict[str, int]:
+    """Return the widths of heads that are the sum of others, or the same as one, as in latent attention."""
+    rope, rest = "qk_rope_head_dim", "qk_nope_head_dim"
+    if not (rope in small and rest in small):
+        return {}
+    whole, tiny = values[rope] + values[rest], small[rope] + small[rest]
+    found = {name: tiny for name in ("head_dim", "qk_head_dim") if values.get(name) == whole}
+    return found | {name: small[rope] for name in ("head_dim",) if values.get(name) == values[rope]}
+
+
+def _cut_layers(config: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the depths, and what is listed by layer, of as few layers as have each kind among them."""
+    depth = _first(values, "num_hidden_layers", config)
+    listed = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == depth > 1}
+    kinds: dict[Any, int] = {}
+    for place, kind in enumerate(zip(*listed.values(), strict=True)):
+        kinds.setdefault(repr(kind), place)
+    places = list(kinds.values())[:_MOST_KINDS] or [0]
+    sharing = _first(
+        values, "num_kv_shared_layers", config
+    )  # the last ones take the keys of earlier ones of their kind
+    if len(places) == 1 or sharing:
+        places *= 2
+    found: dict[str, Any] = {name: [value[place] for place in places] for name, value in listed.items()}
+    if sharing:
+        found["num_kv_shared_layers"] = len(places) // 2
+    for name in _DEPTHS:
+        if _is_size(values.get(name)):
+            found[name] = len(places) if values[name] == depth else min(2, values[name])
+    return found
+
+
+def _cut_rope(rope: dict[str, Any], ratio: float) -> dict[str, Any]:
+    """Return rope parameters, of one type of layers or of each, for heads of `ratio` times the width."""
+    found = {}
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            found[name] = _cut_rope(value, ratio)
+        elif name == "mrope_section":
+            found[name] = _shares(value, max(1, round(sum(value) * ratio)))
+        elif isinstance(value, list | tuple) and len(value) > 1:
+            found[name] = every_nth(value, max(1, round(len(value) * ratio)))
+        else:
+            found[name] = value
+    return found
+
+
+def every_nth(values: Sequence[Any], number: int) -> list[Any]:
+    """Return `number` of `values`, spread evenly.
+
+    Example:
+        >>> every_nth("abcdefgh", 3)
+        ['a', 'c', 'f']
+    """
+    return [values[place * len(values) // number] for place in range(number)]
+
+
+def _shares(parts: Sequence[int], total: int) -> list[int]:
+    """Return whole numbers in the proportion of `parts`, of the sum `total`."""
+    ends = [round(total * sum(parts[: place + 1]) / sum(parts)) for place in range(len(parts))]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def isolated() -> ExitStack:
+    """Return contexts in which a twin is built and run as if nothing were around it: device, gradients, autocast."""
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.enable_grad())
+    stack.enter_context(torch.autocast("cpu", enabled=False))
+    if torch.get_default_device().type != "cpu":  # asked first: the context slows each call
+        stack.enter_context(torch.device("cpu"))
+    return stack
+
+
+def build_twin(build: Callable[[], Any], seed: int = 0) -> Any:
+    """Return the model that `build` makes, on the CPU, in float32, with random weights of a size that lets all show.
+
+    The caller's random numbers, and those of other threads, stay what they were.
+
+    Args:
+        build: makes it.
+        seed: of the weights.
+    """
+    with PrivateRandomness(seed):
+        model = build().float().eval()
+        randomise(model)
+    return model
+
+
+@torch.no_grad()
+def randomise(module: nn.Module) -> None:
+    """Give every weight of `module` that can be trained a random value, also where nothing has filled it yet."""
+    for name, weight in ((name, weight) for name, weight in module.named_parameters() if weight.requires_grad):
+        noise = torch.randn(weight.shape)
+        if weight.ndim > 1:
+            weight.copy_(noise * 0.2)
+        else:
+            start = weight if bool((weight.abs() <= 10).all()) else float(name.endswith("weight"))
+            weight.copy_(start + noise * 0.1)
+
+
+@torch.no_grad()
+def fill_zeros(module: nn.Module, names: Iterable[str], seed: int = 0) -> None:
+    """Give those of the weights called `names` that are all zero random values."""
+    generator, weights = torch.Generator().manual_seed(seed), dict(module.named_parameters())
+    for name in names:
+        if name in weights and not weights[name].any():
+            weights[name].copy_(torch.randn(weights[name].shape, generator=generator) * 0.2)

@@ -1,0 +1,119 @@
+"""Keep the list of tested versions, and the README's line of it, as the checks have run them.
+
+    python recipes/tested_versions.py           # tell what of this environment is not in the list yet
+    python recipes/tested_versions.py --write   # put it there: `.ci/run --record` does, once everything passed
+    python recipes/tested_versions.py --next    # tell which versions lie beyond what pyproject.toml takes
+
+The list is hf_posswap/tested_versions.json; hf_posswap/versions.py reads it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from hf_posswap.utils.atomic_io import write_text
+from hf_posswap.versions import FILE, is_tested, tested, tested_range
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("transformers", "torch", "peft", "accelerate")
+"""Packages whose versions are recorded: a swap rests on them."""
+BEGIN, END = "<!-- tested versions -->", "<!-- /tested versions -->"
+
+
+def installed() -> dict[str, str]:
+    """Return the versions of `PACKAGES` in this environment, without build tags; what is not installed is left out."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def untested(versions: dict[str, str]) -> dict[str, str]:
+    """Return those of `versions` that are not in the list; pre-releases never go there."""
+    return {
+        package: version
+        for package, version in versions.items()
+        if not is_tested(package, version) and not Version(version).is_prerelease
+    }
+
+
+def add(versions: dict[str, str]) -> str:
+    """Return the list with `versions` added, as it is written: a line for each package, the oldest version first."""
+    added = {package: [version] for package, version in versions.items()}
+    both = {package: {*tested().get(package, []), *added.get(package, [])} for package in PACKAGES}
+    lines = [f'  "{package}": {json.dumps(sorted(found, key=Version))}' for package, found in both.items() if found]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def sentence() -> str:
+    """Return what the README says of the tested versions."""
+    ranges = [f"{package} {tested_range(package)}" for package in PACKAGES if package in tested()]
+    return f"Tested with {', '.join(ranges[:-1])} and {ranges[-1]}; `posswap --version` prints these and your versions."
+
+
+def accepted() -> dict[str, SpecifierSet]:
+    """Return which versions pyproject.toml takes, by package: of the core or of an extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    needed = [Requirement(line) for line in lines]
+    return {one.name: one.specifier for one in needed if one.name in PACKAGES}
+
+
+def beyond(versions: dict[str, str]) -> dict[str, str]:
+    """Return those of `versions` that pyproject.toml does not take."""
+    taken = accepted()
+    return {
+        package: version
+        for package, version in versions.items()
+        if not taken[package].contains(version, prereleases=True) or Version(version).is_prerelease
+    }
+
+
+def in_readme(page: str) -> str:
+    """Return the README's text with the sentence of today's list between its markers."""
+    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    assert len(pattern.findall(page)) == 1, f"README.md needs {BEGIN} and {END} once each"
+    return pattern.sub(lambda _: f"{BEGIN}\n{sentence()}\n{END}", page)
+
+
+def main(
+    write: Annotated[bool, typer.Option("--write", help="Put the installed versions into the list.")] = False,
+    following: Annotated[bool, typer.Option("--next", help="Tell what lies beyond pyproject.toml.")] = False,
+) -> None:
+    """Tell which installed versions are not in the list of tested ones, or put them there."""
+    if following:
+        taken, found = accepted(), beyond(installed())
+        for package, version in found.items():
+            typer.echo(f"beyond pyproject.toml: {package} {version}, which takes {package}{taken[package]}")
+        if not found:
+            typer.echo("nothing is beyond pyproject.toml")
+        return
+    new = untested(installed())
+    if not new:
+        typer.echo(f"all installed versions are in {FILE.name}")
+        return
+    words = ", ".join(f"{package} {version}" for package, version in new.items())
+    if not write:
+        typer.echo(f"not in {FILE.name} yet: {words}")
+        return
+    write_text(FILE, add(new))
+    readme = ROOT / "README.md"
+    write_text(readme, in_readme(readme.read_text(encoding="utf-8")))
+    typer.echo(f"added to {FILE.name}: {words}. Commit it, and README.md.")
+
+
+if __name__ == "__main__":
+    typer.run(main)
