@@ -204,6 +204,7 @@ def _table_offset(table: TableSpec, root: nn.Module) -> int:
 def _refuse_unclaimed(model: PreTrainedModel, sites: Sites, kept: list[str]) -> None:
     """Refuse a model with a rotary module or a position table that its family does not mention."""
     claimed: set[str] = set()
+    attention = tuple(f"{path}." for stack in sites.stacks for path in stack.attention)
     for stack in sites.stacks:
         claimed |= set(stack.rotary)
         if isinstance(stack.table, PatchTable):
@@ -215,7 +216,9 @@ def _refuse_unclaimed(model: PreTrainedModel, sites: Sites, kept: list[str]) -> 
         leaf = path.rsplit(".", 1)[-1]
         table_like = isinstance(module, nn.Embedding) and ("position" in leaf or leaf in {"wpe", "pos_embed"})
         mentioned = path in claimed or any(path == one or path.startswith(f"{one}.") for one in kept)
-        computed = "PositionalEmbedding" in type(module).__name__
+        computed = "PositionalEmbedding" in type(module).__name__ or (
+            "RotaryEmbedding" in type(module).__name__ and path.startswith(attention)  # which gives no other its angles
+        )
         if (inv_freq_names(module) or table_like or computed) and not mentioned:
             raise UnsupportedModelError(
                 f"{who(model)}: {path!r} ({type(module).__name__}) looks like a part of the position mechanism, and "

@@ -195,7 +195,7 @@ class Asked:
         ids = self.heard if self.pairs else self.ids
         mask = torch.ones_like(ids)
         mask[0, :2] = self.pairs
-        return self.model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False).float()
+        return self.model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False).float()
 
 
 def _cache_in(output: Any) -> Any:

@@ -654,7 +654,7 @@ def _is_layer(value: ast.expr) -> bool:
     )
 
 
-@mutation("projections of an attention have other names")
+@mutation("projections of an attention have other names", spares=("gpt2",))  # whose MLP is filled in the same line
 def _projections(source: Source) -> None:
     _attributes_renamed(source, lambda n: _own_names(source, n, _is_layer), "_weights")
 
@@ -1103,9 +1103,9 @@ def _rotary_stacked(source: Source) -> None:
                 source.changes += 1
 
 
-@mutation("the frequencies of a rotary module have another name", fewest=4)
+@mutation("the frequencies of a rotary module have another name", fewest=3)
 def _rotary_buffer(source: Source) -> None:
-    names = {"inv_freq": "frequencies", "original_inv_freq": "first_frequencies", "embed_positions": "angles"}
+    names = {"inv_freq": "frequencies", "original_inv_freq": "first_frequencies"}
     for name in source.rotaries:
         source.changes += replace(source.classes[name], lambda n: _attribute_of("self", n, names))
         forward = source.forward(name)

@@ -47,7 +47,8 @@ class AttentionCall:
         """Return `query` [B, H, Q, D] and `key` [B, G, K, D] with the scheme's rotation.
 
         Raises:
-            PosswapError: there are not as many keys as the cache announced, so their positions are unknown.
+            PosswapError: there are not as many keys as the cache announced, so their positions are unknown; or they
+                are not in the form in which this call would have put them there.
         """
         if not self.paged and key.shape[2] != self.span.key_length:
             raise PosswapError(
@@ -56,6 +57,7 @@ class AttentionCall:
             )
         if not self.mechanism.rotates and not self.mechanism.splits:
             return query, key
+        self._check_written()
         if query.shape[-1] != self.mechanism.head_dim:
             raise PosswapError(
                 f"attention got queries of {query.shape[-1]} dimensions a head where the config says "
@@ -71,6 +73,15 @@ class AttentionCall:
             key = self.mechanism.rotate_key(key, table)
         return self.mechanism.rotate_query(query, self.rotation()), key
 
+    def _check_written(self) -> None:
+        """Refuse keys of a cache that took them past `written`, where it was to change them."""
+        bypassed = self.keys != "raw" and not self.paged and not self.memo.wrote_keys
+        if bypassed and not torch.compiler.is_compiling():
+            raise PosswapError(
+                "a cache took keys without the scheme's rotation: this release of transformers writes caches otherwise "
+                "than by Cache.update. Use use_cache=False, or a release that hf_posswap was tested with."
+            )
+
     def _check_width(self, key: Tensor) -> None:
         """Refuse keys [B, G, K, ...] that are not as wide as those that this call would have the cache hold."""
         keys = self.mechanism.keys_per_token if self.keys == "copies" else 1
@@ -82,6 +93,8 @@ class AttentionCall:
 
     def written(self, key: Tensor) -> Tensor:
         """Return what the cache is to hold of new keys [B, G, Q, D]."""
+        if not torch.compiler.is_compiling():
+            self.memo.wrote_keys = True
         rotate = self.mechanism.rotate_far if self.keys == "far" else self.mechanism.rotate_key
         return rotate(key, self.rotation())
 

@@ -82,6 +82,8 @@ class ForwardMemo:
     """Whether a caller gave them, in the model's own count; otherwise they count from 0."""
     runs_again: bool = False
     """Whether layers run again in the backward."""
+    wrote_keys: bool = False
+    """Whether a layer put keys into a cache, through what changes them: other layers may read what it put there."""
     calls: int = 0
     """How often attention modules asked for it."""
     drops_bias: bool = False
@@ -95,6 +97,7 @@ class ForwardMemo:
         """Forget everything."""
         self.entries.clear()
         self.masks.clear()
+        self.wrote_keys = False
 
     def knows(self, cache: Any, *tensors: Tensor | None) -> bool:
         """Return whether these are known again: outside of a forward a cache, or what counts no writes, may change."""

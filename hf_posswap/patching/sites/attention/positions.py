@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.transformers_cache import keys_of_call, tokens_before
+from hf_posswap.errors import PosswapError
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, identity_of
 from hf_posswap.patching.sites.attention.key_positions import record, watch
 
@@ -38,7 +39,8 @@ def find_span(
         keeps_keys: whether it will be asked where the keys stand, now or later.
 
     Raises:
-        PosswapError: where cached keys stand cannot be known, or another hand replaced them.
+        PosswapError: where cached keys stand cannot be known, or another hand replaced them; or the cache counts the
+            new tokens otherwise as queries than as keys.
     """
     length = hidden.shape[1]
     past: int | Tensor = 0
@@ -48,6 +50,8 @@ def find_span(
         key_length, key_offset = keys_of_call(cache, length, layer_idx)
         if isinstance(past, Tensor):
             past = past.to(hidden.device)
+        elif not torch.compiler.is_compiling():
+            _check_agrees(cache, past + length, key_offset + key_length)
 
     def make(shared_cache: Any) -> Span:
         query = torch.arange(length, device=hidden.device)[None] + past if position_ids is None else position_ids
@@ -62,3 +66,13 @@ def find_span(
         return make(None)
     key = (*identity_of(position_ids), cache, length, hidden.device, past, key_length, key_offset, keeps_keys)
     return memo.shared(key, make) if memo.knows(cache, position_ids) else make(None)
+
+
+def _check_agrees(cache: Any, queries_end: int, keys_end: int) -> None:
+    """Refuse a cache by which the last of the new tokens stands behind the last key, which is its own."""
+    if queries_end > keys_end:
+        raise PosswapError(
+            f"a cache of class {type(cache).__name__} says that the new tokens end at {queries_end} as queries and at "
+            f"{keys_end} as keys: what its offsets mean is not understood. Use use_cache=False, a DynamicCache, or a "
+            "release of transformers that hf_posswap was tested with."
+        )

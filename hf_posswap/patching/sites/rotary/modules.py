@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_posswap.compat.torch_modules import pre_hooks
+from hf_posswap.errors import PosswapError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -47,14 +48,31 @@ class NeutralRotary(nn.Module):
         return out
 
     def _without_rotation(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the native module gives where it rotates nothing.
+
+        Raises:
+            PosswapError: it gives something else than cos and sin, or complex numbers.
+        """
         out = self.native(*args, **kwargs)
         layer_type = args[2] if len(args) > 2 else kwargs.get("layer_type")
         if isinstance(layer_type, str) and layer_type not in self.posswap_types:
             return out
-        if isinstance(out, tuple):
+        if isinstance(out, tuple) and len(out) == 2:
             cos, sin = out
             return torch.ones_like(cos), torch.zeros_like(sin)
-        return torch.ones_like(out)  # complex unit
+        if isinstance(out, torch.Tensor) and out.is_complex():
+            return torch.ones_like(out)
+        raise PosswapError(
+            f"{type(self.native).__name__} gives neither cos and sin nor complex numbers in this release of "
+            f"transformers, but {_words(out)}: what would rotate nothing is unknown. "
+            "Install a release that hf_posswap was tested with."
+        )
+
+
+def _words(out: Any) -> str:
+    if isinstance(out, torch.Tensor):
+        return f"one tensor {list(out.shape)} of {out.dtype}"
+    return f"{len(out)} values" if isinstance(out, tuple) else f"a {type(out).__name__}"
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
