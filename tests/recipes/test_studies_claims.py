@@ -104,6 +104,19 @@ def test_an_interval_over_both_covers_that_over_seeds_and_that_over_documents() 
     assert (found.low, found.high) == pytest.approx(stats.t.interval(0.95, 2, 0.1, stats.sem(shifts)), rel=1e-4)
     with pytest.raises(DataError, match=r"got shapes \(3, 40\) and \(3, 39\)"):
         over_both(same_seeds, same_seeds[:, 1:])
+    with pytest.raises(DataError, match="no interval holds over these 4 documents; take more of them"):
+        over_both(same_seeds[:, :4], same_seeds[:, :4] + gains[:4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("of_seeds", "of_documents"), [(0.1, 1.0), (1.0, 1.0), (1.0, 0.1)])
+def test_an_interval_over_both_holds_the_truth(of_seeds: float, of_documents: float) -> None:
+    random, held = np.random.default_rng(0), 0
+    for _ in range(400):
+        shifts, hard = random.normal(0, of_seeds, (3, 1)), random.normal(0, of_documents, (1, 16))
+        found = over_both(np.zeros((3, 16)), shifts + hard + random.normal(0, 0.1, (3, 16)))
+        held += found.low <= 0 <= found.high
+    assert held / 400 >= 0.95 - 2 * math.sqrt(0.05 * 0.95 / 400), held / 400
 
 
 def measured(seed: int) -> Any:

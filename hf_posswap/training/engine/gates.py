@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_posswap.errors import DataError, PositionRangeError, TrainingError, UnsupportedModelError
 from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.training.chunked_loss import causal_loss, masked_loss
 from hf_posswap.training.config import SENTENCES
 from hf_posswap.training.engine.objectives import whole_loss
@@ -121,6 +122,29 @@ def check_positions(batch: dict[str, Any], length: int, reach: int, first: int, 
             f"the windows reach position {farthest - 1}, and the model is meant for {reach} positions (0 to "
             f"{reach - 1}): set swap.max_length to {farthest}, or a smaller data.length than {length}."
         )
+
+
+def short_of_window(length: int, window: int, batch: dict[str, Any], plan: SwapPlan | None) -> str | None:
+    """Return a warning where windows are shorter than the unswapped model's, and the swap scales its rotation.
+
+    Args:
+        length: tokens of a window.
+        window: of the unswapped model.
+        batch: arguments of the forward; with `position_ids` windows may be short, as they reach far or are packed.
+        plan: of the swap; None: there is none.
+
+    Returns:
+        None: there is nothing to warn of.
+    """
+    if plan is None or length >= window or not isinstance(plan.scheme, RotaryScheme) or not plan.sites.rotary:
+        return None
+    if "position_ids" in batch and int((batch["position_ids"][:, -1] - batch["position_ids"][:, 0]).max()) >= window:
+        return None
+    return (
+        f"warning: windows of {length} tokens (data.length) are shorter than the {window} that the unswapped model "
+        f"reads, and the swap is for {plan.max_length}: the new angles are trained at no distance above {length}. "
+        f"Set data.length above {window}, or data.packing=pose, which trains far positions in short windows."
+    )
 
 
 def check_held_out(documents: Sequence[np.ndarray], lengths: Sequence[int]) -> None:

@@ -28,7 +28,14 @@ from hf_posswap.training.data.sources import check_source
 from hf_posswap.training.distill import make_teacher
 from hf_posswap.training.engine.arguments import on_cpu
 from hf_posswap.training.engine.fitting import centre, check_start, first_windows, fit_scheme, fit_weights
-from hf_posswap.training.engine.gates import check_held_out, check_positions, check_reads_text, probe, short_windows
+from hf_posswap.training.engine.gates import (
+    check_held_out,
+    check_positions,
+    check_reads_text,
+    probe,
+    short_of_window,
+    short_windows,
+)
 from hf_posswap.training.engine.identity import base_identity
 from hf_posswap.training.engine.launch_refusals import refuse_silent_errors
 from hf_posswap.training.engine.memory import refuse_too_much, training_need
@@ -130,6 +137,8 @@ def prepare(
     teacher = make_teacher(model) if recipe.objective.kind in ("distill", "embedding") else None
     fitted = fit_weights(model, fitted_to, services) if fitted_to else ""
     said = [] if plan is None else [f"swap verified: {', '.join(verify_swap(model).checks)}"]
+    if (warning := short_of_window(max(recipe.data.lengths), window, batch, plan)) is not None:
+        said.append(warning)
     if mean is not None:
         said.append(f"the table's mean, of norm {float(mean.norm()):.2g}, went into the token embeddings")
     if fitted:

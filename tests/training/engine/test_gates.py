@@ -31,6 +31,7 @@ from hf_posswap.training.engine.gates import (
     check_positions,
     predicted_limit,
     probe,
+    short_of_window,
     short_windows,
 )
 from hf_posswap.training.engine.memory import training_need
@@ -119,6 +120,21 @@ def test_windows_beyond_the_models_positions_are_refused(tmp_path: Path) -> None
     check_positions(batch, 3, 71, 0, unbounded=False)
     check_positions(batch, 3, 64, 0, unbounded=True)
     check_positions({"position_ids": torch.tensor([[2, 3]])}, 2, 2, 2, unbounded=False)
+
+
+def test_windows_shorter_than_those_of_the_base_are_warned_of_where_a_rotation_is_scaled() -> None:
+    made, near = plan("llama", "yarn", max_length=256), {"input_ids": torch.zeros(2, 16, dtype=torch.long)}
+    said = short_of_window(16, 64, near, made)
+    assert said is not None
+    assert "windows of 16 tokens (data.length) are shorter than the 64" in said
+    assert "the swap is for 256: the new angles are trained at no distance above 16" in said
+    assert short_of_window(64, 64, near, made) is None
+    far = near | {"position_ids": torch.cat([torch.arange(8), torch.arange(200, 208)]).repeat(2, 1)}
+    assert short_of_window(16, 64, far, made) is None
+    assert short_of_window(16, 64, near | {"position_ids": torch.arange(16).repeat(2, 1)}, made) is not None
+    assert short_of_window(16, 64, near, plan("gpt2", "rope", max_length=256)) is None
+    assert short_of_window(16, 64, near, plan("llama", "alibi", max_length=256)) is None
+    assert short_of_window(16, 64, near, None) is None
 
 
 def test_a_swap_that_is_not_in_force_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
