@@ -24,6 +24,10 @@ class PrivateRandomness(Watch):
         self.generator = torch.Generator().manual_seed(seed)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what `func` gives, by this context's generator where it draws and no other is given.
+
+        Touches the same as the class.
+        """
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         taking = func if "generator" in argument_names(func) else _with_generator(func)

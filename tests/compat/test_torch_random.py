@@ -29,7 +29,7 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_private_randomness(name: str) -> None:
+def test_call(name: str) -> None:
     def drawn(seed: int) -> Tensor:
         with PrivateRandomness(seed):
             return DRAWS[name]()
@@ -41,7 +41,7 @@ def test_private_randomness(name: str) -> None:
     assert not torch.equal(one, other)
 
 
-def test_a_generator_that_is_given_is_used() -> None:
+def test_call_keeps_a_generator_that_is_given() -> None:
     expected = torch.randn(3, generator=torch.Generator().manual_seed(5))
     with PrivateRandomness(1):
         assert torch.equal(torch.randn(3, generator=torch.Generator().manual_seed(5)), expected)

@@ -18,12 +18,14 @@ from hf_posswap.patching.record.refusals import (
     POSSWAP_MODEL_TYPE,
     REFUSED_ATTENTION,
     REFUSED_IN_MEMORY,
+    TESTED_MARK,
     architecture_of,
     read,
     written,
 )
 from hf_posswap.patching.record.remote_code import AUTO_MAP, code_files
 from hf_posswap.utils.threads import MAKING, once
+from hf_posswap.versions import tested
 
 _told: list[Callable[[Any], None]] = []
 _told_of: set[type] = set()
@@ -124,7 +126,8 @@ def _to_json_string(self: Any, use_diff: bool = True) -> str:
     if getattr(self, "posswap", None) is None or self.model_type == POSSWAP_MODEL_TYPE:
         return text  # PEFT reads the config.json of the base, swapped or not, with this class
     code = _code_or_why(self)
-    values = written(json.loads(text)) | ({} if isinstance(code, UnsupportedSwapError) else {"auto_map": AUTO_MAP})
+    values = written(json.loads(text)) | {TESTED_MARK: tested()["transformers"][-1]}
+    values |= {} if isinstance(code, UnsupportedSwapError) else {"auto_map": AUTO_MAP}
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 

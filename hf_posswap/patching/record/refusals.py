@@ -54,6 +54,8 @@ REFUSED_DTYPE = "posswap (pip install hf-posswap)"
 stock code that asks torch for it, as a Trainer does that resumes, broke on it too."""
 KEPT_DTYPE = "posswap_dtype"
 """Where config.json has the dtype then."""
+TESTED_MARK = "tested_transformers"
+"""Where config.json has the newest transformers that the code which wrote the checkpoint was tested with."""
 
 _ADAPTERS = ("modules_to_save", "lora_", "ln_tuning_layers")
 
@@ -83,7 +85,7 @@ def stock_name(architecture: str) -> str:
 
 def written(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a native config.json as those of a plugin checkpoint."""
-    kept = {key: value for key, value in values.items() if key not in ("auto_map", *REFUSED_IN_MEMORY)}
+    kept = {key: value for key, value in values.items() if key not in ("auto_map", TESTED_MARK, *REFUSED_IN_MEMORY)}
     refused = {"model_type": POSSWAP_MODEL_TYPE, "attn_implementation": REFUSED_ATTENTION}
     return kept | refused | {"architectures": [architecture_of(name) for name in values.get("architectures") or []]}
 
@@ -93,7 +95,7 @@ def read(values: dict[str, Any]) -> dict[str, Any]:
 
     Those of older checkpoints too, which have REFUSED_DTYPE instead of REFUSED_ATTENTION and of marked weights.
     """
-    kept = {key: value for key, value in values.items() if key not in ("auto_map", KEPT_DTYPE)}
+    kept = {key: value for key, value in values.items() if key not in ("auto_map", KEPT_DTYPE, TESTED_MARK)}
     if kept.get("attn_implementation") == REFUSED_ATTENTION:
         del kept["attn_implementation"]
     if kept.get("dtype") == REFUSED_DTYPE:

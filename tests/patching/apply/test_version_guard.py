@@ -395,6 +395,9 @@ def test_the_code_in_a_checkpoint_proves_itself_on_versions_that_it_was_not_test
 ) -> None:
     model, folder = patch_model(model_of(), "rope"), tmp_path / "saved"
     model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["tested_transformers"] == versions.tested()["transformers"][-1]
+    assert not hasattr(hf_posswap.load(folder).config, "tested_transformers")
     entry, mark = folder / "modeling_posswap.py", f"TESTED_VERSIONS = {json.dumps(versions.tested())}"
     assert mark in entry.read_text()
     other = 'TESTED_VERSIONS = {"transformers": ["5.1.0"], "torch": ["2.1.0"]}'
