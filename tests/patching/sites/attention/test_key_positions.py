@@ -286,9 +286,7 @@ def test_keys_that_another_hand_evicts_take_their_positions_along_or_are_refused
     cache = evict(filled("dynamic", model, at=at))
     knows = any(hasattr(layer, "posswap_keys") for layer in cache.layers)  # a scheme that asks where keys stand
     if knows:
-        with pytest.raises(
-            PosswapError, match=r"layer 0 .*\[3, \d, 10, \d+\], and are \[3, \d, 5.*What works: a"
-        ):
+        with pytest.raises(PosswapError, match=r"layer 0 .*\[3, \d, 10, \d+\], and are \[3, \d, 5.*What works: a"):
             later(model, cache)
     else:
         assert gap(later(model, cache), without(model, at)[:, :-1]) < NOISE

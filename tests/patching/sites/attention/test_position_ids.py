@@ -120,9 +120,7 @@ def test_packed_documents_are_not_read_as_half_of_one_text(name: str, changes: d
             with contextlib.suppress(UnsupportedSwapError):
                 assert gap(first(model, **given), first(model, **one_text)) < NOISE
             continue
-        with pytest.raises(
-            UnsupportedSwapError, match=r"begin anew were given to \w+ without an attention_mask.*What"
-        ):
+        with pytest.raises(UnsupportedSwapError, match=r"begin anew were given to \w+ without an attention_mask.*What"):
             first(model, **given)
 
 
