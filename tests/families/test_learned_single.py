@@ -252,7 +252,7 @@ def test_attention_to_blocks_is_refused_with_what_works() -> None:
     assert swap_plan(patch_model(model, "sinusoidal")).route == "native"
 
 
-@pytest.mark.parametrize("scheme", ["rope", "alibi", "nope"])
+@pytest.mark.parametrize("scheme", ["rope", "alibi"])
 @pytest.mark.parametrize("reached", ["all", "one"])
 def test_attention_that_is_exchanged_after_a_swap_does_not_drop_the_scheme(reached: str, scheme: str) -> None:
     """BigBird makes its attention modules anew where its attention type is set."""

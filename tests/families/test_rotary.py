@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from hf_posswap import load, patch_model, plan_swap, swap_plan, unpatch_model
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
@@ -16,7 +17,7 @@ from hf_posswap.families import locate
 from hf_posswap.families.refused import REFUSED
 from hf_posswap.families.rope_config import inv_freq_names, parameters_of
 from hf_posswap.testing.tiny import language_models, tiny_model
-from tests.stock import UNBUILT
+from tests.stock import UNBUILT, with_cache
 
 SHARDS = 12
 SWAPS: dict[str, dict[str, Any]] = {
@@ -280,3 +281,33 @@ def test_models_read_from_an_identity_rotation_what_their_own_rotary_module_says
 def test_a_model_that_knows_positions_beside_its_rotation_does_not_lose_it(kind: str) -> None:
     with pytest.raises(UnsupportedSwapError, match="nope would leave positions in"):
         plan_swap(tiny_model(kind), "nope")
+
+
+@pytest.mark.parametrize("site", ["auto", "attention"])
+@pytest.mark.parametrize(("scheme", "options"), [("nope", {}), ("yarn", {"factor": 4.0})])
+def test_a_cache_changes_of_a_model_with_mamba_between_what_it_changes_of_stock(
+    scheme: str, options: dict[str, Any], site: Any
+) -> None:
+    """Zamba2's steps differ from its whole forward by more than rounding, as its Mamba layers compute them otherwise."""
+    model = tiny_model("zamba2", meta=False)
+    patch_model(model, scheme, site=site, **options)
+    native = patch_model(tiny_model("zamba2", meta=False), scheme, **options)
+    stock = type(native)(copy.deepcopy(native.config)).eval()  # which a stock config says
+    stock.load_state_dict(dict(model.state_dict()))
+    found, expected = in_steps(model), in_steps(stock)
+    assert (found - expected).abs().max() < 2e-4
+    with torch.no_grad():
+        assert (expected - stock(input_ids=STEPS, use_cache=False).logits).abs().max() > 1e-3
+
+
+STEPS = torch.arange(40).view(2, 20).mul(7).remainder(61) + 6
+
+
+def in_steps(model: Any) -> Tensor:
+    """Return logits of a text that is read in parts upon a cache."""
+    cache, parts = DynamicCache(config=model.config), []
+    with torch.no_grad():
+        for start, stop in ((0, 10), *((at, at + 1) for at in range(10, 20))):
+            out = model(input_ids=STEPS[:, start:stop], use_cache=True, **with_cache(model, cache))
+            parts.append(out.logits)
+    return torch.cat(parts, dim=1)

@@ -39,7 +39,7 @@ def leaky(window: int, slowdown: float) -> Relative:
 
 
 def dual_chunk(chunk: int, local: int) -> Relative:
-    """Section 3 of the paper: intra-chunk, successive-chunk and inter-chunk attention; ahead as if read backwards.
+    """Section 3 of the paper: intra-chunk, successive-chunk, inter-chunk attention; ahead by the text read backwards.
 
     Read backwards, a token at place n of its chunk stands at place size - 1 - n.
     """
@@ -82,9 +82,8 @@ def brute_force(
             keys = [j for j in range(first, length) if (j <= i if seen is None else seen[i][j])]
             where = [n - first for n in range(length)] if at is None else at
             turns = [np.exp(1j * relative(where[i], where[j]) * theta) for j in keys]
-            scores = np.array(
-                [(complex_q[h, i] * key[j].conj() * t).real.sum() for j, t in zip(keys, turns, strict=True)]
-            )
+            pairs = zip(keys, turns, strict=True)
+            scores = np.array([(complex_q[h, i] * key[j].conj() * t).real.sum() for j, t in pairs])
             weights = np.exp((scores - scores.max()) / math.sqrt(dim))
             out[h, i] = weights / weights.sum() @ value[keys]
     return out
