@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_posswap.compat.transformers_cache import cache_view, self_attention_cache
 from hf_posswap.compat.transformers_calls import find_cache, is_paged_cache
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
-from hf_posswap.families.modules import by_name
+from hf_posswap.families.modules import CarriedModule, by_name
 from hf_posswap.patching.edits.offload import bring_all
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
 from hf_posswap.patching.sites.attention.continuous_batching import Refusal, needs_key_positions
@@ -36,13 +36,13 @@ class PositionHook:
     def __init__(
         self, owner: nn.Module, name: str, memos: ForwardMemos, hidden_argument: str, first: int, layer: int
     ) -> None:
-        self.owner, self.name, self.layer = owner, name, layer
+        self.carried, self.layer = CarriedModule(owner, name), layer
         self.memos, self.hidden_argument, self.first = memos, hidden_argument, first
 
     @property
     def mechanism(self) -> Mechanism:
-        """The scheme at work: looked up in each call, as PEFT's `modules_to_save` puts a trained copy in its place."""
-        return getattr(self.owner, self.name).for_layer(self.layer)
+        """The scheme at work."""
+        return self.carried().for_layer(self.layer)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         hidden = args[0] if args else kwargs[self.hidden_argument]
@@ -132,12 +132,12 @@ class StartHook:
     """
 
     def __init__(self, owner: nn.Module, name: str, memos: ForwardMemos, signature: list[str]) -> None:
-        self.owner, self.name = owner, name
+        self.carried = CarriedModule(owner, name)
         self.memos, self.signature = memos, signature
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if not torch.compiler.is_compiling():
-            bring_all(getattr(self.owner, self.name))
+            bring_all(self.carried())
         given = by_name(self.signature, args, kwargs)
         position_ids, source = given.get("position_ids"), self.memos.traced.source
         takes, by_caller = "position_ids" in self.signature, position_ids is not None
