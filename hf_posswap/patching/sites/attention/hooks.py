@@ -15,6 +15,7 @@ from hf_posswap.patching.edits.offload import bring_all
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
 from hf_posswap.patching.sites.attention.continuous_batching import Refusal, needs_key_positions
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, ForwardMemos
+from hf_posswap.patching.sites.attention.function import register_attention
 from hf_posswap.patching.sites.attention.position_sources import check_fits, counted
 from hf_posswap.patching.sites.attention.positions import find_span
 from hf_posswap.patching.sites.attention.stored_keys import keys_of
@@ -38,6 +39,10 @@ class PositionHook:
     ) -> None:
         self.carried, self.layer = CarriedModule(owner, name), layer
         self.memos, self.hidden_argument, self.first = memos, hidden_argument, first
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        register_attention()  # a process that has unpickled a model has patched none
 
     @property
     def mechanism(self) -> Mechanism:
