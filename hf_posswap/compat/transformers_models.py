@@ -135,6 +135,7 @@ def model_under_construction(name: str) -> Any:
         return None
     frame = inspect.currentframe()
     caller = None if frame is None or frame.f_back is None else frame.f_back.f_back
+    del frame  # which would keep itself, and all that its callers hold
     if caller is None or caller.f_code.co_name != "__init__":
         return None
     return caller.f_locals.get("self")

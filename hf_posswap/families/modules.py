@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,53 @@ import torch
 from torch import nn
 
 from hf_posswap.compat.transformers_calls import forward_parameters
+
+
+class WeakModule:
+    """A reference to a module that leaves its memory to be freed; copied with the module, it refers to the copy.
+
+    What hooks inside a model hold of that model must be no more: the model would be freed by the next search for
+    garbage alone, and on a GPU that does not come in time.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._reference = None if module is None else weakref.ref(module)
+
+    def __call__(self) -> Any:
+        """Return the module; None: it is gone."""
+        return None if self._reference is None else self._reference()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeakModule:
+        module = self()
+        return WeakModule(None if module is None else memo.get(id(module)))  # None: of a part that is copied by itself
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeakModule, (self(),)
+
+
+class CarriedModule:
+    """The module that another one carries under a name, also once that other one is gone and parts of it are in use.
+
+    It is looked up in each call, as PEFT's `modules_to_save` puts a trained copy in its place.
+
+    Args:
+        owner: the module that carries it.
+        name: under which it does.
+    """
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        self.owner, self.name = WeakModule(owner), name
+        self.last: Any = getattr(owner, name)
+
+    def __call__(self) -> Any:
+        """Return the module that is carried now."""
+        owner = self.owner()
+        if owner is None:
+            return self.last
+        found = getattr(owner, self.name)
+        if found is not self.last and not torch.compiler.is_compiling():
+            self.last = found
+        return found
 
 
 def matching(root: nn.Module, pattern: str) -> list[str]:

@@ -162,8 +162,7 @@ def _refuse_forward(model: nn.Module, what: str) -> None:
     """Refuse where a forward or `generate` of the model, or of a part of it, is on the stack of some thread."""
     parts = {id(part) for part in model.modules()}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, innermost in stacks_of_threads().items():
-        kind = _kind_of_call(innermost, parts)
+    for ident, kind in _calls_by_thread(parts).items():
         if kind is None:
             continue
         here = ident == threading.get_ident()
@@ -172,6 +171,19 @@ def _refuse_forward(model: nn.Module, what: str) -> None:
             f"{what} inside {kind} of the same {type(model).__name__}, which runs in {where}: it would go on with "
             f"neither mechanism. {'Change positions before or after it' if here else 'Wait for its end'}."
         )
+
+
+def _calls_by_thread(parts: set[int]) -> dict[int, str | None]:
+    """Return what each thread computes with one of `parts`, by its ident.
+
+    It ends without any frame: one of its own would keep itself, and with it the model, until garbage is searched.
+    """
+    stacks, found = stacks_of_threads(), {}
+    while stacks:
+        ident, innermost = stacks.popitem()
+        found[ident] = _kind_of_call(innermost, parts)
+        del innermost
+    return found
 
 
 def _kind_of_call(frame: FrameType | None, parts: set[int]) -> str | None:

@@ -11,11 +11,12 @@ from hf_posswap.compat.torch_modules import pre_hooks
 from hf_posswap.compat.transformers_cache import cache_view, self_attention_cache
 from hf_posswap.compat.transformers_calls import find_cache, is_paged_cache
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
-from hf_posswap.families.modules import by_name
+from hf_posswap.families.modules import CarriedModule, by_name
 from hf_posswap.patching.edits.offload import bring_all
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
 from hf_posswap.patching.sites.attention.continuous_batching import Refusal, needs_key_positions
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, ForwardMemos
+from hf_posswap.patching.sites.attention.function import register_attention
 from hf_posswap.patching.sites.attention.position_sources import check_fits, check_not_packed, counted
 from hf_posswap.patching.sites.attention.positions import find_span
 from hf_posswap.patching.sites.attention.stored_keys import keys_of
@@ -37,13 +38,17 @@ class PositionHook:
     def __init__(
         self, owner: nn.Module, name: str, memos: ForwardMemos, hidden_argument: str, first: int, layer: int
     ) -> None:
-        self.owner, self.name, self.layer = owner, name, layer
+        self.carried, self.layer = CarriedModule(owner, name), layer
         self.memos, self.hidden_argument, self.first = memos, hidden_argument, first
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        register_attention()  # a process that has unpickled a model has patched none
 
     @property
     def mechanism(self) -> Mechanism:
-        """The scheme at work: looked up in each call, as PEFT's `modules_to_save` puts a trained copy in its place."""
-        return getattr(self.owner, self.name).for_layer(self.layer)
+        """The scheme at work."""
+        return self.carried().for_layer(self.layer)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         hidden = args[0] if args else kwargs[self.hidden_argument]
@@ -138,14 +143,14 @@ class StartHook:
     def __init__(
         self, owner: nn.Module, name: str, memos: ForwardMemos, signature: list[str], *, masks_by_index: bool
     ) -> None:
-        self.owner, self.name = owner, name
+        self.carried = CarriedModule(owner, name)
         self.memos, self.signature, self.masks_by_index = memos, signature, masks_by_index
         self.carriers = 0
         """How many attention modules were given the scheme."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if not torch.compiler.is_compiling():
-            bring_all(getattr(self.owner, self.name))
+            bring_all(self.carried())
         given = by_name(self.signature, args, kwargs)
         position_ids, source = given.get("position_ids"), self.memos.traced.source
         takes, by_caller = "position_ids" in self.signature, position_ids is not None

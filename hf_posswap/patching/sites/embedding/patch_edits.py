@@ -241,7 +241,7 @@ class AnyImageSize(Edit):
         module = model.get_submodule(self.path)
         rows = vars(module).get(ROWS_METHOD)
         asked = any(isinstance(hook, RowsHook) for hook in pre_hooks(module))
-        good = asked and isinstance(rows, GridRows) and rows.scheme == self.scheme and rows.embeddings is module
+        good = asked and isinstance(rows, GridRows) and rows.scheme == self.scheme and rows.embeddings() is module
         return None if good else "the rows of the patches are not those of the scheme"
 
     def reload(self, model: Any) -> None:

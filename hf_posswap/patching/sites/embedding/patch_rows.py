@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_posswap.errors import PositionRangeError
 from hf_posswap.families.images import tensor_at
+from hf_posswap.families.modules import WeakModule
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.common.grid_table import GridTable
 
@@ -28,11 +29,12 @@ class GridRows:
     """
 
     def __init__(self, embeddings: nn.Module, table: str, scheme: GridTable | None, geometry: Geometry) -> None:
-        self.embeddings, self.table, self.scheme, self.geometry = embeddings, table, scheme, geometry
+        self.embeddings = WeakModule(embeddings)  # which has this as its method
+        self.table, self.scheme, self.geometry = table, scheme, geometry
 
     def __call__(self, embeddings: Tensor, height: int, width: int) -> Tensor:
         """Return the rows [1, N, E] of all tokens of an image of so many pixels, in the dtype of `embeddings`."""
-        held = tensor_at(self.embeddings, self.table)
+        held = tensor_at(self.embeddings(), self.table)
         assert held is not None
         prefix, grid = self.geometry.prefix_tokens, self.geometry.grid((height, width))
         rows = held.flatten(0, -2) if held.ndim > 1 else held.new_zeros((0, embeddings.shape[-1]))  # a lone zero
