@@ -288,7 +288,7 @@ def test_a_model_that_knows_positions_beside_its_rotation_does_not_lose_it(kind:
 def test_a_cache_changes_of_a_model_with_mamba_between_what_it_changes_of_stock(
     scheme: str, options: dict[str, Any], site: Any
 ) -> None:
-    """Zamba2's steps differ from its whole forward by more than rounding, as its Mamba layers compute them otherwise."""
+    """Zamba2's steps differ from its whole forward by more than rounding: its Mamba layers compute them otherwise."""
     model = tiny_model("zamba2", meta=False)
     patch_model(model, scheme, site=site, **options)
     native = patch_model(tiny_model("zamba2", meta=False), scheme, **options)
