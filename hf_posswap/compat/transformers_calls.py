@@ -61,12 +61,21 @@ def is_paged_cache(value: Any) -> bool:
     return isinstance(value, cache_classes()[1:])
 
 
-@functools.cache
+_known_classes: tuple[type, ...] = ()
+
+
 def cache_classes() -> tuple[type, ...]:
     """Return the classes of key-value caches, the paged one last.
 
     Touches the same as `is_cache`.
     """
+    global _known_classes  # no functools.cache: each forward asks, and torch.compile looks through it
+    if not _known_classes:
+        _known_classes = _import_classes()
+    return _known_classes
+
+
+def _import_classes() -> tuple[type, ...]:
     from transformers.cache_utils import Cache
 
     try:

@@ -157,7 +157,7 @@ def _cut_layers(config: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 def _cut_rope(rope: dict[str, Any], ratio: float) -> dict[str, Any]:
     """Return rope parameters, of one type of layers or of each, for heads of `ratio` times the width."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in rope.items():
         if isinstance(value, dict):
             found[name] = _cut_rope(value, ratio)

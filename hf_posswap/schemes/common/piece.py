@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
@@ -70,11 +69,14 @@ class LateCosSin:
 
     def __init__(self, positions: Tensor, wanted: Turn) -> None:
         self.positions, self.wanted = positions, wanted
+        self.made: CosSin | None = None
 
-    @cached_property
+    @property
     def table(self) -> CosSin:
         """Tables of [B or 1, 1, Q, R/2]."""
-        return self.wanted(self.positions)
+        if self.made is None:  # no cached_property: torch.compile cannot trace its lock
+            self.made = self.wanted(self.positions)
+        return self.made
 
     @property
     def cos(self) -> Tensor:

@@ -159,7 +159,7 @@ class StartHook:
             position_ids = counted(source, self.memos.traced.padding_id, given, None if found is None else found[1])
         elif not takes:
             check_fits(position_ids, given)  # no code of the model's own does
-        if by_caller and self.masks_by_index:
+        if by_caller and self.masks_by_index and position_ids is not None:
             check_not_packed(type(module).__name__, position_ids, given)
         tells = position_ids is not None and takes and not by_caller and source == "mask"
         checkpoints = (getattr(part, "gradient_checkpointing", False) for part in module.modules())

@@ -156,7 +156,7 @@ def test_a_cache_that_was_filled_otherwise_is_refused() -> None:
     for layer in cache.layers:
         layer.get = layer.update  # type: ignore[attr-defined]
 
-        def update(keys: Tensor, values: Tensor, *_: Any, layer: Any = layer) -> Any:
+        def update(keys: Tensor, values: Tensor, *_: Any, layer: Any = layer, **__: Any) -> Any:
             found, values = layer.get(keys, values)
             return torch.cat((found, found), dim=-1), values
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
 
 from hf_posswap import patch_model, unpatch_model
@@ -364,7 +364,10 @@ def moved(cache: Any) -> Any:
 
 
 def test_a_cache_without_layers_is_refused() -> None:
-    class Other:
+    class Other(Cache):
+        def __init__(self) -> None:
+            """Have no layers."""
+
         def get_query_offset(self, layer: int) -> int:
             return 0
 
