@@ -115,13 +115,13 @@ class TwinChecks:
 
     def rows(self) -> str | None:
         alone = self._run({name: value[1:] for name, value in self.inputs.items()})[0]
-        return self._compare(alone, self.full[1:], "an image alone and in a batch")
+        return compare(alone, self.full[1:], "an image alone and in a batch")
 
     def cached(self) -> str | None:
         name = "decoder_input_ids" if self.two_stacks else "input_ids"
         length = self.inputs[name].shape[1]
         found = self._steps(self.inputs, name, (length // 2, length // 2 + 1, length))
-        return self._compare(found, self.full, "cached steps and one full forward")
+        return compare(found, self.full, "cached steps and one full forward")
 
     def padded(self) -> str | None:
         if "input_ids" not in self.inputs:
@@ -134,7 +134,7 @@ class TwinChecks:
             found = self._run(batch)[0][1:]
             if not self.two_stacks:
                 found = found[:, PADDING:] if side == "left" else found[:, :-PADDING]
-            problem = self._compare(found, expected, f"a row padded on the {side} and that row alone")
+            problem = compare(found, expected, f"a row padded on the {side} and that row alone")
             if problem is not None:
                 return problem
         return None
@@ -144,7 +144,7 @@ class TwinChecks:
         full = self._run(batch)[0]
         found = self._steps(batch, "input_ids", (TOKENS // 2 + 1, TOKENS // 2 + 2, TOKENS))
         wanted = batch["attention_mask"].bool()
-        return self._compare(found[wanted], full[wanted], "cached steps of a padded batch and its full forward")
+        return compare(found[wanted], full[wanted], "cached steps of a padded batch and its full forward")
 
     def generated(self) -> str | None:
         from transformers import GenerationConfig
@@ -171,7 +171,7 @@ class TwinChecks:
             if "position_ids" in read:
                 read["position_ids"] -= self.expected.first_position  # `generate` counts from 0 in every model
             full = self._run(read)[0]
-        return self._compare(steps, full[:, -GENERATED:], "generate with a cache and one full forward of its text")
+        return compare(steps, full[:, -GENERATED:], "generate with a cache and one full forward of its text")
 
     def gradients(self) -> str | None:
         out = self._run(self.inputs, gradients=True)[0]
@@ -194,24 +194,24 @@ class TwinChecks:
                 ids = self.inputs[name]
                 other = torch.cat((ids[:, :-1].flip(1), ids[:, -1:]), dim=1)
                 moved = self._run(self.inputs | {name: other})[0][:, -1]
-                if self._compare(moved, self.full[:, -1], "") is None:
+                if compare(moved, self.full[:, -1], "") is None:
                     return f"reversing the order of {name} changes nothing"
         return None
 
     def shifted(self) -> str | None:
         found = self._run(self.inputs | {"position_ids": self._ids_at(self.positions + _SHIFT)})[0]
-        return self._compare(found, self.full, f"position ids that are all {_SHIFT} larger and those that are not")
+        return compare(found, self.full, f"position ids that are all {_SHIFT} larger and those that are not")
 
     def skipped(self) -> str | None:
         found = self._run(self.inputs | {"position_ids": self._ids_at(self.skipping)})[0]
-        unmoved = self._compare(found, self.full, "") is None
+        unmoved = compare(found, self.full, "") is None
         return f"position ids that skip {_SKIP} positions change nothing" if unmoved else None
 
     def cached_at_ids(self) -> str | None:
         given = self.inputs | {"position_ids": self._ids_at(self.skipping)}
         full = self._run(given)[0]
         found = self._steps(given, "input_ids", (TOKENS // 2, TOKENS))
-        return self._compare(found, full, "cached steps and a full forward at the same position ids")
+        return compare(found, full, "cached steps and a full forward at the same position ids")
 
     @property
     def padding_id(self) -> int:
@@ -293,10 +293,17 @@ class TwinChecks:
             start = stop
         return torch.cat(found, dim=1)
 
-    def _compare(self, found: Tensor, expected: Tensor, what: str) -> str | None:
-        if found.shape != expected.shape:
-            return f"{what} have shapes {tuple(found.shape)} and {tuple(expected.shape)}"
-        apart = float((found - expected).abs().nan_to_num(nan=float("inf")).max())
-        largest = max(1.0, float(expected.abs().max()))
-        self.largest_gap = max(getattr(self, "largest_gap", 0.0), apart / largest)
-        return None if apart <= CLOSE * largest else f"{what} differ by {apart:.2g}"
+
+def compare(found: Tensor, expected: Tensor, what: str) -> str | None:
+    """Return how two outputs differ that should be the same; None: they are, up to rounding.
+
+    Args:
+        found: one.
+        expected: the other, by whose size rounding is judged.
+        what: names both, for the message.
+    """
+    if found.shape != expected.shape:
+        return f"{what} have shapes {tuple(found.shape)} and {tuple(expected.shape)}"
+    apart = float((found - expected).abs().nan_to_num(nan=float("inf")).max())
+    largest = max(1.0, float(expected.abs().max()))
+    return None if apart <= CLOSE * largest else f"{what} differ by {apart:.2g}"

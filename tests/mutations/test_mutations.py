@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,10 +18,6 @@ from tests.mutations.cases import CASES
 from tests.mutations.mutations import MUTATIONS
 from tests.mutations.running import Outcome
 
-KNOWN = {
-    "a kernel makes rotary angles from position ids": "positions that remain beneath a scheme are not seen",
-}
-"""Mutations in which swaps go wrong without an error today, and why."""
 HERE = Path(__file__).resolve().parents[2]
 
 
@@ -55,12 +50,7 @@ def of(outcomes: list[Outcome], verdict: str) -> list[str]:
     return [f"{one.case} {one.scheme}: {one.detail}" for one in outcomes if one.verdict == verdict]
 
 
-def _rows() -> list[Any]:
-    marks = {name: pytest.mark.xfail(strict=True, reason=reason) for name, reason in KNOWN.items()}
-    return [pytest.param(name, marks=marks.get(name, ())) for name in MUTATIONS]
-
-
-@pytest.mark.parametrize("name", _rows())
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_no_swap_goes_wrong_without_an_error(library: Library, name: str) -> None:
     mutation, outcomes = MUTATIONS[name], library.run(name)
     assert of(outcomes, "broken") == [], "the mutation itself makes stock models wrong"

@@ -41,7 +41,7 @@ from hf_posswap.patching.sites.attention.position_ids import PassPositionIds
 from hf_posswap.schemes.base import Scheme, make_scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.testing.twin import build_twin, every_nth, fill_zeros, isolated, twin_config
-from hf_posswap.testing.twin_checks import Expectations, TwinChecks
+from hf_posswap.testing.twin_checks import Expectations, TwinChecks, compare
 from hf_posswap.utils.atomic_io import cache_folder, read_object, write_json
 from hf_posswap.versions import is_tested, tested_range
 
@@ -312,7 +312,7 @@ class Proof:
         fill_zeros(twin, plan.added)  # what is learned from zero would show nothing
         failed = _failed(TwinChecks(twin, expected), None)
         if not failed:
-            return {}, {}
+            return self.remaining(seed, twin), {}
         stock = _failed(TwinChecks(self.twin(seed), expected), failed)
         if "a forward" in stock:
             raise UnsupportedSwapError(f"without the swap, a forward of the tiny model fails: {stock['a forward']}")
@@ -321,8 +321,39 @@ class Proof:
         own = [name for name in failed if name in stock and name not in promised]
         return {n: p for n, p in failed.items() if n not in own}, {n: p for n, p in failed.items() if n in own}
 
-    def twin(self, seed: int) -> Any:
-        return build_twin(lambda: build_class(self.cls, copy.deepcopy(self.config)), seed)
+    def remaining(self, seed: int, swapped: Any) -> dict[str, str]:
+        """Return what shows that positions of the model's own are in force beneath the swap.
+
+        What a native swap makes must be what the class makes of the new config. Elsewhere the same places are given no
+        positions at all: then position ids change nothing.
+
+        Args:
+            seed: of the twins.
+            swapped: the twin that passed all checks.
+        """
+        if self.plan.route == "native":
+            said = copy.deepcopy(swapped.config)
+            vars(said).pop("posswap", None)  # what stock transformers makes of it
+            fresh = build_twin(lambda: build_class(self.cls, said), seed)
+            fresh.load_state_dict(swapped.state_dict())
+            of_fresh, of_swapped = (TwinChecks(one, Expectations(causal=False)).full for one in (fresh, swapped))
+            problem = compare(of_swapped, of_fresh, "the swapped model and a stock one of its config")
+            return {} if problem is None else {"a model of the new config": problem}
+        bare = self.twin(seed, _of_replaced_layers(self.config, self.plan))
+        try:
+            plan = plan_swap(bare, "nope", site="attention")
+        except PosswapError:  # no places that could be left without positions
+            return {}
+        self.apply(bare, plan)
+        expected = _expectations(bare, plan)
+        if not expected.takes_ids or plan.sites.main.inputs != "text" or len(plan.sites.stacks) > 1:
+            return {}
+        if TwinChecks(bare, expected).skipped() is not None:
+            return {}
+        return {"positions that remain": "position ids matter where the swap leaves no positions"}
+
+    def twin(self, seed: int, config: Any = None) -> Any:
+        return build_twin(lambda: build_class(self.cls, copy.deepcopy(self.config if config is None else config)), seed)
 
     def plan_of(self, twin: Any) -> SwapPlan:
         """Return the plan of the same swap for `twin`."""
@@ -346,6 +377,20 @@ class Proof:
     @property
     def _has_table(self) -> bool:
         return any(scheme.table_part is not None for scheme in self.plan.schemes.values())
+
+
+def _of_replaced_layers(config: Any, plan: SwapPlan) -> Any:
+    """Return `config` with layers alone whose positions `plan` replaces, where others keep theirs."""
+    types = getattr(config, "layer_types", None)
+    kept = {kind for stack in plan.sites.stacks for kind in stack.rope_layer_types} - {
+        kind for stack in plan.sites.stacks for kind in stack.full_attention_types
+    }
+    replaced = [kind for kind in types or () if kind not in kept]
+    if not kept or not replaced:
+        return config
+    changed = copy.deepcopy(config)
+    changed.layer_types = [replaced[0]] * len(types or ())
+    return changed
 
 
 SHIFTED = "shifted position ids"
