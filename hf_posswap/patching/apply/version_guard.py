@@ -130,7 +130,8 @@ def guard_version(model: Any, plan: SwapPlan, apply: Apply, config: Any = None) 
         )
     if verdict.undecided:
         what = "; ".join(verdict.undecided)
-        _warn(f"{name} {what}", f"not decided for {plan.named}, since {name} itself fails without a swap: {what}.")
+        why = f"the unswapped {name} fails the same, or no tiny model of it can show it"
+        _warn(f"{name} {what}", f"not decided for {plan.named} in {name}: {what} ({why}).")
 
 
 _CONSEQUENCE = {
@@ -312,7 +313,7 @@ class Proof:
         fill_zeros(twin, plan.added)  # what is learned from zero would show nothing
         failed = _failed(TwinChecks(twin, expected), None)
         if not failed:
-            return self.remaining(seed, twin), {}
+            return self.remaining(seed, twin)
         stock = _failed(TwinChecks(self.twin(seed), expected), failed)
         if "a forward" in stock:
             raise UnsupportedSwapError(f"without the swap, a forward of the tiny model fails: {stock['a forward']}")
@@ -321,8 +322,8 @@ class Proof:
         own = [name for name in failed if name in stock and name not in promised]
         return {n: p for n, p in failed.items() if n not in own}, {n: p for n, p in failed.items() if n in own}
 
-    def remaining(self, seed: int, swapped: Any) -> dict[str, str]:
-        """Return what shows that positions of the model's own are in force beneath the swap.
+    def remaining(self, seed: int, swapped: Any) -> tuple[dict[str, str], dict[str, str]]:
+        """Return what shows that positions of the model's own are in force beneath the swap, and what is not decided.
 
         What a native swap makes must be what the class makes of the new config. Elsewhere the same places are given no
         positions at all: then position ids change nothing.
@@ -338,19 +339,21 @@ class Proof:
             fresh.load_state_dict(swapped.state_dict())
             of_fresh, of_swapped = (TwinChecks(one, Expectations(causal=False)).full for one in (fresh, swapped))
             problem = compare(of_swapped, of_fresh, "the swapped model and a stock one of its config")
-            return {} if problem is None else {"a model of the new config": problem}
-        bare = self.twin(seed, _of_replaced_layers(self.config, self.plan))
+            return ({} if problem is None else {"a model of the new config": problem}), {}
+        try:
+            bare = self.twin(seed, _of_replaced_layers(self.config, self.plan))
+        except Exception as error:  # layers that differ in more than their type
+            return {}, {REMAINING: f"no twin can be built whose layers are all swapped ({_words(error)})"}
         try:
             plan = plan_swap(bare, "nope", site="attention")
         except PosswapError:  # no places that could be left without positions
-            return {}
+            return {}, {}
         self.apply(bare, plan)
         expected = _expectations(bare, plan)
         if not expected.takes_ids or plan.sites.main.inputs != "text" or len(plan.sites.stacks) > 1:
-            return {}
-        if TwinChecks(bare, expected).skipped() is not None:
-            return {}
-        return {"positions that remain": "position ids matter where the swap leaves no positions"}
+            return {}, {}
+        moved = TwinChecks(bare, expected).skipped() is None
+        return ({REMAINING: "position ids matter where the swap leaves no positions"} if moved else {}), {}
 
     def twin(self, seed: int, config: Any = None) -> Any:
         return build_twin(lambda: build_class(self.cls, copy.deepcopy(self.config if config is None else config)), seed)
@@ -393,6 +396,7 @@ def _of_replaced_layers(config: Any, plan: SwapPlan) -> Any:
     return changed
 
 
+REMAINING = "positions that remain beneath the swap"
 SHIFTED = "shifted position ids"
 MECHANISM = (SHIFTED, "skipped position ids", "order of tokens")
 """Checks of the scheme's own promises, which a stock model need not keep."""
