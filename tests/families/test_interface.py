@@ -231,5 +231,6 @@ def test_only_the_class_that_it_replaces_fits(case: Case) -> None:
     assert fitting(module, case.interface) is case.interface
     module.__class__ = type("Changed", (native,), {})
     assert fitting(module, case.interface) == (
-        f"its class is Changed, and only {native.__name__} is known to equal {case.interface.__name__}"
+        f"its class is Changed, and only {native.__name__} is known to equal {case.interface.__name__}, so a scheme "
+        "cannot be put inside. What works: the same model loaded with attn_implementation='eager'."
     )

@@ -239,7 +239,8 @@ def test_closed_attention_is_refused_with_what_works() -> None:
     model = build("ElectraForMaskedLM")
     for path in locate(model).attention:
         native = model.get_submodule(path)
-        native.__class__ = type("Own", (type(native),), {"__module__": __name__})  # code without the interface
+        body = {"__module__": __name__, "forward": lambda self, hidden_states, **kwargs: (hidden_states, None)}
+        native.__class__ = type("Own", (type(native),), body)  # code without the interface
     with pytest.raises(UnsupportedSwapError, match=r"\(Own\).*AttentionInterface.*What works: sinusoidal, learned"):
         patch_model(model, "rope")
     assert not hasattr(model, "_posswap")

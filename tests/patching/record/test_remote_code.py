@@ -125,7 +125,7 @@ def test_only_what_the_scheme_needs_goes_along_and_the_version_is_recorded() -> 
 def test_an_older_transformers_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["dependencies"]
     least = ".".join(map(str, LEAST_TRANSFORMERS))
-    assert f"transformers>={least},<6" in wanted
+    assert [one for one in wanted if one.startswith(f"transformers>={least},<")]
     monkeypatch.setattr("transformers.__version__", "5.13.2")
     with pytest.raises(ImportError, match=rf"needs transformers {least} or newer, not 5.13.2"):
         exec(code_files(tiny().config)[f"{ENTRY}.py"], {})

@@ -24,7 +24,14 @@ from hf_posswap.patching.sites.rotary.matching import (
     same_widths,
     turns_nothing,
 )
-from hf_posswap.patching.sites.rotary.native_config import RopeValues, base_of, read_back, says, trial_config
+from hf_posswap.patching.sites.rotary.native_config import (
+    RopeValues,
+    base_of,
+    read_back,
+    says,
+    trial_config,
+    with_real_dtype,
+)
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.rope import RotaryScheme
 
@@ -74,7 +81,9 @@ def _settings(model: Any, stack: Stack, trial: Any) -> list[tuple[str, str, Scal
     """Return what a stock model of the config `trial` has otherwise; None where it cannot be built."""
     try:
         with torch.device("meta"), without_initialising():
-            before, after = build_native(model, copy.deepcopy(model.config)), build_native(model, trial)
+            own = copy.deepcopy(model.config)
+            own = with_real_dtype(own, config_at(own, stack.config))
+            before, after = build_native(model, own), build_native(model, trial)
     except Exception:  # code of any model, written for other rope parameters
         return None
     return settings_to_follow(model, before, after, stack.rotary)
