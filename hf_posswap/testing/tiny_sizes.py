@@ -89,6 +89,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "deepseek_v4": {"head_dim": 32, "index_head_dim": 32},
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    "lara_mini": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "sliding_attention", *_LOCAL[:2]]},
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _LOCAL, "laurel_rank": 4},
     "dots3_note_text": {
