@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = {"peft", "datasets", "accelerate", "matplotlib", "lm_eval", "liger_kernel", "sentence_transformers"}
 CORE = {"compat", "errors", "geometry", "registry", "rope_math", "utils"}
 SCHEMES = CORE | {"kernels", "schemes"}
-PATCHING = SCHEMES | {"families", "patching"}
+PATCHING = SCHEMES | {"families", "patching", "testing", "versions"}
 CHECKPOINTS = PATCHING | {"checkpoints", "rope_layout"}
 MAY_LOAD = {
     "errors": {"errors", "utils"},

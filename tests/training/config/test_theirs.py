@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
+import transformers
 from transformers import TrainingArguments
 
 from hf_posswap.errors import ConfigError
@@ -95,8 +96,11 @@ def test_every_field_arrives_or_is_refused_with_a_reason(tmp_path: Path, name: s
 
 
 def test_what_nobody_sets_is_transformers_own(tmp_path: Path) -> None:
+    before = transformers.logging.get_verbosity()  # by which TrainingArguments chooses its progress bars
+    transformers.logging.set_verbosity_warning()
     plain = vars(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, data_seed=0, report_to="none"))
     ours = vars(training_arguments(recipe({"report_to": "none"}), tmp_path))
+    transformers.logging.set_verbosity(before)
     differing = {name for name in FIELDS if ours[name] != plain[name]}
     assert differing == {
         "max_steps", "optim", "logging_steps", "save_steps", "save_total_limit", "hub_private_repo", "disable_tqdm",

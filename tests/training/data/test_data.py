@@ -84,7 +84,7 @@ def test_tokens_are_made_once_and_anew_when_anything_changed(tmp_path: Path, mon
     path.write_text("".join(json.dumps(row) + "\n" for row in rows(TEXTS)))
     written = []
     write = storing._write
-    monkeypatch.setattr(storing, "_write", lambda *given: (written.append(1), write(*given)))
+    monkeypatch.setattr(storing, "_write", lambda *given, **named: (written.append(1), write(*given, **named))[1])
     first = data(tmp_path, Source(str(path)))
     again = data(tmp_path, Source(str(path)), packing="documents", seed=5)
     assert len(written) == 1
