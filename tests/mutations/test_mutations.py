@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,24 @@ from tests.mutations.cases import CASES
 from tests.mutations.mutations import MUTATIONS
 from tests.mutations.running import Outcome
 
+DAILY = {
+    "the cache of an attention is renamed",
+    "the cache of a model is renamed, deprecated",
+    "the cache is renamed everywhere, deprecated",
+    "the mask of an attention is renamed",
+    "the mask given to an attention is a mapping",
+    "the eager function has another name",
+    "attention classes have other names",
+    "functions of modeling files have other names",
+}
+"""Mutations of every run; the others are slow, 15 minutes together."""
+OPEN = {
+    "the mask given to an attention means the opposite": "ConvBERT's own convolutions see padding: not decided, told",
+    "the mask of a model is renamed": "the change breaks T5 itself",
+    "the token ids of a model are renamed": "the change breaks T5 itself",
+    "layers are given arguments by place": "the change breaks LongT5 itself",
+}
+"""Mutations of which a row does not hold yet, and why."""
 HERE = Path(__file__).resolve().parents[2]
 
 
@@ -50,7 +69,14 @@ def of(outcomes: list[Outcome], verdict: str) -> list[str]:
     return [f"{one.case} {one.scheme}: {one.detail}" for one in outcomes if one.verdict == verdict]
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+def _rows() -> Iterator[Any]:
+    for name in MUTATIONS:
+        marks = [] if name in DAILY else [pytest.mark.slow]
+        marks += [pytest.mark.xfail(strict=True, reason=OPEN[name])] if name in OPEN else []
+        yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", _rows())
 def test_no_swap_goes_wrong_without_an_error(library: Library, name: str) -> None:
     mutation, outcomes = MUTATIONS[name], library.run(name)
     assert of(outcomes, "broken") == [], "the mutation itself makes stock models wrong"
