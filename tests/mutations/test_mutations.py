@@ -18,6 +18,7 @@ import pytest
 from tests.mutations.cases import CASES
 from tests.mutations.mutations import MUTATIONS
 from tests.mutations.running import Outcome
+from tests.stock import RELEASE
 
 DAILY = {
     "the cache of an attention is renamed",
@@ -37,6 +38,9 @@ OPEN = {
     "layers are given arguments by place": "the change breaks LongT5 itself",
 }
 """Mutations of which a row does not hold yet, and why."""
+pytestmark = pytest.mark.skipif(
+    RELEASE < (5, 23), reason="the changes are written for the modeling files of 5.23 and on"
+)
 HERE = Path(__file__).resolve().parents[2]
 
 
