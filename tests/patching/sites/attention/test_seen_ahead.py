@@ -23,6 +23,7 @@ from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import build
 from tests.contract.pairs import CHANGE, NOISE, gap, words
+from tests.stock import RELEASE
 
 LENGTH, PREFIX = 20, 7
 IDS = words(2, LENGTH)
@@ -121,6 +122,8 @@ def test_what_generate_reads_is_seen(name: str, scheme: str, kind: str) -> None:
     settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "output_logits": True,
                 "return_dict_in_generate": True}  # fmt: skip
     if kind == "static":
+        if RELEASE < (5, 23):
+            pytest.skip("stock Gemma 3 reads its token types past their end beside a static cache")
         settings |= {"cache_implementation": "static", "disable_compile": True}
     out = model.generate(IDS, attention_mask=torch.ones_like(IDS), token_type_ids=IMAGE, **settings)
     text = out.sequences
