@@ -289,3 +289,26 @@ def test_what_cannot_be_is_refused(scheme: Any, max_length: int | None, message:
 def test_angles_that_follow_the_length_are_none_to_keep() -> None:
     with pytest.raises(SchemeError, match=r"self_extend: the model's own angles follow the length of its input.*base="):
         SelfExtend(group=2).resolve(geometry(base=10000.0, rotary_dim=16, layout="half"), None)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize(("scheme", "_"), CASES[:1] + CASES[2:3] + CASES[4:5])
+def test_a_mask_of_one_row_is_of_all_queries(scheme: Any, _: Relative, additive: bool) -> None:
+    """As encoders make it of padding, [B, 1, 1, K]; a text of more queries than one block takes."""
+    length = site.BLOCK + 40
+    query, key, value = (part[None] for part in qkv(length))
+    shape = geometry(num_heads=4, num_kv_heads=2, head_dim=8, rotary_dim=None, base=None, layout=None)
+    mechanism: Any = scheme.resolve(shape, None).mechanism(shape)
+    at = torch.arange(length)[None]
+    if mechanism.rotates:
+        key = rotate(key, mechanism.prepare(at, at.amax()[None]), "half")
+    shown = torch.rand(1, 1, 1, length) < 0.7
+    mask = torch.where(shown, 0.0, torch.finfo(torch.float32).min) if additive else shown
+
+    def attended(mask: Tensor) -> Tensor:
+        pieces = mechanism.pieces(at, at)
+        return attend_split(query, key, value, pieces, at, at, mask, causal=False, scaling=None)[0]
+
+    whole = attended(mask.expand(-1, -1, length, -1))
+    assert torch.equal(attended(mask), whole)
+    assert not torch.equal(attended(torch.ones_like(shown)), whole)

@@ -246,7 +246,7 @@ def attend_split(
         pieces: of the attention; each pair of a query and a key belongs to one.
         query_positions: [B or 1, Q].
         key_positions: [B or 1, K].
-        mask: bool (True: attend) or additive, [B or 1, 1 or H, Q, K]; None as transformers leaves it out.
+        mask: bool (True: attend) or additive, [B or 1, 1 or H, Q or 1, K]; None as transformers leaves it out.
         causal: whether a left-out mask means causal.
         scaling: multiplies the scores; None: 1/sqrt(D).
         dropout: probability of dropping an attention weight.
@@ -256,6 +256,8 @@ def attend_split(
     Returns:
         [B, Q, H, Dv], and the weights [B, H, Q, K] or None.
     """
+    if mask is not None and mask.shape[-2] == 1 < query.shape[2]:  # one row for all queries, which come in blocks
+        mask = mask.expand(-1, -1, query.shape[2], -1)
     scoring = Scoring(
         pieces=pieces,
         query=query,
