@@ -139,6 +139,23 @@ class TwinChecks:
                 return problem
         return None
 
+    def padding_unattended(self) -> str | None:
+        """Check that no token attends to padding, where outputs of padded rows differ for another reason.
+
+        The model attends by eager code from then on, which hands out its weights.
+        """
+        side = "left" if self.expected.causal else "right"
+        batch = self._padded(side)
+        self.model.set_attn_implementation("eager")
+        with torch.no_grad():
+            out = self.model(**batch, output_attentions=True)
+        padding = batch["attention_mask"][1] == 0
+        for layer, weights in enumerate(out["attentions"]):
+            paid = weights[1][:, ~padding][..., padding]  # [H, Q, P]; scores, in some classes
+            if paid.max() > CLOSE:
+                return f"tokens attend to padding on the {side} in layer {layer}, by {float(paid.max()):.2g}"
+        return None
+
     def padded_steps(self) -> str | None:
         batch = self._padded("left")
         full = self._run(batch)[0]

@@ -131,11 +131,16 @@ _add(
     "the mask of an attention is renamed, deprecated",
     _renamed(_attentions, "attention_mask", "visible", deprecated=True),
 )
-_add("the mask of a model is renamed", _renamed(_entries, "attention_mask", "visible"))
+_T5_KIND = ("t5", "mt5", "umt5")
+_add("the mask of a model is renamed", _renamed(_entries, "attention_mask", "visible"), spares=_T5_KIND)
 _add(
     "the input of an attention is renamed", lambda s: s.rename(_attentions(s), lambda f: arguments(f)[1].arg, "states")
 )
-_add("the token ids of a model are renamed", _renamed(_entries, "input_ids", "tokens"))
+_add(
+    "the token ids of a model are renamed",
+    _renamed(_entries, "input_ids", "tokens"),
+    spares=(*_T5_KIND, "longt5", "bart"),  # `generate` names them to an encoder
+)
 _add("the embeddings given to a model are renamed", _renamed(_entries, "inputs_embeds", "embeddings"))
 _add(
     "layer_past is renamed",
@@ -169,7 +174,7 @@ _add("position ids are renamed below the heads", _position_ids(_below_heads))
 # --- arguments given by place, by keyword, in another order
 
 _add("attentions are given arguments by place", lambda s: s.by_place(s.attentions))
-_add("layers are given arguments by place", lambda s: s.by_place(s.layers))
+_add("layers are given arguments by place", lambda s: s.by_place(s.layers), spares=("longt5",))  # two kinds of layers
 _add("models are given arguments by place", lambda s: s.by_place(s.entries))
 _add("attentions are given arguments by keyword", lambda s: s.by_keyword(s.attentions))
 _add("models are given arguments by keyword", lambda s: s.by_keyword(s.entries))

@@ -311,16 +311,24 @@ class Proof:
         self.apply(twin, plan)
         expected = _expectations(twin, plan)
         fill_zeros(twin, plan.added)  # what is learned from zero would show nothing
-        failed = _failed(TwinChecks(twin, expected), None)
+        swapped_checks = TwinChecks(twin, expected)
+        failed = _failed(swapped_checks, None)
         if not failed:
             return self.remaining(seed, twin)
-        stock = _failed(TwinChecks(self.twin(seed), expected), failed)
+        stock_checks = TwinChecks(self.twin(seed), expected)
+        stock = _failed(stock_checks, failed)
         if "a forward" in stock:
             raise UnsupportedSwapError(f"without the swap, a forward of the tiny model fails: {stock['a forward']}")
         rotary = all(stack.rotary and stack.table is None for stack in plan.sites.stacks)
         promised = [name for name in MECHANISM if not (rotary and name == SHIFTED)]
-        own = [name for name in failed if name in stock and name not in promised]
-        return {n: p for n, p in failed.items() if n not in own}, {n: p for n, p in failed.items() if n in own}
+        undecided = {name: failed.pop(name) for name in list(failed) if name in stock and name not in promised}
+        if "padding" in undecided and (problem := _problem(swapped_checks.padding_unattended)):
+            if _problem(stock_checks.padding_unattended) is None:  # something else than attention sees the padding
+                failed["attention to padding"] = problem
+        if not failed:
+            failed, more = self.remaining(seed, twin)
+            undecided |= more
+        return failed, undecided
 
     def remaining(self, seed: int, swapped: Any) -> tuple[dict[str, str], dict[str, str]]:
         """Return what shows that positions of the model's own are in force beneath the swap, and what is not decided.
@@ -455,10 +463,15 @@ def _failed(tried: TwinChecks, only: Any) -> dict[str, str]:
     found = {}
     for name, check in tried.checks().items():
         if only is None or name in only or name == "a forward":
-            try:
-                problem = check()
-            except Exception as error:
-                problem = _words(error)
+            problem = _problem(check)
             if problem is not None:
                 found[name] = problem
     return found
+
+
+def _problem(check: Callable[[], str | None]) -> str | None:
+    """Return what `check` finds wrong, or what it raises; None: nothing."""
+    try:
+        return check()
+    except Exception as error:
+        return _words(error)
