@@ -126,6 +126,24 @@ def test_a_weight_inside_attention_without_a_gradient_is_found() -> None:
         assert TwinChecks(model, unused).gradients() is None
 
 
+def test_attention_to_padding_is_told_from_what_else_sees_it() -> None:
+    """ConvBERT convolves padding too: its padded rows differ, and it attends to no padding unless the mask is lost."""
+    model = tiny_model("ConvBertForMaskedLM", meta=False)
+    checks = TwinChecks(model, Expectations(causal=False))
+    assert checks.padded() is not None
+    assert checks.padding_unattended() is None
+
+    def lose(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return tuple(one for one in args if not torch.is_tensor(one) or one.ndim != 4), kwargs | {
+            "attention_mask": None
+        }
+
+    model.convbert.encoder.layer[1].register_forward_pre_hook(lose, with_kwargs=True)
+    problem = TwinChecks(model, Expectations(causal=False)).padding_unattended()
+    assert problem is not None
+    assert problem.startswith("tokens attend to padding on the right in layer 1")
+
+
 def test_only_zeros_are_filled() -> None:
     module = nn.Linear(2, 2)
     with torch.no_grad():
