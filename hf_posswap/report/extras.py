@@ -90,11 +90,11 @@ def _task(cell: dict[str, Any]) -> tuple[float, str]:
 
 def cost(results: Results) -> Markup | None:
     """Return what each length costs: reading, writing on, and memory for keys and values."""
-    measured = lines_of(results, lambda model: model.get("cost", []), "length", "tokens_per_second")
+    measured = lines_of(results, lambda model: model.get("cost", []), "length", "tokens_per_second", interval=False)
     if not measured:
         return None
     window, x = results["window"], "tokens read"
-    decode = lines_of(results, lambda model: model.get("cost", []), "length", "decode_seconds")
+    decode = lines_of(results, lambda model: model.get("cost", []), "length", "decode_seconds", interval=False)
     thousandths = [Line(d.name, d.number, tuple(Dot(dot.x, 1000 * dot.y) for dot in d.dots)) for d in decode]
     speed = line_chart(measured, Axes(x, "reading, tokens a second", window=window, zero=True, name_y=number))
     wait = line_chart(thousandths, Axes(x, "each further token, milliseconds", window=window, zero=True, name_y=number))

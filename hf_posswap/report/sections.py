@@ -27,7 +27,9 @@ def section(identity: str, title: str, lead: str, *content: Markup) -> Markup:
     return tag("section", tag("h2", title), tag("p", lead, class_="lead"), *content, id=identity)
 
 
-def lines_of(results: Results, rows_of: Callable[[dict[str, Any]], Rows], x: str, y: str) -> list[Line]:
+def lines_of(
+    results: Results, rows_of: Callable[[dict[str, Any]], Rows], x: str, y: str, *, interval: bool = True
+) -> list[Line]:
     """Return a line for each model that has rows.
 
     Args:
@@ -35,9 +37,11 @@ def lines_of(results: Results, rows_of: Callable[[dict[str, Any]], Rows], x: str
         rows_of: what gives the rows of a model.
         x: their field for the x axis.
         y: their field for the y axis.
+        interval: whether they have one, in "low" and "high".
     """
+    ends = ("low", "high") if interval else ()
     return [
-        Line(name, number, tuple(Dot(r[x], r[y], r.get("low"), r.get("high")) for r in rows))
+        Line(name, number, tuple(Dot(row[x], row[y], *(row[end] for end in ends)) for row in rows))
         for number, (name, model) in enumerate(results["models"].items())
         if (rows := rows_of(model))
     ]
@@ -49,7 +53,7 @@ def sliding_line(results: Results, metric: str, x: str, y: str) -> list[Line]:
     if not sliding:
         return []
     rows: Rows = sliding["ppl_prefix"] if metric == "ppl_prefix" else _position_rows(sliding)
-    return [Line(sliding["name"], SLIDING, tuple(Dot(r[x], r[y], r.get("low"), r.get("high")) for r in rows))]
+    return [Line(sliding["name"], SLIDING, tuple(Dot(r[x], r[y], r["low"], r["high"]) for r in rows))]
 
 
 def perplexity(results: Results) -> Markup | None:

@@ -47,7 +47,7 @@ def interval_text(found: Mapping[str, Any], write: str | Callable[[float], str],
         >>> interval_text({"low": -0.25, "high": 0.5}, "+.2f"), interval_text({"low": None, "high": None}, "+.2f")
         ('-0.25 to +0.50', 'no interval')
     """
-    low, high = found.get("low"), found.get("high")
+    low, high = found["low"], found["high"]
     if low is None or high is None:
         return "no interval"
     low, high = (format(end, write) if isinstance(write, str) else write(end) for end in (low, high))
