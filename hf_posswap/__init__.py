@@ -31,4 +31,13 @@ def _let_torch_load(serialization: Any) -> None:
 
 
 after_import("torch.serialization", ready="add_safe_globals", action=_let_torch_load)
+
+
+def _watch_adapters(peft_model: Any) -> None:
+    from hf_posswap.checkpoints.adapters import watch
+
+    watch(peft_model)
+
+
+after_import("peft.peft_model", ready="get_model_status", action=_watch_adapters)
 after_import("transformers.models.auto.configuration_auto", ready="AutoConfig", action=_register)

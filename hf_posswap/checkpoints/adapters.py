@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hf_posswap.checkpoints.adapters_positions import (
@@ -22,9 +23,12 @@ from hf_posswap.checkpoints.adapters_positions import (
     refuse_lost_positions,
     swapped_base,
 )
+from hf_posswap.compat.peft_wrappers import watch_adapters
 from hf_posswap.errors import MissingDependencyError
+from hf_posswap.patching.record.adapter_marks import ADAPTER_WEIGHTS, record_in_file, refuse_other_base
+from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.training import NAME as TRAINING
-from hf_posswap.utils.atomic_io import write_json
+from hf_posswap.utils.atomic_io import read_object, write_json
 from hf_posswap.utils.threads import PROCESS
 
 SIDECAR = "posswap.json"
@@ -36,8 +40,8 @@ _HINT = "{base} (positions swapped to {scheme}; load this adapter with hf_posswa
 def add_adapter(model: Any, config: Any, adapter_name: str = "default") -> Any:
     """Return a PEFT model around the swapped `model` whose adapter trains the positions too, and carries the swap.
 
-    It is `peft.get_peft_model` with `position_modules(model)` added to the config's `modules_to_save`, and with
-    `carry_swap`. `config` itself is not changed.
+    It is `peft.get_peft_model` with `position_modules(model)` added to the config's `modules_to_save`. `config` itself
+    is not changed.
 
     Args:
         model: a swapped transformers model.
@@ -64,33 +68,36 @@ def add_adapter(model: Any, config: Any, adapter_name: str = "default") -> Any:
     if wanted:
         config.modules_to_save = sorted({*(config.modules_to_save or ()), *wanted})
     with without_peft_warning():
-        return carry_swap(peft.get_peft_model(model, config, adapter_name=adapter_name))
+        return peft.get_peft_model(model, config, adapter_name=adapter_name)
 
 
-def carry_swap(model: Any) -> Any:
-    """Make the own `save_pretrained` (and `push_to_hub`) of a PEFT model write the sidecar, and return the model.
+def watch(peft_model: ModuleType) -> None:
+    """Have PEFT's own models carry the swap of their base when they save themselves, and refuse another base's adapter.
 
-    Only this instance changes. `add_adapter` and `load` do it; call it where PEFT itself wrapped a swapped model. A
-    model that is no PEFT model, or whose base carries no swap, is left alone.
+    Args:
+        peft_model: the module `peft.peft_model`.
     """
-    if getattr(model, "peft_config", None) is not None and hasattr(model, "get_base_model") and is_swapped(model):
-        model.save_pretrained = _SavesSwap(model)
-    return model
+    watch_adapters(peft_model, _before_saving, write_sidecars, _before_loading)
 
 
-class _SavesSwap:
-    """Stands in for the `save_pretrained` of one PEFT model; copies and pickles with it."""
+def _before_saving(model: Any) -> None:
+    refuse_changed_base(model)
+    refuse_lost_positions(model)
 
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
 
-    def __call__(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> Any:
-        refuse_changed_base(self.owner)
-        refuse_lost_positions(self.owner)
-        out = type(self.owner).save_pretrained(self.owner, save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
-            write_sidecars(self.owner, Path(save_directory))
-        return out
+def _before_loading(model: Any, source: str | Path) -> None:
+    """Refuse an adapter in a folder that says, by its sidecar or its weights, that its base had another mechanism.
+
+    That of the Hub is refused later, by its weights: nobody who loads an adapter is to ask the Hub for one file more.
+    """
+    sidecar, weights = Path(source) / SIDECAR, Path(source) / ADAPTER_WEIGHTS
+    record = None
+    if sidecar.is_file():
+        record = SwapRecord.from_dict(read_object(sidecar, record=dict)["record"])
+    elif weights.is_file():
+        record = record_in_file(weights)
+    if record is not None:
+        refuse_other_base(model, record, str(source))
 
 
 def save_with_swap(model: Any, folder: Path) -> None:

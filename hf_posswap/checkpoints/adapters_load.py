@@ -11,7 +11,6 @@ from hf_posswap.checkpoints.adapters import (
     ADAPTER_CONFIG,
     SIDECAR,
     SIDECAR_VERSION,
-    carry_swap,
     import_peft,
     without_peft_warning,
 )
@@ -20,7 +19,9 @@ from hf_posswap.errors import CheckpointError, PosswapError, RecordError, Remote
 from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.plan.adaptation import as_trained
 from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.record.adapter_marks import ADAPTER_WEIGHTS, record_in_file, refuse_other_base
 from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.utils.atomic_io import read_object
 from hf_posswap.utils.hub_session import hub_reading
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -34,7 +35,8 @@ class AdapterSource:
         base: folder or Hub id of the base, or None where nothing names it.
         revision: of the base.
         base_is_swapped: whether the base's checkpoint carries the swap itself.
-        record: of the base's swap; None where there is no sidecar.
+        record: of the base's swap: that of the sidecar, else of marked weights, else of the base's own folder; None
+            where none of them has one.
         training: what the sidecar tells of the training, as JSON; None: nothing.
     """
 
@@ -63,7 +65,7 @@ def adapter_source(source: str | Path, **hub: Any) -> AdapterSource | None:
     held = _read(source, SIDECAR, hub, certain=True)
     named = config.get("base_model_name_or_path")
     if held is None:
-        return AdapterSource(named, config.get("revision"), False, None)
+        return AdapterSource(named, config.get("revision"), False, _record_beside(source, named, hub))
     fields = {"version": int, "base": str | None, "base_is_swapped": bool, "record": dict}
     training = held.pop("training", None)
     good = (
@@ -153,7 +155,7 @@ def load_with_base(source: str | Path, found: AdapterSource, load: Any, **kwargs
     if found.record is not None and not found.base_is_swapped and getattr(model, "_posswap", None) is None:
         record = found.record
         patch_model(model, record.choice(), **record.arguments)
-    _refuse_other(unwrap(model), found, str(source), trust_unrecorded=False)
+    _refuse_other(unwrap(model), found, str(source), trust_unrecorded=True)  # it is the base that the adapter names
     _tell_training(unwrap(model), found)
     adapted = _with_adapter(model, source, False, hub)
     for config in adapted.peft_config.values():
@@ -171,7 +173,7 @@ def _with_adapter(model: Any, source: str | Path, trainable: bool, hub: dict[str
     except Exception as error:  # PEFT may raise anything, given a config that holds other types than it asks for
         said = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the adapter {str(source)!r} cannot be loaded: {said}") from error
-    return carry_swap(adapted)
+    return adapted
 
 
 def _tell_training(model: Any, found: AdapterSource) -> None:
@@ -184,30 +186,24 @@ def _tell_training(model: Any, found: AdapterSource) -> None:
 
 def _refuse_other(model: Any, found: AdapterSource, source: str, trust_unrecorded: bool) -> None:
     """Refuse an adapter whose base had another mechanism than `model` has."""
-    has = None if getattr(model, "_posswap", None) is None else SwapRecord.from_dict(model.config.posswap)
-    if found.record is None:
-        if has is not None and not trust_unrecorded:
-            raise RecordError(
-                f"the adapter {source!r} has no {SIDECAR}: it was trained on an unswapped model, or saved by PEFT "
-                f"alone, and this {type(model).__name__} carries {has.make_scheme()}. If it was trained with that, "
-                "pass trust_unrecorded=True to hf_posswap.load_adapter."
-            )
-        return
-    wanted = found.record
-    if has is not None and _same(has, wanted):
-        return
-    raise RecordError(
-        f"the adapter {source!r} was trained on a {wanted.base_type} swapped to {wanted.make_scheme()} for "
-        f"{wanted.max_length} tokens, and this {type(model).__name__} "
-        + ("is not swapped" if has is None else f"carries {has.make_scheme()} for {has.max_length} tokens")
-        + f". Load it by hf_posswap.load({source!r}), or swap the base in the same way."
-    )
+    if found.record is not None:
+        refuse_other_base(model, found.record, source)
+    elif not trust_unrecorded and getattr(model, "_posswap", None) is not None:
+        raise RecordError(
+            f"the adapter {source!r} has no {SIDECAR}: it was trained on an unswapped model, or saved without "
+            f"hf_posswap, and this {type(model).__name__} carries {model._posswap.plan.record.make_scheme()}. If it "
+            "was trained with that, pass trust_unrecorded=True to hf_posswap.load_adapter."
+        )
 
 
-def _same(one: SwapRecord, other: SwapRecord) -> bool:
-    """Return whether two records say the same mechanism; a table's length is part of it."""
-    equal = (one.scheme, one.stacks) == (other.scheme, other.stacks) and one.base_type == other.base_type
-    return equal and (one.make_scheme().kind != "table" or one.max_length == other.max_length)
+def _record_beside(source: str | Path, base: Any, hub: dict[str, Any]) -> SwapRecord | None:
+    """Return the record in the weights of an adapter without a sidecar, or of the folder of its base; None: no swap."""
+    weights = file_of(source, ADAPTER_WEIGHTS, certain=False, **hub)
+    if weights is not None and (record := record_in_file(weights)) is not None:
+        return record
+    config = Path(base) / "config.json" if isinstance(base, str) and base else None
+    carried = read_object(config).get("posswap") if config is not None and config.is_file() else None
+    return None if carried is None else SwapRecord.from_dict(carried)
 
 
 def _read(source: str | Path, name: str, hub: dict[str, Any], *, certain: bool) -> dict[str, Any] | None:

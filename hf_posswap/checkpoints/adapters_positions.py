@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_posswap.compat.peft_wrappers import is_saved_with_adapter
 from hf_posswap.errors import CheckpointError, NotPatchedError, UnsupportedSwapError
-from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.record.adapter_marks import base_of
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable
 from hf_posswap.patching.tools.centring import CENTRED
@@ -19,8 +19,7 @@ from hf_posswap.patching.tools.centring import CENTRED
 
 def is_swapped(model: Any) -> bool:
     """Return whether `model`, or the base inside a PEFT model, carries a swap."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return getattr(inner, "_posswap", None) is not None
+    return getattr(base_of(model), "_posswap", None) is not None
 
 
 def swapped_base(model: Any) -> Any:
@@ -29,7 +28,7 @@ def swapped_base(model: Any) -> Any:
     Raises:
         NotPatchedError: it carries no swap.
     """
-    base = unwrap(model)
+    base = base_of(model)
     if getattr(base, "_posswap", None) is None:
         raise NotPatchedError(f"{type(base).__name__} carries no swap: there are no positions to train or to record.")
     return base

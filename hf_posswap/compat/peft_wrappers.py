@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -74,3 +78,92 @@ def name_without_adapter(name: str) -> str:
         'transformer.wte.weight'
     """
     return _WRAPPED.sub(".", name.removeprefix("base_model.model."))
+
+
+def read_adapter_weights(source: str | Path, **hub: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the PEFT config and the weights of the adapter at `source`, as its files hold them.
+
+    Touches `peft.PeftConfig.from_pretrained` and `peft.utils.load_peft_weights` (peft 0.18 to 0.21). Without it
+    transformers would read the weights itself, and take marked ones for those of another shape.
+
+    Args:
+        source: a folder or a Hub id.
+        hub: arguments for the Hub: revision, token, cache_dir, ...
+    """
+    from peft import PeftConfig
+    from peft.utils import load_peft_weights
+
+    return PeftConfig.from_pretrained(str(source), **hub), load_peft_weights(str(source), device="cpu", **hub)
+
+
+def change_saved_weights(
+    module: Any, saved: Callable[[Any, dict[str, Any]], Any], loaded: Callable[[Any, dict[str, Any]], Any]
+) -> None:
+    """Have the state dicts that PEFT's models write to a file, and take from one, go through two functions.
+
+    Touches `get_peft_model_state_dict` and `set_peft_model_state_dict` of `peft.peft_model`, which `PeftModel` calls
+    when it saves and loads (peft 0.18 to 0.21). Without it adapters of a swapped base go on an unswapped one.
+
+    Args:
+        module: `peft.peft_model`.
+        saved: given the PEFT model and an adapter's weights, returns what is written.
+        loaded: given the PEFT model and what was read, returns the weights to load.
+    """
+    write = module.get_peft_model_state_dict
+    take = module.set_peft_model_state_dict
+
+    @functools.wraps(write)
+    def _get(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return saved(model, write(model, *args, **kwargs))
+
+    @functools.wraps(take)
+    def _set(model: Any, peft_model_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return take(model, loaded(model, peft_model_state_dict), *args, **kwargs)
+
+    module.get_peft_model_state_dict = _get
+    module.set_peft_model_state_dict = _set
+
+
+def watch_adapters(
+    module: Any,
+    saving: Callable[[Any], None],
+    saved: Callable[[Any, Path], None],
+    loading: Callable[[Any, str], None],
+) -> None:
+    """Have three functions called where PEFT's models save themselves, and load adapters.
+
+    Touches `PeftModel.save_pretrained`, `.from_pretrained` and `.load_adapter` by the names of their arguments (peft
+    0.18 to 0.21). Without it an adapter that PEFT, TRL or a Trainer saves says nothing of the swap of its base.
+
+    Args:
+        module: `peft.peft_model`.
+        saving: before it is saved, given the PEFT model; it may raise.
+        saved: afterwards, in the process that writes, given the folder as well.
+        loading: before an adapter is put on a model, given that model, PEFT's or not, and the source; it may raise.
+    """
+    cls = module.PeftModel
+    save, load, begin = cls.save_pretrained, cls.load_adapter, cls.from_pretrained.__func__
+    arguments = {each: inspect.signature(each) for each in (save, load, begin)}
+
+    @functools.wraps(save)
+    def _save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = arguments[save].bind(self, *args, **kwargs).arguments
+        saving(self)
+        out = save(self, *args, **kwargs)
+        if given.get("is_main_process", True):
+            saved(self, Path(given["save_directory"]))
+        return out
+
+    @functools.wraps(load)
+    def _load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loading(self, arguments[load].bind(self, *args, **kwargs).arguments["model_id"])
+        return load(self, *args, **kwargs)
+
+    @functools.wraps(begin)
+    def _begin(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        given = arguments[begin].bind(cls, *args, **kwargs).arguments
+        loading(given["model"], given["model_id"])
+        return begin(cls, *args, **kwargs)
+
+    cls.save_pretrained, cls.load_adapter = _save, _load
+    cls.from_pretrained = classmethod(_begin)

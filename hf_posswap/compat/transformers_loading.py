@@ -6,6 +6,7 @@ All are alike in transformers 5.14 to 5.23 and torch 2.6 to 2.13.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 from torch import nn
@@ -62,13 +63,14 @@ class LoadingHooks:
         super()._load_from_state_dict(state_dict, prefix, metadata, *args)  # type: ignore[misc]
 
     @classmethod
-    def _load_pretrained_model(
-        cls, model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _load_pretrained_model(cls, *args: Any, **kwargs: Any) -> Any:
+        load: Any = super()._load_pretrained_model  # type: ignore[misc]
+        given = inspect.signature(load).bind(*args, **kwargs)
+        model, load_config = given.arguments["model"], given.arguments["load_config"]
         ours = cls.posswap_conversions(model)
-        both = dataclasses.replace(load_config, weight_mapping=[*(load_config.weight_mapping or []), *ours])
-        parent: Any = super()
-        found = parent._load_pretrained_model(model, state_dict, files, both, *args, **kwargs)
+        both = [*(load_config.weight_mapping or []), *ours]
+        given.arguments["load_config"] = dataclasses.replace(load_config, weight_mapping=both)
+        found = load(*given.args, **given.kwargs)
         model._weight_conversions = [one for one in model._weight_conversions if one not in ours]
         cls.posswap_loaded(model)
         return found

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
+import datasets
 import peft
 import pytest
 import torch
 import transformers
+import trl
 from packaging.version import Version
+from safetensors.torch import load_file, save_file
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_posswap
 from hf_posswap import patch_model, verify_swap
-from hf_posswap.checkpoints.adapters import SIDECAR, add_adapter, carry_swap
+from hf_posswap.checkpoints.adapters import SIDECAR, add_adapter
 from hf_posswap.checkpoints.adapters_load import load_adapter
 from hf_posswap.checkpoints.adapters_positions import position_modules
 from hf_posswap.errors import CheckpointError, NotPatchedError, RecordError, UnsupportedSwapError
+from hf_posswap.patching.record.adapter_marks import ADAPTER_WEIGHTS, RECORD
+from hf_posswap.training import byte_tokenizer
 from tests.contract.models import LENGTH, TINY, build
 from tests.contract.pairs import CHANGE, gap, logits, words
 
@@ -192,7 +199,7 @@ def test_trained_positions_are_never_lost(tmp_path: Path) -> None:
         model = hf_posswap.load(stored_base("gpt2", tmp_path / "base"))
         patch_model(model, scheme, max_length=2 * LENGTH)
         assert position_modules(model) == [module]
-        wrapped = carry_swap(peft.get_peft_model(model, lora("gpt2")))
+        wrapped = peft.get_peft_model(model, lora("gpt2"))
         hf_posswap.save(wrapped, tmp_path / scheme / "frozen")  # as the swap made them: nothing to lose
         parameter = next(p for n, p in wrapped.named_parameters() if f".{module}." in n)
         parameter.requires_grad_(True)
@@ -233,14 +240,13 @@ def test_the_config_given_to_add_adapter_is_left_alone(tmp_path: Path) -> None:
 def test_what_peft_saves_by_itself_carries_the_swap_after_copy_and_pickle(tmp_path: Path) -> None:
     model = adapted("gpt2", "rope", tmp_path / "base")
     for number, each in enumerate((copy.deepcopy(model), pickle.loads(pickle.dumps(model)))):
-        assert each.save_pretrained.owner is each
         each.save_pretrained(str(tmp_path / str(number)))
         held = json.loads((tmp_path / str(number) / SIDECAR).read_text())
         assert held["record"]["scheme"]["name"] == "rope"
-    assert type(model).save_pretrained is peft.PeftModelForCausalLM.save_pretrained
     plain = peft.get_peft_model(build("gpt2"), lora("gpt2"))
-    assert carry_swap(plain) is plain
-    assert "save_pretrained" not in vars(plain)
+    plain.save_pretrained(tmp_path / "plain")
+    assert not (tmp_path / "plain" / SIDECAR).exists()
+    assert RECORD not in load_file(tmp_path / "plain" / ADAPTER_WEIGHTS)
 
 
 def test_several_adapters_each_have_a_sidecar(tmp_path: Path) -> None:
@@ -329,8 +335,6 @@ with torch.no_grad():
 
 @pytest.mark.slow
 def test_it_loads_in_a_fresh_process(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     model = adapted("gpt2", "kerple", tmp_path / "base")
     hf_posswap.save(model, tmp_path / "adapter")
     save_file({"ids": IDS, "logits": logits(model, IDS)}, tmp_path / "adapter" / "expected.safetensors")
@@ -381,3 +385,214 @@ def test_an_adapter_on_a_centred_base_is_refused_until_that_base_is_saved(tmp_pa
     again = add_adapter(hf_posswap.load(tmp_path / "centred"), lora("gpt2")).eval()
     hf_posswap.save(again, tmp_path / "adapter")
     assert torch.equal(logits(hf_posswap.load(tmp_path / "adapter").eval(), IDS), logits(again, IDS))
+
+
+TARGETS = ["q_proj", "v_proj"]
+KINDS: dict[str, Any] = {
+    "lora": peft.LoraConfig(r=2, target_modules=TARGETS, modules_to_save=["lm_head"]),
+    "dora": peft.LoraConfig(r=2, target_modules=TARGETS, use_dora=True),
+    "adalora": peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=TARGETS),
+    "ia3": peft.IA3Config(target_modules=TARGETS, feedforward_modules=[]),
+    "loha": peft.LoHaConfig(r=2, target_modules=TARGETS),
+    "lokr": peft.LoKrConfig(r=2, target_modules=TARGETS),
+    "oft": peft.OFTConfig(oft_block_size=4, r=0, target_modules=TARGETS),
+    "boft": peft.BOFTConfig(boft_block_size=4, target_modules=TARGETS),
+    "vera": peft.VeraConfig(r=2, target_modules=TARGETS),
+    "fourier": peft.FourierFTConfig(n_frequency=8, target_modules=TARGETS),
+    "hra": peft.HRAConfig(r=2, target_modules=TARGETS),
+    "vblora": peft.VBLoRAConfig(r=1, num_vectors=8, vector_length=2, topk=2, target_modules=TARGETS),
+    "norms": peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "tokens": peft.TrainableTokensConfig(token_indices=[1, 2], target_modules=["embed_tokens"]),
+    "prompt": peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "prompt encoder": peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+    "prefix": peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+
+
+def trained(model: Any, config: Any) -> Any:
+    """Return PEFT's own model around `model`, its adapter as if it had been trained."""
+    adapted = peft.get_peft_model(model, copy.deepcopy(config))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return adapted.eval()
+
+
+def on_base(folder: Path, scheme: str | None) -> Any:
+    model = hf_posswap.load(folder)
+    return model if scheme is None else patch_model(model, scheme)
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT's own call, for prefixes
+@pytest.mark.parametrize("scheme", ["alibi", "kerple"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_peft_saves_goes_on_its_own_mechanism_and_on_no_other(kind: str, scheme: str, tmp_path: Path) -> None:
+    base, adapter = stored_base("llama", tmp_path / "base"), tmp_path / "adapter"
+    model = trained(on_base(base, scheme), KINDS[kind])
+    model.save_pretrained(adapter)
+    held = load_file(adapter / ADAPTER_WEIGHTS)
+    assert all(tensor.shape[0] == 1 for name, tensor in held.items() if name != RECORD)
+    for sidecar in (True, False):  # someone copies the weights and their config alone
+        if not sidecar:
+            (adapter / SIDECAR).unlink()
+        taken = peft.PeftModel.from_pretrained(on_base(base, scheme), adapter).eval()
+        assert torch.equal(logits(taken, IDS), logits(model, IDS))
+        for other in (None, "nope"):
+            for load in (peft.PeftModel.from_pretrained, load_adapter):
+                wrong = on_base(base, other)
+                said = "is not swapped" if other is None else "carries nope"
+                with pytest.raises(RecordError, match=f"trained on a llama swapped to {scheme}.*{said}"):
+                    load(wrong, adapter)
+                assert not hasattr(wrong, "peft_config")
+
+
+def test_weights_in_memory_are_refused_too(tmp_path: Path) -> None:
+    """As from the Hub, whose files are read after the adapter has been put in."""
+    base = stored_base("llama", tmp_path / "base")
+    trained(on_base(base, "alibi"), KINDS["lora"]).save_pretrained(tmp_path / "adapter")
+    config = peft.PeftConfig.from_pretrained(str(tmp_path / "adapter"))
+    stock = peft.get_peft_model(hf_posswap.load(base), config)  # type: ignore[arg-type]
+    marked = load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    with pytest.raises(RecordError, match="this adapter was trained on a llama swapped to alibi"):
+        peft.peft_model.set_peft_model_state_dict(stock, marked)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        peft.set_peft_model_state_dict(stock, marked)
+    marked[RECORD] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    with pytest.raises(RecordError, match="hold a posswap_record that is no record"):
+        peft.peft_model.set_peft_model_state_dict(stock, marked)
+
+
+WITHOUT = """
+import sys
+sys.modules["hf_posswap"] = None
+import peft, transformers
+transformers.logging.set_verbosity_error()
+for folder in sys.argv[2:]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    try:
+        peft.PeftModel.from_pretrained(model, folder)
+        print("taken")
+    except RuntimeError as error:
+        print("size mismatch" in str(error))
+"""
+
+
+def test_nothing_takes_it_where_hf_posswap_is_not_installed(tmp_path: Path) -> None:
+    base = stored_base("llama", tmp_path / "base")
+    kinds = ["lora", "dora", "ia3", "vera", "norms", "tokens", "prompt", "prefix"]
+    for kind in kinds:
+        trained(on_base(base, "alibi"), KINDS[kind]).save_pretrained(tmp_path / kind)
+    trained(hf_posswap.load(base), KINDS["lora"]).save_pretrained(tmp_path / "stock")
+    folders = [str(tmp_path / kind) for kind in [*kinds, "stock"]]
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(base), *folders],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.split() == [*("True" for _ in kinds), "taken"]
+
+
+def test_an_adapter_of_a_native_swap_is_plain_peft(tmp_path: Path) -> None:
+    """Stock transformers runs its base, so its weights are not marked; the sidecar still names the swap."""
+    base = stored_base("llama", tmp_path / "base")
+    model = trained(patch_model(hf_posswap.load(base), "yarn", max_length=2 * LENGTH), KINDS["lora"])
+    model.save_pretrained(tmp_path / "adapter")
+    assert RECORD not in load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    with pytest.raises(RecordError, match="swapped to yarn.*is not swapped"):
+        peft.PeftModel.from_pretrained(hf_posswap.load(base), tmp_path / "adapter")
+
+
+def test_an_older_adapter_is_known_by_the_swapped_folder_that_it_names(tmp_path: Path) -> None:
+    """Formerly PEFT, and TRL by it, saved no sidecar and no marks."""
+    stored_base("llama", tmp_path / "plain")
+    hf_posswap.save(on_base(tmp_path / "plain", "alibi"), tmp_path / "base")
+    model = trained(hf_posswap.load(tmp_path / "base"), KINDS["lora"])
+    model.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / SIDECAR).unlink()
+    held = load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    former = {name: tensor[0].contiguous() for name, tensor in held.items() if name != RECORD}
+    save_file(former, tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    with pytest.raises(RecordError, match="swapped to alibi.*is not swapped"):
+        load_adapter(hf_posswap.load(tmp_path / "plain"), tmp_path / "adapter")
+    for taken in (
+        hf_posswap.load(tmp_path / "adapter"),
+        load_adapter(hf_posswap.load(tmp_path / "base"), tmp_path / "adapter"),
+    ):
+        assert torch.equal(logits(taken.eval(), IDS), logits(model, IDS))
+
+
+def test_transformers_own_loading_of_adapters(tmp_path: Path) -> None:
+    stored_base("llama", tmp_path / "plain")
+    hf_posswap.save(on_base(tmp_path / "plain", "alibi"), tmp_path / "base")
+    model = trained(hf_posswap.load(tmp_path / "base"), KINDS["lora"])
+    model.save_pretrained(tmp_path / "adapter")
+    auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert torch.equal(logits(auto, IDS), logits(model, IDS))
+    swapped = hf_posswap.load(tmp_path / "base").eval()
+    swapped.load_adapter(str(tmp_path / "adapter"))
+    assert torch.equal(logits(swapped, IDS), logits(model, IDS))
+    other = on_base(tmp_path / "plain", "kerple")
+    before = sorted(other.state_dict())
+    with pytest.raises(RecordError, match="swapped to alibi.*carries kerple"):
+        other.load_adapter(str(tmp_path / "adapter"))
+    assert sorted(other.state_dict()) == before
+    assert not getattr(other, "_hf_peft_config_loaded", False)
+    for scheme in (None, "nope"):  # stock transformers runs both
+        stock = on_base(tmp_path / "plain", scheme)
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            stock.load_adapter(str(tmp_path / "adapter"))
+
+
+def test_a_model_that_peft_wraps_is_freed_when_it_is_dropped(tmp_path: Path) -> None:
+    model = trained(on_base(stored_base("llama", tmp_path / "base"), "alibi"), KINDS["lora"])
+    cycles = trained(build("llama"), KINDS["lora"])
+    model.save_pretrained(tmp_path / "adapter")
+    gc.collect()
+    gc.disable()
+    try:
+        watched, stock = weakref.ref(model.get_base_model()), weakref.ref(cycles.get_base_model())
+        del model, cycles
+        assert (watched() is None) == (stock() is None)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated.*:FutureWarning")  # TRL's own
+def test_what_trl_saves_and_resumes(tmp_path: Path) -> None:
+    hf_posswap.save(on_base(stored_base("llama", tmp_path / "plain"), "kerple"), tmp_path / "base")
+    rows = [{"input_ids": row.tolist()} for row in words(8, 16)]
+
+    def trainer(steps: int) -> Any:
+        settings = trl.SFTConfig(
+            output_dir=str(tmp_path / "out"),
+            max_steps=steps,
+            save_steps=1,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            report_to="none",
+            seed=0,
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+        )
+        return trl.SFTTrainer(
+            hf_posswap.load(tmp_path / "base"),
+            args=settings,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=byte_tokenizer(),
+            peft_config=lora("llama"),
+        )
+
+    trainer(1).train()
+    last = trainer(2)
+    last.train(resume_from_checkpoint=True)  # the adapter of the first, by PEFT's own load_adapter
+    last.save_model(str(tmp_path / "adapter"))
+    expected = logits(last.model.eval(), IDS)
+    for folder in (tmp_path / "adapter", tmp_path / "out" / "checkpoint-2"):
+        assert torch.equal(logits(hf_posswap.load(folder).eval(), IDS), expected)
+        with pytest.raises(RecordError, match="swapped to kerple.*is not swapped"):
+            peft.PeftModel.from_pretrained(hf_posswap.load(tmp_path / "plain"), folder)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 
 from hf_posswap.compat import peft_wrappers
@@ -61,3 +65,49 @@ def test_is_copy(net: Any) -> None:
 def test_name_without_adapter(wrapped: Any) -> None:
     names = {peft_wrappers.name_without_adapter(name) for name, _ in wrapped.named_parameters()}
     assert {name for name in names if "lora" not in name} == {name for name, _ in Net().named_parameters()}
+
+
+def test_read_adapter_weights(wrapped: Any, tmp_path: Path) -> None:
+    wrapped.save_pretrained(tmp_path)
+    config, weights = peft_wrappers.read_adapter_weights(tmp_path)
+    assert config.target_modules == {"project"}
+    assert sorted(weights) == sorted(load_file(tmp_path / "adapter_model.safetensors"))
+
+
+def seen(folder: Path, hook: str) -> list[str]:
+    """Return what a hook sees of PEFT, in a process of its own: what is put around PEFT's functions stays."""
+    run = subprocess.run([sys.executable, "-c", HOOKED, str(folder), hook], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run.stdout.split()
+
+
+def test_change_saved_weights(tmp_path: Path) -> None:
+    assert seen(tmp_path, "change_saved_weights(peft.peft_model, went(1), went(2))") == ["1", "2"]
+
+
+def test_watch_adapters(tmp_path: Path) -> None:
+    found = seen(tmp_path, "watch_adapters(peft.peft_model, went(1), went(2), went(3))")
+    assert found == ["1", "2", "3", "3"]  # from_pretrained loads by load_adapter
+
+
+HOOKED = """
+import sys
+import peft
+from torch import nn
+from hf_posswap.compat.peft_wrappers import change_saved_weights, watch_adapters
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(2, 2)
+
+seen = []
+def went(number):
+    return lambda *given: (seen.append(number), given[-1])[1]
+
+exec(sys.argv[2])
+model = peft.get_peft_model(Net(), peft.LoraConfig(target_modules=["project"]))
+model.save_pretrained(sys.argv[1])
+peft.PeftModel.from_pretrained(Net(), sys.argv[1])
+print(*seen)
+"""

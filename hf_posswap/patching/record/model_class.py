@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -16,16 +17,24 @@ from typing import Any
 from torch import nn
 
 from hf_posswap.compat.accelerate_hooks import hook_of
-from hf_posswap.compat.peft_wrappers import base_layer_of, original_of
+from hf_posswap.compat.peft_wrappers import base_layer_of, change_saved_weights, original_of, read_adapter_weights
 from hf_posswap.compat.torch_modules import give_class
 from hf_posswap.compat.transformers_auto import auto_mappings
 from hf_posswap.compat.transformers_loading import LoadingHooks
 from hf_posswap.compat.transformers_models import let_record_outputs
 from hf_posswap.errors import RecordError
+from hf_posswap.patching.record.adapter_marks import (
+    base_of,
+    mark_adapter,
+    record_in,
+    refuse_other_base,
+    unmark_adapter,
+)
 from hf_posswap.patching.record.config_class import on_new_config_class, plugin_config_class
 from hf_posswap.patching.record.part_class import give_part_class, is_part, leave_part_class
 from hf_posswap.patching.record.record import SwapRecord, native_config
 from hf_posswap.patching.record.refusals import architecture_of, mark, refuse_elsewhere, unmark, weight_to_mark
+from hf_posswap.utils.import_hook import after_import
 from hf_posswap.utils.threads import once
 
 MARKED = "_posswap_marked"
@@ -48,6 +57,7 @@ class Runtime:
     freeze: Callable[[Any], None]
 
 
+_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 _runtime: list[Runtime] = []
 _saving: contextvars.ContextVar[bool] = contextvars.ContextVar("posswap_saving", default=False)
 
@@ -125,6 +135,31 @@ class SwappedModel(LoadingHooks):
             return self.posswap_native.save_pretrained(self, save_directory, *args, **kwargs)
         finally:
             _saving.reset(token)
+
+    def get_adapter_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the weights of an adapter that transformers put in; marked where they are to be saved."""
+        weights = self.posswap_native.get_adapter_state_dict(self, *args, **kwargs)
+        return _marked_adapter(self, weights) if _saving.get() else weights
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """Put an adapter in, as transformers does, unless it was trained on a base with another mechanism.
+
+        Raises:
+            RecordError: it was; nothing is put in.
+        """
+        native = self.posswap_native.load_adapter
+        given = inspect.signature(native).bind(self, *args, **kwargs).arguments
+        if given.get("adapter_state_dict") is None:
+            loading = given.get("load_config")
+            source = given.get("peft_model_id") or getattr(loading, "pretrained_model_name_or_path", None)
+            if source is None:
+                return native(self, *args, **kwargs)  # which says what it lacks
+            hub = {**getattr(loading, "download_kwargs", {}), **(given.get("adapter_kwargs") or {})}
+            config, weights = read_adapter_weights(source, **{key: hub[key] for key in _HUB if hub.get(key)})
+            given = {"peft_config": config, **given, "adapter_state_dict": weights, "peft_model_id": None}
+        given["adapter_state_dict"] = _unmarked_adapter(self, given["adapter_state_dict"])
+        more = given.pop("kwargs", {})
+        return native(**{**given, **more})
 
     @classmethod
     def posswap_conversions(cls, model: Any) -> list[Any]:  # saving does not undo them: it marks by itself
@@ -221,6 +256,26 @@ def register_models(config_class: Any) -> None:
 
 
 on_new_config_class(register_models)
+
+
+def _marked_adapter(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    base = base_of(model)
+    return mark_adapter(weights, base.config.posswap) if issubclass(type(base), SwappedModel) else weights
+
+
+def _unmarked_adapter(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    wanted = record_in(weights)
+    if wanted is None:
+        return weights
+    refuse_other_base(model, wanted)
+    return unmark_adapter(weights)
+
+
+after_import(
+    "peft.peft_model",
+    ready="get_model_status",
+    action=lambda module: change_saved_weights(module, _marked_adapter, _unmarked_adapter),
+)
 
 
 def _record_of(config: Any, native: Any) -> SwapRecord:

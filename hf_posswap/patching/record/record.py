@@ -76,6 +76,11 @@ class SwapRecord:
         except PosswapError as error:
             raise RecordError(f"config.posswap holds a scheme that cannot be built: {error}") from error
 
+    def is_same_mechanism(self, other: SwapRecord) -> bool:
+        """Return whether two records say the same mechanism for the same kind of model; a table's length is part."""
+        equal = (self.scheme, self.stacks, self.base_type) == (other.scheme, other.stacks, other.base_type)
+        return equal and (self.make_scheme().kind != "table" or self.max_length == other.max_length)
+
     def choice(self) -> Scheme | dict[str, Scheme]:
         """Return what `plan_swap` takes to do it again: the scheme, or those of the stacks.
 
