@@ -9,17 +9,18 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
+from hf_posswap.checkpoints.manifest import MANIFEST
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.utils.hub_session import retry_after, unreachable_error
 
 LEFT_OUT = (
     ".*", "*/.*", "__pycache__/*", "*/__pycache__/*", "checkpoint-*/*", "optimizer.*", "scheduler.*", "scaler.*",
-    "rng_state*", "trainer_state.json", "training_args.bin",
+    "rng_state*", "trainer_state.json", "training_args.bin", MANIFEST,
 )  # fmt: skip
-"""Patterns of files that no reader of a model needs: hidden ones, and the state of a trainer."""
+"""Patterns of files that no reader of a model needs: hidden ones, a trainer's state, and what a save wrote where."""
 
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "hf_xet")
-_OURS = ("model*.safetensors", "model*.safetensors.index.json", "modeling_posswap.py", "posswap_*.py")
+_OURS = ("model*.safetensors", "model*.safetensors.index.json", "modeling_posswap.py", "posswap_*.py", MANIFEST)
 
 
 def files_to_push(folder: Path) -> dict[str, Path]:

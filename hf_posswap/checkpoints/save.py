@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import os
 import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG, save_with_swap
+from hf_posswap.checkpoints.manifest import State, read_manifest, state_of, unsaved_entries, write_manifest
+from hf_posswap.checkpoints.unlisted import unrecognised_entries
 from hf_posswap.compat.accelerate_hooks import offloading_hooks
 from hf_posswap.errors import CheckpointError
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -20,13 +21,7 @@ from hf_posswap.utils.atomic_io import read_json, replacing, settle, shown
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_FILES = (
-    "*.json", "*.safetensors", "*.bin", "*.py", "*.jinja", "*.model", "*.spm", "*.tiktoken", "vocab.*", "merges.txt",
-    "dict.txt", "bpe.codes", "README.md", "LICENSE*",
-)  # fmt: skip
-"""What `save_pretrained` of models, tokenizers and processors writes, now or formerly."""
-_MODULE = re.compile(r"\d+_\w+|additional_chat_templates")
-"""Folders in a checkpoint: modules of sentence-transformers, templates of a tokenizer."""
+_TRIES = 100  # another writer may replace the folder while it is read
 
 
 def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, overwrite: bool = False) -> Path:
@@ -40,11 +35,12 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
         folder: where to; its parents are made.
         tokenizer: saved beside the model; where it cuts texts at the length that the model had before its swap, the
             saved one cuts them at the swap's.
-        overwrite: replace a folder that holds a checkpoint, and nothing else.
+        overwrite: replace a folder in which everything is as a save wrote it. Files that were added or edited are never
+            deleted: they are named, and nothing changes.
 
     Raises:
-        CheckpointError: the folder holds something (with `overwrite`: something that is no part of a checkpoint), or
-            cannot be written; or weights are offloaded, and no device map says where.
+        CheckpointError: the folder holds something (with `overwrite`: something that no save wrote, or that was changed
+            since), or cannot be written; or weights are offloaded, and no device map says where.
 
     Example:
         >>> import tempfile
@@ -57,16 +53,39 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
         'alibi'
     """
     path = Path(folder)
-    settle(path)
-    refuse_to_replace(path, overwrite)
     _refuse_offloaded(model)
-    with replacing(path) as temporary:
-        save_with_swap(model, temporary)
-        if tokenizer is not None:
-            with _reading_as_far(tokenizer, model):
-                tokenizer.save_pretrained(temporary)
-        _as_umask_says(temporary)
+    with replacing_checkpoint(path, overwrite) as temporary:
+        write_files(model, temporary, tokenizer)
     return path
+
+
+@contextmanager
+def replacing_checkpoint(path: Path, overwrite: bool) -> Iterator[Path]:
+    """Give a folder to write a checkpoint to; at the end it takes the place of `path`, with a manifest of its files.
+
+    Args:
+        path: to save to.
+        overwrite: whether a checkpoint that is there may go.
+
+    Raises:
+        CheckpointError: as `save`; or something was put into the folder meanwhile.
+    """
+    settle(path)
+    state = refuse_to_replace(path, overwrite)
+    with replacing(path) as temporary:
+        yield temporary
+        write_manifest(temporary)
+        _as_umask_says(temporary)
+        if state_of(path) != state:
+            refuse_to_replace(path, overwrite)
+
+
+def write_files(model: Any, folder: Path, tokenizer: Any) -> None:
+    """Write the files of `model`, and of `tokenizer` unless it is None, to `folder`."""
+    save_with_swap(model, folder)
+    if tokenizer is not None:
+        with _reading_as_far(tokenizer, model):
+            tokenizer.save_pretrained(folder)
 
 
 @contextmanager
@@ -84,37 +103,68 @@ def _reading_as_far(tokenizer: Any, model: Any) -> Iterator[None]:
         words.model_max_length = before
 
 
-def refuse_to_replace(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder to save to that holds what a save would delete.
+def refuse_to_replace(folder: Path, overwrite: bool) -> State:
+    """Refuse a folder to save to that holds what a save would delete; return its state, by which changes are seen.
 
     Args:
         folder: which may be missing or empty.
-        overwrite: whether a checkpoint in it may go.
+        overwrite: whether a checkpoint in it may go, if everything in it is as a save wrote it.
 
     Raises:
-        CheckpointError: it is a file, or holds something; with `overwrite`: something that no `save_pretrained` wrote.
+        CheckpointError: it is a file, or holds something; with `overwrite`: something that no save wrote, or that was
+            changed since.
     """
+    for _ in range(_TRIES):
+        identity = _identity(folder)
+        state: State = {}
+        try:
+            state = state_of(folder)
+            refusal = _refusal(folder, overwrite)
+        except CheckpointError as error:
+            refusal = str(error)
+        except OSError as error:
+            refusal = f"cannot write {shown(folder)}: {error.strerror}. Choose another folder."
+        if _identity(folder) == identity:
+            break
+    if refusal is not None:
+        raise CheckpointError(refusal)
+    return state
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Return what tells `folder` from another one that has taken its place; None: there is none."""
     try:
-        if folder.exists() and not folder.is_dir():
-            raise CheckpointError(f"{folder} is a file; give a folder to save to.")
-        names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"cannot write {shown(folder)}: {error.strerror}. Choose another folder.") from error
-    if names and not overwrite:
-        raise CheckpointError(f"{folder} is not empty; choose another folder, or pass overwrite=True to replace it.")
-    if names and not _holds_config(folder):
-        raise CheckpointError(
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _refusal(folder: Path, overwrite: bool) -> str | None:
+    """Return why `folder` cannot be saved to; None: nothing would be lost."""
+    if folder.is_symlink() and not folder.exists():
+        return f"{shown(folder)} is a symbolic link to {os.readlink(folder)}, which does not exist; give a folder."
+    if folder.exists() and not folder.is_dir():
+        return f"{folder} is a file; give a folder to save to."
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    if not names:
+        return None
+    if not overwrite:
+        return f"{folder} is not empty; choose another folder, or pass overwrite=True to replace it."
+    files = read_manifest(folder)
+    if files is None and not _holds_config(folder):
+        return (
             f"{folder} holds no config.json of a model and no {ADAPTER_CONFIG}, but {_listed(names)}: overwriting "
             "replaces nothing but checkpoints. Choose another folder, or empty this one by hand."
         )
-    foreign = [name for name in names if not _belongs(folder / name)]
-    if foreign:
-        raise CheckpointError(
-            f"{folder} holds more than a checkpoint: {_listed(foreign)} would be deleted. Move that elsewhere, or "
-            "choose another folder."
-        )
+    foreign = unrecognised_entries(folder) if files is None else unsaved_entries(folder, files)
+    if not foreign:
+        return None
+    named = _listed([f"{name} ({problem})" for name, problem in foreign.items()])
+    return (
+        f"{folder} holds more than a saved checkpoint, and overwriting would delete it: {named}. Nothing was changed: "
+        "move that elsewhere, or choose another folder."
+    )
 
 
 def _holds_config(folder: Path) -> bool:
@@ -125,13 +175,6 @@ def _holds_config(folder: Path) -> bool:
     except CheckpointError:
         return False
     return isinstance(config, dict) and not {"model_type", "architectures"}.isdisjoint(config)
-
-
-def _belongs(path: Path) -> bool:
-    """Return whether `path`, in the folder of a checkpoint, is part of it."""
-    if path.is_dir():
-        return bool(_MODULE.fullmatch(path.name)) or (path / ADAPTER_CONFIG).is_file()
-    return any(fnmatch(path.name, pattern) for pattern in _FILES)
 
 
 def _listed(names: list[str]) -> str:

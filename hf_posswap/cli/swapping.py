@@ -139,7 +139,9 @@ def patch(
     centre: Annotated[
         bool, typer.Option("--centre", help="First move the mean of the position table into the token embeddings.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it holds a checkpoint.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace DIR if a save wrote all that is in it.")
+    ] = False,
     tokenizer: Annotated[bool, typer.Option(help="Save the model's tokenizer or processor with it.")] = True,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,

@@ -27,7 +27,9 @@ def to_native(
             show_default=False,
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it holds a checkpoint.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace DIR if a save wrote all that is in it.")
+    ] = False,
     tokenizer: Annotated[bool, typer.Option(help="Save the model's tokenizer with it.")] = True,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,

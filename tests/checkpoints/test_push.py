@@ -276,7 +276,14 @@ def test_pushing_offline_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_part_of_a_model_stays_behind(tmp_path: Path) -> None:
-    for name in (".git/HEAD", ".partial-1-x", "optimizer.pt", "checkpoint-5/model.safetensors", "training_args.bin"):
+    for name in (
+        ".git/HEAD",
+        ".partial-1-x",
+        "optimizer.pt",
+        "checkpoint-5/model.safetensors",
+        "training_args.bin",
+        "posswap_files.json",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     for name in ("config.json", "tokenizer.json", "pictures/a.png"):
@@ -303,6 +310,7 @@ def test_the_command_shows_what_would_go(folder: Path) -> None:
     report = json.loads(found.stdout)
     assert report["revision"] == "v2"
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    del sizes["posswap_files.json"]  # it tells what a save wrote to this folder, and nothing of the model
     assert {name: size for name, size in report["files"].items() if name != "README.md"} == sizes
     assert "Example: posswap push" in CliRunner().invoke(app, ["push", "--help"]).output
 

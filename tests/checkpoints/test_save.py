@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import hf_posswap
+from hf_posswap.checkpoints.save import refuse_to_replace
 from hf_posswap.errors import CheckpointError
 from hf_posswap.training.tokenizer import byte_tokenizer
 
@@ -39,13 +41,21 @@ def test_a_folder_that_holds_something_is_kept(model: Any, tmp_path: Path) -> No
 
 
 def test_overwriting_leaves_nothing_of_the_old(model: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "saved"
-    hf_posswap.save(model, folder)
-    (folder / "old.bin").write_text("")
+    folder = hf_posswap.save(model, tmp_path / "saved", tokenizer=byte_tokenizer())
+    assert (folder / "tokenizer.json").is_file()
     hf_posswap.save(model, folder, overwrite=True)
-    assert not (folder / "old.bin").exists()
+    assert not (folder / "tokenizer.json").exists()
     assert hf_posswap.load(folder).config.posswap["scheme"]["name"] == "rope"
     assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_the_manifest_lists_every_file_with_its_sha256(model: Any, tmp_path: Path) -> None:
+    folder = hf_posswap.save(model, tmp_path / "saved", tokenizer=byte_tokenizer())
+    listed = json.loads((folder / "posswap_files.json").read_text())["files"]
+    expected = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "posswap_files.json"}
+    assert {name: (len(held), hashlib.sha256(held).hexdigest()) for name, held in expected.items()} == {
+        name: (entry["size"], entry["sha256"]) for name, entry in listed.items()
+    }
 
 
 def hold(folder: Path, *names: str) -> Path:
@@ -53,6 +63,139 @@ def hold(folder: Path, *names: str) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("kept")
     return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(model: Any, folder: Path, *said: str) -> None:
+    """Assert that overwriting `folder` names what would be lost, and changes nothing in it or beside it."""
+    before, beside = content(folder), os.listdir(folder.parent)
+    with pytest.raises(CheckpointError) as error:
+        hf_posswap.save(model, folder, overwrite=True)
+    assert all(part in str(error.value) for part in said), error.value
+    assert content(folder) == before
+    assert os.listdir(folder.parent) == beside
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mine.py", "posswap_mine.py", "modeling_mine.py", "notes.json", "README.md", "LICENSE", "notes.txt",
+        "old.bin", "other.safetensors", "chat_template.jinja", "additional_chat_templates/mine.jinja", ".git/HEAD",
+        "1_Pooling/config.json", "run/adapter_config.json", "run/adapter_model.safetensors",
+        "checkpoint-5/optimizer.pt", "vocab.txt",
+    ],
+)  # fmt: skip
+def test_overwriting_keeps_what_the_user_added(model: Any, tmp_path: Path, name: str) -> None:
+    folder = hold(hf_posswap.save(model, tmp_path / "saved"), name)
+    said = f"holds more than a saved checkpoint, and overwriting would delete it: {name} (not written by a save)"
+    refused(model, folder, said, "move that elsewhere, or choose another folder")
+    (folder / name).unlink()
+    for parent in (folder / name).relative_to(folder).parents[:-1]:
+        (folder / parent).rmdir()
+    hf_posswap.save(model, folder, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "model.safetensors", "modeling_posswap.py", "tokenizer_config.json"],
+)
+def test_overwriting_keeps_what_the_user_edited(model: Any, tmp_path: Path, name: str) -> None:
+    folder = hf_posswap.save(model, tmp_path / "saved", tokenizer=byte_tokenizer())
+    held = (folder / name).read_bytes()
+    times = (folder / name).stat()
+    (folder / name).write_bytes(held[:-9] + bytes([held[-9] ^ 1]) + held[-8:])  # of the same size, at the same time
+    os.utime(folder / name, ns=(times.st_atime_ns, times.st_mtime_ns))
+    refused(model, folder, f"{name} (changed since it was saved)")
+    (folder / name).write_bytes(held)
+    hf_posswap.save(model, folder, overwrite=True)
+
+
+def test_overwriting_keeps_links_and_what_is_no_file(model: Any, tmp_path: Path) -> None:
+    folder = hf_posswap.save(model, tmp_path / "saved")
+    weights = (folder / "model.safetensors").rename(tmp_path / "moved.safetensors")
+    (folder / "model.safetensors").symlink_to(weights)
+    (folder / "elsewhere").symlink_to(tmp_path)
+    (folder / "nowhere").symlink_to("absent")
+    (folder / "empty").mkdir()
+    os.mkfifo(folder / "pipe")
+    links = ["elsewhere (a symbolic link)", "model.safetensors (a symbolic link)", "nowhere (a symbolic link)"]
+    refused(model, folder, "empty (a folder that is empty or cannot be read)", "pipe (no regular file)", *links)
+    (folder / "posswap_files.json").unlink()
+    refused(model, folder, "empty (a folder that is empty or cannot be read)", "pipe (no regular file)", *links)
+
+
+def test_overwriting_keeps_what_cannot_be_read(model: Any, tmp_path: Path) -> None:
+    folder = hf_posswap.save(model, tmp_path / "saved")
+    hold(folder, "closed/mine.txt")
+    (folder / "config.json").chmod(0)
+    (folder / "closed").chmod(0)
+    for place in (tmp_path, *list(tmp_path.parents)[:-2]):
+        place.chmod(place.stat().st_mode | 0o055)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # the superuser may read everything: as another user
+        if os.geteuid() == 0:
+            os.seteuid(65534)
+        try:
+            refuse_to_replace(folder, overwrite=True)
+        except CheckpointError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    (folder / "closed").chmod(0o755)
+    assert "closed (a folder that is empty or cannot be read)" in said
+    assert "config.json (cannot be read: Permission denied)" in said
+
+
+@pytest.mark.parametrize(
+    "held", ["", "[]", "{}", '{"version": 2, "files": {}}', '{"version": 1, "files": []}', "[" * 100_000, b"\xff"]
+)
+def test_overwriting_needs_a_manifest_that_can_be_read(model: Any, tmp_path: Path, held: str | bytes) -> None:
+    folder = hf_posswap.save(model, tmp_path / "saved")
+    (folder / "posswap_files.json").write_bytes(held if isinstance(held, bytes) else held.encode())
+    refused(model, folder, "posswap_files.json does not tell which files a save wrote")
+
+
+@pytest.mark.parametrize("value", ["null", "3", "{}", '{"size": "?", "sha256": []}'])
+def test_an_entry_of_the_manifest_that_is_damaged_vouches_for_nothing(model: Any, tmp_path: Path, value: str) -> None:
+    folder = hf_posswap.save(model, tmp_path / "saved")
+    (folder / "posswap_files.json").write_text(f'{{"version": 1, "files": {{"config.json": {value}}}}}')
+    refused(model, folder, "config.json (")
+
+
+def test_a_file_that_comes_while_a_save_runs_is_kept(model: Any, tmp_path: Path) -> None:
+    folder = hf_posswap.save(model, tmp_path / "saved")
+
+    def write(*_: Any, **__: Any) -> None:
+        (folder / "late.txt").write_text("kept")
+
+    tokenizer = type("Tokenizer", (), {"save_pretrained": write})()
+    with pytest.raises(CheckpointError, match=r"late.txt \(not written by a save\)"):
+        hf_posswap.save(model, folder, tokenizer=tokenizer, overwrite=True)
+    assert (folder / "late.txt").read_text() == "kept"
+    (tmp_path / "new").mkdir()
+    folder = tmp_path / "new"
+    with pytest.raises(CheckpointError, match="is not empty"):
+        hf_posswap.save(model, folder, tokenizer=tokenizer)
+    assert content(folder) == {str(folder / "late.txt"): b"kept"}
+
+
+def test_a_folder_that_is_a_link_stays_one(model: Any, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("target")
+    with pytest.raises(CheckpointError, match="is a symbolic link to target, which does not exist"):
+        hf_posswap.save(model, tmp_path / "link")
+    hf_posswap.save(model, tmp_path / "target")
+    hf_posswap.save(model, tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    hold(tmp_path / "target", "mine.txt")
+    refused(model, tmp_path / "link", "mine.txt (not written by a save)")
 
 
 MODEL = '{"model_type": "gpt2"}'
@@ -69,14 +212,24 @@ MODEL = '{"model_type": "gpt2"}'
         (["package.json"], '{"name": "a web page"}', "holds no config.json of a model"),
         (["a.json"], "{", "holds no config.json of a model"),
         (["a.json"], "[" * 100_000, "holds no config.json of a model"),
-        ([".git/HEAD", "model.safetensors"], MODEL, "holds more than a checkpoint: .git would be deleted"),
         (
-            ["model.safetensors", "notes.txt"],
+            [".git/HEAD", "model.safetensors"],
             MODEL,
-            "notes.txt would be deleted. Move that elsewhere, or choose another",
+            "delete it: .git/HEAD (not recognised as written by a save). Nothing",
         ),
-        (["checkpoint-500/optimizer.pt", "training_args.bin"], MODEL, "checkpoint-500 would be deleted"),
-        ([f"{n}.csv" for n in range(8)], MODEL, "0.csv, 1.csv, 2.csv, 3.csv, 4.csv and 3 more would be deleted"),
+        (["checkpoint-500/optimizer.pt", "training_args.bin"], MODEL, "checkpoint-500/optimizer.pt (not recognised"),
+        ([f"{n}.csv" for n in range(8)], MODEL, "0.csv (not recognised as written by a save), 1.csv"),
+        ([f"{n}.csv" for n in range(8)], MODEL, "4.csv (not recognised as written by a save) and 3 more. Nothing"),
+        (["mine.py"], MODEL, "mine.py (not"),
+        (["modeling_posswap.py", "posswap_rope.py"], MODEL, "modeling_posswap.py (not"),
+        (["README.md"], MODEL, "README.md (not"),
+        (["LICENSE"], MODEL, "LICENSE (not"),
+        (["old.bin"], MODEL, "old.bin (not"),
+        (["model-00001-of-00002.safetensors"], MODEL, "model-00001-of-00002.safetensors (not"),  # no index names it
+        (["vocab.txt"], MODEL, "vocab.txt (not"),  # no tokenizer is named that writes it
+        (["1_Pooling/config.json"], MODEL, "1_Pooling/config.json (not"),
+        (["run/adapter_config.json", "run/mine.txt"], MODEL, "run/mine.txt (not"),
+        (["run/adapter_config.json", "run/README.md"], MODEL, "run/README.md (not"),
     ],
 )
 def test_overwriting_replaces_nothing_but_checkpoints(
@@ -85,22 +238,92 @@ def test_overwriting_replaces_nothing_but_checkpoints(
     folder = hold(tmp_path / "saved", *names)
     if config is not None:
         (folder / "config.json").write_text(config)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError, match=re.escape(said)):
-        hf_posswap.save(model, folder, overwrite=True)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    assert os.listdir(tmp_path) == ["saved"]
+    refused(model, folder, said)
 
 
-@pytest.mark.parametrize("config", ["config.json", "adapter_config.json"])
-def test_overwriting_replaces_what_transformers_peft_and_others_write(model: Any, tmp_path: Path, config: str) -> None:
-    folder = hold(
-        tmp_path / "saved", "pytorch_model.bin", "tokenizer.model", "vocab.txt", "merges.txt", "chat_template.jinja",
-        "README.md", "1_Pooling/config.json", "other/adapter_config.json", "additional_chat_templates/rag.jinja",
-    )  # fmt: skip
-    (folder / config).write_text(MODEL)
+def test_overwriting_replaces_what_transformers_saved(model: Any, tmp_path: Path) -> None:
+    folder, tokenizer = tmp_path / "saved", byte_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "rag": "{{ documents }}"}
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="2KB")
+    assert {"additional_chat_templates", "model.safetensors.index.json"} < set(os.listdir(folder))
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    hold(folder, shards[0].name.replace("model-00001-of", "model-00099-of"))
+    refused(model, folder, "model-00099-of")
+    (folder / shards[0].name.replace("model-00001-of", "model-00099-of")).unlink()
+    hf_posswap.save(model, folder, overwrite=True)
+    assert not list(folder.glob("model-*.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["BertTokenizer", "BertTokenizerFast"])
+def test_overwriting_replaces_the_vocabulary_that_the_named_tokenizer_writes(
+    model: Any, tmp_path: Path, kind: str
+) -> None:
+    folder = hold(tmp_path / "saved", "vocab.txt", "special_tokens_map.json", "pytorch_model.bin")
+    (folder / "config.json").write_text(MODEL)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    hold(folder, "merges.txt")
+    refused(model, folder, "delete it: merges.txt (not recognised as written by a save). Nothing")
+    (folder / "merges.txt").unlink()
     hf_posswap.save(model, folder, overwrite=True)
     assert not (folder / "vocab.txt").exists()
+
+
+def test_overwriting_replaces_what_peft_saved_but_no_card_that_was_edited(model: Any, tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    def adapter() -> Any:
+        config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+        peft = hf_posswap.add_adapter(hf_posswap.load(base), config)
+        peft.add_adapter("second", config)
+        return peft
+
+    base, folder = hf_posswap.save(model, tmp_path / "base"), tmp_path / "adapter"
+    adapter().save_pretrained(folder)
+    assert {"README.md", "adapter_config.json", "posswap.json", "second"} <= set(os.listdir(folder))
+    card = (folder / "README.md").read_text()
+    edits = [
+        card.replace("[More Information Needed]", "Made by hand", 1),
+        card.replace("---\n", "---\nlicense: mit\n", 1),
+        card + "\nmine",
+        "# mine",
+        "---\n[: broken\n---\n",
+    ]
+    for edited in edits:
+        (folder / "README.md").write_text(edited)
+        refused(model, folder, "delete it: README.md (not recognised as written by a save). Nothing")
+    (folder / "README.md").write_text(card)
+    hf_posswap.save(adapter(), folder, overwrite=True)
+    hold(folder / "second", "mine.txt")
+    refused(model, folder, "delete it: second/mine.txt (not written by a save). Nothing")
+
+
+def test_overwriting_replaces_a_plugin_checkpoint_of_an_older_version(model: Any, tmp_path: Path) -> None:
+    hf_posswap.unpatch_model(model)
+    hf_posswap.patch_model(model, "alibi", max_length=32)
+    folder = hf_posswap.save(model, tmp_path / "saved")
+    assert list(folder.glob("posswap_*.py"))
+    (folder / "posswap_files.json").unlink()
+    hold(folder, "posswap_mine.py")
+    refused(model, folder, "delete it: posswap_mine.py (not recognised as written by a save). Nothing")
+    (folder / "posswap_mine.py").unlink()
+    hf_posswap.save(model, folder, overwrite=True)
+
+
+def test_an_export_of_a_checkpoint_has_no_manifest_of_another_folder(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    swapped = LlamaForCausalLM(config)
+    hf_posswap.patch_model(swapped, "yarn", factor=4)
+    folder = hf_posswap.save(swapped, tmp_path / "saved")
+    exported = hf_posswap.export(folder, "vllm", tmp_path / "exported").folder
+    assert exported is not None
+    assert not (exported / "posswap_files.json").exists()
+    hf_posswap.save(swapped, exported, overwrite=True)
 
 
 def test_a_folder_name_that_is_too_long_is_said(model: Any, tmp_path: Path) -> None:

@@ -154,16 +154,17 @@ def test_a_folder_that_holds_something_is_kept(gpt2: Path, tmp_path: Path) -> No
 def test_overwrite_replaces_a_checkpoint_whole(gpt2: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert patch(gpt2, "rope", "-o", out).exit_code == 0
-    (out / "stale.json").write_text("of the old one")
-    (out / "notes.txt").write_text("mine")
+    (out / "notes.json").write_text("mine")
     assert patch(gpt2, "alibi", "-o", out).exit_code == 4
     refused = patch(gpt2, "alibi", "-o", out, "--overwrite")
     assert refused.exit_code == 4
-    assert "notes.txt would be deleted. Move that elsewhere" in " ".join(refused.stderr.split())
-    (out / "notes.txt").unlink()
+    assert "would delete it: notes.json (not written by a save)" in " ".join(refused.stderr.split())
+    assert (out / "notes.json").read_text() == "mine"
+    (out / "notes.json").unlink()
     assert patch(gpt2, "alibi", "-o", out, "--overwrite").exit_code == 0
     assert hf_posswap.load(out).config.posswap["scheme"]["name"] == "alibi"
-    assert not (out / "stale.json").exists()
+    assert patch(gpt2, "sinusoidal", "-o", out, "--overwrite").exit_code == 0
+    assert not (out / "modeling_posswap.py").exists()
 
 
 def test_the_source_is_never_overwritten(gpt2: Path) -> None:

@@ -17,6 +17,7 @@ from hf_posswap.checkpoints.exports.gguf_keys import divisors, gguf_metadata
 from hf_posswap.checkpoints.exports.graph_file import GraphFile, write_graph
 from hf_posswap.checkpoints.exports.mechanism import Stated, stated
 from hf_posswap.checkpoints.exports.rules import TARGETS, Judgement, judge
+from hf_posswap.checkpoints.manifest import MANIFEST
 from hf_posswap.errors import CheckpointError, OptionError, UnknownNameError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta, read_config
 from hf_posswap.utils.atomic_io import replacing, write_json
@@ -223,7 +224,7 @@ def _write(source: Path, out: Path, config: dict[str, Any]) -> None:
     folder_shapes(source)
     with replacing(out) as temporary:
         try:
-            shutil.copytree(source, temporary)
+            shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(MANIFEST))  # it holds for `source`
         except shutil.Error as error:  # it goes on after a first one, and tells all
             place, _, why = error.args[0][0]
             reason = str(why).partition(": '")[0]  # without the names of both files

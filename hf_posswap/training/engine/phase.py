@@ -12,7 +12,7 @@ from typing import Any
 from transformers import set_seed
 from transformers.integrations import TensorBoardCallback
 
-from hf_posswap.checkpoints.save import save
+from hf_posswap.checkpoints.save import refuse_to_replace, replacing_checkpoint, write_files
 from hf_posswap.compat.transformers_deepspeed import load_whole
 from hf_posswap.errors import CheckpointError
 from hf_posswap.patching.apply.patch_model import swap_plan
@@ -30,7 +30,7 @@ from hf_posswap.training.engine.sentence_files import write_sentence_files
 from hf_posswap.training.engine.services import Services
 from hf_posswap.training.engine.trainer import PosswapTrainer
 from hf_posswap.training.trainable import parameter_groups
-from hf_posswap.utils.atomic_io import read_object, replacing, write_json
+from hf_posswap.utils.atomic_io import read_object, write_json
 
 DONE = "done.json"
 MODEL = "model"
@@ -103,6 +103,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         run.say(f"{place} was finished before: it is not trained again, and its data and base are not looked at.")
         return done
     recipe = phase.recipe
+    refuse_to_replace(place / MODEL, overwrite=True)  # now, not after the training
     (place / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     set_seed(recipe.training.seed)
     load_whole()
@@ -130,10 +131,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         prepared.plan = swap_plan(finish_blend(prepared.model, max_length=recipe.swap.max_length))
     if prepared.plan is not None and prepared.tokenizer.model_max_length == prepared.window:
         prepared.tokenizer.model_max_length = prepared.plan.max_length  # or it would cut every text at the old length
-    _write_model(trainer, prepared, place, run)
-    if run.main and recipe.objective.kind in SENTENCES and _has_sentences():
-        assert prepared.plan is not None
-        write_sentence_files(recipe.model, place / MODEL, prepared.plan.max_length)
+    _write_model(trainer, prepared, place, recipe, run)
     steps = trainer.state.global_step
     result = _result(phase, prepared, steps, steps * _step_tokens(recipe, run), watch.seconds, log)
     if run.main:
@@ -202,19 +200,24 @@ def _end_at(trainer: PosswapTrainer, step: int | None, prepared: Prepared, recip
         trainer.train_dataset = prepared.data.steps(step, _rows(recipe, run))
 
 
-def _write_model(trainer: PosswapTrainer, prepared: Prepared, place: Path, run: Run) -> None:
+def _write_model(trainer: PosswapTrainer, prepared: Prepared, place: Path, recipe: Recipe, run: Run) -> None:
     """Write the finished model, whole or not at all."""
-    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-        if run.main:
-            save(prepared.model.eval(), place / MODEL, tokenizer=prepared.tokenizer, overwrite=True)
-        return
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     gathered = place / ".unfinished-model"
-    if run.main:
-        shutil.rmtree(gathered, ignore_errors=True)
-    trainer.write_model(gathered)
-    if run.main:
-        with replacing(place / MODEL) as temporary:
+    if is_sharded:
+        if run.main:
+            shutil.rmtree(gathered, ignore_errors=True)
+        trainer.write_model(gathered)
+    if not run.main:
+        return
+    with replacing_checkpoint(place / MODEL, overwrite=True) as temporary:
+        if is_sharded:
             gathered.rename(temporary)
+        else:
+            write_files(prepared.model.eval(), temporary, prepared.tokenizer)
+        if recipe.objective.kind in SENTENCES and _has_sentences():
+            assert prepared.plan is not None
+            write_sentence_files(recipe.model, temporary, prepared.plan.max_length)
 
 
 def _result(phase: Phase, prepared: Prepared, steps: int, tokens: int, seconds: float, log: RunLog) -> PhaseResult:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.checkpoints.adapters import SIDECAR
+from hf_posswap.checkpoints.manifest import write_listed_json
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.training import NAME, TrainingRecord, swap_digest
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.phase import DONE, PhaseResult
-from hf_posswap.utils.atomic_io import read_json, read_object, write_json
+from hf_posswap.utils.atomic_io import read_json, read_object
 
 _HOLDERS = {"config.json": (NAME, "posswap"), SIDECAR: ("training", "record")}
 """The files that hold a record: under which key, and under which the swap."""
@@ -58,7 +59,7 @@ def leave_record(
         swap=None if carried is None else swap_digest(SwapRecord.from_dict(carried)),
     )
     if path is not None:
-        write_json(path, {**values, name: record.to_dict()})
+        write_listed_json(path, {**values, name: record.to_dict()})
     return record
 
 
