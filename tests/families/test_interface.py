@@ -56,6 +56,18 @@ def test_left_and_right_padding(case: Case) -> None:
         same(logits(case.dressed(implementation), attention_mask=mask)[mask.bool()], expected[mask.bool()])
 
 
+def test_padding_is_finite_in_double_precision(case: Case) -> None:
+    """A row that sees nothing, as padding is, must not become NaN, which the next layer would spread to all rows."""
+    mask = torch.ones_like(IDS)
+    mask[0, :4] = 0
+    mask[1, -3:] = 0
+    expected = logits(case.build(), attention_mask=mask)  # in double precision some originals are NaN, one raises
+    for implementation in implementations(case):
+        found = logits(case.dressed(implementation).double(), attention_mask=mask)
+        assert torch.isfinite(found).all()
+        same(found[mask.bool()].float(), expected[mask.bool()])
+
+
 def test_a_mask_of_pairs(case: Case) -> None:
     if case.masks_2d:
         pytest.skip("its masks say only which tokens are padding")

@@ -183,7 +183,7 @@ def eager_attention_forward(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, Q, H, D] and the weights [B, H, Q, K] of attention, the softmax in float32.
+    """Return the output [B, Q, H, D] and the weights [B, H, Q, K] of attention, the softmax in float32 or finer.
 
     Args:
         module: the attention module, a `ThroughInterface`.
@@ -207,7 +207,8 @@ def eager_attention_forward(
         scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
     elif attention_mask is not None:
         scores = scores + attention_mask
-    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    wide = torch.promote_types(scores.dtype, torch.float32)  # float32 does not hold the lowest number of float64
+    weights = nn.functional.softmax(scores, dim=-1, dtype=wide).to(value.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2), scores if module.returns_scores else weights
 
