@@ -1,7 +1,8 @@
 """PEFT adapters that carry the swap of the base they were trained on.
 
-An adapter's folder holds no base model, so beside each `adapter_config.json` lies a sidecar, `posswap.json`, with the
-base's SwapRecord. Without it an adapter that was trained on a swapped base would load on the unswapped one, silently.
+An adapter's folder holds no base model. So each `adapter_config.json` gets a sidecar, `posswap.json`, with the base's
+SwapRecord, also when PEFT itself saves (`watch`). Without it an adapter that was trained on a swapped base would load
+onto the unswapped one silently. The weights carry the record too (`patching/record/adapter_marks.py`).
 """
 
 from __future__ import annotations
