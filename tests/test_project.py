@@ -96,7 +96,16 @@ def test_the_version_is_one_everywhere() -> None:
 
 
 def test_the_top_level_holds_only_what_belongs_there() -> None:
-    allowed = {"CITATION.cff", "LICENSE", "README.md", "hf_posswap", "pyproject.toml", "recipes", "tests"}
+    allowed = {
+        "CITATION.cff",
+        "LICENSE",
+        "README.md",
+        "hf_posswap",
+        "posswap_command.py",
+        "pyproject.toml",
+        "recipes",
+        "tests",
+    }
     names = {path.relative_to(ROOT).parts[0] for path in tracked_files()}
     assert {name for name in names if not name.startswith(".")} == allowed
 

@@ -28,7 +28,7 @@ from hf_posswap.cli import (
     to_native,
     training,
 )
-from hf_posswap.cli.outcome import DEBUG, MEANING, PosswapGroup
+from hf_posswap.cli.outcome import DEBUG, MEANING, PosswapGroup, note_interrupts
 from hf_posswap.cli.scheme_command import SchemeCommand
 
 _EPILOG = "\n\n".join(
@@ -102,6 +102,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a C locale has no theta: no reason to die
     warnings.showwarning = _show_warning
+    note_interrupts()
     app(prog_name="posswap")
 
 

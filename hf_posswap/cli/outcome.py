@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import threading
 import traceback
 from collections.abc import Callable
 from enum import IntEnum
@@ -83,6 +85,20 @@ def _quoted(name: Any) -> str:
     return "" if name is None else repr(str(name))
 
 
+_interrupted = threading.Event()
+
+
+def note_interrupts() -> None:
+    """Have Ctrl-C end a command as such, also where a library makes another error of the KeyboardInterrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    _interrupted.set()
+    signal.default_int_handler(number, frame)
+
+
 class _OneLine:
     """What makes an error one line on stderr and an exit code, never a traceback."""
 
@@ -90,10 +106,14 @@ class _OneLine:
         try:
             return super().invoke(ctx)  # type: ignore[misc]
         except (errors.PosswapError, OSError) as error:
+            if _interrupted.is_set():
+                raise KeyboardInterrupt from error
             if getattr(error, "errno", None) == errno.EPIPE:  # a reader such as `head` has gone: typer ends quietly
                 raise
             raise _end(error) from None
         except Exception as error:
+            if _interrupted.is_set():
+                raise KeyboardInterrupt from error
             if type(error).__module__.partition(".")[0] in ("typer", "click"):  # usage errors, and typer's own exits
                 raise
             raise _end(error) from None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -91,3 +94,50 @@ def test_warnings_are_one_line_on_stderr(posswap: Posswap, tmp_path: Path) -> No
     assert run.stdout.startswith("[")
     assert run.stderr.startswith("warning: the entry point 'toy'")
     assert run.stderr.count("\n") == 1
+
+
+def interrupted(arguments: list[str], delay: float, *, ignored: bool = False) -> tuple[int, str]:
+    """Run `posswap` as its console script does, send SIGINT after `delay` seconds, and return how it ended."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        module, _, function = tomllib.load(file)["project"]["scripts"]["posswap"].partition(":")
+    script = f"import sys\nprint('begun', flush=True)\nfrom {module} import {function}\nsys.exit({function}())"
+    command, environment = [sys.executable, "-c", script, *arguments], os.environ | {"PYTHONPATH": str(ROOT)}
+    if ignored:
+        command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=100)
+    return process.returncode, said
+
+
+@pytest.mark.parametrize("delay", [0.02, 0.05, 0.1, 0.2, 0.3, 0.5])
+def test_ctrl_c_ends_a_command_quietly_from_its_first_moment(delay: float) -> None:
+    assert interrupted(["schemes"], delay) in ((130, ""), (0, ""))  # 0: it was faster
+
+
+def test_ctrl_c_that_a_shell_has_ignored_stays_ignored() -> None:
+    assert interrupted(["--version"], 0.05, ignored=True) == (0, "")
+
+
+def test_an_interrupt_that_a_library_makes_another_error_of_is_one() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from hf_posswap.cli import app, main\n"
+        "@app.command()\n"
+        "def lazily() -> None:\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    except KeyboardInterrupt as error:\n"
+        "        raise RuntimeError('Could not import module') from error\n"
+        "sys.argv = ['posswap', 'lazily']\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from transformers import AutoModelForCausalLM
 import hf_posswap
 from hf_posswap.adapting import run_recipe
 from hf_posswap.checkpoints.card import CardFacts, write_card
+from hf_posswap.checkpoints.manifest import write_listed_json
+from hf_posswap.checkpoints.save import refuse_to_replace
+from hf_posswap.errors import CheckpointError
 from hf_posswap.patching.record.training import TrainingRecord, training_of
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import build_data
@@ -56,6 +60,17 @@ def test_the_record_says_what_the_run_did(kind: str, place: Path, runs: dict[str
     assert (held["swap"] is None) == (kind == "control")
     assert {run.report["training"]["data"] for run in runs.values()} == {held["data"]}
     assert runs[kind].report["training"] == held
+
+
+@pytest.mark.parametrize("kind", SWAPS)
+def test_it_is_in_the_list_of_files_that_the_run_wrote(kind: str, runs: dict[str, Finished], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(runs[kind].model, tmp_path / "model"))
+    refuse_to_replace(folder, overwrite=True)
+    held = json.loads((folder / "config.json").read_text()) | {"mine": 1}
+    (folder / "config.json").write_text(json.dumps(held))
+    write_listed_json(folder / "config.json", held | {"ours": 2})
+    with pytest.raises(CheckpointError, match=r"config.json \(changed since it was saved\)"):  # once edited, the user's
+        refuse_to_replace(folder, overwrite=True)
 
 
 @pytest.mark.parametrize("kind", SWAPS)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from hf_posswap.checkpoints.save import refuse_to_replace
 from hf_posswap.errors import ConfigError, MissingDependencyError, TrainingError
 from hf_posswap.training.config import ModelSettings
 from hf_posswap.training.engine import Finished
@@ -117,6 +118,7 @@ def test_an_encoder_alone_becomes_a_model_of_sentences(tmp_path: Path, kind: str
     phase = done.report["phases"][0]
     assert 0 < phase["last_loss"] < phase["first_loss"]
     assert any("the swap moved the vectors of texts by 0." in said for said in phase["gates"])
+    refuse_to_replace(done.model, overwrite=True)  # its list of files names those of sentence-transformers, too
     sentences = of_sentences(done)
     assert sentences.max_seq_length == 96
     ids = sentences.tokenizer("one two three " * 6, return_tensors="pt")
