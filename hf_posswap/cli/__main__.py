@@ -1,6 +1,6 @@
 """`python -m hf_posswap.cli` is `posswap`."""
 
-from posswap_command import main
+from hf_posswap.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from typing import Annotated
@@ -103,6 +104,9 @@ def main() -> None:
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a C locale has no theta: no reason to die
     warnings.showwarning = _show_warning
     note_interrupts()
+    # While torch's threads wait for each other they spin by default, and on a busy machine take the time of the threads
+    # they wait for (recipes/bench/results/busy.json). It has to be set before torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app(prog_name="posswap")
 
 

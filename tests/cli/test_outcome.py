@@ -100,7 +100,9 @@ def interrupted(arguments: list[str], delay: float, *, ignored: bool = False) ->
     """Run `posswap` as its console script does, send SIGINT after `delay` seconds, and return how it ended."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         module, _, function = tomllib.load(file)["project"]["scripts"]["posswap"].partition(":")
-    script = f"import sys\nprint('begun', flush=True)\nfrom {module} import {function}\nsys.exit({function}())"
+    script = (
+        f"import sys, hf_posswap\nprint('begun', flush=True)\nfrom {module} import {function}\nsys.exit({function}())"
+    )
     command, environment = [sys.executable, "-c", script, *arguments], os.environ | {"PYTHONPATH": str(ROOT)}
     if ignored:
         command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]

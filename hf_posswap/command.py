@@ -1,0 +1,24 @@
+"""Where the command `posswap` starts: Ctrl-C ends it quietly while its modules are still being imported, too.
+
+So this module imports nothing of the package at first; `import hf_posswap` itself takes milliseconds.
+"""
+
+import os
+import signal
+
+_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run `posswap` on the process's arguments and leave with its exit code."""
+    is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell may have it ignored
+    if is_interruptible:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))  # nothing has begun yet
+    from hf_posswap.cli.app import main as run
+
+    try:
+        if is_interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        run()
+    except KeyboardInterrupt:
+        os._exit(_INTERRUPTED)
