@@ -1,7 +1,7 @@
 """Training beside other programs: torch's threads spin while they wait, unless OMP_WAIT_POLICY says PASSIVE.
 
-`posswap` sets it (cli/app.py). Here both run in turns as processes of their own, on two threads, beside no other program,
-and beside one that computes on each core.
+`posswap` sets it (cli/app.py). Here both take turns, as processes of their own on two threads: on an idle machine, and
+beside one program that computes on each core.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ import typer
 from hf_posswap.utils.atomic_io import write_text
 from recipes.bench.harness import BUSY, broken, doubt, machine, measure, table
 
-NAMES = ("roof", "rope", "angles", "bias", "merge", "ppl", "train", "patch", "decode", "compiled", "load", "waiting", "busy",
-         "growth", "situations", "gpu")  # fmt: skip
+NAMES = ("roof", "rope", "angles", "bias", "merge", "ppl", "train", "patch", "decode", "compiled", "load", "waiting",
+         "busy", "growth", "situations", "gpu")  # fmt: skip
 
 
 def main(
