@@ -8,6 +8,7 @@ from hf_posswap.checkpoints.adapters_load import load_adapter as load_adapter
 from hf_posswap.checkpoints.adapters_positions import position_modules as position_modules
 from hf_posswap.checkpoints.doctor_checks.diagnose import doctor as doctor
 from hf_posswap.checkpoints.doctor_checks.findings import Diagnosis as Diagnosis
+from hf_posswap.checkpoints.example import load_example as load_example
 from hf_posswap.checkpoints.exports.run import Export as Export
 from hf_posswap.checkpoints.exports.run import export as export
 from hf_posswap.checkpoints.load import load as load

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import hf_posswap
+from hf_posswap.checkpoints.example import EXAMPLE
 from hf_posswap.errors import DataError
 from hf_posswap.quickstart.settings import QuickstartSettings
 from hf_posswap.text.tokens import load_tokenizer
@@ -19,8 +20,6 @@ from hf_posswap.utils.progress import Reporter
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SHIPPED = Path(__file__).resolve().parent / "model"
-"""A GPT-2 of a million weights, and a README that says how it was made."""
 _BESIDE = "save it beside the model"
 
 
@@ -50,7 +49,7 @@ def open_base(settings: QuickstartSettings, reporter: Reporter) -> Base:
         UnsupportedModelError: no family describes it.
         RemoteCodeError: it needs code, which was not asked for.
     """
-    name, trusted = settings.model or str(SHIPPED), settings.trust_remote_code
+    name, trusted = settings.model or str(EXAMPLE), settings.trust_remote_code
     model = hf_posswap.load(name, dtype=torch.float32, trust_remote_code=trusted).eval()
     report = hf_posswap.describe_positions(model)
     if report.swapped is not None:
@@ -82,6 +81,6 @@ def place_base(base: Base, settings: QuickstartSettings, out: Path) -> str:
     if not folder.is_dir():
         with replacing(folder) as temporary:
             temporary.mkdir()
-            for path in SHIPPED.iterdir():
+            for path in EXAMPLE.iterdir():
                 shutil.copyfile(path, temporary / path.name)
     return str(folder)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import hf_posswap
+from hf_posswap.checkpoints.example import EXAMPLE
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation import measure_losses
 from hf_posswap.evaluation.paired import holm, mcnemar_p, non_inferiority, paired_change, sign_flip_p
@@ -26,7 +27,6 @@ from hf_posswap.evaluation.statistics import (
     student_share,
     wilson_interval,
 )
-from hf_posswap.quickstart.base import SHIPPED
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.text.tokens import load_tokenizer
 
@@ -205,7 +205,7 @@ def uneven(random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndar
 @functools.cache
 def real_differences() -> np.ndarray:
     """Return what a swap of the packaged model changes in the mean loss of 128 tokens, of each of 256 Python files."""
-    tokenizer, model = load_tokenizer(SHIPPED, instead=""), hf_posswap.load(SHIPPED).eval()
+    tokenizer, model = load_tokenizer(EXAMPLE, instead=""), hf_posswap.load(EXAMPLE).eval()
     texts = itertools.islice((document.text for document in python_corpus().train if len(document.text) > 2000), 256)
     ids = torch.tensor([tokenizer(text[:4000], verbose=False)["input_ids"][:128] for text in texts])
     before = measure_losses(model, ids.numpy(), [128], one_pass=True)[128].mean(axis=1)

@@ -15,8 +15,9 @@ from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_posswap
+from hf_posswap.checkpoints.example import EXAMPLE
 from hf_posswap.errors import CheckpointError, DataError, OptionError, UnknownNameError
-from hf_posswap.quickstart.base import SHIPPED, Base, open_base, place_base
+from hf_posswap.quickstart.base import Base, open_base, place_base
 from hf_posswap.quickstart.folder import claim_folder, open_folder
 from hf_posswap.quickstart.recipes import CONTROL, Variant, choose_variants, command_of, training_recipe
 from hf_posswap.quickstart.reload import check_reload, probe_logits
@@ -167,9 +168,9 @@ def test_the_packages_model_is_small_has_a_learned_table_and_says_how_it_was_mad
     found = open_base(QuickstartSettings(), reporter)
     assert found.window == 128
     assert hf_posswap.describe_positions(found.model).sites["embedding"] != "-"
-    assert sum(path.stat().st_size for path in SHIPPED.rglob("*")) < 10_000_000
+    assert sum(path.stat().st_size for path in EXAMPLE.rglob("*")) < 10_000_000
     held = found.model.config.posswap_training
-    card = (SHIPPED / "README.md").read_text()
+    card = (EXAMPLE / "README.md").read_text()
     assert f"{held['tokens']:,} tokens" in card
     assert "python recipes/pretrain.py gpt2" in card
     placed = place_base(found, QuickstartSettings(), tmp_path)
