@@ -7,6 +7,7 @@ E hidden size. Schemes are pure torch: they never see a transformers model, only
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
@@ -25,6 +26,15 @@ Input = Literal["text", "images"]
 
 SCHEMES: Registry[type[Scheme]] = Registry("scheme", "hf_posswap.schemes")
 """Every scheme by its name; what kind of model each is for stands in `Scheme.inputs`."""
+
+_ROPE_TYPES = {name: name for name in ("linear", "dynamic", "yarn", "longrope", "llama3")} | {"default": "rope"}
+"""Scheme for each `rope_type` of transformers."""
+_ROPE_FIELDS = {
+    "rope_theta": "base",
+    "partial_rotary_factor": "partial",
+    "original_max_position_embeddings": "original_length",
+}
+"""Field of a scheme for each key of `rope_parameters` that has another name there."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +215,8 @@ def make_scheme(scheme: Scheme | str | Mapping[Any, Any], /, **options: Any) -> 
 
     Args:
         scheme: an object, a registered name, alone or with fields ("yarn:factor=4,base=500000"), what `Scheme.to_dict`
-            gave, or a mapping of layers to schemes.
+            gave, the `rope_parameters` of a transformers config, or a mapping of layers to schemes. Names are found
+            regardless of case, hyphens and underscores.
         options: fields of the scheme, where `scheme` is a name.
 
     Raises:
@@ -230,7 +241,9 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
         scheme, options = "per_layer", {"layers": scheme, **options}
     if isinstance(scheme, dict):
         scheme, options = _from_dict(scheme, options)
-    if not isinstance(scheme, str):
+    if isinstance(scheme, str):
+        scheme = _registered(scheme)
+    else:
         raise SchemeError(f"a scheme is an object, a name or a dict, got {type(scheme).__name__}: {scheme!r}.")
     if scheme not in SCHEMES:
         scheme, options = _from_text(scheme, options)
@@ -278,14 +291,44 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
+def names_one_scheme(scheme: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping is one scheme: what `Scheme.to_dict` gave, or `rope_parameters` of transformers."""
+    return "name" in scheme or isinstance(scheme.get("rope_type", scheme.get("type")), str)
+
+
 def _from_dict(scheme: dict[str, Any], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name in `scheme`, and its fields joined with `options`."""
+    if "name" not in scheme and names_one_scheme(scheme):
+        scheme = _from_rope_parameters(scheme)
     name = scheme.get("name")
     if not isinstance(name, str):
         raise SchemeError(
             f"a scheme's dict needs its name under 'name', as Scheme.to_dict writes it; got {scheme!r}.{_meant(scheme)}"
         )
     return name, _joined(name, "a dict", {key: value for key, value in scheme.items() if key != "name"}, options)
+
+
+def _from_rope_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the dict of the scheme that transformers computes from these `rope_parameters`."""
+    rope_type = str(parameters.get("rope_type", parameters.get("type")))
+    name = _ROPE_TYPES.get(rope_type)
+    if name is None:
+        raise SchemeError(
+            f"rope_type {rope_type!r} in {parameters!r} is none of {', '.join(map(repr, _ROPE_TYPES))}: give the "
+            "scheme by name (`posswap schemes` lists all names)."
+        )
+    given = {key: value for key, value in parameters.items() if key not in ("rope_type", "type") and value is not None}
+    return {"name": name} | {_ROPE_FIELDS.get(key, key): value for key, value in given.items()}
+
+
+def _registered(text: str) -> str:
+    """Return `text` with the name at its start as it is registered: "ALiBi" as "alibi", "NTK-by-parts:..." likewise."""
+    name, colon, fields = text.partition(":")
+    if name in SCHEMES:
+        return text
+    plain = re.sub(r"[-_\s]", "", name).lower()
+    found = [known for known in SCHEMES if known.replace("_", "").lower() == plain]
+    return f"{found[0]}{colon}{fields}" if len(found) == 1 else text
 
 
 def _meant(scheme: dict[str, Any]) -> str:

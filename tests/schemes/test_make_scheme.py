@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_posswap.errors import OptionError
+from hf_posswap.errors import OptionError, SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.registry import Registry
 from hf_posswap.schemes import (
@@ -175,3 +175,28 @@ def test_a_field_without_default_is_asked_for() -> None:
         assert make_scheme("needy", width=3).to_dict() == {"name": "needy", "width": 3}
     finally:
         SCHEMES.remove("needy")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("ALiBi", "alibi"),
+        ("RoPE", "rope"),
+        ("YaRN:factor=4", "yarn"),
+        ("NTK-by-parts", "ntk_by_parts"),
+        ("Self-Extend", "self_extend"),
+        ("leaky ReRoPE", "leaky_rerope"),
+        ("T5", "t5"),
+    ],
+)
+def test_a_name_is_found_as_papers_spell_it(text: str, name: str) -> None:
+    assert make_scheme(text).name == name
+
+
+def test_rope_parameters_of_a_type_without_a_scheme_are_refused() -> None:
+    with pytest.raises(SchemeError, match="rope_type 'axial' .* is none of .*'yarn'.*give the scheme by name"):
+        make_scheme({"rope_type": "axial", "factor": 2.0})
+    with pytest.raises(OptionError, match="factr"):
+        make_scheme({"rope_type": "linear", "factr": 2.0})
+    with pytest.raises(OptionError, match="factor"):
+        make_scheme({"rope_type": "linear", "factor": 2.0}, factor=3.0)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import GPTNeoXConfig, LlamaConfig
+from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from hf_posswap import patch_model
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import Frequencies, default_inv_freq
 from hf_posswap.schemes import NTK, Dynamic, Linear, Llama3, LongRope, Rope, RotaryScheme, Yarn
@@ -224,3 +226,44 @@ def test_the_mechanism_gives_the_cos_and_sin_of_the_stock_module(
     half = shape.head_dim // 2
     torch.testing.assert_close(ours.cos[:, 0], cos[..., :half], rtol=0, atol=2e-6 * length)
     torch.testing.assert_close(ours.sin[:, 0], sin[..., :half], rtol=0, atol=2e-6 * length)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "default", "rope_theta": 5e5},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 5e5},
+        {"rope_type": "yarn", "factor": 4.0},
+        {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 16.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.9,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.1, "truncate": False},
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0, 1.5], "long_factor": [1.5, 3.0]},
+    ],
+    ids=str,
+)
+def test_rope_parameters_of_transformers_make_the_model_that_transformers_makes(parameters: dict[str, Any]) -> None:
+    def llama(**values: Any) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 16}
+        config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=32, initializer_range=0.5, **values)
+        return LlamaForCausalLM(config).eval()
+
+    swapped = patch_model(llama(max_position_embeddings=32), parameters)
+    original = parameters.get("original_max_position_embeddings", 32)
+    longer = int(parameters.get("factor", 1.0) * original) if parameters.get("rope_type") != "dynamic" else 32
+    given = {"rope_theta": 1e4, "original_max_position_embeddings": original, **parameters}
+    given["rope_type"] = given.pop("type", None) or given["rope_type"]
+    if given["rope_type"] in ("default", "linear", "dynamic"):
+        del given["original_max_position_embeddings"]
+    stock = llama(max_position_embeddings=longer, rope_parameters=given)
+    ids = torch.randint(32, (1, 100))
+    with torch.no_grad():
+        assert torch.equal(swapped(ids).logits, stock(ids).logits)

@@ -30,7 +30,7 @@ from hf_posswap.patching.sites.attention.relative import plan_relative, relative
 from hf_posswap.patching.sites.embedding.fitting import fitted
 from hf_posswap.patching.sites.embedding.plan import plan_embedding, plan_saved_tables
 from hf_posswap.patching.sites.rotary.plan import plan_rotary
-from hf_posswap.schemes.base import Scheme, make_scheme
+from hf_posswap.schemes.base import Scheme, make_scheme, names_one_scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.utils.format import brief
 
@@ -149,7 +149,12 @@ def schemes_by_stack(scheme: SchemeChoice, sites: Sites, options: dict[str, Any]
         OptionError: options were given beside a mapping.
     """
     names = [stack.name for stack in sites.stacks]
-    if not isinstance(scheme, Mapping) or not scheme or "name" in scheme or not all(isinstance(k, str) for k in scheme):
+    if (
+        not isinstance(scheme, Mapping)
+        or not scheme
+        or names_one_scheme(scheme)
+        or not all(isinstance(k, str) for k in scheme)
+    ):
         one = make_scheme(scheme, **options)
         return dict.fromkeys(names, one)
     if options:
