@@ -18,6 +18,7 @@ from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks
 from hf_posswap.patching.sites.attention.config_view import ConfigView
 from hf_posswap.patching.sites.attention.continuous_batching import (
     allow_continuous_batching,
+    needs_key_positions,
     refuse_continuous_batching,
 )
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemos
@@ -55,7 +56,8 @@ class AddMechanism(Edit):
         owner, leaf = owner_of(model, self.path)
         saved["added"] = True
         model.set_submodule(self.path, mechanism)
-        refuse_continuous_batching(model, mechanism)
+        if needs_key_positions(mechanism):
+            refuse_continuous_batching(model)
         entry = model.get_submodule(self.entry)
         memos = ForwardMemos(drops_bias=self.drops_bias, source=self.position_source, padding_id=self.padding_id)
         signature = entry_signature(entry)
