@@ -12,15 +12,15 @@ from hf_posswap.compat.torch_modules import pre_hooks
 from hf_posswap.families.base import PositionSource
 from hf_posswap.families.modules import entry_signature, owner_of
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.edits.edit import Edit, Saved
-from hf_posswap.patching.edits.offload import device_of
-from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks
-from hf_posswap.patching.sites.attention.config_view import ConfigView
-from hf_posswap.patching.sites.attention.continuous_batching import (
+from hf_posswap.patching.edits.continuous_batching import (
     allow_continuous_batching,
     needs_key_positions,
     refuse_continuous_batching,
 )
+from hf_posswap.patching.edits.edit import Edit, Saved
+from hf_posswap.patching.edits.offload import device_of
+from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks
+from hf_posswap.patching.sites.attention.config_view import ConfigView
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemos
 from hf_posswap.patching.sites.attention.hooks import PositionHook, StartHook
 from hf_posswap.schemes.base import Scheme

@@ -8,13 +8,13 @@ from typing import Any, Self
 
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.edits.edit import Edit, Saved
-from hf_posswap.patching.edits.restore import replace_child, restore_child
-from hf_posswap.patching.sites.attention.continuous_batching import (
+from hf_posswap.patching.edits.continuous_batching import (
     ONE_LENGTH,
     allow_continuous_batching,
     refuse_continuous_batching,
 )
+from hf_posswap.patching.edits.edit import Edit, Saved
+from hf_posswap.patching.edits.restore import replace_child, restore_child
 from hf_posswap.patching.sites.rotary.matching import matches, turns_nothing
 from hf_posswap.patching.sites.rotary.modules import KeepAngles, NeutralRotary, rebuilt
 from hf_posswap.patching.sites.rotary.native_config import with_real_dtype

@@ -94,7 +94,8 @@ def test_stock_angles_that_follow_the_longest_request_are_refused(scheme: str, t
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_what_is_served_says_what_generate_says(name: str) -> None:
     """Of each scheme, with prompts within and beyond the original length, and far shorter ones beside them."""
-    little = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)  # otherwise it takes the machine's free memory
+    # without it it takes the free memory of the machine
+    little = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
     wrong = []
     for scheme, model in served(name, "auto").items():
         expected = []
