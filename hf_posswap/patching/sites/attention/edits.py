@@ -12,14 +12,15 @@ from hf_posswap.compat.torch_modules import pre_hooks
 from hf_posswap.families.base import PositionSource
 from hf_posswap.families.modules import entry_signature, owner_of
 from hf_posswap.geometry import Geometry
+from hf_posswap.patching.edits.continuous_batching import (
+    allow_continuous_batching,
+    needs_key_positions,
+    refuse_continuous_batching,
+)
 from hf_posswap.patching.edits.edit import Edit, Saved
 from hf_posswap.patching.edits.offload import device_of
 from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks
 from hf_posswap.patching.sites.attention.config_view import ConfigView
-from hf_posswap.patching.sites.attention.continuous_batching import (
-    allow_continuous_batching,
-    refuse_continuous_batching,
-)
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemos
 from hf_posswap.patching.sites.attention.hooks import PositionHook, StartHook
 from hf_posswap.schemes.base import Scheme
@@ -55,7 +56,8 @@ class AddMechanism(Edit):
         owner, leaf = owner_of(model, self.path)
         saved["added"] = True
         model.set_submodule(self.path, mechanism)
-        refuse_continuous_batching(model, mechanism)
+        if needs_key_positions(mechanism):
+            refuse_continuous_batching(model)
         entry = model.get_submodule(self.entry)
         memos = ForwardMemos(drops_bias=self.drops_bias, source=self.position_source, padding_id=self.padding_id)
         signature = entry_signature(entry)

@@ -12,9 +12,9 @@ from hf_posswap.compat.transformers_cache import cache_view, self_attention_cach
 from hf_posswap.compat.transformers_calls import find_cache, is_paged_cache
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
 from hf_posswap.families.modules import CarriedModule, by_name
+from hf_posswap.patching.edits.continuous_batching import Refusal, needs_key_positions
 from hf_posswap.patching.edits.offload import bring_all
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
-from hf_posswap.patching.sites.attention.continuous_batching import Refusal, needs_key_positions
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, ForwardMemos
 from hf_posswap.patching.sites.attention.function import register_attention
 from hf_posswap.patching.sites.attention.position_sources import check_fits, check_not_packed, counted

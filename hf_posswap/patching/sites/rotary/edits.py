@@ -8,6 +8,11 @@ from typing import Any, Self
 
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.geometry import Geometry
+from hf_posswap.patching.edits.continuous_batching import (
+    ONE_LENGTH,
+    allow_continuous_batching,
+    refuse_continuous_batching,
+)
 from hf_posswap.patching.edits.edit import Edit, Saved
 from hf_posswap.patching.edits.restore import replace_child, restore_child
 from hf_posswap.patching.sites.rotary.matching import matches, turns_nothing
@@ -41,6 +46,12 @@ class RebuildRotary(Edit):
         new.config = config_at(model.config, self.part)
         new.register_forward_pre_hook(KeepAngles(new))
         replace_child(model, self.path, new.to(next(old.buffers()).device), saved)
+        self._refuse_batches(model)
+
+    def _refuse_batches(self, model: Any) -> None:
+        """Make `model` refuse to batch requests of several lengths where its angles follow the length."""
+        if isinstance(self.scheme, RotaryScheme) and self.scheme.length_dependent:
+            refuse_continuous_batching(model, ONE_LENGTH)
 
     def _config(self, model: Any) -> Any:
         """Return the part of the config that the new module is built from."""
@@ -52,6 +63,7 @@ class RebuildRotary(Edit):
 
     def undo(self, model: Any, saved: Saved) -> None:
         restore_child(model, self.path, saved)
+        allow_continuous_batching(model)
 
     def check(self, model: Any) -> str | None:
         module = model.get_submodule(self.path)
@@ -65,6 +77,7 @@ class RebuildRotary(Edit):
         """Keep the angles from being cast; transformers has built the module from the new config."""
         rotary = model.get_submodule(self.path)
         rotary.register_forward_pre_hook(KeepAngles(rotary))
+        self._refuse_batches(model)
 
     @property
     def touches(self) -> tuple[str, ...]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from hf_posswap import patch_model, unpatch_model
-from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap import load, patch_model, swap_plan, unpatch_model
+from hf_posswap.errors import SchemeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.inspect.describe import stand_ins
 from hf_posswap.schemes import SCHEMES
@@ -19,12 +20,14 @@ from tests.contract.models import build
 from tests.contract.pairs import words
 
 SETTINGS = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=1)
-PROMPTS = [words(1, length, seed=length)[0].tolist() for length in (4, 9, 6)]
+PROMPTS = [words(1, length, seed=length)[0].tolist() for length in (4, 30, 6, 40)]
 REFUSED = (
     *("alibi", "kerple", "t5", "fire", "blend", "self_extend", "rerope", "leaky_rerope", "dual_chunk", "dynamic"),
     "longrope",
 )
-"""Schemes that ask where cached keys stand."""
+"""Schemes that ask where cached keys stand, or whose angles follow the length."""
+PICTURES = {"alibi_2d", "learned_2d", "rope_2d", "sinusoidal_2d"}
+TABLES = PICTURES | {"learned", "sinusoidal", "together"}
 
 
 def swapped(scheme: Any, name: str = "llama", **options: Any) -> Any:
@@ -51,27 +54,56 @@ def test_what_asks_for_positions_of_cached_keys_is_refused_at_the_call(scheme: A
 
 
 def test_every_scheme_is_served_or_refused() -> None:
-    refused = set()
-    for name in SCHEMES:
-        model = build("llama")
-        options = stand_ins(name, locate(model).geometry)
+    assert set(served("llama", "attention")) == set(SCHEMES) - set(REFUSED) - TABLES
+    assert set(served("llama", "auto")) == set(SCHEMES) - set(REFUSED) - TABLES
+    assert set(served("gpt2", "auto")) == set(SCHEMES) - set(REFUSED) - PICTURES
+
+
+def served(name: str, site: Any) -> dict[str, Any]:
+    """Return the swapped models that do not refuse, by their scheme."""
+    found = {}
+    for scheme in SCHEMES:
+        model = build(name)
+        options = stand_ins(scheme, locate(model).geometry)
         try:
-            patch_model(model, name, max_length=64, site="attention", **options)
-        except UnsupportedSwapError:  # a table: the model has none
+            patch_model(model, scheme, max_length=64, site=site, **options)
+        except (UnsupportedSwapError, SchemeError):  # a table: the model has none; a blend cannot lengthen one
             continue
-        refused |= {name} if is_refused(model) else set()
-    assert refused == set(REFUSED)
+        if not is_refused(model):
+            found[scheme] = model
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "longrope"])
+def test_stock_angles_that_follow_the_longest_request_are_refused(scheme: str, tmp_path: Path) -> None:
+    model = build("llama")
+    native = "init_continuous_batching" in dir(model)
+    options = stand_ins(scheme, locate(model).geometry)
+    patch_model(model, scheme, max_length=64, **options)
+    assert swap_plan(model).route == "native"
+    model.save_pretrained(tmp_path)
+    for twin in (model, copy.deepcopy(model), load(tmp_path)):
+        with pytest.raises(UnsupportedSwapError, match="those of the longest one. What works: generate"):
+            twin.generate_batch(PROMPTS, generation_config=SETTINGS)
+    unpatch_model(model)
+    assert native
+    assert not is_refused(model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["rope", "xpos", "yarn"])
-def test_what_is_served_says_what_generate_says(scheme: str) -> None:
-    model = swapped(scheme)
-    expected = []
-    for prompt in PROMPTS:
-        out = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
-        expected.append(out[0, len(prompt) :].tolist())
-    little = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # otherwise it takes the machine's free memory
-    found = model.generate_batch(PROMPTS, SETTINGS, continuous_batching_config=little, warmup=False)
-    assert [request.error for request in found.values()] == [None] * 3
-    assert [request.generated_tokens for request in found.values()] == expected
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_is_served_says_what_generate_says(name: str) -> None:
+    """Of each scheme, with prompts within and beyond the original length, and far shorter ones beside them."""
+    # without it it takes the free memory of the machine
+    little = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    wrong = []
+    for scheme, model in served(name, "auto").items():
+        expected = []
+        for prompt in PROMPTS:
+            out = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+            expected.append(out[0, len(prompt) :].tolist())
+        found = model.generate_batch(PROMPTS, SETTINGS, continuous_batching_config=little, warmup=False)
+        said = [(request.error, request.generated_tokens) for request in found.values()]
+        if said != [(None, tokens) for tokens in expected]:
+            wrong.append(scheme)
+    assert not wrong
