@@ -8,12 +8,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from hf_posswap.utils.printable import brief_repr, printable
+
 
 class PosswapError(Exception):
     """Base of every error that hf_posswap raises on purpose."""
 
     def __str__(self) -> str:  # KeyError would show the repr of its message
-        return str(self.args[0]) if self.args else ""
+        return printable(self.args[0]) if self.args else ""
 
 
 class UnknownNameError(PosswapError, KeyError):
@@ -21,9 +23,9 @@ class UnknownNameError(PosswapError, KeyError):
 
     def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
         self.kind, self.name, self.known = kind, name, sorted(known)
-        near = difflib.get_close_matches(str(name), self.known, n=3)
+        near = difflib.get_close_matches(str(name)[:200], self.known, n=3)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(self.known) or 'none'}.")
+        super().__init__(f"unknown {kind} {brief_repr(name)}.{hint} Known: {', '.join(self.known) or 'none'}.")
 
     def __reduce__(self) -> tuple[type, tuple[str, object, list[str]]]:
         return type(self), (self.kind, self.name, self.known)
@@ -33,7 +35,14 @@ class DuplicateNameError(PosswapError, ValueError):
     """A name that a registry already holds for another item."""
 
 
-class PluginWarning(UserWarning):
+class _PosswapWarning(UserWarning):
+    """Base of every warning of the package."""
+
+    def __str__(self) -> str:
+        return printable(self.args[0]) if self.args else ""
+
+
+class PluginWarning(_PosswapWarning):
     """Another package announced schemes or families by an entry point that could not be loaded."""
 
 
@@ -119,15 +128,15 @@ class NotEnoughMemoryError(PosswapError, MemoryError):
     """What was asked for needs more memory than there is; the message says how much, and what would fit."""
 
 
-class TrainingWarning(UserWarning):
+class TrainingWarning(_PosswapWarning):
     """A training goes on, but not as it would have: the message says what it does without."""
 
 
-class BackendWarning(UserWarning):
+class BackendWarning(_PosswapWarning):
     """A faster way of computing attention is not to be had here: the message says why, and what is used instead."""
 
 
-class UntestedVersionWarning(UserWarning):
+class UntestedVersionWarning(_PosswapWarning):
     """transformers or torch is installed in a version that no test has run: the message says what is done about it."""
 
 

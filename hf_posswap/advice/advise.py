@@ -12,6 +12,7 @@ from hf_posswap.advice.commands import OTHER, compare_command, line
 from hf_posswap.advice.figures import Figure, figures_of
 from hf_posswap.advice.serving import serving_of
 from hf_posswap.advice.weighing import Option, best_of_others, weigh
+from hf_posswap.utils.printable import in_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -68,7 +69,7 @@ class Advice:
         ]
         for option in self.others:
             lines += ["", f"not {option.title}: {'; '.join(why_not(option))}"]
-        return "\n".join(lines)
+        return in_lines(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the advice as JSON."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from hf_posswap.patching.record.adapter_marks import ADAPTER_WEIGHTS, record_in_
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.utils.atomic_io import read_object
 from hf_posswap.utils.hub_session import hub_reading
+from hf_posswap.utils.untrusted import read_bounded_json
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -224,8 +224,8 @@ def _read(source: str | Path, name: str, hub: dict[str, Any], *, certain: bool) 
     if path is None:
         return None
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = read_bounded_json(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {name} of {str(source)!r}: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{name} of {str(source)!r} must hold an object, got {type(value).__name__}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.utils.format import interval_text
 from hf_posswap.utils.naming import markdown_text, public_name
+from hf_posswap.utils.untrusted import read_bounded_json
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -105,8 +105,8 @@ def _nearness(rows: Any, base: str) -> str | None:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_bounded_json(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"cannot read the results in {path}: {error}; give a JSON file, or a folder with a {RESULTS}."
         ) from error

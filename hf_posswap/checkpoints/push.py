@@ -20,6 +20,7 @@ from hf_posswap.patching.inspect.describe import on_meta
 from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.format import human_bytes
 from hf_posswap.utils.hub_session import HubSession, hub_session
+from hf_posswap.utils.printable import in_lines
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -62,8 +63,10 @@ class PushReport:
         done = (
             f"pushed to {self.url}" if self.url else f"would go to {self.repo_id} at {self.revision}; nothing was sent"
         )
-        preview = [] if self.url or self.card is None else ["", f"{CARD} would be:", "", self.card.rstrip()]
-        return "\n".join([*lines, f"{total}: {done}", *self.notes, *preview])
+        preview = (
+            [] if self.url or self.card is None else ["", f"{CARD} would be:", "", *self.card.rstrip().split("\n")]
+        )
+        return in_lines([*lines, f"{total}: {done}", *self.notes, *preview])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON."""

@@ -31,6 +31,7 @@ from hf_posswap.cli import (
 )
 from hf_posswap.cli.outcome import DEBUG, MEANING, PosswapGroup, note_interrupts
 from hf_posswap.cli.scheme_command import SchemeCommand
+from hf_posswap.utils.printable import printable
 
 _EPILOG = "\n\n".join(
     [
@@ -111,4 +112,4 @@ def main() -> None:
 
 
 def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
-    typer.echo(f"warning: {' '.join(str(message).split())}", err=True)
+    typer.echo(f"warning: {printable(' '.join(str(message).split()))}", err=True)

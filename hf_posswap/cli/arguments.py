@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,8 @@ import typer
 
 from hf_posswap.cli.completing import scheme_names
 from hf_posswap.errors import CheckpointError
+from hf_posswap.utils.atomic_io import shown
+from hf_posswap.utils.untrusted import read_bounded_json
 
 if TYPE_CHECKING:
     from hf_posswap.schemes import Scheme
@@ -98,11 +99,11 @@ def make_scheme(text: str) -> Scheme:
 
 def _held(name: str) -> dict[str, Any]:
     try:
-        held = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{name} is no readable file of a scheme: {error}") from error
+        held = read_bounded_json(Path(name).expanduser())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{shown(Path(name))} is no readable file of a scheme: {error}") from error
     if not isinstance(held, dict):
-        raise CheckpointError(f"{name} holds no scheme, which is an object with a name and fields.")
+        raise CheckpointError(f"{shown(Path(name))} holds no scheme, which is an object with a name and fields.")
     return held
 
 

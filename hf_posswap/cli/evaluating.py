@@ -12,7 +12,7 @@ import typer
 
 from hf_posswap.cli.arguments import Json, Model, TrustRemoteCode, make_scheme, source_of
 from hf_posswap.cli.completing import scheme_names
-from hf_posswap.cli.output import quiet_library, show_json, show_text
+from hf_posswap.cli.output import quiet_library, show_json, show_lines, show_text
 from hf_posswap.errors import OptionError
 
 if TYPE_CHECKING:
@@ -243,6 +243,6 @@ def show_evaluation(found: Evaluation, json: bool) -> None:
     if json:
         show_json(found.results)
         return
-    typer.echo(str(found).rstrip())
+    show_lines(str(found).rstrip())
     if found.folder is not None:
         show_text("", f"All of it is in {found.folder}.")

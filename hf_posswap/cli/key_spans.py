@@ -10,9 +10,10 @@ import typer
 
 from hf_posswap.cli.arguments import Model, TrustRemoteCode, source_of
 from hf_posswap.cli.evaluating import Column, Device, Documents, Dtype, Text, Tokenizer, placing
-from hf_posswap.cli.output import quiet_library
+from hf_posswap.cli.output import quiet_library, show_lines
 from hf_posswap.cli.target import checked_file
 from hf_posswap.errors import DataError, OptionError, PositionRangeError
+from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.auto_classes import TRUST
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def key_spans(
                 "longer documents, a better model, or a smaller --gain."
             )
         spans.save(target)
-    typer.echo(f"{count} key tokens in {len(spans.spans)} documents of {length} tokens: {out}")
+    show_lines(f"{count} key tokens in {len(spans.spans)} documents of {length} tokens: {shown(out)}")
 
 
 def _check_numbers(length: int, short: int, stride: int, documents: int, gain: float, limit: float) -> None:

@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from hf_posswap import errors
+from hf_posswap.utils.printable import printable
 
 DEBUG = "POSSWAP_DEBUG"
 
@@ -73,7 +74,7 @@ def line_of(error: Exception) -> str:
         >>> line_of(errors.SchemeError("yarn: give factor\\nor max_length."))
         'yarn: give factor or max_length.'
     """
-    text = " ".join(str(error).split())
+    text = printable(" ".join(str(error).split()))
     if isinstance(error, errors.PosswapError):
         return text
     if isinstance(error, OSError):

@@ -1,4 +1,7 @@
-"""What commands print: JSON for programs, tables and text for people. Only these functions write to stdout."""
+"""What commands print: JSON for programs, tables and text for people. Only these functions write to stdout.
+
+None of it can steer the terminal, whatever a file or a folder is called: `hf_posswap.utils.printable`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from hf_posswap.utils.printable import UNSAFE, printable, printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,21 +40,27 @@ def quiet_library() -> Iterator[None]:
 
 def show_json(value: Any) -> None:
     """Print `value` as JSON: the only thing that a command with --json prints on stdout."""
-    typer.echo(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False))
+    text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False)
+    typer.echo(UNSAFE.sub(lambda found: json.dumps(found[0])[1:-1], text))
 
 
 def show_text(*lines: str) -> None:
     """Print `lines`, wrapped to the terminal's width, 80 columns where there is none."""
     out = console()
     for line in lines:
-        out.print(line)
+        out.print(printable(line))
+
+
+def show_lines(text: str) -> None:
+    """Print a text of several lines as it is, but for what could steer the terminal."""
+    typer.echo(printable_lines(text))
 
 
 def show_indented(text: str, by: int) -> None:
     """Print `text` `by` columns to the right, what does not fit in further lines two more; words stay whole."""
     first, further = " " * by, " " * (by + 2)
     wrapped = textwrap.fill(
-        text, console().width, initial_indent=first, subsequent_indent=further, break_long_words=False,
+        printable(text), console().width, initial_indent=first, subsequent_indent=further, break_long_words=False,
         break_on_hyphens=False,
     )  # fmt: skip
     typer.echo(wrapped)
@@ -58,7 +69,7 @@ def show_indented(text: str, by: int) -> None:
 def show_command(command: str) -> None:
     """Print a command that can be copied whole: what is too long goes on after a backslash, as shells read it."""
     width, lines = console().width - len(_GOES_ON), [" "]
-    for part in _together(shlex.split(command)):
+    for part in _together(shlex.split(printable(command))):
         if len(lines[-1]) + 1 + len(part) > width and lines[-1].strip():
             lines.append("   ")
         lines[-1] += f" {part}"
@@ -80,7 +91,7 @@ def show_pairs(rows: Iterable[tuple[str, str]]) -> None:
     """Print names and what they stand for, in two columns; below each other where a name takes half of the width."""
     from rich.table import Table
 
-    rows = list(rows)
+    rows = [(printable(name), printable(value)) for name, value in rows]
     if max((len(name) for name, _ in rows), default=0) > console().width // 2:
         for name, value in rows:
             show_indented(name, 0)
@@ -99,7 +110,7 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     from rich import box
     from rich.table import Table
 
-    cells = [header, *rows]
+    cells = [[printable(cell) for cell in row] for row in (header, *rows)]
     out = console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, _GAP - 1, 0, 0), show_edge=False)
     for name, width in zip(header, column_widths(cells, out.width), strict=True):

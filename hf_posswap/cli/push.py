@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hf_posswap.cli.arguments import Json, TrustRemoteCode
-from hf_posswap.cli.output import quiet_library, show_json, show_text
+from hf_posswap.cli.output import quiet_library, show_json, show_lines, show_text
 
 
 def push(
@@ -77,4 +77,4 @@ def push(
         show_text(*str(replace(report, card=None)).splitlines())
         if dry_run and report.card is not None:
             show_text("", "README.md would be:", "")
-            typer.echo(report.card.rstrip())
+            show_lines(report.card.rstrip())

@@ -21,6 +21,7 @@ from hf_posswap.errors import CheckpointError
 from hf_posswap.evaluation.longppl import KeySpans
 from hf_posswap.evaluation.store import RunStore
 from hf_posswap.utils.atomic_io import shown
+from hf_posswap.utils.printable import printable_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,7 +47,7 @@ class Evaluation:
     def __str__(self) -> str:
         from hf_posswap.comparison.tables import markdown
 
-        return markdown(self.results)
+        return printable_lines(markdown(self.results))
 
     def _repr_html_(self) -> str:
         from hf_posswap.comparison.tables import notebook

@@ -11,6 +11,7 @@ from hf_posswap.report.words import common_gaps, far_said, own_gaps, scores_by_l
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.format import interval_text
 from hf_posswap.utils.naming import markdown_text
+from hf_posswap.utils.printable import printable_lines
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def latex(results: dict[str, Any]) -> str:
 
 
 def _latex_text(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in " ".join(text.split()))
+    return "".join(_LATEX.get(character, character) for character in " ".join(printable_lines(text).split()))
 
 
 _LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {

@@ -83,7 +83,7 @@ class KeySpans:
             CheckpointError: no such file, or no JSON.
             DataError: it holds something else, or was edited.
         """
-        data: Any = read_json(path)
+        data: Any = read_json(path, 2**28)
         if not isinstance(data, dict) or set(data) != _FIELDS or data["version"] != SPANS_VERSION:
             raise DataError(f"{path} holds no key spans of version {SPANS_VERSION}: make them anew.")
         try:

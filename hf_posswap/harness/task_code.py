@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import OptionError, RemoteCodeError
+from hf_posswap.utils.atomic_io import shown
+from hf_posswap.utils.untrusted import read_bounded
+from hf_posswap.utils.untrusted_yaml import MOST_YAML_BYTES, load_yaml
 
 _DEEPEST = 50
 """Files that include one another; and objects inside one another."""
@@ -84,9 +87,9 @@ def _read(file: Path) -> dict[str, Any]:
 
     Loader.add_constructor("!function", lambda loader, node: _Function(getattr(node, "value", "")))
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader)  # a SafeLoader
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise OptionError(f"{file} is no readable file of a task: {' '.join(str(error).split())}") from error
+        values = load_yaml(read_bounded(file, MOST_YAML_BYTES), Loader)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{shown(file)} is no readable file of a task: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise OptionError(f"{file} is no file of a task: it holds {type(values).__name__}, expected keys with values.")
     return values

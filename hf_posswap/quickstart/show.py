@@ -9,6 +9,7 @@ from rich.table import Table
 
 from hf_posswap.comparison.tables import in_short
 from hf_posswap.report import PAGE
+from hf_posswap.utils.printable import printable
 
 if TYPE_CHECKING:
     from hf_posswap.utils.progress import Reporter
@@ -25,9 +26,9 @@ def show(
     for length in lengths:
         table.add_column(f"{length / window:g}x ({length})", justify="right")
     for name, model in results["models"].items():
-        table.add_row(name, *_perplexities(model, lengths))
+        table.add_row(printable(name), *_perplexities(model, lengths))
     if sliding := results["sliding"]:
-        table.add_row(sliding["name"], *_perplexities(sliding, lengths), style="dim")
+        table.add_row(printable(sliding["name"]), *_perplexities(sliding, lengths), style="dim")
     reporter.console.print(table)
     for line in in_short(results):
         reporter.line(line)

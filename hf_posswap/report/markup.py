@@ -6,6 +6,8 @@ import html
 import json
 from typing import Any
 
+from hf_posswap.utils.printable import printable_lines
+
 _VOID = frozenset({"meta", "link", "br", "circle", "line", "path", "rect"})
 
 
@@ -44,7 +46,11 @@ def join(*content: object) -> Markup:
         'a &amp; b<br>'
     """
     pieces = (piece for piece in content if piece is not None)
-    return Markup("".join(p if isinstance(p, Markup) else html.escape(str(p), quote=True) for p in pieces))
+    return Markup("".join(p if isinstance(p, Markup) else _escaped(p) for p in pieces))
+
+
+def _escaped(piece: object) -> str:
+    return html.escape(printable_lines(str(piece)), quote=True)
 
 
 def json_script(value: Any, identity: str) -> Markup:

@@ -18,7 +18,9 @@ from hf_posswap.registry import Registry
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.utils.docstrings import add_inherited_fields
+from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.scheme_text import respelled, scheme_and_fields, unknown_field
+from hf_posswap.utils.untrusted import refuse_deep
 
 Kind = Literal["rotary", "bias", "table", "none", "mixed"]
 
@@ -240,11 +242,13 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
     if isinstance(scheme, Mapping) and scheme and all(isinstance(key, int) for key in scheme):
         scheme, options = "per_layer", {"layers": scheme, **options}
     if isinstance(scheme, dict):
+        _refuse_deep(scheme)
         scheme, options = _from_dict(scheme, options)
-    if isinstance(scheme, str):
-        scheme = _registered(scheme)
-    else:
-        raise SchemeError(f"a scheme is an object, a name or a dict, got {type(scheme).__name__}: {scheme!r}.")
+    if not isinstance(scheme, str):
+        raise SchemeError(
+            f"a scheme is an object, a name or a dict, got {type(scheme).__name__}: {brief_repr(scheme)}."
+        )
+    scheme = _registered(scheme)
     if scheme not in SCHEMES:
         scheme, options = _from_text(scheme, options)
     cls = scheme_class(scheme)
@@ -256,6 +260,13 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
     if needed:
         raise OptionError(f"scheme {scheme!r} needs {', '.join(map(repr, needed))}: it has no default.")
     return cls(**options)
+
+
+def _refuse_deep(scheme: dict[Any, Any]) -> None:
+    try:
+        refuse_deep(scheme)
+    except ValueError as error:
+        raise SchemeError(f"this dict is no scheme: {error}.") from error
 
 
 def scheme_class(name: str) -> type[Scheme]:
@@ -302,9 +313,8 @@ def _from_dict(scheme: dict[str, Any], options: dict[str, Any]) -> tuple[str, di
         scheme = _from_rope_parameters(scheme)
     name = scheme.get("name")
     if not isinstance(name, str):
-        raise SchemeError(
-            f"a scheme's dict needs its name under 'name', as Scheme.to_dict writes it; got {scheme!r}.{_meant(scheme)}"
-        )
+        got = f"{brief_repr(scheme)}.{_meant(scheme)}"
+        raise SchemeError(f"a scheme's dict needs its name under 'name', as Scheme.to_dict writes it; got {got}")
     return name, _joined(name, "a dict", {key: value for key, value in scheme.items() if key != "name"}, options)
 
 
@@ -314,7 +324,7 @@ def _from_rope_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     name = _ROPE_TYPES.get(rope_type)
     if name is None:
         raise SchemeError(
-            f"rope_type {rope_type!r} in {parameters!r} is none of {', '.join(map(repr, _ROPE_TYPES))}: give the "
+            f"rope_type {rope_type!r} in {brief_repr(parameters)} is none of {', '.join(map(repr, _ROPE_TYPES))}: give the "
             "scheme by name (`posswap schemes` lists all names)."
         )
     given = {key: value for key, value in parameters.items() if key not in ("rope_type", "type") and value is not None}

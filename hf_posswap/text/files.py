@@ -90,7 +90,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
             for number, line in enumerate(lines, 1):
                 try:
                     yield json.loads(line)
-                except json.JSONDecodeError as error:
+                except (ValueError, RecursionError) as error:
                     raise DataError(f"{path}, line {number} is no JSON ({error}): give one object a line.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as UTF-8 text: {error}.") from error

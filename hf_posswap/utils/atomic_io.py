@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.utils.printable import printable
 from hf_posswap.utils.staging import NEW, OLD, put_back, staging_folder, sweep
+from hf_posswap.utils.untrusted import MOST_BYTES, read_bounded_json
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux: fcntl.h, fs.h
 _RENAME_SWAP = 2  # macOS: stdio.h
@@ -132,13 +134,13 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def shown(path: Path) -> str:
-    """Return `path` to be put into a message: of one that is too long to be made, its beginning.
+    """Return `path` to be put into a message, in one line: of one that is too long to be made, its beginning.
 
     Example:
         >>> shown(Path("a/b")), len(shown(Path("a" * 5000)))
         ('a/b', 203)
     """
-    text = str(path)
+    text = printable(path)
     return text if len(text) <= 1024 else f"{text[:200]}..."
 
 
@@ -162,15 +164,15 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Return the JSON value in `path`.
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+    """Return the JSON value in `path`, a regular file of at most `most` bytes.
 
     Raises:
-        CheckpointError: the file is missing, unreadable or no JSON.
+        CheckpointError: the file is missing, unreadable or no JSON, or too large or deep to be what it should be.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_bounded_json(path, most)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {shown(path)}: {error}. Delete it to have it made again.") from error
 
 

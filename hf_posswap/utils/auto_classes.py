@@ -6,17 +6,26 @@ is told nothing. Here it is always told: code runs where the caller passed `trus
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import CheckpointError, OptionError, RemoteCodeError
+from hf_posswap.utils.printable import printable
+from hf_posswap.utils.untrusted import read_bounded_json
 
 MOST_LAYERS = 2**16
 """Of a config that is read: a hundred times the layers of any model."""
+MOST_LABELS = 2**22
+"""Of a config that is read: more than the largest data sets of extreme classification have."""
+_LISTED = (("layer", MOST_LAYERS, "layers"), ("depth", MOST_LAYERS, "layers"), ("num_blocks", MOST_LAYERS, "layers"),
+           ("num_labels", MOST_LABELS, "labels"), ("num_classes", MOST_LABELS, "labels"))  # fmt: skip
+"""What is in the names of numbers of which config classes make lists; the most that are read, and of what."""
 TRUST = "trust_remote_code"
+MOST_JSON_BYTES = 2**28
+"""Of a file that transformers reads whole: several times those of the largest vocabularies."""
 _TOKENIZER_FILES: dict[str, tuple[str, ...]] = {"tokenizer_config.json": ("tokenizer_class",)}
 _PROCESSOR_FILES: dict[str, tuple[str, ...]] = {
     "processor_config.json": ("processor_class",),
@@ -37,11 +46,13 @@ def auto_config(source: str | Path, *, trust_remote_code: bool, **hub: Any) -> A
     Raises:
         RemoteCodeError: it needs code, which was not asked for.
         OptionError: `trust_remote_code` is neither True nor False.
-        CheckpointError: it asks for so many layers that its class would fill the memory with a list of them.
+        CheckpointError: it asks for so many layers that its class would fill the memory with a list of them, or a
+            JSON file there cannot be read or would fill it.
     """
     from transformers import AutoConfig
 
     with refused_code(source, trust_remote_code):
+        _refuse_endless_files(source)
         refuse_endless_lists(source, _object_in(source, "config.json", hub))
         return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code, **hub)
 
@@ -55,6 +66,7 @@ def auto_tokenizer(source: str | Path, *, trust_remote_code: bool, **hub: Any) -
     from transformers import AutoTokenizer
 
     with refused_code(source, trust_remote_code):
+        _refuse_endless_files(source)
         if not trust_remote_code:
             _refuse_stand_in(source, _TOKENIZER_FILES, hub)
         return AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code, **hub)
@@ -65,6 +77,7 @@ def auto_processor(source: str | Path, *, trust_remote_code: bool, **hub: Any) -
     from transformers import AutoProcessor
 
     with refused_code(source, trust_remote_code):
+        _refuse_endless_files(source)
         if not trust_remote_code:
             _refuse_stand_in(source, _PROCESSOR_FILES, hub)
         return AutoProcessor.from_pretrained(str(source), trust_remote_code=trust_remote_code, **hub)
@@ -102,9 +115,10 @@ def _refuse_stand_in(source: str | Path, files: dict[str, tuple[str, ...]], hub:
 
 
 def refuse_endless_lists(source: str | Path, config: dict[str, Any]) -> None:
-    """Refuse a config.json with a number of layers, in any config inside it, of which a list would fill the memory.
+    """Refuse a config.json with a number, in any config inside it, of which a list would fill the memory.
 
-    Config classes make such lists as they read the file: an entry for each layer, which says how it attends.
+    Config classes make such lists as they read the file: an entry for each layer, which says how it attends, and a name
+    for each label.
 
     Args:
         source: where the file lies, to be named.
@@ -113,17 +127,35 @@ def refuse_endless_lists(source: str | Path, config: dict[str, Any]) -> None:
     Raises:
         CheckpointError: which number, and what it is.
     """
-    waiting: list[Any] = [config]
+    waiting: list[tuple[str, Any]] = [("", config)]
     while waiting:
-        value = waiting.pop()
-        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+        name, value = waiting.pop()
+        for key, child in value.items() if isinstance(value, dict) else ((name, each) for each in value):
             if isinstance(child, dict | list):
-                waiting.append(child)
-            elif isinstance(child, int) and child > MOST_LAYERS and "layer" in str(key):
-                raise CheckpointError(
-                    f"config.json of {str(source)!r} says {key}: {child}, and {MOST_LAYERS} layers are the most that "
-                    "are read: check it against the model it was made from."
-                )
+                waiting.append((str(key), child))
+            elif isinstance(child, int) and child > MOST_LAYERS:
+                _refuse_endless_list(source, str(key), child)
+
+
+def _refuse_endless_list(source: str | Path, key: str, count: int) -> None:
+    for part, most, kind in _LISTED:
+        if part in key and count > most:
+            raise CheckpointError(
+                f"config.json of {str(source)!r} says {printable(key, 100)}: {count}, and {most} {kind} are the most that "
+                "are read: check it against the model it was made from."
+            )
+
+
+def _refuse_endless_files(source: str | Path) -> None:
+    """Refuse a folder with a JSON file that would fill the memory: transformers reads such files whole."""
+    folder = Path(source)
+    for path in sorted(folder.glob("*.json")) if os.path.isdir(folder) else ():
+        size = path.stat().st_size if path.is_file() else 0
+        if size > MOST_JSON_BYTES:
+            raise CheckpointError(
+                f"{path.name} of {str(source)!r} has {size} bytes, and at most {MOST_JSON_BYTES} are read: copy it "
+                "again."
+            )
 
 
 def _is_stock(name: str) -> bool:
@@ -133,12 +165,21 @@ def _is_stock(name: str) -> bool:
 
 
 def _object_in(source: str | Path, name: str, hub: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON object in a file of a checkpoint; {} where there is none that can be read: others say so."""
+    """Return the JSON object in a file of a checkpoint; {} where it holds none, or is not there: others say so.
+
+    Raises:
+        CheckpointError: it is there, and no JSON that can be read.
+    """
     from transformers.utils import cached_file
 
     try:
         path = cached_file(str(source), name, **hub)
-        values = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
+        path = None
+    if path is None:
         return {}
+    try:
+        values = read_bounded_json(Path(path))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {name} of {str(source)!r}: {error}") from error
     return values if isinstance(values, dict) else {}

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
+from html import escape as escape_markup
+
+from hf_posswap.utils.printable import printable_lines
 
 _CELL = "text-align:left;vertical-align:top;padding:2px 12px 2px 0"
 _LINE = "border-bottom:1px solid currentColor"
+
+
+def escape(text: str) -> str:
+    """Return `text` so that a page shows it as it is."""
+    return escape_markup(printable_lines(text))
 
 
 def title(text: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from hf_posswap.utils.printable import printable_lines
+
 _MARKS = re.compile(r"[\\`*|\[\]]|(?<!\w)_|_(?!\w)")
 
 
@@ -27,5 +29,5 @@ def markdown_text(text: str) -> str:
         >>> markdown_text("a|b <img> *c*\\n_d e_f")
         'a\\\\|b &lt;img&gt; \\\\*c\\\\* \\\\_d e_f'
     """
-    escaped = _MARKS.sub(lambda mark: f"\\{mark[0]}", " ".join(text.split()))
+    escaped = _MARKS.sub(lambda mark: f"\\{mark[0]}", " ".join(printable_lines(text).split()))
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from hf_posswap.utils.printable import printable, printable_lines
 from hf_posswap.utils.threads import quiet_logger, shared
 
 _QUIET_SECONDS = 30.0
@@ -21,8 +22,8 @@ class Reporter:
         self.console = console
 
     def line(self, text: str) -> None:
-        """Write one line as it is."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """Write a text as it is, but for what could steer the terminal."""
+        self.console.print(printable_lines(text), markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def task(self, label: str, total: int, work: float | None = None) -> Iterator[Task]:
@@ -34,7 +35,7 @@ class Reporter:
             work: what all of them cost, in the unit in which `Task.advance` is told what one cost: the bar and the time
                 that is left go by it. None: each costs the same.
         """
-        work = float(total) if work is None else work
+        label, work = printable(label), float(total) if work is None else work
         if not self.console.is_terminal or self.console.is_dumb_terminal:
             yield Task(label, total, work, self)
             return

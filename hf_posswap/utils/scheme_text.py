@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import json
 import re
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hf_posswap.errors import OptionError, PosswapError
+from hf_posswap.utils.printable import brief_repr, printable
+from hf_posswap.utils.untrusted import parse_json
 
 BESIDE = ("max_length", "site", "relative")
 """What `plan_swap` takes beside the fields of a scheme."""
@@ -75,8 +76,8 @@ def is_layers(kind: Any) -> bool:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return parse_json(text)
+    except ValueError:
         return _no(text)
 
 
@@ -142,20 +143,21 @@ def read_fields(name: str, cls: type, text: str) -> dict[str, Any]:
         {'factor': 4.0, 'long_factor': (1.0, 1.0, 2.0)}
     """
     kinds, values = field_kinds(cls), dict[str, Any]()
+    written = printable(f"{name}:{text}", 200)
     for part in _NEXT.split(text):
         found = _FIELD.fullmatch(part)
         if found is None:
-            raise OptionError(f"{name}:{text}: {part!r} is not FIELD=VALUE, such as yarn:factor=4,base=500000.")
+            raise OptionError(f"{written}: {brief_repr(part)} is not FIELD=VALUE, such as yarn:factor=4,base=500000.")
         field, value = found.groups()
         if field not in kinds:
             raise unknown_field(name, [field], kinds)
         if field in values:
-            raise OptionError(f"{name}:{text}: {field} is written twice; write each field once.")
+            raise OptionError(f"{written}: {field} is written twice; write each field once.")
         try:
             values[field] = parse_value(value, kinds[field])
         except ValueError:
             expected = describe_type(kinds[field])
-            raise OptionError(f"{name}:{text}: {field} of {name!r} must be {expected}, got {value!r}.") from None
+            raise OptionError(f"{written}: {field} of {name!r} must be {expected}, got {brief_repr(value)}.") from None
     return values
 
 
@@ -225,11 +227,12 @@ def scheme_and_fields(text: str, classes: Mapping[str, type]) -> tuple[str, dict
         raise _another(text, right)
     if word is not None and word[0] in classes and text != word[0]:
         raise OptionError(
-            f"{text!r}: a scheme with fields is written NAME:FIELD=VALUE,FIELD=VALUE, such as "
+            f"{brief_repr(text)}: a scheme with fields is written NAME:FIELD=VALUE,FIELD=VALUE, such as "
             f"yarn:factor=4,base=500000. {word[0]!r} has: {', '.join(field_kinds(classes[word[0]])) or 'no fields'}."
         )
     return None
 
 
 def _another(text: str, right: str) -> OptionError:
-    return OptionError(f"{text!r}: a scheme with fields is written NAME:FIELD=VALUE,FIELD=VALUE; write {right}")
+    given = brief_repr(text)
+    return OptionError(f"{given}: a scheme with fields is written NAME:FIELD=VALUE,FIELD=VALUE; write {right}")

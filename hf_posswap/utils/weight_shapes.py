@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import CheckpointError
+from hf_posswap.utils.untrusted import parse_json, read_bounded_json
 
 Shapes = dict[str, tuple[int, ...]]
 _MOST_HEADER = 100_000_000  # bytes: the bound of safetensors itself
@@ -25,7 +25,7 @@ def header_shapes(path: Path) -> Shapes:
             size = struct.unpack("<Q", file.read(8))[0]
             if size > min(_MOST_HEADER, path.stat().st_size - 8):
                 raise ValueError(f"a header of {size} bytes")
-            header = json.loads(file.read(size))
+            header = parse_json(file.read(size).decode("utf-8"))
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         found = {name: tuple(map(_whole, entry["shape"])) for name, entry in tensors.items()}
         wanted = max((_whole(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
@@ -38,7 +38,6 @@ def header_shapes(path: Path) -> Shapes:
         IndexError,
         AttributeError,
         struct.error,
-        RecursionError,
     ) as error:
         raise CheckpointError(f"{path} has no readable safetensors header: {error}. Copy or make it again.") from error
     if wanted > held:
@@ -75,8 +74,8 @@ def folder_shapes(folder: Path) -> Shapes | None:
 def _files_in(folder: Path) -> list[str]:
     """Return the files that the index in `folder` names: beside it, nowhere else."""
     try:
-        index: Any = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        index: Any = read_bounded_json(folder / _INDEX)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {_INDEX} of {str(folder)!r}: {error}") from error
     mapping = index.get("weight_map") if isinstance(index, dict) else None
     names = list(mapping.values()) if isinstance(mapping, dict) else None

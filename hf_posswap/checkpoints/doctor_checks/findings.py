@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from hf_posswap.utils.printable import in_lines
+
 Severity = Literal["error", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("error", "warning", "note")
 
@@ -85,7 +87,7 @@ class Diagnosis:
         lines += [f"{f.severity}: {f.where}: {f.what} {f.do}" for f in self.findings]
         if not self.findings:
             lines.append("nothing found")
-        return "\n".join(lines + [f"{s.target}: {s.verdict}: {s.command or s.why} ({s.engine})" for s in self.serving])
+        return in_lines(lines + [f"{s.target}: {s.verdict}: {s.command or s.why} ({s.engine})" for s in self.serving])
 
 
 def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_posswap.compat.transformers_files import file_of
 from hf_posswap.errors import CheckpointError
+from hf_posswap.utils.untrusted import read_bounded_json
 from hf_posswap.utils.weight_shapes import Shapes, folder_shapes
 
 
@@ -56,8 +56,8 @@ def _json_of(source: str | Path, name: str, hub: dict[str, Any]) -> dict[str, An
     if path is None:
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = read_bounded_json(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {name} of {str(source)!r}: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{name} of {str(source)!r} must hold an object, got {type(value).__name__}.")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import CheckpointError, UnsupportedModelError
+from hf_posswap.utils.atomic_io import shown
+from hf_posswap.utils.untrusted import read_bounded_json
 
 _NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType; _ADDED is its USER_DEFINED
 _OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
@@ -56,9 +57,9 @@ def _ask(source: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}. Take it from where it is whole.") from error
+        held = read_bounded_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {shown(path)}: {error}. Take it from where it is whole.") from error
     if not isinstance(held, dict) or not isinstance(held.get("model"), dict):
         raise CheckpointError(f"{path} holds no tokenizer: it names no model. Take it from where it is whole.")
     return held

@@ -20,7 +20,7 @@ from hf_posswap.checkpoints.exports.rules import TARGETS, Judgement, judge
 from hf_posswap.checkpoints.manifest import MANIFEST
 from hf_posswap.errors import CheckpointError, OptionError, UnknownNameError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta, read_config
-from hf_posswap.utils.atomic_io import replacing, write_json
+from hf_posswap.utils.atomic_io import read_object, replacing, write_json
 from hf_posswap.utils.weight_shapes import folder_shapes
 
 FILES = {"llamacpp": ".gguf", "onnx": ".onnx", "torch": ".pt2"}
@@ -190,7 +190,7 @@ def _check_places(source: Path, out: Path, is_file: bool) -> None:
 
 
 def _held(source: Path) -> dict[str, Any]:
-    return dict(json.loads((source / "config.json").read_text(encoding="utf-8")))
+    return read_object(source / "config.json")
 
 
 def _wanted(held: dict[str, Any], found: Stated, judgement: Judgement, target: str) -> dict[str, Any]:

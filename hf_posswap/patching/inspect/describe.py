@@ -37,6 +37,7 @@ from hf_posswap.schemes.base import SCHEMES, Scheme, scheme_class, schemes_for
 from hf_posswap.utils.auto_classes import auto_config
 from hf_posswap.utils.format import said_by
 from hf_posswap.utils.hub_session import hub_reading
+from hf_posswap.utils.printable import in_lines, printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -67,7 +68,7 @@ class PositionReport:
     trained: str | None = None
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:<11} {value}" for name, value in self.rows())
+        return in_lines(f"{name:<11} {value}" for name, value in self.rows())
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the report as names and values, to be shown."""
@@ -174,11 +175,11 @@ class Explanation:
         parts = [str(self.report)]
         if self.schemes:
             width = max(map(len, self.schemes))
-            parts.append("\n".join(f"{name:<{width}}  {what}" for name, what in self.schemes.items()))
+            parts.append(in_lines(f"{name:<{width}}  {what}" for name, what in self.schemes.items()))
         if self.plan is not None:
             parts.append(str(self.plan))
         if self.refusal is not None:
-            parts.append(f"refused: {self.refusal}")
+            parts.append(f"refused: {printable(self.refusal)}")
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:

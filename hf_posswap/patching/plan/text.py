@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from hf_posswap.patching.edits.edit import Edit
 from hf_posswap.utils.format import human_bytes
+from hf_posswap.utils.printable import in_lines
 
 Row = tuple[str, str, str, str]
 EDIT_HEADER: Row = ("site", "path", "before", "after")
@@ -17,7 +18,7 @@ def table(title: str, rows: list[Row], facts: list[tuple[str, str]]) -> str:
     widths = [max(len(row[i]) for row in lines) for i in range(4)]
     shown = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines]
     shown.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([title, "", *shown, "", *(f"{name:<11} {value}" for name, value in facts)])
+    return in_lines([title, "", *shown, "", *(f"{name:<11} {value}" for name, value in facts)])
 
 
 def edit_rows(edits: Iterable[Edit]) -> list[Row]:

@@ -24,6 +24,7 @@ from hf_posswap.patching.record.refusals import (
     written,
 )
 from hf_posswap.patching.record.remote_code import AUTO_MAP, code_files
+from hf_posswap.utils.auto_classes import refuse_endless_lists
 from hf_posswap.utils.threads import MAKING, once
 from hf_posswap.versions import tested
 
@@ -175,6 +176,7 @@ def read_plugin_config(values: dict[str, Any], **kwargs: Any) -> Any:
             f"config.posswap names model type {record.base_type!r}, which this transformers does not have."
         )
     native: Any = CONFIG_MAPPING[record.base_type]
+    refuse_endless_lists("a swapped checkpoint", values)  # where transformers reads it, and not `hf_posswap.load`
     values = read(values)
     rope = values.get("rope_parameters")  # its rope_type is unknown to transformers, on purpose
     known = {"rope_parameters": record.original["rope_parameters"]} if "rope_parameters" in record.original else {}

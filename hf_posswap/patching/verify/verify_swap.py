@@ -10,6 +10,7 @@ from hf_posswap.patching.apply.structure import check_structure, unread_record
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.verify.behaviour import behaviour
 from hf_posswap.utils import html_tables
+from hf_posswap.utils.printable import in_lines
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Verification:
     checks: dict[str, str]
 
     def __str__(self) -> str:
-        return "\n".join(f"ok  {name}: {found}" for name, found in self.checks.items())
+        return in_lines(f"ok  {name}: {found}" for name, found in self.checks.items())
 
     def _repr_html_(self) -> str:
         return html_tables.together([html_tables.table((f"ok  {name}", found) for name, found in self.checks.items())])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_posswap.errors import SchemeError
+from hf_posswap.utils.printable import brief_repr
 
 LARGEST = 3.4028234e38
 """The largest float32: frequencies are float32, so no base may lie beyond it."""
@@ -44,35 +45,37 @@ def number(
     if good and maximum is not None:
         good = value <= maximum
     if not good:
-        raise SchemeError(f"{owner}: {field} must be {expected}, got {value!r}.")
+        raise SchemeError(f"{owner}: {field} must be {expected}, got {brief_repr(value)}.")
     return float(value)
 
 
 def whole(owner: str, field: str, value: Any, *, minimum: int, maximum: int) -> int:
     """Return `value` if it is a whole number within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-        raise SchemeError(f"{owner}: {field} must be a whole number from {minimum} to {maximum}, got {value!r}.")
+        raise SchemeError(
+            f"{owner}: {field} must be a whole number from {minimum} to {maximum}, got {brief_repr(value)}."
+        )
     return value
 
 
 def length(owner: str, field: str, value: Any) -> int:
     """Return `value` if it is a positive whole number of tokens."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SchemeError(f"{owner}: {field} must be a whole number of tokens >= 1, got {value!r}.")
+        raise SchemeError(f"{owner}: {field} must be a whole number of tokens >= 1, got {brief_repr(value)}.")
     return value
 
 
 def choice(owner: str, field: str, value: Any, allowed: Sequence[str]) -> str:
     """Return `value` if it is one of `allowed`."""
     if value not in allowed:
-        raise SchemeError(f"{owner}: {field} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+        raise SchemeError(f"{owner}: {field} must be one of {', '.join(map(repr, allowed))}, got {brief_repr(value)}.")
     return str(value)
 
 
 def factors(owner: str, field: str, value: Any, *, zero: bool = False, each: str = "rotary pair") -> tuple[float, ...]:
     """Return `value` as a tuple of finite numbers > 0, or >= 0 where `zero` is allowed, one for `each`."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise SchemeError(f"{owner}: {field} must be a list of numbers, one a {each}, got {value!r}.")
+        raise SchemeError(f"{owner}: {field} must be a list of numbers, one a {each}, got {brief_repr(value)}.")
     bound = {"minimum": 0.0} if zero else {"above": 0.0}
     return tuple(number(owner, f"{field}[{i}]", item, **bound) for i, item in enumerate(value))
 
@@ -80,5 +83,5 @@ def factors(owner: str, field: str, value: Any, *, zero: bool = False, each: str
 def flag(owner: str, field: str, value: Any) -> bool:
     """Return `value` if it is True or False."""
     if not isinstance(value, bool):
-        raise SchemeError(f"{owner}: {field} must be True or False, got {value!r}.")
+        raise SchemeError(f"{owner}: {field} must be True or False, got {brief_repr(value)}.")
     return value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,13 @@ from typing import Any
 from hf_posswap.errors import ConfigError, UnknownNameError
 from hf_posswap.training.config.scheme_texts import scheme_mapping, takes_fields
 from hf_posswap.training.config.shipped import find_recipe
+from hf_posswap.utils.atomic_io import shown
+from hf_posswap.utils.printable import brief_repr, printable
+from hf_posswap.utils.untrusted import MOST_LEVELS, read_bounded
+from hf_posswap.utils.untrusted_yaml import MOST_YAML_BYTES, bounded_float, bounded_integer, load_yaml
 
+MOST_FILES = 100
+"""That one recipe includes, directly or not, each counted as often as it is read."""
 INCLUDE = "include"
 _ARGUMENTS = {"lr_scheduler_type": "lr_scheduler_kwargs", "optim": "optim_args"}
 """Keys whose other value leaves nothing of the arguments that belong to them."""
@@ -27,7 +35,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     another name, another adapter, optimizer or schedule leaves nothing of the one below, its arguments neither.
 
     Raises:
-        ConfigError: a file is missing, no YAML or no mapping, or includes itself.
+        ConfigError: a file is missing, no regular file, no YAML, no mapping or larger than any recipe, or includes
+            itself.
 
     Example:
         >>> import tempfile
@@ -38,7 +47,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ...     read_yaml(mine)
         {'training': {'max_steps': 20, 'warmup_steps': 2}}
     """
-    return _read(Path(path), ())
+    return _read(Path(path), (), [])
 
 
 def included_files(path: Path) -> list[Path]:
@@ -61,27 +70,33 @@ def included_files(path: Path) -> list[Path]:
     return list(dict.fromkeys(found[1:]))
 
 
-def _read(path: Path, above: tuple[Path, ...], seen: list[Path] | None = None) -> dict[str, Any]:
-    import yaml
-
-    if seen is not None:
-        seen.append(path)
-    chain = (*above, path.resolve())
-    if path.resolve() in above:
-        raise ConfigError(f"{above[0]} includes itself: {' -> '.join(p.name for p in chain)}.")
+def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, Any]:
+    seen.append(path)
+    told = f", which {shown(above[-1])} includes," if above else ""
+    if len(seen) > MOST_FILES:
+        raise ConfigError(f"{shown(path)}{told} is one file too many: a recipe reads {MOST_FILES} files at most.")
     try:
-        held = yaml.load(path.read_text(encoding="utf-8"), _loader()) or {}
-    except OSError as error:
-        told = f", which {above[-1]} includes," if above else ""
-        raise ConfigError(f"{path}{told} cannot be read: {error.strerror or error}. Give a recipe's file.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
+        chain = (*above, path.resolve())
+        if chain[-1] in above:
+            names = " -> ".join(shown(Path(one.name)) for one in chain)
+            raise ConfigError(f"{shown(above[0])} includes itself: {names}.")
+        text = read_bounded(path, MOST_YAML_BYTES)
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{shown(path)}{told} cannot be read: {reason}. Give a recipe's file.") from error
+    try:
+        held = load_yaml(text, _loader()) or {}
+    except ValueError as error:
+        raise ConfigError(f"{shown(path)} is no YAML of a recipe: {error}.") from error
     if not isinstance(held, dict):
-        raise ConfigError(f"{path} must hold keys and values, got a {type(held).__name__}.")
+        raise ConfigError(f"{shown(path)} must hold keys and values, got a {type(held).__name__}.")
     included = held.pop(INCLUDE, [])
     names = [included] if isinstance(included, str) else included
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: include must be a file name or a list of them, got {included!r}.")
+        got = brief_repr(included)
+        raise ConfigError(f"{shown(path)}: include must be a file name or a list of them, got {got}.")
     merged: dict[str, Any] = {}
     for name in names:
         merged = merge(merged, _read(_included(path, name), chain, seen))
@@ -91,27 +106,34 @@ def _read(path: Path, above: tuple[Path, ...], seen: list[Path] | None = None) -
 def _included(path: Path, name: str) -> Path:
     """Return the file that `path` includes as `name`: one beside it, or a recipe of the package by its name."""
     beside = path.parent / name
-    if beside.exists() or beside.suffix:
+    if beside.suffix or os.path.lexists(beside):
         return beside
     try:
         return find_recipe(name)
     except UnknownNameError as error:
-        raise ConfigError(f"{path}: include: {error}") from error
+        raise ConfigError(f"{shown(path)}: include: {error}") from error
 
 
 def _loader() -> Any:
-    """Return a safe loader with two traps taken out: a key given twice is refused, and 2e-5 is a number, no text."""
+    """Return a safe loader with traps taken out: a key given twice is refused, 2e-5 is a number, a date a text."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node: Any = super().compose_mapping_node(anchor)
+            counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            twice = sorted(key for key, count in counts.items() if count > 1)
             if twice:
                 raise yaml.YAMLError(f"{', '.join(twice)} given twice, {node.start_mark}")
-            return super().construct_mapping(node, deep)
+            return node
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+    Loader.add_constructor("tag:yaml.org,2002:int", bounded_integer)
+    Loader.add_constructor("tag:yaml.org,2002:float", bounded_float)
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in Loader.yaml_implicit_resolvers.items()
+    }
     return Loader
 
 
@@ -147,12 +169,20 @@ def _with_items(items: list[Any], changes: Mapping[str, Any], key: str) -> list[
     """Return `items` with some replaced or merged, which `changes` names by their numbers, from 0."""
     changed = list(items)
     for number, value in changes.items():
-        if not str(number).isdigit() or int(number) >= len(items):
-            raise ConfigError(f"{key}.{number}: expected the number of an item, 0 to {len(items) - 1}.")
-        old = changed[int(number)]
+        place = _place(number, items)
+        if place is None:
+            raise ConfigError(f"{key}.{printable(number, 200)}: expected the number of an item, 0 to {len(items) - 1}.")
+        old = changed[place]
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        changed[int(number)] = merge(old, value) if both else value
+        changed[place] = merge(old, value) if both else value
     return changed
+
+
+def _place(number: object, items: list[Any]) -> int | None:
+    """Return which of `items` `number` means, as it was typed; None: none of them."""
+    text = str(number)
+    known = text.isascii() and text.isdigit() and len(text) < 10 and int(text) < len(items)
+    return int(text) if known else None
 
 
 def _renames(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
@@ -188,26 +218,26 @@ def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, An
 
 
 def _nested(setting: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    import yaml
-
     path, equals, text = setting.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise ConfigError(f"{setting!r}: expected KEY=VALUE, for example training.max_steps=100.")
+    keys, given = path.strip().split("."), brief_repr(setting)
+    if not equals or not all(keys) or len(keys) > MOST_LEVELS:
+        raise ConfigError(f"{given}: expected KEY=VALUE, for example training.max_steps=100.")
     try:
-        value = yaml.load(text, _loader())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{setting!r}: the value is no YAML: {' '.join(str(error).split())}.") from error
+        value = load_yaml(text, _loader())
+    except ValueError as error:
+        raise ConfigError(f"{given}: the value is no YAML of a recipe: {error}.") from error
     held: Any = values
     for number, key in enumerate(keys[:-1]):
         if isinstance(held, list):
-            held = held[int(key)] if key.isdigit() and int(key) < len(held) else {}
+            place = _place(key, held)
+            held = {} if place is None else held[place]
         else:
             held = held.get(key, {})
         if key == _SCHEME and takes_fields(held):
             held = scheme_mapping(held)
         if not isinstance(held, Mapping | list):
-            raise ConfigError(f"{setting!r}: {'.'.join(keys[: number + 1])} is {held!r}, which has no keys.")
+            above = ".".join(keys[: number + 1])
+            raise ConfigError(f"{given}: {above} is {brief_repr(held)}, which has no keys.")
     for key in reversed(keys):
         value = {key: value}
     return value

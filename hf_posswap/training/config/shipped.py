@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from hf_posswap.errors import ConfigError, UnknownNameError
+from hf_posswap.utils.atomic_io import shown
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 INSTALLED = _PACKAGE / "shipped_recipes"
@@ -102,9 +104,12 @@ def find_recipe(given: str | Path) -> Path:
     path, known = Path(given).expanduser(), shipped_recipes()
     if path.name in known and len(path.parts) == 1:
         return known[path.name].path
-    if path.exists() or len(path.parts) > 1 or path.suffix in SUFFIXES:
-        if not path.exists() and path.stem in known:
-            raise ConfigError(f"{path} does not exist. The package has a recipe of that name: give {path.stem!r}.")
+    exists = os.path.lexists(path)
+    if exists or len(path.parts) > 1 or path.suffix in SUFFIXES:
+        if not exists and path.stem in known:
+            raise ConfigError(
+                f"{shown(path)} does not exist. The package has a recipe of that name: give {path.stem!r}."
+            )
         return path
     raise UnknownNameError("recipe", str(given), (name for name, recipe in known.items() if recipe.trains))
 

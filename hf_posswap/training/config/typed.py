@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from hf_posswap.errors import MissingDependencyError
 from hf_posswap.training.config.old_keys import OLD, SECTIONS
 from hf_posswap.training.config.problems import Problems
+from hf_posswap.utils.printable import brief_repr, printable
 
 T = TypeVar("T")
 Place = tuple[str | int, ...]
@@ -170,7 +171,7 @@ def named(place: Place, key: str = "") -> str:
         >>> named(("stages", 0, "max_steps"))
         'stages[0].max_steps'
     """
-    parts = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    parts = "".join(f"[{part}]" if isinstance(part, int) else f".{printable(part, 100)}" for part in place)
     return f"{key}{parts}".removeprefix(".")
 
 
@@ -183,7 +184,7 @@ def _tell(cls: Any, held: Any, place: Place, expected: list[str], problems: Prob
     elif expected[0] != "nothing":
         near = difflib.get_close_matches(value, _choices(expected), n=1) if isinstance(value, str) else []
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        problems.add(where, f"expected {' or '.join(dict.fromkeys(expected))}, got {value!r}.{hint}")
+        problems.add(where, f"expected {' or '.join(dict.fromkeys(expected))}, got {brief_repr(value)}.{hint}")
 
 
 def _choices(expected: list[str]) -> list[str]:
