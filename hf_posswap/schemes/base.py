@@ -324,8 +324,8 @@ def _from_rope_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     name = _ROPE_TYPES.get(rope_type)
     if name is None:
         raise SchemeError(
-            f"rope_type {rope_type!r} in {brief_repr(parameters)} is none of {', '.join(map(repr, _ROPE_TYPES))}: give the "
-            "scheme by name (`posswap schemes` lists all names)."
+            f"rope_type {rope_type!r} in {brief_repr(parameters)} is none of {', '.join(map(repr, _ROPE_TYPES))}: give "
+            "the scheme by name (`posswap schemes` lists all names)."
         )
     given = {key: value for key, value in parameters.items() if key not in ("rope_type", "type") and value is not None}
     return {"name": name} | {_ROPE_FIELDS.get(key, key): value for key, value in given.items()}
