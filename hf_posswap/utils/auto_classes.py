@@ -141,8 +141,8 @@ def _refuse_endless_list(source: str | Path, key: str, count: int) -> None:
     for part, most, kind in _LISTED:
         if part in key and count > most:
             raise CheckpointError(
-                f"config.json of {str(source)!r} says {printable(key, 100)}: {count}, and {most} {kind} are the most that "
-                "are read: check it against the model it was made from."
+                f"config.json of {str(source)!r} says {printable(key, 100)}: {count}, and {most} {kind} are the most "
+                "that are read: check it against the model it was made from."
             )
 
 

@@ -89,7 +89,7 @@ def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, An
     try:
         held = load_yaml(text, _loader()) or {}
     except ValueError as error:
-        raise ConfigError(f"{shown(path)} is no YAML of a recipe: {error}.") from error
+        raise ConfigError(f"{shown(path)} cannot be read as YAML: {error}.") from error
     if not isinstance(held, dict):
         raise ConfigError(f"{shown(path)} must hold keys and values, got a {type(held).__name__}.")
     included = held.pop(INCLUDE, [])
@@ -225,7 +225,7 @@ def _nested(setting: str, values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         value = load_yaml(text, _loader())
     except ValueError as error:
-        raise ConfigError(f"{given}: the value is no YAML of a recipe: {error}.") from error
+        raise ConfigError(f"{given}: the value cannot be read as YAML: {error}.") from error
     held: Any = values
     for number, key in enumerate(keys[:-1]):
         if isinstance(held, list):

@@ -96,7 +96,7 @@ def test_numbers_are_numbers_as_people_write_them(text: str, value: Any) -> None
 
 def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, mine="training: {seed: 1, seed: 2}")
-    with pytest.raises(ConfigError, match=r"mine.yaml is no YAML: seed given twice, .* line 1"):
+    with pytest.raises(ConfigError, match=r"mine.yaml cannot be read as YAML: seed given twice, .* line 1"):
         read_yaml(path)
 
 
@@ -106,7 +106,7 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         ({"a": "include: b.yaml", "b": "include: a.yaml"}, r"a.yaml includes itself: a.yaml -> b.yaml -> a.yaml"),
         ({"a": "include: missing.yaml"}, r"missing.yaml, which .*a.yaml includes, cannot be read: No such file"),
         ({"a": "- 1"}, r"a.yaml must hold keys and values, got a list"),
-        ({"a": "a: [1"}, r"a.yaml is no YAML: "),
+        ({"a": "a: [1"}, r"a.yaml cannot be read as YAML: "),
         ({"a": "include: 3"}, r"include must be a file name or a list of them, got 3"),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, files: dict[str, st
         ("training.max_steps", r"expected KEY=VALUE, for example training.max_steps=100"),
         ("=3", r"expected KEY=VALUE"),
         ("training.max_steps.more=1", r"training.max_steps is 3, which has no keys"),
-        ("training.max_steps=[", r"the value is no YAML"),
+        ("training.max_steps=[", r"the value cannot be read as YAML"),
         ("stages.7.max_steps=1", r"stages.7: expected the number of an item, 0 to 0"),
     ],
 )
@@ -327,3 +327,18 @@ def test_every_key_is_documented_and_can_be_given() -> None:
     documented = {(owner, name) for owner in {key.owner for key in keys} for name in attribute_docs(owner)}
     fields = {(owner, field.name) for owner in {key.owner for key in keys} for field in dataclasses.fields(owner)}
     assert documented <= fields
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (f"data.length={2**40}", "data.length: expected at most 67108864 tokens, got 1099511627776"),
+        (f"stages=[{{max_steps: 2, length: {2**40}}}]", r"stages\[0\].length: expected at most 67108864 tokens"),
+        (f"evaluation.lengths=[16, {2**62}]", "evaluation.lengths: expected at most 67108864 tokens"),
+        (f"training.per_device_train_batch_size={2**40}", "1099511627776 windows of .* the most is 67108864 tokens"),
+        (f"training.seed={2**32}", "training.seed: expected at most 4294967295, got 4294967296"),
+    ],
+)
+def test_sizes_that_would_fill_any_memory_are_refused(setting: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_recipe({"model": {"name": "gpt2"}, "swap": {"scheme": "rope"}}, [setting])
