@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ from hf_posswap.utils.hub_session import hub_reading
 from hf_posswap.utils.untrusted import read_bounded_json
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+MOST_ADAPTERS = 8
+"""That may lie on top of one another."""
+_loading: ContextVar[tuple[str, ...]] = ContextVar("posswap_adapters_loading", default=())
+"""The adapters whose bases are being loaded, the outermost first."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +145,19 @@ def load_with_base(source: str | Path, found: AdapterSource, load: Any, **kwargs
             f"the adapter {str(source)!r} does not say where its base is: load the base, swap it, and call "
             "hf_posswap.load_adapter(model, adapter)."
         )
+    above = (*_loading.get(), _identity(source))
+    if _identity(found.base) in above or len(above) > MOST_ADAPTERS:
+        names = " -> ".join(map(repr, [*above, _identity(found.base)]))
+        raise CheckpointError(
+            f"the adapter {str(source)!r} names {found.base!r} as its base, and adapters name one another without an "
+            f"end ({names}): name the model that it was trained on in base_model_name_or_path of its {ADAPTER_CONFIG}"
+            f"{'' if found.record is None else f', and as base in its {SIDECAR}'}."
+        )
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
     passed = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
     if found.revision:
         passed["revision"] = found.revision
+    token = _loading.set(above)
     try:
         model = load(found.base, **passed)
     except RemoteCodeError:
@@ -152,6 +166,8 @@ def load_with_base(source: str | Path, found: AdapterSource, load: Any, **kwargs
         raise CheckpointError(
             f"the base of the adapter {str(source)!r}, {found.base!r}, cannot be loaded: {error}"
         ) from error
+    finally:
+        _loading.reset(token)
     if found.record is not None and not found.base_is_swapped and getattr(model, "_posswap", None) is None:
         record = found.record
         patch_model(model, record.choice(), **record.arguments)
@@ -161,6 +177,12 @@ def load_with_base(source: str | Path, found: AdapterSource, load: Any, **kwargs
     for config in adapted.peft_config.values():
         config.base_model_name_or_path = found.base  # on disk it may be a hint in its place
     return adapted
+
+
+def _identity(source: str | Path) -> str:
+    """Return by what an adapter is told from others: its folder whatever leads there, or its id."""
+    path = Path(source)
+    return str(path.resolve()) if path.is_dir() else str(source)
 
 
 def _with_adapter(model: Any, source: str | Path, trainable: bool, hub: dict[str, Any]) -> Any:

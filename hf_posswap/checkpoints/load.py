@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 from hf_posswap.checkpoints.adapters_load import HUB_ARGUMENTS, adapter_source, load_with_base
 from hf_posswap.checkpoints.record_check import checked_plan
 from hf_posswap.compat.transformers_auto import auto_mapping
+from hf_posswap.compat.transformers_files import file_of
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.patching.apply.applied import AppliedSwap
 from hf_posswap.patching.apply.patch_model import apply_plan
@@ -25,6 +27,7 @@ from hf_posswap.utils.atomic_io import settle
 from hf_posswap.utils.auto_classes import refused_code
 from hf_posswap.utils.hub_session import hub_reading
 from hf_posswap.utils.threads import PROCESS
+from hf_posswap.utils.weight_shapes import FLOATS, INDEX, WEIGHTS, folder_kinds, refuse_outside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,8 +55,9 @@ def load(
         kwargs: for `from_pretrained`: dtype, device_map, attn_implementation, revision, token, ...
 
     Raises:
-        CheckpointError: nothing readable is there, or weights are missing or do not fit, or config.json asks for a
-            model far larger than they are: that is refused before any memory is taken.
+        CheckpointError: nothing readable is there, or weights are missing or do not fit, are integers where the model
+            has floating-point numbers, or lie outside the folder by its index, or config.json asks for a model far
+            larger than they are: that is refused before any memory is taken.
         RemoteCodeError: it needs code, which was not asked for.
         RecordError: its swap cannot be read, or its config and weights are not what the swap leaves behind.
 
@@ -83,6 +87,7 @@ def load(
     try:
         with refused_code(source, trust_remote_code):
             elsewhere = kwargs.keys() & _OTHER_WEIGHTS
+            refuse_outside(Path(source) / str(kwargs.get("subfolder", "")))
             bounds = Bounds() if elsewhere else bounds_in(source, config)
             refuse_endless(chosen, config, bounds, trust_remote_code=trust_remote_code)
             with PROCESS:  # transformers exchanges functions of its own and the default dtype meanwhile
@@ -96,6 +101,8 @@ def load(
         raise CheckpointError(f"cannot load {str(source)!r}: {said}") from error
     prefix = f"{model.base_model_prefix}."
     _refuse_misfits(source, info, None if model_class is None else _keys_held(config, prefix), prefix)
+    if not elsewhere:
+        _refuse_integers(source, model, info, hub)
     record = getattr(model.config, "posswap", None)
     if record is not None and getattr(model, "_posswap", None) is None:
         reapply_on_load(model, checked_plan(model))
@@ -111,6 +118,40 @@ def _refuse_misfits(source: str | Path, info: dict[str, Any], held: set[str] | N
         raise CheckpointError(
             f"the weights of {str(source)!r} do not fit its config: missing {missing[:8]}, of another shape "
             f"{mismatched[:8]}, unknown {unexpected[:8]}."
+        )
+
+
+def _refuse_integers(source: str | Path, model: Any, info: dict[str, Any], hub: dict[str, Any]) -> None:
+    """Refuse integers in the files where `model` has floating-point weights: transformers takes them for those.
+
+    A quantized checkpoint says in its config how they are read, and lacks that, or is none of transformers'.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        return
+    known = {} if Path(source).is_dir() else hub | {"local_files_only": True}
+    found = [file_of(source, name, certain=False, **known) for name in (WEIGHTS, INDEX)]
+    folder = next((path.parent for path in found if path is not None), None)
+    kinds = {} if folder is None else folder_kinds(folder)
+    integers = {name: kind for name, kind in kinds.items() if not kind.startswith(FLOATS)}
+    prefix, held = f"{model.base_model_prefix}.", model.state_dict()
+    dropped = set(info["unexpected_keys"])
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+
+    def lands(name: str) -> bool:
+        names = {name, f"{prefix}{name}", name.removeprefix(prefix)}
+        if names & held.keys():
+            return any(held[each].is_floating_point() for each in names & held.keys())
+        converted = not names & dropped and not any(pattern.search(name) for pattern in ignored)
+        return converted and name.endswith(("weight", "bias"))  # as experts, which become one tensor
+
+    wrong = sorted(name for name in integers if lands(name))
+    if wrong:
+        told = ", ".join(f"{name} ({integers[name]})" for name in wrong[:4])
+        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise CheckpointError(
+            f"the weights of {str(source)!r} hold integers where {type(model).__name__} has floating-point numbers: "
+            f"{told}{more}. If it is a quantized checkpoint, its config.json lacks quantization_config, by which they "
+            "are read: take both from where it was made."
         )
 
 

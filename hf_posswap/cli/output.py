@@ -113,7 +113,7 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     cells = [[printable(cell) for cell in row] for row in (header, *rows)]
     out = console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, _GAP - 1, 0, 0), show_edge=False)
-    for name, width in zip(header, column_widths(cells, out.width), strict=True):
+    for name, width in zip(cells[0], column_widths(cells, out.width), strict=True):
         table.add_column(name, overflow="fold", width=width)
     for row in cells[1:]:
         table.add_row(*row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from hf_posswap.report.words import common_gaps, far_said, own_gaps, scores_by_l
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.format import interval_text
 from hf_posswap.utils.naming import markdown_text
-from hf_posswap.utils.printable import printable_lines
+from hf_posswap.utils.printable import printable, printable_lines
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,19 @@ def markdown(results: dict[str, Any]) -> str:
     grid = grid_of(results)
     lines = [_measured_on(results, markdown_text), ""]
     lines += [_row(["model", *grid.header]), _row("---" for _ in ["model", *grid.header])]
-    lines += [_row([f"{sign_of(n)} {markdown_text(name)}", *cells]) for n, name, cells in grid.rows]
+    lines += [
+        _row([f"{sign_of(n)} {markdown_text(name)}", *map(_markdown_cell, cells)]) for n, name, cells in grid.rows
+    ]
     lines += ["", " ".join(grid.meanings)]
     if short := in_short(results):
         lines += ["", "In short:", "", *(f"- {markdown_text(text)}" for text in short)]
     lines += ["", *(f"- {markdown_text(text)}" for text in _remarks(results))]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _markdown_cell(cell: str) -> str:
+    """Return a cell of the grid as Markdown: numbers as they are, other text, such as a reason, escaped."""
+    return cell if _NUMBERS.fullmatch(cell) else markdown_text(cell)
 
 
 def notebook(results: dict[str, Any]) -> str:
@@ -110,7 +118,7 @@ def latex(results: dict[str, Any]) -> str:
     """
     grid, data = grid_of(results), results["data"]
     lines = [
-        f"% {data['documents']} documents. {' '.join(grid.meanings)}".replace("–", "--"),
+        f"% {printable(data['documents'])} documents. {' '.join(grid.meanings)}".replace("–", "--"),
         rf"\begin{{tabular}}{{l{'r' * len(grid.header)}}}",
         r"\toprule",
         rf"{' & '.join(['model', *map(_latex_text, grid.header)])} \\",
@@ -126,6 +134,7 @@ def _latex_text(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in " ".join(printable_lines(text).split()))
 
 
+_NUMBERS = re.compile(r"[\w .,:%+–\-\[\]]*")
 _LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import CheckpointError
+from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.untrusted import parse_json, read_bounded_json
 
+FLOATS = ("F", "BF")
+"""What the kinds of floating-point numbers begin with, as safetensors calls them."""
 Shapes = dict[str, tuple[int, ...]]
 _MOST_HEADER = 100_000_000  # bytes: the bound of safetensors itself
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def header_shapes(path: Path) -> Shapes:
@@ -47,6 +50,18 @@ def header_shapes(path: Path) -> Shapes:
     return found
 
 
+def header_kinds(path: Path) -> dict[str, str]:
+    """Return names and kinds of numbers (F32, BF16, I8, ...) of the tensors in a safetensors file, from its header.
+
+    Raises:
+        CheckpointError: as `header_shapes`.
+    """
+    header_shapes(path)  # which says what is wrong with it
+    with path.open("rb") as file:
+        header = parse_json(file.read(struct.unpack("<Q", file.read(8))[0]).decode("utf-8"))
+    return {name: str(entry.get("dtype")) for name, entry in header.items() if name != "__metadata__"}
+
+
 def _whole(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} where a whole number stands")
@@ -59,26 +74,65 @@ def folder_shapes(folder: Path) -> Shapes | None:
     Raises:
         CheckpointError: a file, or the index of many, cannot be read.
     """
-    if (folder / _INDEX).is_file():
-        names = _files_in(folder)
-    elif (folder / _WEIGHTS).is_file():
-        names = [_WEIGHTS]
-    else:
+    files = weight_files(folder)
+    if files is None:
         return None
     shapes: Shapes = {}
-    for name in names:
-        shapes |= header_shapes(folder / name)
+    for file in files:
+        shapes |= header_shapes(file)
     return shapes
 
 
-def _files_in(folder: Path) -> list[str]:
-    """Return the files that the index in `folder` names: beside it, nowhere else."""
+def folder_kinds(folder: Path) -> dict[str, str]:
+    """Return names and kinds of numbers of the weights in `folder`, as `folder_shapes`; {}: no safetensors.
+
+    Raises:
+        CheckpointError: as `folder_shapes`.
+    """
+    kinds: dict[str, str] = {}
+    for file in weight_files(folder) or ():
+        kinds |= header_kinds(file)
+    return kinds
+
+
+def weight_files(folder: Path) -> list[Path] | None:
+    """Return the safetensors files of a checkpoint in `folder`, one or many; None: there are none.
+
+    transformers takes the one file where both it and an index are there.
+
+    Raises:
+        CheckpointError: the index of many cannot be read, or names a file that does not lie beside it.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    return _files_in(folder / INDEX) if (folder / INDEX).is_file() else None
+
+
+def refuse_outside(folder: Path) -> None:
+    """Refuse a folder of which an index names weights elsewhere: transformers would read them there.
+
+    Raises:
+        CheckpointError: names the index and the first such file.
+    """
+    for kind in ("model.safetensors", "pytorch_model.bin"):
+        for path in sorted(folder.glob(f"{kind}.index*.json")):
+            if path.is_file():
+                _files_in(path)
+
+
+def _files_in(path: Path) -> list[Path]:
+    """Return the files that the index at `path` names: beside it, nowhere else."""
+    where = f"{path.name} of {str(path.parent)!r}"
     try:
-        index: Any = read_bounded_json(folder / _INDEX)
+        index: Any = read_bounded_json(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {_INDEX} of {str(folder)!r}: {error}") from error
+        raise CheckpointError(f"cannot read {where}: {error}") from error
     mapping = index.get("weight_map") if isinstance(index, dict) else None
     names = list(mapping.values()) if isinstance(mapping, dict) else None
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise CheckpointError(f"{_INDEX} of {str(folder)!r} must map each weight to a file beside it.")
-    return sorted(set(names))
+    if not names:
+        raise CheckpointError(f"{where} must map each weight to a file beside it.")
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name or "\\" in name:
+            got = f"names {brief_repr(name)}: copy or make it again."
+            raise CheckpointError(f"{where} must map each weight to a file beside it, and {got}")
+    return [path.parent / name for name in sorted(set(names))]

@@ -333,6 +333,24 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.parametrize("sidecar", [True, False])
+def test_adapters_that_name_one_another_as_base_are_refused(sidecar: bool, tmp_path: Path) -> None:
+    model = adapted("gpt2", "rope", tmp_path / "base")
+    for name in ("one", "two"):
+        hf_posswap.save(model, tmp_path / name)
+        if not sidecar:
+            (tmp_path / name / SIDECAR).unlink()
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    for bases in ({"one": "one"}, {"one": "two", "two": "one"}, {"one": "link"}):
+        for name, base in bases.items():
+            for file, key in (("adapter_config.json", "base_model_name_or_path"), (SIDECAR, "base")):
+                path = tmp_path / name / file
+                if path.exists():
+                    path.write_text(json.dumps(json.loads(path.read_text()) | {key: str(tmp_path / base)}))
+        with pytest.raises(CheckpointError, match="adapters name one another without an end"):
+            hf_posswap.load(tmp_path / "one")
+
+
 @pytest.mark.slow
 def test_it_loads_in_a_fresh_process(tmp_path: Path) -> None:
     model = adapted("gpt2", "kerple", tmp_path / "base")

@@ -1,9 +1,10 @@
-"""A config.json that asks for all memory is refused in words before any is taken: by `load`, `explain`, `doctor`."""
+"""Checkpoints that ask for all memory, lie outside their folder or hold other numbers: `load`, `explain`, `doctor`."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -28,6 +30,7 @@ from transformers import (
 
 import hf_posswap
 from hf_posswap import patch_model
+from hf_posswap.checkpoints.exports import export
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.patching.inspect.bounds import MOST_MODULES, Bounds, bounds_by, bounds_in, refuse_endless, within
 from hf_posswap.utils.auto_classes import MOST_LAYERS
@@ -53,6 +56,9 @@ ENDLESS = [
     ("llama", "alibi", "num_hidden_layers", 10**12, "layers are the most"),
     ("llama", "linear", "intermediate_size", 10**10, "numbers in its weights"),
     ("qwen2", None, "num_hidden_layers", 10**12, "layers are the most"),  # whose config makes a list of them
+    ("gpt2", None, "num_labels", 2**40, "says num_labels: 1099511627776, and 4194304 labels are the most"),
+    ("bert", "rope", "num_labels", 2**31, "and 4194304 labels are the most"),
+    ("bert", None, "depths", [HUGE], "says depths: 1000000000, and 65536 layers are the most"),
     ("bert", None, "max_position_embeddings", HUGE, "numbers in its weights"),
     ("bert", "rope", "type_vocab_size", 10**12, "numbers in its weights"),
     ("xglm", None, "max_position_embeddings", HUGE, "more than 67108864 entries in a table that it computes"),
@@ -91,7 +97,7 @@ def _bounded_memory() -> Iterator[None]:
 @pytest.mark.usefixtures("_bounded_memory")
 @pytest.mark.parametrize(("model", "scheme", "field", "value", "said"), ENDLESS)
 def test_an_endless_size_is_refused_in_words_and_at_once(
-    model: str, scheme: str | None, field: str, value: int, said: str, tmp_path: Path
+    model: str, scheme: str | None, field: str, value: Any, said: str, tmp_path: Path
 ) -> None:
     folder = edited(tmp_path / "saved", model, scheme, **{field: value})
     began = time.monotonic()
@@ -156,3 +162,94 @@ def test_as_many_layers_as_are_read_are_read(tmp_path: Path) -> None:
     edited(tmp_path, "gpt2", None, task_layers={"of": [{"layers": MOST_LAYERS + 1}]})
     with pytest.raises(CheckpointError, match="says layers: 65537, and 65536 layers are the most"):
         hf_posswap.explain(str(folder))
+
+
+def test_a_swapped_checkpoint_with_endless_labels_is_refused_by_auto_classes_too(tmp_path: Path) -> None:
+    folder = edited(tmp_path, "gpt2", "kerple", num_labels=2**40)
+    with pytest.raises(CheckpointError, match="num_labels: 1099511627776, and 4194304 labels are the most"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f'{{"model_type": "gpt2", "n_embd": {"9" * 5000}}}', "it has an integer of 5000 digits"),
+        (f'{{"model_type": "gpt2", "a": {"[" * 200}{"]" * 200}}}', "more than 64 levels"),
+        ('{"model_type": "gpt2"', "cannot read config.json"),
+    ],
+)
+@pytest.mark.parametrize("work", [hf_posswap.load, hf_posswap.explain, hf_posswap.doctor])
+def test_a_config_that_is_no_config_is_refused(work: Any, text: str, said: str, tmp_path: Path) -> None:
+    edited(tmp_path, "gpt2", None)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=said):
+        work(str(tmp_path))
+
+
+def test_a_file_of_gigabytes_is_not_read(tmp_path: Path) -> None:
+    folder = edited(tmp_path, "gpt2", None)
+    for name in ("generation_config.json", "config.json"):
+        with (folder / name).open("ab") as file:
+            file.truncate(2**40)  # it takes no room on the disk
+        with pytest.raises(CheckpointError, match=f"{name} of .* has 1099511627776 bytes"):
+            hf_posswap.load(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "{folder}/outside.safetensors", "sub/../a.safetensors", ".."]
+)
+def test_weights_outside_the_folder_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Stock transformers reads them: from wherever the file that it was given says."""
+    folder = tmp_path / "saved"
+    MODELS["gpt2"]().save_pretrained(folder, max_shard_size="1KB")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    moved = index["weight_map"]["transformer.wte.weight"]
+    (folder / moved).rename(tmp_path / "outside.safetensors")
+    named = name.format(folder=tmp_path)
+    index["weight_map"] = {key: named if file == moved else file for key, file in index["weight_map"].items()}
+    path.write_text(json.dumps(index))
+    if "outside" in name:
+        GPT2LMHeadModel.from_pretrained(folder)
+    for work in (
+        hf_posswap.load,
+        hf_posswap.explain,
+        hf_posswap.doctor,
+        lambda one: export(one, "vllm", tmp_path / "new"),
+    ):
+        with pytest.raises(CheckpointError, match=f"index.json of .*saved.* names {re.escape(repr(named))}"):
+            work(str(folder))
+    path.rename(folder / "model.safetensors.index.any.json")
+    with pytest.raises(CheckpointError, match=f"names {re.escape(repr(named))}"):
+        hf_posswap.load(folder, variant="any")
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool])
+@pytest.mark.parametrize("scheme", [None, "kerple"])
+def test_integers_for_floating_point_weights_are_refused_by_name(
+    kind: torch.dtype, scheme: str | None, tmp_path: Path
+) -> None:
+    """Stock transformers takes them for the numbers themselves."""
+    folder, name = edited(tmp_path, "gpt2", scheme), "transformer.h.0.mlp.c_fc.weight"
+    weights = load_file(folder / "model.safetensors")
+    weights[name] = (100 * weights[name]).to(kind)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if scheme is None:
+        stock = GPT2LMHeadModel.from_pretrained(folder).get_parameter(name)
+        assert torch.equal(stock, weights[name].float())
+    with pytest.raises(CheckpointError, match=f"hold integers where .*{name} .*lacks quantization_config"):
+        hf_posswap.load(folder)
+    assert any("integers, which transformers takes" in one.what for one in hf_posswap.doctor(folder).findings)
+
+
+def test_integers_under_another_prefix_are_found_and_buffers_of_integers_are_right(tmp_path: Path) -> None:
+    folder = edited(tmp_path, "bert", None)
+    weights = load_file(folder / "model.safetensors")
+    weights["bert.embeddings.position_ids"] = torch.arange(32)[None]  # as checkpoints of 2020 have them
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert hf_posswap.load(folder) is not None
+    name = "bert.embeddings.word_embeddings.weight"
+    weights["embeddings.word_embeddings.weight"] = weights.pop(name).to(torch.int8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"embeddings\.word_embeddings\.weight"):
+        hf_posswap.load(folder)

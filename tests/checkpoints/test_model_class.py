@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hf_posswap
 from hf_posswap import patch_model, swap_plan, unpatch_model
-from hf_posswap.errors import RecordError
+from hf_posswap.errors import RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.model_class import native_class, swapped_class
 from tests.checkpoints.fresh import PROJECT
 from tests.contract.models import LENGTH
@@ -294,3 +294,18 @@ def test_the_same_object_is_pickled_twice_in_one_stream() -> None:
     stream.seek(0)
     whole, base = pickle.load(stream)
     assert whole.base_model is base
+
+
+def test_a_decoder_alone_is_no_encoder_decoder_and_the_reason_is_said(tmp_path: Path) -> None:
+    sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8, "vocab_size": 32}
+    config = transformers.BartConfig(**sizes, max_position_embeddings=16, pad_token_id=1)
+    model = patch_model(transformers.BartForCausalLM(config), "rope", max_length=64).eval()
+    model.save_pretrained(tmp_path)
+    for auto in (transformers.AutoModel, transformers.AutoModelForSeq2SeqLM):
+        with pytest.raises(
+            UnsupportedSwapError, match="encoder and a decoder, .* false, as that of BartForCausalLM doe"
+        ):
+            auto.from_pretrained(tmp_path)
+    for loaded in (transformers.AutoModelForCausalLM.from_pretrained(tmp_path), hf_posswap.load(tmp_path)):
+        ids = torch.arange(3, 30)[None]
+        assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_posswap import patch_model, swap_plan
 from hf_posswap.cli.arguments import make_scheme
+from hf_posswap.errors import ConfigError
 from hf_posswap.evaluation.longppl import KeySpans
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.search.state import load_progress
 from hf_posswap.training.config import load_recipe, make_recipe
 from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.config.reading import read_yaml
 from tests.fuzz.hostile import BUDGETS, damaged, fuzz, mutated, plant, survives, values
 
 RECIPE = {
@@ -120,6 +124,102 @@ def test_recipes_in_files(examples: int, folder: Path) -> None:
     for text in texts:
         check(text)
     fuzz(examples, st.sampled_from(texts).flatmap(damaged), check)
+
+
+def _repeated(item: str, levels: int) -> str:
+    """Return lists of nine, each of nine of the one before: 9 to the power of `levels` values."""
+    lines = (f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels))
+    return "\n".join([f"a0: &a0 {item}", *lines, f"training: {{deepspeed: *a{levels - 1}}}"])
+
+
+NINES = "9" * 5000
+BAD_VALUES = {
+    "an alias bomb": (_repeated("[1, 1]", 9), "aliases come to more than 100000 values"),
+    "merged mappings": (_repeated("{b: 1}", 9).replace("[*", "{<<: [*").replace("]\n", "]}\n"), "aliases come to more"),
+    "an alias in itself": ("training: &a {deepspeed: [*a]}", "an alias stands inside what it repeats, in line 1"),
+    "nesting": (f"swap: {{scheme: {'[' * 200}{']' * 200}}}", "more than 64 levels"),
+    "deep nesting": (f"swap: {{scheme: {'[' * 5000}{']' * 5000}}}", "more than 64 levels"),
+    "an integer": (f"training: {{max_steps: {NINES}}}", "line 1 has an integer of more than 308 digits"),
+    "a hexadecimal integer": (f"training: {{max_steps: 0x{'f' * 300}}}", "an integer of more than 308 digits"),
+    "an integer to base 60": (f"training: {{max_steps: {':'.join(['59'] * 9000)}}}", "of more than 308 digits"),
+    "a number to base 60": (f"training: {{max_steps: {':'.join(['59'] * 9000)}.5}}", "of more than 308 digits"),
+    "a date as a number": ("training: {max_steps: 2001-13-45}", "expected a whole number, got '2001-13-45'"),
+    "a truth that is none": ("model: !!bool perhaps", "a value does not fit its tag"),
+    "an integer without digits": ("model: !!int ''", "a value does not fit its tag"),
+    "a date that is none": ("model: !!timestamp never", "a value does not fit its tag"),
+    "a date of month 13": ("model: !!timestamp 2001-13-45", "month must be in 1..12"),
+    "a name with a null": ('include: "a\\0b.yaml"', r"a\\x00b.yaml, which .* cannot be read"),
+    "a name of half a letter": ('include: "\\ud800.yaml"', r"\\ud800.yaml, which .* cannot be read"),
+    "a name too long": (f"include: {'a' * 5000}.yaml", "File name too long"),
+    "a device": ("include: /dev/zero", "/dev/zero, which .* it is no regular file"),
+    "a folder": ("include: .", "Is a directory"),
+    "a pipe": ("include: pipe", "pipe, which .* it is no regular file"),
+    "itself through another": ("include: other.yaml", "recipe.yaml includes itself"),
+    "too many files": (f"include: [{', '.join(['more.yaml'] * 12)}]", "a recipe reads 100 files at most"),
+    "a scheme's file without an end": ("swap: {scheme: zero.json}", "zero.json: it is no regular file"),
+    "a scheme's file with nesting": ("swap: {scheme: deep.json}", "more than 64 levels"),
+    "a scheme's file with an integer": ("swap: {scheme: digits.json}", "an integer of 5000 digits"),
+}
+
+
+@pytest.fixture
+def beside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working folder, with files in it that no reader may read to their end."""
+    os.mkfifo(folder / "pipe")
+    os.symlink("/dev/zero", folder / "zero.json")
+    (folder / "other.yaml").write_text("include: recipe.yaml")
+    (folder / "more.yaml").write_text(f"include: [{', '.join(['last.yaml'] * 12)}]")
+    (folder / "last.yaml").write_text("out: a")
+    inner = '{"name": "per_layer", "layers": {"0": '
+    (folder / "deep.json").write_text(inner * 300 + '"nope"' + "}}" * 300)
+    (folder / "digits.json").write_text(f'{{"name": "rope", "base": {NINES}}}')
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_recipes_without_an_end(name: str, beside: Path) -> None:
+    text, said = BAD_VALUES[name]
+    (beside / "recipe.yaml").write_text(text)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_recipe(beside / "recipe.yaml")
+    assert time.monotonic() - began < 10
+    assert len(str(refused.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (f"training.max_steps={NINES}", "an integer of more than 308 digits"),
+        (f"a={'[' * 3000}{']' * 3000}", "more than 64 levels"),
+        (f"{'.'.join('a' * 3000)}=1", "expected KEY=VALUE"),
+        (f"stages.{NINES}.length=4", "expected the number of an item, 0 to 1"),
+        ("stages.².length=4", "expected the number of an item, 0 to 1"),
+        (f"swap.scheme=t5:num_buckets={NINES}", "num_buckets of 't5' must be a whole number"),
+        (f'swap.scheme=per_layer:layers={{"0":{NINES}}}', "layers of 'per_layer' must be"),
+        ("out=\x1b[31m", r"'out=\\x1b\[31m': the value cannot be read as YAML"),
+    ],
+)
+def test_settings_without_an_end(setting: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_recipe(RECIPE, [setting])
+    assert len(str(refused.value)) < 2000
+
+
+@pytest.mark.parametrize("name", ["zero.json", "deep.json", "digits.json"])
+def test_files_of_schemes_without_an_end(name: str, beside: Path) -> None:
+    assert not survives(lambda: make_scheme(name), beside)
+
+
+def test_dates_are_text_aliases_repeat_and_mappings_merge(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {name: 2001-13-45}\nswap: &s {scheme: rope}\nout: run\n")
+    assert load_recipe(path).model.name == "2001-13-45"
+    path.write_text("stages: [&a {max_steps: 2, length: 16}, {<<: *a, max_steps: 5}, *a]")
+    first, second, third = read_yaml(path)["stages"]
+    assert first == third == {"max_steps": 2, "length": 16}
+    assert second == {"max_steps": 5, "length": 16}
 
 
 @pytest.mark.parametrize("examples", BUDGETS)

@@ -13,6 +13,7 @@ from hf_posswap.checkpoints.doctor_checks.model_traps import (
     Layout,
     lay_out,
     length_findings,
+    number_findings,
     readable,
     setting_findings,
     weight_findings,
@@ -82,7 +83,7 @@ def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], li
         findings += [*setting_findings(layout, chart), *length_findings(layout, chart)]
         if chart.shapes is not None:
             checked.append(f"the shapes of {len(chart.shapes)} weights")
-            findings += weight_findings(layout, chart.shapes)
+            findings += [*weight_findings(layout, chart.shapes), *number_findings(layout, chart)]
     if chart.tokenizer is not None:
         checked.append("tokenizer_config.json")
     unread = readable(chart)

@@ -21,7 +21,7 @@ from hf_posswap.patching.inspect.bounds import bounds_by, refuse_endless
 from hf_posswap.patching.inspect.describe import model_class_of, read_config
 from hf_posswap.patching.record.model_class import swapped_class
 from hf_posswap.patching.record.record import native_config_class
-from hf_posswap.utils.weight_shapes import Shapes
+from hf_posswap.utils.weight_shapes import FLOATS, Shapes, folder_kinds
 
 _SHOWN = 4
 
@@ -97,6 +97,19 @@ def weight_findings(layout: Layout, shapes: Shapes) -> Iterator[Finding]:
     if angles:
         what = f"{_some(angles)}: angles saved with the weights are not read; those of the config hold."
         yield Finding("note", "weights", what, "Check that the config says the same angles.")
+
+
+def number_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
+    """Give the weights that are integers where the model has floating-point numbers."""
+    if (chart.config or {}).get("quantization_config") or not Path(chart.source).is_dir():
+        return
+    floats = {name for name, tensor in layout.model.state_dict().items() if tensor.is_floating_point()}
+    kinds = folder_kinds(Path(chart.source))
+    integers = [name for name in sorted(kinds) if name in floats and not kinds[name].startswith(FLOATS)]
+    if integers:
+        what = f"{_some(integers)}: integers, which transformers takes for the floating-point numbers of the model."
+        do = "Take config.json, with quantization_config, and weights from where they were made."
+        yield Finding("error", "weights", what, do)
 
 
 def _about_positions(name: str) -> bool:

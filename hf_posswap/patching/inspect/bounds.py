@@ -31,7 +31,7 @@ from hf_posswap.patching.record.building import build_class
 from hf_posswap.patching.record.model_class import native_class
 from hf_posswap.patching.record.record import native_config, native_config_class
 from hf_posswap.patching.record.schema import LONGEST
-from hf_posswap.utils.weight_shapes import Shapes, folder_shapes
+from hf_posswap.utils.weight_shapes import Shapes, folder_shapes, refuse_outside
 
 MOST_MODULES = 2**18
 """Of a model whose weights are not at hand: more than the Switch Transformer has, with 2048 experts in each layer."""
@@ -70,7 +70,12 @@ def bounds_by(shapes: Shapes | None, config: Any) -> Bounds:
 
 
 def bounds_in(source: str | Path, config: Any) -> Bounds:
-    """Return what the model of `config` may be by the weights in the folder `source`; a Hub id's are not asked for."""
+    """Return what the model of `config` may be by the weights in the folder `source`; a Hub id's are not asked for.
+
+    Raises:
+        CheckpointError: an index names weights that lie elsewhere.
+    """
+    refuse_outside(Path(source))
     try:
         return bounds_by(folder_shapes(Path(source)), config)
     except CheckpointError:  # whoever reads the weights says so

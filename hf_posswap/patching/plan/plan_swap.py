@@ -21,6 +21,7 @@ from hf_posswap.patching.plan.nested_swaps import refuse_nested_swaps
 from hf_posswap.patching.plan.preconditions import refuse_missed, refuse_wrapped_parts, what_instead
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.patching.record.refusals import stock_name
 from hf_posswap.patching.record.schema import LONGEST
 from hf_posswap.patching.sites.attention.attn_implementation import plan_attn_implementation
 from hf_posswap.patching.sites.attention.native import native_scheme
@@ -92,6 +93,7 @@ def _planned(
     refuse_wrapped_parts(model)
     refuse_nested_swaps(model)
     sites = locate(model)
+    _refuse_config_of_decoder(model, sites)
     refuse_missed(model, sites)
     schemes = _resolved(model, sites, schemes_by_stack(scheme, sites, options), max_length)
     length = max_length or max(_reach(one, sites, name) for name, one in schemes.items())
@@ -105,6 +107,20 @@ def _planned(
         SwapContext(model, sites, sites.stack(name), one, length, site, relative) for name, one in schemes.items()
     ]
     return _plan([replace(context, scheme=fitted(context)) for context in contexts])
+
+
+def _refuse_config_of_decoder(model: Any, sites: Sites) -> None:
+    """Refuse an encoder-decoder that was built from the config of a model with a decoder alone."""
+    has_both = {"encoder", "decoder"} <= {stack.name for stack in sites.stacks}
+    if not has_both or getattr(model.config, "is_encoder_decoder", True):
+        return
+    named = [stock_name(name) for name in model.config.architectures or ()]
+    of = f", as that of {named[0]} does" if named else ""
+    raise UnsupportedSwapError(
+        f"{type(model).__name__} has an encoder and a decoder, and its config says is_encoder_decoder: false{of}: that "
+        "is a model with a decoder alone, in whose checkpoint there are no weights of an encoder. Load such a "
+        "checkpoint by hf_posswap.load or AutoModelForCausalLM; for a new model set is_encoder_decoder to true."
+    )
 
 
 def _check_arguments(model: Any, max_length: int | None, site: SiteChoice) -> None:

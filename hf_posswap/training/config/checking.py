@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from hf_posswap.checkpoints.hub import checked_repo_id
 from hf_posswap.errors import PosswapError
+from hf_posswap.patching.record.schema import LONGEST
 from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.training.config.problems import Problem
@@ -16,6 +17,7 @@ from hf_posswap.training.config.theirs import REFUSED
 from hf_posswap.training.data.settings import cut_problem
 
 _OFFLOADS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+_MOST_SEED = 2**32 - 1  # of NumPy, which transformers seeds as well
 _OF_MODULES = ("galore", "apollo", "lomo", "adalomo")  # optimizers that take modules, or a model
 
 
@@ -29,7 +31,7 @@ def check(recipe: Recipe) -> list[Problem]:
         ['training.warmup_steps: 2000 steps of warm-up in a training of 1000.']
     """
     checks = (
-        *(_model, _swap, _centre, _fit, _gradual, _objective, _trainable, _refused, _training, _computing),
+        *(_model, _swap, _centre, _fit, _gradual, _objective, _trainable, _refused, _training, _sizes, _computing),
         *(_hub, _rest, _evaluation, _missing, _stages),
     )
     return [problem for found in checks for problem in found(recipe)]
@@ -177,6 +179,24 @@ def _training(recipe: Recipe) -> Iterator[Problem]:
         said = f"{settings.warmup_steps:g} steps of warm-up in a training of {settings.max_steps}."
         yield Problem("training.warmup_steps", said, ("training.max_steps", "stages"))
     yield from _optim(settings.optim)
+
+
+def _sizes(recipe: Recipe) -> Iterator[Problem]:
+    """Give what would fill any memory, or is beyond what random numbers start from, before anything is made."""
+    lengths = {"data.length": recipe.data.length} | {
+        f"stages[{number}].length": stage.length for number, stage in enumerate(recipe.stages) if stage.length
+    }
+    lengths |= {"evaluation.lengths": max(recipe.evaluation.lengths, default=0)}
+    for key, length in lengths.items():
+        if length > LONGEST:
+            yield Problem(key, f"expected at most {LONGEST} tokens, got {length}.")
+    batch, longest = recipe.training.per_device_train_batch_size, min(recipe.data.length, LONGEST)
+    if batch * longest > LONGEST:
+        said = f"{batch} windows of {longest} tokens at once; the most is {LONGEST} tokens."
+        yield Problem("training.per_device_train_batch_size", said, ("data.length",))
+    if recipe.training.seed > _MOST_SEED:
+        said = f"expected at most {_MOST_SEED}, got {recipe.training.seed}."
+        yield Problem("training.seed", said)
 
 
 def _computing(recipe: Recipe) -> Iterator[Problem]:

@@ -38,6 +38,9 @@ def load_weights(model: Any, folder: Path) -> None:
     other = sorted(name for name, tensor in state.items() if name in shapes and tensor.shape != shapes[name])
     if other:
         raise CheckpointError(f"the weights in {folder} do not fit the model: of another shape {other[:8]}.")
+    integers = [name for name, held in model.state_dict().items() if name in state and _is_integer(held, state[name])]
+    if integers:
+        raise CheckpointError(f"the weights in {folder} do not fit the model: integers for {sorted(integers)[:8]}.")
     found = model.load_state_dict(state, strict=False)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     missing = sorted(set(found.missing_keys) - tied)
@@ -46,6 +49,10 @@ def load_weights(model: Any, folder: Path) -> None:
             f"the weights in {folder} do not fit the model: missing {missing[:8]}, unknown "
             f"{sorted(found.unexpected_keys)[:8]}."
         )
+
+
+def _is_integer(held: Any, stored: Any) -> bool:
+    return held.is_floating_point() and not stored.is_floating_point()
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -327,3 +327,18 @@ def test_every_key_is_documented_and_can_be_given() -> None:
     documented = {(owner, name) for owner in {key.owner for key in keys} for name in attribute_docs(owner)}
     fields = {(owner, field.name) for owner in {key.owner for key in keys} for field in dataclasses.fields(owner)}
     assert documented <= fields
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (f"data.length={2**40}", "data.length: expected at most 67108864 tokens, got 1099511627776"),
+        (f"stages=[{{max_steps: 2, length: {2**40}}}]", r"stages\[0\].length: expected at most 67108864 tokens"),
+        (f"evaluation.lengths=[16, {2**62}]", "evaluation.lengths: expected at most 67108864 tokens"),
+        (f"training.per_device_train_batch_size={2**40}", "1099511627776 windows of .* the most is 67108864 tokens"),
+        (f"training.seed={2**32}", "training.seed: expected at most 4294967295, got 4294967296"),
+    ],
+)
+def test_sizes_that_would_fill_any_memory_are_refused(setting: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_recipe({"model": {"name": "gpt2"}, "swap": {"scheme": "rope"}}, [setting])
