@@ -11,7 +11,8 @@ from typing import Any
 
 from hf_posswap.checkpoints.manifest import MANIFEST
 from hf_posswap.errors import CheckpointError, PosswapError
-from hf_posswap.utils.hub_session import retry_after, unreachable_error
+from hf_posswap.utils.hub_answers import retry_after
+from hf_posswap.utils.hub_session import unreachable_error
 
 LEFT_OUT = (
     ".*", "*/.*", "__pycache__/*", "*/__pycache__/*", "checkpoint-*/*", "optimizer.*", "scheduler.*", "scaler.*",
@@ -93,7 +94,7 @@ def status_of(error: Exception) -> int | None:
     return getattr(getattr(_deepest(error), "response", None), "status_code", None)
 
 
-_UNREADABLE = (JSONDecodeError, KeyError, TypeError, AttributeError, IndexError)
+_UNREADABLE = (JSONDecodeError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
 def _deepest(error: BaseException) -> Any:

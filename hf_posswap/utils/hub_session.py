@@ -2,26 +2,27 @@
 
 The Hub's client waits for a stalled server without end, tries an unreachable one for half a minute with two lines each
 time, and waits as long as a server tells it to. Inside `hub_session` each request of the client that the process shares
-has bounds of its own.
+has bounds of its own: the answer to a question, about a repository or a file, is whole after half a minute and has at
+most 32 MiB; all the time that such answers take beyond two seconds each adds up to half a minute at most. A download
+may take as long as it likes while it flows: 1 KiB a second, over each 20 s of waiting for it.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import re
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from functools import cache, wraps
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
+from hf_posswap.errors import PosswapError
+from hf_posswap.utils.hub_answers import BadAnswerError, Flow, call_in_time, observed_stream, read_answer, retry_after
 from hf_posswap.utils.threads import quiet_logger
 
 Reader = TypeVar("Reader", bound=Callable[..., Any])
@@ -30,6 +31,10 @@ _TRIES = 4
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 _CONNECT, _SILENCE, _WORK = 5.0, 20.0, 120.0
 """Seconds: to be connected, until the answer to a question begins, and to what makes the Hub work."""
+_ANSWER, _USUAL = 30.0, 2.0
+"""Seconds: until the answer to a question is whole; those that answers may take, before the rest is added up."""
+_PAGES = 1000
+"""Answers to one question: a list of files comes in pages of a thousand."""
 _LIBRARIES = ("httpx", "httpx2")
 
 
@@ -50,6 +55,13 @@ class HubSession:
         self._end = time.monotonic() + self._timeout
         self._unreachable: dict[str, str] = {}
         self._tries: Counter[str] = Counter()
+        self._asked: Counter[tuple[str, str]] = Counter()
+        self._patience = _ANSWER
+
+    @property
+    def reason(self) -> str | None:
+        """Why nothing more is asked of a host; None: every host can be asked."""
+        return "; ".join(dict.fromkeys(self._unreachable.values())) or None
 
     def extend(self, seconds: float) -> None:
         """Let requests take `seconds` from now, whatever was left: to ask what became of the last one."""
@@ -96,20 +108,68 @@ class HubSession:
         host = request.url.host
         if host in self._unreachable:
             raise _unreachable(self._unreachable[host])
-        left = self._left()
-        silence = _SILENCE if request.method in ("GET", "HEAD") else _WORK
+        self._set_timeouts(request)
+        limit, began = self._limit(request), time.monotonic()
+        sent = [began]  # when the last piece of the request went out
+
+        def observe_request(size: int, waited: float) -> None:
+            self._left()
+            sent[0] = time.monotonic()
+
+        def left_for_answer() -> float:
+            seconds = sent[0] + limit - time.monotonic()
+            if seconds <= 0:
+                self.silent = True
+                raise BadAnswerError(f"did not finish an answer within {limit:.3g} s")
+            return min(seconds, self._left())
+
+        request.stream = observed_stream(_library(request))(body, observe_request)
+        try:
+            self._count(request)
+            response = call_in_time(lambda: _exchange(send, request, stream, how), left_for_answer)
+        except BadAnswerError as error:
+            raise self._given_up(host, error) from error
+        finally:
+            if _is_question(request):
+                self._patience -= max(0.0, time.monotonic() - began - _USUAL)
+        if stream and response.status_code < 400:
+            response.stream = observed_stream(_library(request))(response.stream, self._observe_download(host))
+        return response
+
+    def _set_timeouts(self, request: Any) -> None:
+        """Bound how long the server may be silent, while it is connected to and after that."""
+        left, silence = self._left(), _SILENCE if _is_question(request) else _WORK
         asked = request.extensions.get("timeout", {})
         bounds = {name: min(asked.get(name) or silence, silence, left) for name in ("read", "write", "pool")}
         request.extensions = {**request.extensions, "timeout": {"connect": min(_CONNECT, left), **bounds}}
-        library = _library(request)
-        request.stream = _bounded_stream(library)(body, self._left)
-        response = send(request, stream=True, **how)
-        response.stream = _bounded_stream(library)(response.stream, self._left)
-        try:
-            return response if stream else _read(response)
-        except BaseException:
-            response.close()
-            raise
+
+    def _limit(self, request: Any) -> float:
+        """Return the seconds from the end of `request` until its answer is whole, or of a download, its beginning."""
+        return min(_ANSWER, max(self._patience, 0.0) + _USUAL) if _is_question(request) else _WORK
+
+    def _count(self, request: Any) -> None:
+        """Refuse to ask for page after page of a list that has no end."""
+        question = (request.method, f"{request.url.host}{request.url.path}")
+        self._asked[question] += 1
+        if self._asked[question] > _PAGES:
+            raise BadAnswerError(f"gave more than {_PAGES} answers to one question, {request.url.path}")
+
+    def _observe_download(self, host: str) -> Callable[[int, float], None]:
+        flow = Flow()
+
+        def observe(size: int, waited: float) -> None:
+            self._left()
+            try:
+                flow.add(size, waited)
+            except BadAnswerError as error:
+                raise self._given_up(host, error) from error
+
+        return observe
+
+    def _given_up(self, host: str, error: BadAnswerError) -> Exception:
+        """Return the error that says why nothing more is asked of `host`."""
+        self._unreachable[host] = f"{host} {error}"
+        return _unreachable(self._unreachable[host])
 
     def _left(self) -> float:
         """Return the seconds that are left."""
@@ -178,8 +238,14 @@ def hub_reading(function: Reader) -> Reader:
     def bounded(*args: Any, **kwargs: Any) -> Any:
         if getattr(_own, "session", None) is not None:
             return function(*args, **kwargs)
-        with hub_session():
-            return function(*args, **kwargs)
+        with hub_session() as session:
+            try:
+                return function(*args, **kwargs)
+            except PosswapError as error:
+                reason = session.reason
+                if reason is not None and reason not in str(error):  # transformers speaks of being offline
+                    error.args = (f"{error} The Hub: {reason}.", *error.args[1:])
+                raise
 
     return cast("Reader", bounded)
 
@@ -224,6 +290,20 @@ def _library(request: Any) -> Any:
     return next(sys.modules[root] for kind in type(request).__mro__ if (root := _root(kind)) in _LIBRARIES)
 
 
+def _is_question(request: Any) -> bool:
+    return request.method in ("GET", "HEAD")
+
+
+def _exchange(send: Callable[..., Any], request: Any, stream: bool, how: dict[str, Any]) -> Any:
+    """Return the response to `request`, read to its end unless it is a download."""
+    response = send(request, stream=True, **how)
+    try:
+        return response if stream and response.status_code < 400 else read_answer(response)
+    except BaseException:
+        response.close()
+        raise
+
+
 def _root(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
@@ -233,49 +313,3 @@ def _in_memory(request: Any) -> bool:
         return request.content is not None
     except _library(request).RequestNotRead:
         return False
-
-
-@cache
-def _bounded_stream(library: Any) -> Callable[..., Any]:
-    """Return a class of streams that ask before each piece how much time is left."""
-
-    def __init__(self: Any, stream: Any, left: Callable[[], float]) -> None:
-        self.stream, self.left = stream, left
-
-    def __iter__(self: Any) -> Iterator[bytes]:
-        for piece in self.stream:
-            self.left()
-            yield piece
-
-    def close(self: Any) -> None:
-        if hasattr(self.stream, "close"):
-            self.stream.close()
-
-    body = {"__init__": __init__, "__iter__": __iter__, "close": close}
-    return type("BoundedStream", (library.SyncByteStream,), body)
-
-
-def _read(response: Any) -> Any:
-    response.read()
-    return response
-
-
-def retry_after(headers: Any) -> float | None:
-    """Return the seconds that a server asks to wait, as a number, as a date, or as the rest of a rate's window.
-
-    Example:
-        >>> retry_after({"retry-after": "7"}), retry_after({"ratelimit": '"api";r=0;t=55'}), retry_after({})
-        (7.0, 55.0, None)
-    """
-    asked = headers.get("retry-after", "").strip()
-    if asked.isdigit():
-        return float(asked)
-    if asked:
-        try:
-            moment = parsedate_to_datetime(asked)
-        except ValueError:
-            return None
-        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-        return max(0.0, (moment - datetime.now(UTC)).total_seconds())
-    window = re.search(r"\br=0\s*;\s*t=(\d+)", headers.get("ratelimit", ""))
-    return float(window[1]) if window else None

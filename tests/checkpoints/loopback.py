@@ -8,8 +8,9 @@ import json
 import re
 import threading
 import time
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -39,12 +40,15 @@ class Answer:
     Attributes:
         how: "cut" (none comes), "half" (half of it comes, and looks whole), "torn" (half of it comes, then
             nothing), "page" (a page of HTML comes in its place), "stall" (none comes, and the connection stays), "drip"
-            (a byte now and then), or an HTTP status of failure.
+            (a byte now and then), "creep" (so do its headers), "huge" (600 MB of it come), "bomb" (so they do once
+            unpacked), "deep" (JSON in JSON in JSON), "whole" (it comes), or an HTTP status of failure.
         done: whether what was asked was done.
+        headers: that come with it.
     """
 
     how: str | int
     done: bool = True
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass
@@ -53,8 +57,8 @@ class Hub:
 
     Attributes:
         lfs: store suffixes of what goes by LFS, where `use_lfs`.
-        faults: by kind of request ("commit", "put", "preupload", "resolve", ...): what goes wrong, once each: an HTTP
-            status, alone or with the seconds of a Retry-After; "cut" (the connection ends in the middle of the
+        faults: by kind of request ("commit", "put", "preupload", "resolve", "head", ...): what goes wrong, once each:
+            an HTTP status, alone or with the seconds of a Retry-After; "cut" (the connection ends in the middle of the
             request), "short" (half of a file comes); or an `Answer`, for what goes wrong with the answer.
         requests: every request, "KIND path".
         times: when each came, in seconds.
@@ -127,6 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
     how: str | int | None = None
+    more: dict[str, str] = {}
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -146,8 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_HEAD = do_any
 
     def _serve(self, kind: str, names: dict[str, str]) -> None:
-        waiting = self.hub.faults.get(kind, [])
-        fault = waiting.pop(0) if waiting and (kind != "resolve" or self.command == "GET") else None
+        waiting = self.hub.faults.get("head" if self.command == "HEAD" else kind, [])
+        fault = waiting.pop(0) if waiting else None
         if fault == "cut" and kind != "resolve":  # read a little of what comes, then hang up
             self.rfile.read(100)
             self.close_connection = True
@@ -155,6 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = self.body()
         self.how = fault.how if isinstance(fault, Answer) else None
+        self.more = dict(fault.headers) if isinstance(fault, Answer) else {}
         if isinstance(fault, int | tuple):
             status, wait = fault if isinstance(fault, tuple) else (fault, None)
             self.reply(status, {"error": "a fault of the test"}, {} if wait is None else {"Retry-After": str(wait)})
@@ -190,9 +196,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
             return
-        if how == "drip":
-            self._drip(content)
+        if how in ("drip", "creep"):
+            self._drip(content, creeps=how == "creep")
             return
+        if how in ("huge", "bomb"):
+            self._flood(packed=how == "bomb")
+            return
+        if how == "deep":
+            content = b"[" * 200_000 + b"]" * 200_000
         whole = len(content)
         if how in ("half", "torn"):
             content = content[: whole // 2]
@@ -203,21 +214,36 @@ class _Handler(BaseHTTPRequestHandler):
         length = whole if how == "torn" else len(content)
         self.send(status, content, length, {"Content-Type": "application/json", **(headers or {})})
 
-    def _drip(self, content: bytes) -> None:
+    def _drip(self, content: bytes, *, creeps: bool = False) -> None:
         content = content.ljust(64)  # blanks after JSON mean nothing, and the shortest answer lasts, too
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+        if not creeps:
+            self.wfile.write(head)
+        sent = head + content if creeps else content
+        with suppress(OSError):  # the client may have gone
+            for number in range(len(sent)):
+                if self.hub.released.wait(0.3):
+                    break
+                self.wfile.write(sent[number : number + 1])
+                self.wfile.flush()
+        self.close_connection = True
+
+    def _flood(self, *, packed: bool) -> None:
+        packer, blanks = zlib.compressobj(wbits=31), b" " * (1 << 20)
+        pieces = [packer.compress(blanks) for _ in range(600)] + [packer.flush()] if packed else [blanks] * 600
         self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
+        if packed:
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(sum(map(len, pieces))))
         self.end_headers()
-        for number in range(len(content)):
-            if self.hub.released.wait(0.3):
-                break
-            self.wfile.write(content[number : number + 1])
-            self.wfile.flush()
+        with suppress(OSError):
+            for piece in pieces:
+                self.wfile.write(piece)
         self.close_connection = True
 
     def send(self, status: int, content: bytes, length: int, headers: dict[str, str]) -> None:
         self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(length)}).items():
+        for name, value in (headers | {"Content-Length": str(length)} | self.more).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -322,6 +348,9 @@ class _Handler(BaseHTTPRequestHandler):
         etag = oid or hashlib.sha1(content).hexdigest()
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "X-Linked-Size": str(len(content))}
         headers |= {"X-Linked-Etag": f'"{oid}"'} if oid else {}
+        if isinstance(fault, Answer) and fault.how != "whole":
+            self.reply(200, content)
+            return
         start = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
         sent = content[int(start[1]) :] if start else content
         held = sent[: len(sent) // 2] if fault in ("short", "cut") else sent

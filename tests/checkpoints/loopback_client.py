@@ -87,7 +87,12 @@ def auto(repo_id: str, **kwargs: Any) -> Any:
     return numbers(transformers.AutoModelForCausalLM.from_pretrained(repo_id, **kwargs))
 
 
-CALLS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (push, push_to_hub, save, load, auto)}
+def peak() -> int:
+    """Return the most memory that this process has held, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+CALLS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (push, push_to_hub, save, load, auto, peak)}
 
 
 def main() -> None:

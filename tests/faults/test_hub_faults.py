@@ -196,6 +196,106 @@ def test_what_is_read_from_a_hub_that_fails_is_one_clear_error(hub: Hub, speaker
         tally("Hub", 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "how", "said"),
+    [
+        (["head"], "creep", "did not finish an answer within|said nothing for"),
+        (["info", "tree", "resolve"], "drip", "bytes a second|did not finish an answer within"),
+        (["resolve"], "huge", ""),
+    ],
+)
+def test_a_load_from_a_hub_that_drips_ends_in_less_than_a_minute(
+    hub: Hub, speaker: Client, tally: Tally, kinds: list[str], how: str, said: str
+) -> None:
+    name = f"me/dripping-{how}"
+    speaker.do("push", repo_id=name, scheme="rope", seed=10)
+    for kind in kinds:
+        hub.faults[kind] = [Answer(how)] * 200
+    began = time.monotonic()
+    message = speaker.refused("load", repo_id=name, force_download=True)
+    assert time.monotonic() - began < 50
+    assert name in message
+    assert re.search(said, message), message
+    tally("Hub", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("huge", "more than 32 MiB"), ("bomb", "more than 32 MiB"), ("deep", "nested too deeply")]
+)
+@pytest.mark.parametrize("kind", ["info", "create", "tree", "preupload", "batch"])
+def test_an_answer_of_any_size_or_depth_is_not_taken_in(
+    hub: Hub, speaker: Client, tally: Tally, kind: str, how: str, said: str
+) -> None:
+    before = speaker.do("peak")
+    hub.faults[kind] = [Answer(how)] * 50
+    name = f"me/endless-{kind}-{how}"
+    message = speaker.refused("push", repo_id=name, scheme="rope", seed=3000 + sum(name.encode()))
+    assert said in message, message
+    assert "Nothing was committed" in message
+    assert speaker.do("peak") < before + 250
+    tally("Hub", 1, 1)
+
+
+def test_a_list_of_files_without_an_end_is_left(hub: Hub, speaker: Client, tally: Tally) -> None:
+    name = "me/pages"
+    speaker.do("push", repo_id=name, scheme="rope", seed=11)
+    again = f'<{hub.url}/api/models/{name}/tree/main?recursive=True&cursor=x>; rel="next"'
+    hub.faults["tree"] = [Answer("whole", headers=(("Link", again),))] * 5000
+    assert "gave more than 1000 answers to one question" in speaker.refused(
+        "push", repo_id=name, scheme="alibi", seed=12
+    )
+    tally("Hub", 1, 1)
+
+
+@pytest.mark.parametrize("kind", ["info", "create", "preupload", "commit", "head", "resolve"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Retry-After": "\xb2"},
+        {"Retry-After": "9" * 5000},
+        {"Retry-After": "Wed, 99 Nov 99999 99:99:99 +9999"},
+        {"Retry-After": "Mon, 01 Jan 0001 00:00:00 +2359"},
+        {"RateLimit": '"api";r=0;t=' + "9" * 5000},
+        {"RateLimit": '"api";r=' + "9" * 5000 + ";t=1", "RateLimit-Policy": '"fixed window";"api";q=\xb2;w=300'},
+        {"X-Error-Code": "\xb2", "X-Error-Message": "\xff" * 2000, "X-Request-Id": "\xb2"},
+    ],
+    ids=lambda headers: next(iter(headers)) + next(iter(headers.values()))[:8].encode("ascii", "replace").decode(),
+)
+def test_odd_headers_are_no_other_error(
+    hub: Hub, speaker: Client, tally: Tally, kind: str, headers: dict[str, str]
+) -> None:
+    name = f"me/odd-{kind}"
+    speaker.do("push", repo_id=name, scheme="rope", seed=13)
+    hub.faults[kind] = [Answer(429, done=kind in ("head", "resolve"), headers=tuple(headers.items()))] * 200
+    call = (
+        {"call": "load", "force_download": True} if kind in ("head", "resolve") else {"call": "push", "scheme": "alibi"}
+    )
+    began = time.monotonic()
+    assert name in speaker.refused(repo_id=name, **call)  # type: ignore[arg-type]
+    assert time.monotonic() - began < 30
+    tally("Hub", 1, 1)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"X-Linked-Size": "\xb2"}, {"X-Linked-Size": "-1"}, {"X-Linked-Size": "9" * 5000}, {"ETag": ""},
+        {"ETag": "\xb2"},
+        {"X-Repo-Commit": "../../../../outside"}, {"X-Repo-Commit": "\xb2"}, {"Content-Length": "x"},
+        {"Location": "http://[::1"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_odd_headers_of_a_file_are_no_other_error(
+    hub: Hub, speaker: Client, tally: Tally, headers: dict[str, str]
+) -> None:
+    speaker.do("push", repo_id="me/headers", scheme="rope", seed=14)
+    hub.faults["head"] = [Answer("whole", headers=tuple(headers.items()))] * 200
+    answer = speaker.ask("load", repo_id="me/headers", force_download=True)
+    assert "value" in answer or answer["error"] == "CheckpointError", answer
+    tally("Hub", 1, 1)
+
+
 def test_an_unreachable_hub_is_said_in_seconds_and_nothing_else_is(tmp_path: Path, tally: Tally) -> None:
     with running() as gone:
         pass
