@@ -181,5 +181,8 @@ def _object_in(source: str | Path, name: str, hub: dict[str, Any]) -> dict[str, 
     try:
         values = read_bounded_json(Path(path))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {name} of {str(source)!r}: {error}") from error
+        said = f"cannot read {name} of {str(source)!r}"
+        if name == "config.json":
+            said = f"{str(source)!r} holds no readable model config (config.json)"
+        raise CheckpointError(f"{said}: {error}") from error
     return values if isinstance(values, dict) else {}

@@ -98,14 +98,13 @@ def folder_kinds(folder: Path) -> dict[str, str]:
 def weight_files(folder: Path) -> list[Path] | None:
     """Return the safetensors files of a checkpoint in `folder`, one or many; None: there are none.
 
-    transformers takes the one file where both it and an index are there.
+    transformers takes the one file where both it and an index are there; the index must be right all the same.
 
     Raises:
         CheckpointError: the index of many cannot be read, or names a file that does not lie beside it.
     """
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    return _files_in(folder / INDEX) if (folder / INDEX).is_file() else None
+    indexed = _files_in(folder / INDEX) if (folder / INDEX).is_file() else None
+    return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else indexed
 
 
 def refuse_outside(folder: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from hf_posswap.errors import OptionError, PosswapError, SchemeError, UnknownNameError
 from hf_posswap.schemes import SCHEMES, Linear, Scheme, make_scheme, schemes_for
+from hf_posswap.utils.printable import brief_repr
 
 NAN, INF = float("nan"), float("inf")
 NOT_NUMBERS: list[Any] = [NAN, INF, -INF, True, "4", [4.0], 10**400]
@@ -93,7 +94,7 @@ def test_what_is_no_number_within_bounds_is_refused(name: str, field: str) -> No
         message = refuse(name, **{field: value})
         assert f"{field} must be" in message
         assert expected in message
-        assert message.endswith(f"got {value!r}.")
+        assert message.endswith(f"got {brief_repr(value)}.")
 
 
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in WHOLES])
@@ -104,13 +105,15 @@ def test_what_is_no_whole_number_within_bounds_is_refused(name: str, field: str)
     optional = [] if getattr(SCHEMES.get(name)(), field) is None else [None]
     for value in [*NOT_NUMBERS, *optional, 8.0, least - 1, most + 1]:
         message = refuse(name, **{field: value})
-        assert message == f"{name}: {field} must be a whole number from {least} to {most}, got {value!r}."
+        assert message == f"{name}: {field} must be a whole number from {least} to {most}, got {brief_repr(value)}."
 
 
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in LENGTHS])
 @pytest.mark.parametrize("value", [0, -1, 1.5, 512.0, True, "512", NAN])
 def test_what_is_no_length_is_refused(name: str, field: str, value: Any) -> None:
-    assert refuse(name, **{field: value}) == (f"{name}: {field} must be a whole number of tokens >= 1, got {value!r}.")
+    assert refuse(name, **{field: value}) == (
+        f"{name}: {field} must be a whole number of tokens >= 1, got {brief_repr(value)}."
+    )
 
 
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in LISTS])
@@ -118,7 +121,7 @@ def test_what_is_no_length_is_refused(name: str, field: str, value: Any) -> None
 def test_what_is_no_list_is_refused(name: str, field: str, value: Any) -> None:
     message = refuse(name, **{field: value})
     each = "head" if field == "slopes" else "rotary pair"
-    assert message == f"{name}: {field} must be a list of numbers, one a {each}, got {value!r}."
+    assert message == f"{name}: {field} must be a list of numbers, one a {each}, got {brief_repr(value)}."
 
 
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in LISTS])
@@ -128,7 +131,7 @@ def test_entries_of_lists_out_of_bounds_are_refused(name: str, field: str, value
         assert getattr(make_scheme(name, **{field: [1.0, value]}), field) == (1.0, 0.0)
         return
     message = refuse(name, **{field: [1.0, value]})
-    assert message == f"{name}: {field}[1] must be a finite number {LISTS[field]}, got {value!r}."
+    assert message == f"{name}: {field}[1] must be a finite number {LISTS[field]}, got {brief_repr(value)}."
 
 
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in CHOICES])
@@ -136,7 +139,7 @@ def test_entries_of_lists_out_of_bounds_are_refused(name: str, field: str, value
 def test_what_is_no_choice_is_refused(name: str, field: str, value: Any) -> None:
     message = refuse(name, **{field: value})
     assert f"{field} must be one of " in message
-    assert message.endswith(f"got {value!r}.")
+    assert message.endswith(f"got {brief_repr(value)}.")
     for choice in CHOICES[field]:
         assert re.search(choice, message)
 
@@ -144,7 +147,7 @@ def test_what_is_no_choice_is_refused(name: str, field: str, value: Any) -> None
 @pytest.mark.parametrize(("name", "field"), [pair for pair in FIELDS if pair[1] in FLAGS])
 @pytest.mark.parametrize("value", [1, 0, "yes"])
 def test_what_is_no_flag_is_refused(name: str, field: str, value: Any) -> None:
-    assert refuse(name, **{field: value}) == f"{name}: {field} must be True or False, got {value!r}."
+    assert refuse(name, **{field: value}) == f"{name}: {field} must be True or False, got {brief_repr(value)}."
 
 
 @pytest.mark.parametrize(

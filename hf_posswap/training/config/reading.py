@@ -78,8 +78,8 @@ def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, An
     try:
         chain = (*above, path.resolve())
         if chain[-1] in above:
-            names = " -> ".join(shown(Path(one.name)) for one in chain)
-            raise ConfigError(f"{shown(above[0])} includes itself: {names}.")
+            way = " -> ".join(shown(Path(one.name)) for one in chain)
+            raise ConfigError(f"{shown(above[0])} includes itself: {way}.")
         text = read_bounded(path, MOST_YAML_BYTES)
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, ConfigError):
