@@ -80,7 +80,6 @@ class Watch(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.log.go_back_to(state.global_step)
         self._before = max((entry.get("seconds", 0.0) for entry in self.log.entries()), default=0.0)
         self._began, self._first = time.monotonic(), state.global_step
         if self.reporter is not None:
@@ -141,8 +140,12 @@ def peak_memory() -> int:
     return held if sys.platform == "darwin" else 1024 * held
 
 
-def tensorboard_callback(folder: Path) -> TrainerCallback:
+def tensorboard_callback(folder: Path, after: int = 0) -> TrainerCallback:
     """Return what writes to tensorboard, in `folder`.
+
+    Args:
+        folder: of the event files.
+        after: step from which a training goes on: what was written of later ones counts no more.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -151,7 +154,7 @@ def tensorboard_callback(folder: Path) -> TrainerCallback:
     from transformers.integrations import TensorBoardCallback
 
     try:
-        writer = SummaryWriter(str(folder))
+        writer = SummaryWriter(str(folder), purge_step=after + 1)
     except OSError as error:
         raise CheckpointError(f"cannot write {folder}: {error.strerror or error}. Choose another out.") from error
     return TensorBoardCallback(writer)

@@ -20,7 +20,7 @@ from hf_posswap.patching.tools.blending import finish_blend
 from hf_posswap.training.config import SENTENCES, Phase, Recipe
 from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.callbacks import Gradual, Health, Recovered, stage_done_at
-from hf_posswap.training.engine.checkpoints import differences
+from hf_posswap.training.engine.checkpoints import differences, step_of
 from hf_posswap.training.engine.evaluating import measure_of
 from hf_posswap.training.engine.gates import probe
 from hf_posswap.training.engine.log import RunLog, Watch, tensorboard_callback
@@ -35,7 +35,7 @@ from hf_posswap.utils.atomic_io import read_object, write_json
 DONE = "done.json"
 MODEL = "model"
 LOG = "log.jsonl"
-_CHECKPOINTS = "checkpoints"
+_CHECKPOINTS, _GATES = "checkpoints", "gates.json"
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         _refuse_another(weights.parent, run.identity)
     for line in prepared.said:
         run.say(line)
+    prepared.said = _said_at_first(place / _GATES, prepared.said, run, resumes=resumes)
     log = RunLog(place / LOG, writes=run.main)
     trainer = _trainer(phase, run, prepared, place)
     watch = Watch(log, run.services.reporter if run.main else None, phase.name or "training", _step_tokens(recipe, run))
@@ -122,6 +123,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         trainer.add_callback(callback)
     checkpoint = trainer.newest_checkpoint()
     _end_at(trainer, stage_done_at(checkpoint), prepared, recipe, run)
+    _log_on_from(trainer, checkpoint, place, log, run)
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
@@ -175,10 +177,27 @@ def _trainer(phase: Phase, run: Run, prepared: Prepared, place: Path) -> Posswap
         train_dataset=prepared.data.steps(training.max_steps, _rows(recipe, run)),
         eval_dataset=documents if measured else None,
     )
+    return trainer
+
+
+def _said_at_first(path: Path, said: list[str], run: Run, *, resumes: bool) -> list[str]:
+    """Return what the gates found when this training began, which is `said` unless it `resumes`, and keep it."""
+    if resumes and path.is_file():
+        return list(read_object(path, said=list)["said"])
+    if run.main:
+        write_json(path, {"said": said})
+    return said
+
+
+def _log_on_from(trainer: PosswapTrainer, checkpoint: Path | None, place: Path, log: RunLog, run: Run) -> None:
+    """Have all logs go on from `checkpoint` as if there had been no stop; None: they begin anew."""
+    step = 0 if checkpoint is None else step_of(checkpoint)
+    log.go_back_to(step if checkpoint is not None else -1)
+    if checkpoint is not None:
+        trainer.args.eval_on_start = False  # the start was measured when it was one
     its_own = trainer.pop_callback(TensorBoardCallback)  # which writes among the checkpoints
     if its_own is not None and run.main:
-        trainer.add_callback(tensorboard_callback(place / "tensorboard"))
-    return trainer
+        trainer.add_callback(tensorboard_callback(place / "tensorboard", after=step))
 
 
 def _callbacks(phase: Phase, prepared: Prepared, trainer: PosswapTrainer, log: RunLog) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from hf_posswap.adapting import nll_at_lengths
 from hf_posswap.errors import CheckpointError, TrainingWarning
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.reading import merge
@@ -37,6 +39,7 @@ from hf_posswap.training.engine.checkpoints import (
     step_of,
     take_place,
 )
+from hf_posswap.training.engine.log import RunLog
 from hf_posswap.utils.progress import Reporter
 from tests import forked
 from tests.training.engine_runs import FITTING, assert_same_weights, recipe, trained
@@ -49,6 +52,10 @@ TRAININGS: dict[str, dict[str, Any]] = {
         "swap": {"gradual_steps": 5},
         "training": {"max_steps": 8, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
     },
+    "measured": {
+        "training": {"max_steps": 9, "eval_on_start": True, "eval_strategy": "steps", "eval_steps": 3},
+        "evaluation": {"lengths": [32, 64]},
+    },
     "stages": {"stages": STAGES},
     "mixed": {
         "data": {"length": 128, "cut": [4, 1, 2]},
@@ -59,6 +66,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "bloom": {},
     "gptj": {"swap": {"scheme": {"name": "alibi"}}},
 }
+MEASURING = dataclasses.replace(FITTING, evaluate=nll_at_lengths)
+TIMES = {"seconds", "tokens_per_second", "peak_memory", "train_runtime"}
 SLOW = ("adapter", "gradual", "stages", "fitted")
 KINDS = {"stages": "llama", "adapter": "llama", "bloom": "bloom", "gptj": "gptj"}
 
@@ -66,7 +75,7 @@ KINDS = {"stages": "llama", "adapter": "llama", "bloom": "bloom", "gptj": "gptj"
 def _run_silently(wanted: Recipe) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
-    run_recipe(wanted, FITTING)
+    run_recipe(wanted, MEASURING)
 
 
 def start(wanted: Recipe) -> Any:
@@ -102,27 +111,40 @@ def logged(folder: Path) -> int:
         "bloom",
         "gptj",
         "mixed",
+        "measured",
         *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW),
     ],
 )
-def test_killed_and_called_again_it_ends_with_the_same_weights(tmp_path: Path, kind: str) -> None:
+def test_killed_and_called_again_it_ends_with_the_same_weights_and_logs(tmp_path: Path, kind: str) -> None:
     values = merge({"training": {"save_steps": 2}}, TRAININGS[kind])
     model = KINDS.get(kind, "gpt2")
-    whole = trained(tmp_path, "out=" + str(tmp_path / "whole"), kind=model, **values)
+    whole = trained(tmp_path, "out=" + str(tmp_path / "whole"), kind=model, services=MEASURING, **values)
     wanted = recipe(tmp_path, kind=model, **values)
     folder = Path(wanted.out)
-    for lines in (3, 6):
+    for lines in (2, 3, 6):  # before the first checkpoint, and after it
         assert kill_when(start(wanted), lambda: logged(folder) >= lines)  # noqa: B023
-    done = run_recipe(wanted, FITTING)
+    done = run_recipe(wanted, MEASURING)
     assert_same_weights(whole, done)
     for left, right in zip(sorted(whole.folder.rglob("log.jsonl")), sorted(folder.rglob("log.jsonl")), strict=True):
-        # every step stands in the log once, with the same loss
-        assert _losses(left) == _losses(right)
+        assert _timeless(RunLog(left).entries()) == _timeless(RunLog(right).entries())
+    assert _timeless(whole.report) == _timeless(done.report)
 
 
-def _losses(path: Path) -> list[tuple[int, float]]:
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
-    return [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
+def _timeless(value: Any) -> Any:
+    """Return `value`, of a log or a report, without what differs between two runs of one recipe: times and places."""
+    if isinstance(value, dict):
+        return {key: _timeless(held) for key, held in value.items() if key not in {*TIMES, "out"}}
+    return [_timeless(held) for held in value] if isinstance(value, list) else value
+
+
+def test_tensorboard_shows_no_step_of_a_killed_run_twice(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    wanted = recipe(tmp_path, training={"max_steps": 8, "save_steps": 3, "report_to": "tensorboard"})
+    folder = Path(wanted.out)
+    assert kill_when(start(wanted), lambda: logged(folder) >= 5)
+    run_recipe(wanted, FITTING)
+    events = event_accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
 
 
 @pytest.mark.slow
