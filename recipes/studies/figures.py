@@ -17,10 +17,10 @@ import typer
 
 from hf_posswap.advice.candidates import CANDIDATES
 from hf_posswap.advice.figures import FILE, Base, Figure
+from hf_posswap.checkpoints.example import EXAMPLE
 from hf_posswap.cli.outcome import script
 from hf_posswap.errors import DataError
 from hf_posswap.patching.inspect.describe import on_meta
-from hf_posswap.quickstart.base import SHIPPED
 from hf_posswap.utils.atomic_io import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,7 +117,7 @@ def _quickstart() -> Iterator[Figure]:
     told = re.findall(r"^- (\w+): .*sliding window of control at ([\d,]+) tokens.*$", page, re.MULTILINE)
     if steps is None or documents is None or not told:
         raise DataError(f"{path} is not written as this script reads it: make the two agree.")
-    shipped = on_meta(SHIPPED)
+    shipped = on_meta(EXAMPLE)
     base = Base("the quickstart's GPT-2", "learned", shipped.num_parameters(), shipped.config.n_positions)
     for scheme, length in told:
         line = next(line for line in page.splitlines() if line.startswith(f"- {scheme}:"))
