@@ -9,6 +9,8 @@ from hf_posswap.errors import CheckpointError
 from hf_posswap.utils.atomic_io import read_json, writable_folder, write_json
 
 _SETTINGS = "quickstart.json"
+LOCK = ".quickstart.lock"
+"""Held while a quickstart runs: its trainings and its comparison have locks of their own."""
 
 
 def open_folder(out: Path, identity: dict[str, Any]) -> None:
@@ -21,7 +23,7 @@ def open_folder(out: Path, identity: dict[str, Any]) -> None:
     Raises:
         CheckpointError: it cannot be written, holds something else, or is of a run with other settings.
     """
-    if out.is_dir() and any(out.iterdir()) and not (out / _SETTINGS).exists():
+    if out.is_dir() and any(path.name != LOCK for path in out.iterdir()) and not (out / _SETTINGS).exists():
         raise CheckpointError(f"{out} is not empty and holds no quickstart: choose another folder with --out.")
     writable_folder(out)
     differing = _differences(read_json(out / _SETTINGS), identity) if (out / _SETTINGS).exists() else []

@@ -14,7 +14,7 @@ from hf_posswap import Candidate, EvalSettings, __version__
 from hf_posswap.comparison.documents import read_documents
 from hf_posswap.comparison.pictures import require_pictures
 from hf_posswap.quickstart.base import Base, open_base, place_base
-from hf_posswap.quickstart.folder import claim_folder, open_folder
+from hf_posswap.quickstart.folder import LOCK, claim_folder, open_folder
 from hf_posswap.quickstart.recipes import BASE, CONTROL, Variant, choose_variants, command_of, training_recipe
 from hf_posswap.quickstart.reload import check_reload
 from hf_posswap.quickstart.settings import QuickstartSettings, resolve_device
@@ -22,7 +22,7 @@ from hf_posswap.quickstart.show import show
 from hf_posswap.quickstart.telling import TrainingReporter
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.text.tokens import check_token_ids
-from hf_posswap.utils.atomic_io import write_json
+from hf_posswap.utils.atomic_io import alone_in, write_json
 from hf_posswap.utils.progress import Reporter, quiet_transformers
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ def run(
     with quiet_transformers():
         open_folder(out, _identity(settings))
         try:
-            found = _run(out, settings, cache, device, reporter)
+            with alone_in(out, "quickstart", LOCK):
+                found = _run(out, settings, cache, device, reporter)
         except KeyboardInterrupt:
             reporter.line(f"stopped; what is finished is in {out}: the same command goes on from here")
             raise

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.utils.printable import printable
 from hf_posswap.utils.staging import NEW, OLD, put_back, staging_folder, sweep
@@ -211,6 +213,29 @@ def writable_folder(path: Path) -> Path:
     return path
 
 
+@contextmanager
+def alone_in(folder: Path, what: str, lock: str = ".lock") -> Iterator[None]:
+    """Hold `folder` while the block lasts; the system lets go of it when the process ends, however it ends.
+
+    Args:
+        folder: which exists.
+        what: is done in it, for the error: "training".
+        lock: name of the file that is locked.
+
+    Raises:
+        CheckpointError: another process holds it.
+    """
+    held = FileLock(folder / lock, timeout=0)
+    try:
+        held.acquire()
+    except Timeout as error:
+        raise CheckpointError(f"another {what} writes to {folder}: wait for it, or choose another out.") from error
+    try:
+        yield
+    finally:
+        held.release()
+
+
 def check_room(path: Path, size: int) -> None:
     """Raise a CheckpointError where a file of `size` bytes does not go onto the disk of `path`, whose folder may lack.
 
@@ -226,12 +251,22 @@ def check_room(path: Path, size: int) -> None:
 
 
 def cache_folder(chosen: Path | None) -> Path:
-    """Return where what is made once is kept: `chosen`, $HF_POSSWAP_CACHE, or the user's cache folder."""
+    """Return where what is made once is kept: `chosen`, $HF_POSSWAP_CACHE, or the user's cache folder.
+
+    Raises:
+        CheckpointError: the user has none.
+    """
     if chosen is not None:
         return chosen.expanduser()
     if named := os.environ.get("HF_POSSWAP_CACHE"):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_posswap"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_posswap"
+    except RuntimeError as error:
+        raise CheckpointError(
+            "there is no folder to keep caches in: HOME is not set, and this user has no home. Set HF_POSSWAP_CACHE "
+            "to a folder that can be written."
+        ) from error
 
 
 def _is_about_writing(error: Exception) -> bool:

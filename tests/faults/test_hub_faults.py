@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -309,6 +310,31 @@ def test_an_unreachable_hub_is_said_in_seconds_and_nothing_else_is(tmp_path: Pat
             assert "cannot be reached" in message or "couldn't connect" in message
             tally("Hub", 1, 1)
         assert (tmp_path / "stderr").read_text() == before
+
+
+@pytest.mark.parametrize("kind", ["preupload", "put", "commit"])
+def test_a_killed_push_leaves_all_or_nothing_and_can_be_repeated(tmp_path: Path, tally: Tally, kind: str) -> None:
+    with running() as hub:
+        with client(hub.url, tmp_path / "one") as first:
+            first.do("push", repo_id="me/killed", scheme="rope")
+            before = hub.files("me/killed")
+            hub.faults[kind], met = [Answer("stall", done=kind == "commit")], hub.kinds().count(kind)
+            assert first.process.stdin is not None
+            asked = {"call": "push", "repo_id": "me/killed", "scheme": "alibi", "seed": 1}
+            first.process.stdin.write(json.dumps(asked) + "\n")
+            first.process.stdin.flush()
+            while hub.kinds().count(kind) == met:
+                time.sleep(0.02)
+            time.sleep(0.2)
+            first.process.kill()
+        held = hub.files("me/killed")
+        assert (held == before) == (kind != "commit")
+        hub.faults.clear()
+        with client(hub.url, tmp_path / "two") as second:
+            report = second.do("push", repo_id="me/killed", scheme="alibi", seed=1)
+        assert {file: len(content) for file, content in hub.files("me/killed").items()} == report["files"]
+        assert kind != "commit" or hub.files("me/killed") == held
+    tally("Hub", 1, 1)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])

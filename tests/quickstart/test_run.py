@@ -25,8 +25,10 @@ import hf_posswap
 from hf_posswap.cli import app
 from hf_posswap.errors import CheckpointError, DataError, OptionError
 from hf_posswap.quickstart import QuickstartResult, QuickstartSettings, run_quickstart
+from hf_posswap.quickstart.folder import LOCK
 from hf_posswap.quickstart.run import run
 from hf_posswap.training import byte_tokenizer, python_corpus
+from hf_posswap.utils.atomic_io import alone_in
 from tests.quickstart.conftest import write_gpt2
 
 pytestmark = pytest.mark.slow
@@ -169,6 +171,12 @@ def test_other_settings_in_the_same_folder_are_refused(
         CheckpointError, match=r"other settings \(settings.seed was 0 and is 7; settings.steps was 3 and is 4"
     ):
         run(finished.out, other, cache=cache)
+
+
+def test_two_at_once_in_one_folder_are_one_and_a_refusal(tmp_path: Path, cache: Path, tiny: QuickstartSettings) -> None:
+    with alone_in(tmp_path, "quickstart", LOCK), pytest.raises(CheckpointError, match="another quickstart writes to"):
+        run(tmp_path, tiny, cache=cache)
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 
 
 def test_a_folder_of_something_else_and_a_file_are_refused(

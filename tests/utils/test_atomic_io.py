@@ -17,6 +17,8 @@ from hf_posswap.errors import CheckpointError
 from hf_posswap.utils import atomic_io
 from hf_posswap.utils.atomic_io import (
     _exchange,
+    alone_in,
+    cache_folder,
     read_json,
     read_object,
     replacing,
@@ -286,3 +288,25 @@ def test_an_object_that_misses_a_field_is_named(tmp_path: Path, held: str) -> No
         read_object(tmp_path / "a.json", a=list, b=str)
     (tmp_path / "a.json").write_text('{"a": [], "b": "", "c": 1}')
     assert read_object(tmp_path / "a.json", a=list, b=str)["c"] == 1
+
+
+def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError("uid")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "HF_POSSWAP_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(CheckpointError, match="HOME is not set, and this user has no home. Set HF_POSSWAP_CACHE"):
+        cache_folder(None)
+
+
+def test_a_folder_is_held_by_one_at_a_time(tmp_path: Path) -> None:
+    with alone_in(tmp_path, "training"):
+        with (
+            pytest.raises(CheckpointError, match="another training writes to .*wait for it"),
+            alone_in(tmp_path, "training"),
+        ):
+            pass
+    with alone_in(tmp_path, "training"):
+        pass

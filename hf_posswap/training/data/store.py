@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from filelock import FileLock
 
-from hf_posswap.errors import DataError
+from hf_posswap.errors import CheckpointError, DataError
 from hf_posswap.text.stdlib import Document
 from hf_posswap.training.data.settings import Source
 from hf_posswap.training.data.sources import source_documents, source_identity
@@ -93,7 +93,12 @@ def token_stores(
         "held_out": held_out,
     }
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    folder = writable_folder(cache) / f"tokens-{name}"
+    try:
+        folder = writable_folder(cache) / f"tokens-{name}"
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error} Tokens are kept there: data.cache or HF_POSSWAP_CACHE names another."
+        ) from error
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
             with replacing(folder) as temporary:

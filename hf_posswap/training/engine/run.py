@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.errors import CheckpointError, ConfigError
+from hf_posswap.errors import ConfigError
 from hf_posswap.training.config import Recipe, phases_of
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.engine.arguments import training_arguments
@@ -22,7 +21,7 @@ from hf_posswap.training.engine.phase import MODEL, Run, run_phase
 from hf_posswap.training.engine.preparing import chosen_scheme
 from hf_posswap.training.engine.services import Services
 from hf_posswap.training.engine.writing import writing_to
-from hf_posswap.utils.atomic_io import writable_folder, write_json
+from hf_posswap.utils.atomic_io import alone_in, writable_folder, write_json
 from hf_posswap.utils.progress import quiet_transformers
 
 
@@ -82,7 +81,7 @@ def _run_recipe(recipe: Recipe, given: Services) -> Finished:
         stack.enter_context(quiet_transformers())
         stack.enter_context(writing_to(folder))
         if main:
-            stack.enter_context(_alone_in(writable_folder(folder)))
+            stack.enter_context(alone_in(writable_folder(folder), "training"))
             write_json(folder / "recipe.json", to_dict(recipe))
         for line in differs:
             run.say(line)
@@ -93,23 +92,3 @@ def _run_recipe(recipe: Recipe, given: Services) -> Finished:
         assert weights is not None
         report = finish(recipe, run, results, weights) if main else {}
     return Finished(folder, weights, report)
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the folder of a run while the block lasts.
-
-    Raises:
-        CheckpointError: another process holds it.
-    """
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise CheckpointError(f"another training writes to {folder}: wait for it, or choose another out.") from error
-    try:
-        yield
-    finally:
-        lock.release()
