@@ -40,6 +40,16 @@ def cache_layer_class(name: str, bases: tuple[type, ...], body: dict[str, Any]) 
     return type(name, bases, {**body, "_layer_type": None})
 
 
+def is_growing_layer(layer: type) -> bool:
+    """Return whether `layer` is the class of cache layers that hold all tokens, in their order, as `keys` and `values`.
+
+    Touches `cache_utils.DynamicLayer`. Without it keys would be taken out of layers that hold something else beside.
+    """
+    from transformers.cache_utils import DynamicLayer
+
+    return layer is DynamicLayer
+
+
 def self_attention_cache(cache: Any) -> Any:
     """Return the part of `cache` that self-attention reads and writes: all of it, but for an encoder-decoder cache.
 

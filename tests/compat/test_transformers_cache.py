@@ -55,6 +55,14 @@ def test_cache_layer_class(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (made.__name__, made.__bases__, made.kept) == ("Made", (native,), 1)  # type: ignore[attr-defined]
 
 
+def test_is_growing_layer() -> None:
+    """Layers that hold all tokens, as `keys` and `values`, in their order: those that a cache begins with by itself."""
+    assert transformers_cache.is_growing_layer(type(filled("dynamic", 3).layers[0]))
+    for other in (cache_utils.StaticLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.QuantizedLayer):
+        assert not transformers_cache.is_growing_layer(other)
+    assert filled("dynamic", 3).layers[0].keys.shape[-2] == 3
+
+
 def test_self_attention_cache() -> None:
     own, cross = DynamicCache(), DynamicCache()
     assert transformers_cache.self_attention_cache(EncoderDecoderCache(own, cross)) is own

@@ -11,7 +11,7 @@ _SCHEMES = {cls.__name__ for _, cls in SCHEMES.items()}
 GROUPS: dict[str, tuple[str, ...]] = {
     "Plan, patch, verify": (
         "plan_swap", "patch_model", "patched", "unpatch_model", "swap_plan", "verify_swap", "SwapPlan", "SwapRecord",
-        "set_backend",
+        "set_backend", "evict_keys",
     ),
     "Look": (
         "explain", "describe_positions", "supports", "list_schemes", "list_families", "doctor", "Diagnosis", "advise",

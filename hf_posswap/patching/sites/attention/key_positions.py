@@ -26,12 +26,20 @@ UNKNOWN = (
 )
 
 
+BEHIND = (
+    "keys were evicted from this cache, and the new tokens stand at {first} and so on, not behind the kept keys, the "
+    "last of which stands at {last}. The model counts the kept keys alone, so tell it: pass position_ids that go on "
+    "from the last token before. generate makes position ids of its own: call the model in a loop."
+)
+
+
 CHANGED = (
     "the keys of layer {layer} of this cache were replaced by other means than the cache's own methods{shapes}. Where "
-    "the keys that are left stand is not known, and this scheme needs it, so the result would be wrong. What works: a "
-    "scheme whose keys carry their positions (rope and its scalings with fixed angles, xpos, nope); the cache's own "
-    "methods (crop, reorder_cache, batch_select_indices, batch_repeat_interleave, reset); the first keys alone, as a "
-    "view (layer.keys = layer.keys[:, :, :n]); other values in the same places, written in place (layer.keys.copy_)."
+    "the keys that are left stand is not known, and this scheme needs it, so the result would be wrong. What works: "
+    "hf_posswap.evict_keys, which keeps the same keys in all layers and heads; a scheme whose keys carry their "
+    "positions (rope and its scalings with fixed angles, xpos, nope); the cache's own methods (crop, reorder_cache, "
+    "batch_select_indices, batch_repeat_interleave, reset); the first keys alone, as a view (layer.keys = "
+    "layer.keys[:, :, :n]); other values in the same places, written in place (layer.keys.copy_)."
 )
 
 
@@ -46,11 +54,13 @@ class PositionedLayer:
         posswap_positions: of all tokens [B or 1, T], or of all places of a static layer [B or 1, K]; None: none yet, or
             another layer keeps them.
         posswap_keys: the keys as the layer's own operations left them; None: there were none.
+        posswap_is_evicted: whether `evict_keys` took keys out of it.
     """
 
     native_class: type
     posswap_positions: Tensor | None
     posswap_keys: Any
+    posswap_is_evicted = False
     posswap_keeps_positions = True
     """Tells such a class also where a checkpoint's own code made it, which has a `PositionedLayer` of its own."""
 
@@ -103,7 +113,7 @@ class PositionedLayer:
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()  # type: ignore[misc]
-        self.posswap_positions = None
+        self.posswap_positions, self.posswap_is_evicted = None, False
         self.keep_keys(own=True)
 
     def keep_keys(self, *, own: bool) -> None:
@@ -249,6 +259,12 @@ def _positioned(cache: Any, layer_idx: int) -> Any:
     return keeper
 
 
+def evictable_layer(cache: Any, layer_idx: int) -> Any:
+    """Return a layer of `cache` that can keep positions, put in its place if it could not."""
+    layer = cache.layers[layer_idx]
+    return layer if hasattr(layer, "posswap_keeps_positions") else _positioned(cache, layer_idx)
+
+
 def _grows(layer: Any) -> bool:
     """Return whether a cache layer makes its keys anew when it takes some; others write into a place of theirs."""
     return not hasattr(layer, "max_cache_len")
@@ -263,21 +279,36 @@ def _known(keeper: Any, past: int, query: Tensor) -> Tensor | None:
     """Return the positions of the `past` tokens that a cache holds, [B or 1, past]; None: it holds none."""
     if past == 0:
         return None
-    held = keeper.posswap_positions
+    held, is_evicted = keeper.posswap_positions, getattr(keeper, "posswap_is_evicted", False)
     if held is None:
-        return _foreign(past, query)
+        return _foreign(past, query, is_evicted=is_evicted)
     if held.shape[1] < past:
         raise PosswapError(
             f"the cache holds {past} tokens, and where they stand is known of {held.shape[1]} alone: the others were "
             f"not put there by this model as it is now. {UNKNOWN}"
         )
-    return held if held.shape[1] == past else held[:, :past]
+    held = held if held.shape[1] == past else held[:, :past]
+    if is_evicted:
+        _check_behind(held, query)
+    return held
 
 
-def _foreign(past: int, query: Tensor) -> Tensor:
+def _check_behind(held: Tensor, query: Tensor) -> None:
+    """Refuse new tokens that do not stand behind the kept keys: no position ids were given, and the model counted."""
+    if torch.compiler.is_compiling():  # without fullgraph this part then runs as it is, and is checked
+        raise PosswapError(
+            "keys were evicted from this cache, and torch.compile cannot check that new tokens stand behind the kept "
+            "ones in a full graph. Use fullgraph=False, or run the steps after hf_posswap.evict_keys as they are."
+        )
+    first, last = query.amin(dim=1), held.to(query.device).amax(dim=1)
+    if not bool((first > last).all()):
+        raise PosswapError(BEHIND.format(first=int(first.min()), last=int(last.max())))
+
+
+def _foreign(past: int, query: Tensor, *, is_evicted: bool = False) -> Tensor:
     """Return positions of keys that another hand put into a cache: from 0 on, if the new tokens go on from there."""
     index = torch.arange(past + query.shape[1], device=query.device)[None]
-    if torch.compiler.is_compiling() or not bool((query == index[:, past:]).all()):
+    if torch.compiler.is_compiling() or is_evicted or not bool((query == index[:, past:]).all()):
         raise PosswapError(
             f"the cache holds {past} tokens that this model did not put there, and the new ones do not stand right "
             f"behind them, at {past} and so on: where the first ones stand cannot be known. {UNKNOWN}"

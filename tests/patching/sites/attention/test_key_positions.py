@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
 
-from hf_posswap import patch_model, unpatch_model
+from hf_posswap import evict_keys, patch_model, unpatch_model
 from hf_posswap.errors import PosswapError
 from hf_posswap.patching.sites.attention import key_positions
 from hf_posswap.schemes import schemes_for
@@ -286,12 +286,132 @@ def test_keys_that_another_hand_evicts_take_their_positions_along_or_are_refused
     cache = evict(filled("dynamic", model, at=at))
     knows = any(hasattr(layer, "posswap_keys") for layer in cache.layers)  # a scheme that asks where keys stand
     if knows:
-        with pytest.raises(PosswapError, match=r"layer 0 .*\[3, \d, 10, \d+\], and are \[3, \d, 5.*What works: a"):
+        with pytest.raises(PosswapError, match=r"layer 0 .*\[3, \d, 10, \d+\], and are \[3, \d, 5.*What works: hf_pos"):
             later(model, cache)
     else:
         assert gap(later(model, cache), without(model, at)[:, :-1]) < NOISE
     assert knows or pair.scheme not in ("alibi", "t5", "kerple", "fire", "self_extend", "rerope", "dual_chunk")
     assert not (knows and pair.scheme in ("rope", "xpos", "nope", "yarn", "learned", "sinusoidal"))
+
+
+@pytest.mark.parametrize("pair", evictable())
+def test_evict_keys_takes_the_positions_along(pair: Pair) -> None:
+    """Steps after it equal a forward upon all tokens with a mask that hides those that are gone."""
+    model, at = pair.specimen(), torch.arange(16).expand(3, -1)
+    cache = filled("dynamic", model, at=at)
+    evict_keys(cache, KEPT)
+    parts = [run(model, IDS[:, start:stop], at[:, start:stop], cache) for start, stop in ((10, 14), (14, 15), (15, 16))]
+    assert gap(torch.cat(parts, dim=1), without(model, at)) < NOISE
+
+
+@pytest.mark.parametrize("scheme", ["rope", "t5", "dual_chunk", "rerope", *SCHEMES])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_evict_keys_of_rows_of_their_own_and_again(name: str, scheme: str) -> None:
+    """Each row keeps other keys; later more go, as in a sliding window, the cache is reordered, cropped and copied."""
+    model = swapped(name, scheme)
+    cache = filled("dynamic", model)
+    keep = torch.stack([torch.tensor([0, 2, 3, 7, 9]), torch.tensor([1, 2, 4, 5, 6]), torch.tensor([0, 1, 7, 8, 9])])
+    evict_keys(cache, keep)
+    run(model, IDS[:, HALF:13], ROWS[:, HALF:13], cache)
+    evict_keys(cache, torch.tensor([True, False, True, True, False, True, True, True]))
+    run(model, IDS[:, 13:14], ROWS[:, 13:14], cache)
+    cache.crop(-1)
+    rows = torch.tensor([2, 0, 0])
+    cache.reorder_cache(rows)
+    cache = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
+    found = run(model, IDS[rows, 13:14], ROWS[rows, 13:14], cache)
+    # queries at 10 to 12 saw what was kept first, the one at 13 what was kept then
+    mask = torch.ones(14, 14, dtype=torch.bool).tril().repeat(3, 1, 1)
+    for row in range(3):
+        gone = [n for n in range(HALF) if n not in keep[row]]
+        mask[row, HALF:, gone] = False
+        mask[row, 13, keep[row, [1, 4]]] = False
+    expected = model(input_ids=IDS[:, :14], position_ids=ROWS[:, :14], attention_mask=mask[:, None], use_cache=False)
+    assert gap(found, expected.logits[rows, 13:].detach()) < NOISE
+
+
+def test_tokens_that_would_stand_among_kept_keys_are_refused() -> None:
+    """Without position ids a model counts the keys that are left."""
+    model, at = swapped(), torch.arange(16).expand(3, -1)
+    cache = filled("dynamic", model, at=at)
+    evict_keys(cache, KEPT)
+    twin = copy.deepcopy(cache)
+    message = "evicted from this cache, and the new tokens stand at 5 and so on, not behind the kept keys.*stands at 9"
+    with pytest.raises(PosswapError, match=message):
+        model(IDS[:, HALF:11], **with_cache(model, cache))
+    with pytest.raises(PosswapError, match=message):
+        model.generate(IDS[:, :6], max_new_tokens=2, **with_cache(model, twin))
+    stock = build("llama")  # whose cache knows no positions
+    foreign = filled("dynamic", stock, at=at)
+    evict_keys(foreign, KEPT)
+    with pytest.raises(PosswapError, match="holds 5 tokens that this model did not put there"):
+        model(IDS[:, HALF:11], **with_cache(model, foreign))
+    cache.reset()
+    if not cache.get_seq_length():  # older releases fill it with zeros, and go on behind them
+        run(model, IDS[:, :HALF], at[:, :HALF], cache)
+        assert gap(run(model, IDS[:, HALF:], at[:, HALF:], cache), run(model, IDS, at)[:, HALF:]) < NOISE
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_compiled_forward_upon_kept_keys_is_right_or_refused(scheme: str) -> None:
+    model, at = swapped(scheme=scheme), torch.arange(16).expand(3, -1)
+    cache = filled("dynamic", model, at=at)
+    evict_keys(cache, KEPT)
+    right = run(model, IDS[:, HALF:12], at[:, HALF:12], copy.deepcopy(cache))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        found = compiled(IDS[:, HALF:12], position_ids=at[:, HALF:12], **with_cache(model, copy.deepcopy(cache)))
+        assert gap(found.logits, right) < NOISE
+        with pytest.raises(PosswapError, match="the new tokens stand at 5 and so on, not behind the kept keys"):
+            compiled(IDS[:, HALF:12], **with_cache(model, copy.deepcopy(cache)))
+        torch._dynamo.reset()
+        whole = torch.compile(model, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="(?s)evicted from this cache|Observed exception"):
+            whole(IDS[:, HALF:12], position_ids=at[:, HALF:12], **with_cache(model, copy.deepcopy(cache)))
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ([0, 1], "keep is list; give a tensor: indices"),
+        (torch.tensor([0.0, 1.0]), "keep is Tensor; give a tensor"),
+        (torch.tensor([3, 1]), r"keep is \[3, 1\]; give indices \[K\] or \[3, K\], ascending, of the 10 keys"),
+        (torch.tensor([3, 3]), "each once"),
+        (torch.tensor([0, 10]), r"keep is \[0, 10\]"),
+        (torch.tensor([-1, 3]), r"keep is \[-1, 3\]"),
+        (torch.tensor([], dtype=torch.long), r"shape \[0\].*at least one"),
+        (torch.tensor([[0, 1], [1, 2]]), r"shape \[2, 2\]; give indices"),
+        (torch.ones(9, dtype=torch.bool), r"bool \[9\]; give .* or bool \[10\]"),
+    ],
+    ids=str,
+)
+def test_evict_keys_refuses_what_does_not_fit_and_changes_nothing(keep: Any, message: str) -> None:
+    model = swapped()
+    cache = filled("dynamic", model)
+    with pytest.raises(PosswapError, match=message):
+        evict_keys(cache, keep)
+    assert gap(rest(model, cache), expected(model)) < NOISE
+
+
+def test_evict_keys_refuses_caches_that_hold_keys_otherwise() -> None:
+    model = swapped()
+    for cache in (DynamicCache(), None):
+        with pytest.raises(PosswapError, match="holds no tokens"):
+            evict_keys(cache, KEPT)
+    windowed = build("mistral (sliding_window)")
+    for kind, name, owner in (
+        *(("static", "StaticLayer", model), ("quantised", "Lossless", model)),
+        ("by config", "DynamicSlidingWindowLayer", windowed),
+    ):
+        with pytest.raises(PosswapError, match=f"layer 0 of this cache is a {name}.*What works: a DynamicCache"):
+            evict_keys(filled(kind, owner), KEPT)
+    with pytest.raises(PosswapError, match="keys of layer 0 of this cache were replaced by other means"):
+        evict_keys(evict(filled("dynamic", model), torch.arange(1, HALF)), KEPT[:3])
+    cache = filled("dynamic", model)
+    cache.layers[1].crop(-1)
+    with pytest.raises(PosswapError, match="layer 1 .* does not hold as many keys as layer 0"):
+        evict_keys(cache, KEPT)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
