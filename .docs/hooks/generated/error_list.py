@@ -11,7 +11,8 @@ from hf_posswap.cli.outcome import _CODES, Code
 
 def classes() -> list[type[BaseException]]:
     """Return the errors and warnings that hf_posswap/errors.py defines, in its order."""
-    found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, BaseException)]
+    public = [value for name, value in vars(errors).items() if not name.startswith("_")]
+    found = [value for value in public if isinstance(value, type) and issubclass(value, BaseException)]
     return [value for value in found if value.__module__ == errors.__name__]
 
 
