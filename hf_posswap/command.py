@@ -3,8 +3,8 @@
 So this module imports nothing of the package at first; `import hf_posswap` itself takes milliseconds.
 """
 
-import os
 import signal
+import sys
 
 _INTERRUPTED = 130
 
@@ -13,7 +13,7 @@ def main() -> None:
     """Run `posswap` on the process's arguments and leave with its exit code."""
     is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell may have it ignored
     if is_interruptible:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))  # nothing has begun yet
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process at once: nothing has begun yet
     from hf_posswap.cli.app import main as run
 
     try:
@@ -21,4 +21,4 @@ def main() -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
     except KeyboardInterrupt:
-        os._exit(_INTERRUPTED)
+        sys.exit(_INTERRUPTED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from hf_posswap.utils.printable import brief_repr, printable
+from hf_posswap.utils.printable import brief_repr, printable, printable_lines
 
 
 class PosswapError(Exception):
@@ -56,6 +56,9 @@ class OptionError(PosswapError, TypeError):
 
 class UnsupportedModelError(PosswapError, ValueError):
     """No family describes this model, or the model has position parts that its family does not mention."""
+
+    def __str__(self) -> str:  # what is missing, what is near and what to do each have a line
+        return printable_lines(self.args[0]) if self.args else ""
 
 
 class UnsupportedSwapError(PosswapError, ValueError):

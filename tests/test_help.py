@@ -22,7 +22,7 @@ from hf_posswap.utils.docstrings import attribute_docs
 NAMES = [name for name in hf_posswap.__all__ if name not in ("errors", "__version__")]
 FUNCTIONS = [name for name in NAMES if inspect.isfunction(getattr(hf_posswap, name))]
 CLASSES = [name for name in NAMES if inspect.isclass(getattr(hf_posswap, name))]
-RAISE_NOTHING = {"list_families", "list_schemes"}
+RAISE_NOTHING = {"list_families", "list_schemes", "load_example"}
 
 
 def doc_of(name: str) -> str:

@@ -13,6 +13,7 @@ from hf_posswap.checkpoints.adapters_load import HUB_ARGUMENTS, adapter_source, 
 from hf_posswap.checkpoints.record_check import checked_plan
 from hf_posswap.compat.transformers_auto import auto_mapping
 from hf_posswap.compat.transformers_files import file_of
+from hf_posswap.compat.transformers_loading import ignored_on_load
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.patching.apply.applied import AppliedSwap
 from hf_posswap.patching.apply.patch_model import apply_plan
@@ -135,7 +136,7 @@ def _refuse_integers(source: str | Path, model: Any, info: dict[str, Any], hub: 
     integers = {name: kind for name, kind in kinds.items() if not kind.startswith(FLOATS)}
     prefix, held = f"{model.base_model_prefix}.", model.state_dict()
     dropped = set(info["unexpected_keys"])
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    ignored = [re.compile(pattern) for pattern in ignored_on_load(model)]
 
     def lands(name: str) -> bool:
         names = {name, f"{prefix}{name}", name.removeprefix(prefix)}
