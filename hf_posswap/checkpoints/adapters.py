@@ -25,7 +25,7 @@ from hf_posswap.checkpoints.adapters_positions import (
     swapped_base,
 )
 from hf_posswap.compat.peft_wrappers import watch_adapters
-from hf_posswap.errors import MissingDependencyError
+from hf_posswap.errors import MissingDependencyError, UnsupportedSwapError
 from hf_posswap.patching.record.adapter_marks import ADAPTER_WEIGHTS, record_in_file, refuse_other_base
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.training import NAME as TRAINING
@@ -81,17 +81,30 @@ def watch(peft_model: ModuleType) -> None:
     watch_adapters(peft_model, _before_saving, write_sidecars, _before_loading)
 
 
-def _before_saving(model: Any) -> None:
+def _before_saving(model: Any, is_converted: bool) -> None:
+    """Refuse to save an adapter that could not be loaded onto the same base again.
+
+    Raises:
+        UnsupportedSwapError: PEFT is to convert weights, and those of this base are saved in other shapes; or the base
+            has other weights in memory than where it is loaded from.
+        CheckpointError: position parameters that were trained would be lost.
+    """
     refuse_changed_base(model)
     refuse_lost_positions(model)
+    if is_converted and is_swapped(model) and swapped_base(model).config.posswap["route"] == "plugin":
+        raise UnsupportedSwapError(
+            "path_initial_model_for_weight_conversion is not supported for an adapter of a model that only hf_posswap "
+            "runs: PEFT computes with weights that are saved in other shapes. Save the adapter without it, beside its "
+            "initial base, or merge it (merge_and_unload) and save the model."
+        )
 
 
-def _before_loading(model: Any, source: str | Path) -> None:
+def _before_loading(model: Any, source: Path) -> None:
     """Refuse an adapter in a folder that says, by its sidecar or its weights, that its base had another mechanism.
 
     That of the Hub is refused later, by its weights: nobody who loads an adapter is to ask the Hub for one file more.
     """
-    sidecar, weights = Path(source) / SIDECAR, Path(source) / ADAPTER_WEIGHTS
+    sidecar, weights = source / SIDECAR, source / ADAPTER_WEIGHTS
     record = None
     if sidecar.is_file():
         record = SwapRecord.from_dict(read_object(sidecar, record=dict)["record"])

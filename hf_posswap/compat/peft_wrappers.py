@@ -126,9 +126,9 @@ def change_saved_weights(
 
 def watch_adapters(
     module: Any,
-    saving: Callable[[Any], None],
+    saving: Callable[[Any, bool], None],
     saved: Callable[[Any, Path], None],
-    loading: Callable[[Any, str], None],
+    loading: Callable[[Any, Path], None],
 ) -> None:
     """Have three functions called where PEFT's models save themselves, and load adapters.
 
@@ -137,9 +137,11 @@ def watch_adapters(
 
     Args:
         module: `peft.peft_model`.
-        saving: before it is saved, given the PEFT model; it may raise.
+        saving: before it is saved, given the PEFT model and whether PEFT converts the weights to those of another
+            initialization (PiSSA, OLoRA, ...); it may raise.
         saved: afterwards, in the process that writes, given the folder as well.
-        loading: before an adapter is put on a model, given that model, PEFT's or not, and the source; it may raise.
+        loading: before an adapter is put on a model, given that model, PEFT's or not, and the adapter's folder or Hub
+            id, its subfolder appended; it may raise.
     """
     cls = module.PeftModel
     save, load, begin = cls.save_pretrained, cls.load_adapter, cls.from_pretrained.__func__
@@ -148,7 +150,7 @@ def watch_adapters(
     @functools.wraps(save)
     def _save(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = arguments[save].bind(self, *args, **kwargs).arguments
-        saving(self)
+        saving(self, given.get("path_initial_model_for_weight_conversion") is not None)
         out = save(self, *args, **kwargs)
         if given.get("is_main_process", True):
             saved(self, Path(given["save_directory"]))
@@ -156,13 +158,14 @@ def watch_adapters(
 
     @functools.wraps(load)
     def _load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loading(self, arguments[load].bind(self, *args, **kwargs).arguments["model_id"])
+        given = arguments[load].bind(self, *args, **kwargs).arguments
+        loading(self, Path(given["model_id"], given.get("kwargs", {}).get("subfolder") or ""))
         return load(self, *args, **kwargs)
 
     @functools.wraps(begin)
     def _begin(cls: Any, *args: Any, **kwargs: Any) -> Any:
         given = arguments[begin].bind(cls, *args, **kwargs).arguments
-        loading(given["model"], given["model_id"])
+        loading(given["model"], Path(given["model_id"], given.get("kwargs", {}).get("subfolder") or ""))
         return begin(cls, *args, **kwargs)
 
     cls.save_pretrained, cls.load_adapter = _save, _load

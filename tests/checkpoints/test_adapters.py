@@ -31,6 +31,7 @@ from hf_posswap.checkpoints.adapters_positions import position_modules
 from hf_posswap.errors import CheckpointError, NotPatchedError, RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.adapter_marks import ADAPTER_WEIGHTS, RECORD
 from hf_posswap.training import byte_tokenizer
+from hf_posswap.training.engine.weights import load_weights
 from tests.contract.models import LENGTH, TINY, build
 from tests.contract.pairs import CHANGE, gap, logits, words
 
@@ -246,7 +247,7 @@ def test_what_peft_saves_by_itself_carries_the_swap_after_copy_and_pickle(tmp_pa
     plain = peft.get_peft_model(build("gpt2"), lora("gpt2"))
     plain.save_pretrained(tmp_path / "plain")
     assert not (tmp_path / "plain" / SIDECAR).exists()
-    assert RECORD not in load_file(tmp_path / "plain" / ADAPTER_WEIGHTS)
+    assert not any(name.endswith(RECORD) for name in load_file(tmp_path / "plain" / ADAPTER_WEIGHTS))
 
 
 def test_several_adapters_each_have_a_sidecar(tmp_path: Path) -> None:
@@ -451,7 +452,10 @@ def test_what_peft_saves_goes_on_its_own_mechanism_and_on_no_other(kind: str, sc
     model = trained(on_base(base, scheme), KINDS[kind])
     model.save_pretrained(adapter)
     held = load_file(adapter / ADAPTER_WEIGHTS)
-    assert all(tensor.shape[0] == 1 for name, tensor in held.items() if name != RECORD)
+    prefix = next(name for name in held if name.endswith(RECORD)).removesuffix(RECORD)
+    marked = [tensor for name, tensor in held.items() if name.startswith(prefix) and not name.endswith(RECORD)]
+    assert marked
+    assert all(tensor.shape[0] == 1 for tensor in marked)
     for sidecar in (True, False):  # someone copies the weights and their config alone
         if not sidecar:
             (adapter / SIDECAR).unlink()
@@ -466,6 +470,31 @@ def test_what_peft_saves_goes_on_its_own_mechanism_and_on_no_other(kind: str, sc
                 assert not hasattr(wrong, "peft_config")
 
 
+@pytest.mark.parametrize("kind", [kind for kind, config in KINDS.items() if not config.is_prompt_learning])
+def test_a_loop_that_loads_the_weights_itself_has_the_same(kind: str, tmp_path: Path) -> None:
+    """By `peft.set_peft_model_state_dict`, as resuming code does."""
+    base = stored_base("llama", tmp_path / "base")
+    model = trained(on_base(base, "kerple"), KINDS[kind])
+    model.save_pretrained(tmp_path / "adapter")
+    weights = load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    again = peft.get_peft_model(on_base(base, "kerple"), copy.deepcopy(KINDS[kind])).eval()
+    assert peft.set_peft_model_state_dict(again, weights).unexpected_keys == []
+    assert torch.equal(logits(again, IDS), logits(model, IDS))
+    staged = peft.get_peft_model(on_base(base, "kerple"), copy.deepcopy(KINDS[kind])).eval()
+    load_weights(staged, tmp_path / "adapter")  # as a recipe's stages do
+    assert torch.equal(logits(staged, IDS), logits(model, IDS))
+    for scheme, error in (
+        ("alibi", RecordError),
+        ("nope", RuntimeError),
+        (None, RuntimeError),
+    ):  # two are stock classes
+        other = peft.get_peft_model(on_base(base, scheme), copy.deepcopy(KINDS[kind]))
+        with pytest.raises(
+            error, match="swapped to kerple.*carries alibi" if error is RecordError else "size mismatch"
+        ):
+            peft.set_peft_model_state_dict(other, weights)
+
+
 def test_weights_in_memory_are_refused_too(tmp_path: Path) -> None:
     """As from the Hub, whose files are read after the adapter has been put in."""
     base = stored_base("llama", tmp_path / "base")
@@ -477,7 +506,7 @@ def test_weights_in_memory_are_refused_too(tmp_path: Path) -> None:
         peft.peft_model.set_peft_model_state_dict(stock, marked)
     with pytest.raises(RuntimeError, match="size mismatch"):
         peft.set_peft_model_state_dict(stock, marked)
-    marked[RECORD] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    marked[f"base_model.model.{RECORD}"] = torch.tensor([1, 2, 3], dtype=torch.uint8)
     with pytest.raises(RecordError, match="hold a posswap_record that is no record"):
         peft.peft_model.set_peft_model_state_dict(stock, marked)
 
@@ -514,12 +543,65 @@ def test_nothing_takes_it_where_hf_posswap_is_not_installed(tmp_path: Path) -> N
     assert run.stdout.split() == [*("True" for _ in kinds), "taken"]
 
 
+def test_the_code_in_a_checkpoint_marks_its_adapters_too(tmp_path: Path) -> None:
+    base = stored_base("llama", tmp_path / "base")
+    on_base(base, "alibi").save_pretrained(tmp_path / "swapped")
+    run = subprocess.run(
+        [sys.executable, "-c", BUNDLED, *(str(tmp_path / name) for name in ("swapped", "adapter", "base"))],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.split() == ["0.0", "refused"]
+    assert isinstance(hf_posswap.load(tmp_path / "adapter"), peft.PeftModel)
+
+
+BUNDLED = """
+import sys
+sys.modules["hf_posswap"] = None
+import torch, peft, transformers
+swapped, adapter, base = sys.argv[1:]
+def load(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+model = peft.get_peft_model(load(swapped), config).eval()
+model.save_pretrained(adapter)
+ids = torch.arange(9)[None]
+with torch.no_grad():
+    again = peft.PeftModel.from_pretrained(load(swapped), adapter).eval()
+    print(float((again(ids).logits - model(ids).logits).abs().max()))
+try:
+    peft.PeftModel.from_pretrained(load(base), adapter)
+except Exception as error:
+    print("refused" if "swapped to alibi" in str(error) else error)
+"""
+
+
+def test_a_subfolder_is_looked_at_and_not_what_lies_above_it(tmp_path: Path) -> None:
+    base, folder = stored_base("llama", tmp_path / "base"), tmp_path / "adapters"
+    trained(on_base(base, "kerple"), KINDS["lora"]).save_pretrained(folder)
+    trained(on_base(base, "alibi"), KINDS["lora"]).save_pretrained(folder / "second")
+    taken = peft.PeftModel.from_pretrained(on_base(base, "alibi"), folder, subfolder="second")
+    assert isinstance(taken, peft.PeftModel)
+    with pytest.raises(RecordError, match="swapped to alibi.*carries kerple"):
+        peft.PeftModel.from_pretrained(on_base(base, "kerple"), folder, subfolder="second")
+
+
+def test_converting_an_initialization_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model = trained(on_base(stored_base("llama", tmp_path / "base"), "alibi"), KINDS["lora"])
+    with pytest.raises(UnsupportedSwapError, match="path_initial_model_for_weight_conversion is not supported"):
+        model.save_pretrained(tmp_path / "adapter", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_an_adapter_of_a_native_swap_is_plain_peft(tmp_path: Path) -> None:
     """Stock transformers runs its base, so its weights are not marked; the sidecar still names the swap."""
     base = stored_base("llama", tmp_path / "base")
     model = trained(patch_model(hf_posswap.load(base), "yarn", max_length=2 * LENGTH), KINDS["lora"])
     model.save_pretrained(tmp_path / "adapter")
-    assert RECORD not in load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    assert not any(name.endswith(RECORD) for name in load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS))
     with pytest.raises(RecordError, match="swapped to yarn.*is not swapped"):
         peft.PeftModel.from_pretrained(hf_posswap.load(base), tmp_path / "adapter")
 
@@ -532,7 +614,7 @@ def test_an_older_adapter_is_known_by_the_swapped_folder_that_it_names(tmp_path:
     model.save_pretrained(tmp_path / "adapter")
     (tmp_path / "adapter" / SIDECAR).unlink()
     held = load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
-    former = {name: tensor[0].contiguous() for name, tensor in held.items() if name != RECORD}
+    former = {name: tensor[0].contiguous() for name, tensor in held.items() if not name.endswith(RECORD)}
     save_file(former, tmp_path / "adapter" / ADAPTER_WEIGHTS)
     with pytest.raises(RecordError, match="swapped to alibi.*is not swapped"):
         load_adapter(hf_posswap.load(tmp_path / "plain"), tmp_path / "adapter")

@@ -1,8 +1,8 @@
 """The weights of an adapter say which swap their base had: no other base takes them, not even without hf_posswap.
 
 A low-rank update that was trained on a swapped base is wrong on any other, and PEFT puts it on whatever it fits. So
-what is written has a dimension of one before its own, [1, *shape], which no stock module takes, and one tensor more:
-the record of the swap. Adapters on bases that stock transformers runs are not marked.
+each weight in the base is written as [1, *shape], which no stock module takes, and one more tensor holds the record of
+the swap. Swapped models restore the shapes when they load. Adapters of bases that stock transformers runs stay plain.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from hf_posswap.patching.record.record import SwapRecord
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 RECORD = "posswap_record"
-"""The name of the tensor that holds the record: its JSON in UTF-8, as uint8 [N]."""
+"""The last part of the name of the tensor that holds the record: its JSON in UTF-8, as uint8 [N]."""
+_BASE = "base_model.model."
+"""How the names of weights in the base begin in an adapter; those of prompts do not."""
 
 
 def mark_adapter(weights: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
@@ -30,18 +32,29 @@ def mark_adapter(weights: dict[str, Any], record: dict[str, Any]) -> dict[str, A
         weights: by name.
         record: of the swap of its base, as `config.posswap` holds it.
     """
-    if RECORD in weights:
+    if any(map(_is_record, weights)):
         return weights
-    marked = {name: held.unsqueeze(0) if isinstance(held, Tensor) else held for name, held in weights.items()}
-    return {**marked, RECORD: torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)}
+    prefix = _BASE if any(name.startswith(_BASE) for name in weights) else ""
+    marked = {name: value.unsqueeze(0) for name, value in weights.items() if _is_marked(name, value, prefix)}
+    return {**weights, **marked, prefix + RECORD: torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)}
 
 
 def unmark_adapter(weights: dict[str, Any]) -> dict[str, Any]:
     """Return the weights of an adapter in their own shapes, without the record."""
-    if RECORD not in weights:
+    record = next(filter(_is_record, weights), None)
+    if record is None:
         return weights
-    held = {name: value for name, value in weights.items() if name != RECORD}
-    return {name: value.squeeze(0) if isinstance(value, Tensor) else value for name, value in held.items()}
+    prefix = record.removesuffix(RECORD)
+    own = {name: value for name, value in weights.items() if name != record}
+    return own | {name: value.squeeze(0) for name, value in own.items() if _is_marked(name, value, prefix)}
+
+
+def _is_marked(name: str, value: Any, prefix: str) -> bool:
+    return name.startswith(prefix) and isinstance(value, Tensor)
+
+
+def _is_record(name: str) -> bool:
+    return name.rpartition(".")[2] == RECORD
 
 
 def record_in(weights: dict[str, Any]) -> SwapRecord | None:
@@ -50,11 +63,11 @@ def record_in(weights: dict[str, Any]) -> SwapRecord | None:
     Raises:
         RecordError: what they hold is none.
     """
-    held = weights.get(RECORD)
-    if held is None:
+    serialized = next((value for name, value in weights.items() if _is_record(name)), None)
+    if serialized is None:
         return None
     try:
-        values = json.loads(bytes(held.tolist()))
+        values = json.loads(bytes(serialized.tolist()))
         return SwapRecord.from_dict(values)
     except PosswapError:
         raise
@@ -75,10 +88,10 @@ def record_in_file(path: Path) -> SwapRecord | None:
     try:
         with safe_open(path, framework="pt") as weights:
             names: list[str] = list(weights.keys())
-            held = {name: weights.get_tensor(name) for name in names if name == RECORD}
+            serialized = {name: weights.get_tensor(name) for name in names if _is_record(name)}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"the adapter {str(path.parent)!r} cannot be loaded: {path.name}: {error}") from error
-    return record_in(held)
+    return record_in(serialized)
 
 
 def base_of(model: Any) -> Any:

@@ -24,6 +24,7 @@ from hf_posswap.compat.transformers_loading import LoadingHooks
 from hf_posswap.compat.transformers_models import let_record_outputs
 from hf_posswap.errors import RecordError
 from hf_posswap.patching.record.adapter_marks import (
+    RECORD,
     base_of,
     mark_adapter,
     record_in,
@@ -123,6 +124,8 @@ class SwappedModel(LoadingHooks):
 
     def posswap_read(self, state: dict[str, Any], prefix: str, metadata: Any) -> Any:
         unmark(state, _marked(self), prefix)
+        if prefix + RECORD in state:  # an adapter's weights, by PEFT's `set_peft_model_state_dict`
+            state.update(_unmarked_adapter(self, {name: state.pop(name) for name in list(state)}))
         return dict(metadata)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
