@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_posswap.advice.case import Case
-from hf_posswap.checkpoints.exports.mechanism import Stated, stated
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.exports.rules import judge
 from hf_posswap.checkpoints.native.convert import CONVERSIONS
 from hf_posswap.errors import PosswapError, SchemeError, UnsupportedModelError
@@ -61,14 +61,14 @@ def serving_of(
         model = case.fresh()
         if scheme is not None:
             patch_model(model, scheme, **how)
-        found = stated(model.config)
+        found = position_config_of(model.config)
     except (SchemeError, UnsupportedModelError) as error:  # it needs the weights' values, or says nothing known here
         return Serving(target, "unknown", str(error), "")
     converted = _converted(model) if found.kind == "plugin" and target not in _AS_IT_IS else None
     return _judged(target, found, "") if converted is None else _judged(target, *converted)
 
 
-def _judged(target: str, found: Stated, converted: str) -> Serving:
+def _judged(target: str, found: PositionConfig, converted: str) -> Serving:
     try:
         judgement = judge(target, found)
     except UnsupportedModelError as error:
@@ -76,7 +76,7 @@ def _judged(target: str, found: Stated, converted: str) -> Serving:
     return Serving(target, judgement.verdict, judgement.why, judgement.claim.source, converted)
 
 
-def _converted(model: Any) -> tuple[Stated, str] | None:
+def _converted(model: Any) -> tuple[PositionConfig, str] | None:
     """Return what the first stock class that may compute the same states, and its name; None: there is none.
 
     Nothing is proved here: `posswap to-native` compares outputs before it writes.
@@ -88,5 +88,5 @@ def _converted(model: Any) -> tuple[Stated, str] | None:
             blueprint = build(model, swap_plan(model))
         except (PosswapError, NotImplementedError, RuntimeError):  # not exact, or it needs the weights' values
             continue
-        return stated(blueprint.config), str(blueprint.model_class.__name__)
+        return position_config_of(blueprint.config), str(blueprint.model_class.__name__)
     return None

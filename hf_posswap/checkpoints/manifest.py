@@ -1,6 +1,6 @@
 """The manifest of a saved checkpoint: the files that a save wrote, each with its SHA-256.
 
-With it, `overwrite=True` tells what a save wrote from what the user added or edited. The whole content is hashed, that of
+With it, `overwrite=True` tells what a save wrote from what the user added or edited. The whole content is hashed, of
 weights too, so that no edit goes unseen.
 """
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_posswap.checkpoints.exports.mechanism import Stated, stated
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.errors import PositionRangeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import model_class_of
 from hf_posswap.patching.inspect.paged import mechanisms_of, paged_problem
@@ -72,7 +72,7 @@ def refuse_unservable(vllm_config: Any, version: str) -> None:
 def _refuse_native(model: Any, config: Any) -> None:
     """Refuse a checkpoint that stock transformers runs, whose rotation vLLM would compute wrongly."""
     try:
-        found = stated(config)
+        found = position_config_of(config)
     except UnsupportedModelError:  # it states no length: nothing of that kind is known to be wrong
         return
     problem = rope_problem(found, model.max_model_len, is_own=not model.using_transformers_backend())
@@ -80,7 +80,7 @@ def _refuse_native(model: Any, config: Any) -> None:
         raise UnsupportedSwapError(f"vLLM cannot serve {model.architecture} as it is swapped: {problem} {_EXPORT}")
 
 
-def rope_problem(found: Stated, length: int, *, is_own: bool) -> str | None:
+def rope_problem(found: PositionConfig, length: int, *, is_own: bool) -> str | None:
     """Return why vLLM cannot serve texts of `length` tokens with a stock model's rotation, in a sentence, or None.
 
     Args:

@@ -26,7 +26,7 @@ from hf_posswap.checkpoints.exports import CLAIMS, TARGETS, export
 from hf_posswap.checkpoints.exports.claims import anything
 from hf_posswap.checkpoints.exports.claims_table import claims_markdown
 from hf_posswap.checkpoints.exports.gguf_keys import ARCHITECTURES
-from hf_posswap.checkpoints.exports.mechanism import stated
+from hf_posswap.checkpoints.exports.mechanism import position_config_of
 from hf_posswap.checkpoints.exports.run import GRAPHS
 from hf_posswap.cli import app
 from hf_posswap.errors import (
@@ -190,7 +190,7 @@ def test_linear_states_the_original_length_where_the_program_multiplies(tmp_path
     plain = json.loads((folder / "config.json").read_text())
     plain.pop("posswap")
     (folder / "config.json").write_text(json.dumps(plain))
-    assert "nothing tells: check it" in export(folder, "vllm").why
+    assert "is unknown: check it" in export(folder, "vllm").why
     assert export(folder, "vllm").changes == {}
 
 
@@ -201,7 +201,7 @@ def test_yarn_has_the_factor_of_transformers_in_every_spelling(options: dict[str
     folder = saved(tmp_path / "x", "llama", "yarn", factor=4.0, **options)
     config = transformers.AutoConfig.from_pretrained(folder)
     _, expected = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-    assert stated(config).attention == pytest.approx(expected)
+    assert position_config_of(config).attention == pytest.approx(expected)
     assert export(folder, "vllm").config["rope_parameters"]["attention_factor"] == pytest.approx(expected)
     rope = export(folder, "sglang").config["rope_parameters"]
     assert (0.1 * math.log(4) + 1) * rope["attn_factor"] == pytest.approx(expected)
@@ -219,8 +219,8 @@ def test_longrope_has_the_factor_of_transformers(tmp_path: Path) -> None:
     _, expected = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")
     without = copy.deepcopy(config)
     del without.rope_parameters["attention_factor"]
-    assert stated(config).attention == pytest.approx(expected)
-    assert stated(without).attention == pytest.approx(ROPE_INIT_FUNCTIONS["longrope"](without, "cpu")[1])
+    assert position_config_of(config).attention == pytest.approx(expected)
+    assert position_config_of(without).attention == pytest.approx(ROPE_INIT_FUNCTIONS["longrope"](without, "cpu")[1])
     assert export(folder, "vllm").config["rope_parameters"]["long_mscale"] == pytest.approx(expected)
 
 
@@ -261,7 +261,7 @@ def test_gguf_itself_reads_the_file(case: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "x", name, scheme, **options)
     made = export(folder, "llamacpp", tmp_path / "model.gguf")
     assert made.folder == tmp_path / "model.gguf"
-    assert made.command == f"llama-server -m {made.folder} -c {stated(read(folder)).length}"
+    assert made.command == f"llama-server -m {made.folder} -c {position_config_of(read(folder)).length}"
     assert set(made.notes) == {"weights", "vocabulary", "compared"}
     read_back = gguf.GGUFReader(made.folder)
     tensors = {tensor.name: tensor.data for tensor in read_back.tensors}
@@ -289,7 +289,7 @@ def test_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
         export(odd, "llamacpp", tmp_path / "m.gguf")
     extended = saved(tmp_path / "y", "llama", "self_extend", window=8, group=4)
     assert "--grp-attn-n 4 --grp-attn-w 8" in export(extended, "llamacpp").command
-    with pytest.raises(UnsupportedSwapError, match="nothing of .* is to be written for llamacpp"):
+    with pytest.raises(UnsupportedSwapError, match="nothing needs to be written of .* for llamacpp"):
         export(extended, "llamacpp", tmp_path / "m.gguf")
     other = saved(tmp_path / "z", "cohere", None)
     with pytest.raises(UnsupportedSwapError, match="use llama.cpp's convert_hf_to_gguf.py"):
@@ -329,13 +329,13 @@ TOKENIZERS: dict[str, tuple[str, str, str]] = {
     "cut off": (
         "tokenizer.json",
         json.dumps(byte_level())[:40],
-        r"cannot read .*tokenizer\.json: .* where it is whole",
+        r"cannot read .*tokenizer\.json: .* Get the file again",
     ),
-    "no tokenizer": ("tokenizer.json", "[]", r"tokenizer\.json holds no tokenizer: it names no model"),
+    "no tokenizer": ("tokenizer.json", "[]", r"tokenizer\.json has no model: it is not a tokenizer file"),
     "too many": ("tokenizer.json", json.dumps(added(97)), "has a token 97, and the model has 97, from 0 on"),
-    "strips": ("tokenizer.json", json.dumps(added(5, lstrip=True)), "not of GPT-2's kind"),
-    "drops": ("tokenizer.json", json.dumps(byte_level(dropout=0.1)), "not of GPT-2's kind"),
-    "whole words": ("tokenizer.json", json.dumps(byte_level(ignore_merges=True)), "not of GPT-2's kind"),
+    "strips": ("tokenizer.json", json.dumps(added(5, lstrip=True)), "not a GPT-2 tokenizer"),
+    "drops": ("tokenizer.json", json.dumps(byte_level(dropout=0.1)), "not a GPT-2 tokenizer"),
+    "whole words": ("tokenizer.json", json.dumps(byte_level(ignore_merges=True)), "not a GPT-2 tokenizer"),
     "another file": (
         "tokenizer.model",
         "",
@@ -369,7 +369,7 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     model = build("llama")
     torch.nn.init.constant_(model.model.layers[1].mlp.up_proj.weight[:1], math.nan)
     hf_posswap.save(model, tmp_path / "x")
-    with pytest.raises(CheckpointError, match=r"NaN or infinity in model\.layers\.1\.mlp\.up_proj\.weight: take its"):
+    with pytest.raises(CheckpointError, match=r"NaN or infinity in model\.layers\.1\.mlp\.up_proj\.weight: get the"):
         export(tmp_path / "x", "llamacpp", tmp_path / "m.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
@@ -501,15 +501,15 @@ def test_wrong_targets_and_folders_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "x", "llama", "yarn", factor=4.0)
     with pytest.raises(UnknownNameError, match="unknown target 'vlm'. Did you mean 'vllm'"):
         export(folder, "vlm")
-    with pytest.raises(CheckpointError, match="is not empty; give a folder that is new"):
+    with pytest.raises(CheckpointError, match="is not empty: give a new folder"):
         export(folder, "vllm", folder)
-    with pytest.raises(CheckpointError, match="lies in the checkpoint itself"):
+    with pytest.raises(CheckpointError, match="is inside the checkpoint"):
         export(folder, "vllm", folder / "inside")
     with pytest.raises(CheckpointError, match="holds no readable model config"):
         export(tmp_path / "missing", "vllm")
     nested = transformers.Gemma3TextConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=11)
     nested.save_pretrained(tmp_path / "gemma3")
-    with pytest.raises(UnsupportedModelError, match="each type of layers: what sglang makes of those in"):
+    with pytest.raises(UnsupportedModelError, match="each layer type: it is unknown how sglang reads"):
         export(tmp_path / "gemma3", "sglang")
 
 
@@ -532,7 +532,7 @@ def test_half_a_checkpoint_is_not_copied(tmp_path: Path) -> None:
 def test_a_link_to_nowhere_is_not_written_over(target: str, name: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "x", "llama", "ntk", factor=4.0)
     (tmp_path / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"give a (file|folder) that is new"):
+    with pytest.raises(CheckpointError, match=r"give a new (file name|folder)"):
         export(folder, target, tmp_path / name)
     assert not (tmp_path / "elsewhere").exists()
 
@@ -540,10 +540,10 @@ def test_a_link_to_nowhere_is_not_written_over(target: str, name: str, tmp_path:
 def test_a_record_that_lies_of_the_length_is_not_believed(tmp_path: Path) -> None:
     folder = saved(tmp_path / "x", "llama", "dynamic", factor=4.0)
     config = json.loads((folder / "config.json").read_text())
-    assert stated(read(folder)).original == LENGTH
+    assert position_config_of(read(folder)).original == LENGTH
     config["posswap"]["original"]["max_position_embeddings"] = 10**6
     (folder / "config.json").write_text(json.dumps(config))
-    assert stated(read(folder)).original == LENGTH
+    assert position_config_of(read(folder)).original == LENGTH
 
 
 def test_the_command_writes_the_config_and_says_the_verdict(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 import hf_posswap
-from hf_posswap.checkpoints.exports.mechanism import stated
+from hf_posswap.checkpoints.exports.mechanism import position_config_of
 from hf_posswap.checkpoints.exports.rules import TARGETS, judge
 from hf_posswap.errors import AlreadyPatchedError
 from hf_posswap.evaluation.cost import forward_operations, measure_cost
@@ -40,7 +40,7 @@ def test_the_engines_are_those_of_the_claims() -> None:
     facts = model_facts(LLAMA, make_scheme("yarn:factor=4"))
     swapped = hf_posswap.patch_model(hf_posswap.patching.inspect.describe.on_meta(LLAMA), "yarn", factor=4)
     assert {one.target: one.verdict for one in facts.serving} == {
-        target: judge(target, stated(swapped.config)).verdict for target in TARGETS
+        target: judge(target, position_config_of(swapped.config)).verdict for target in TARGETS
     }
 
 

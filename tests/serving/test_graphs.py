@@ -22,7 +22,7 @@ from hf_posswap.checkpoints.exports.claims import Claim
 from hf_posswap.checkpoints.exports.claims_graphs import ENGINES
 from hf_posswap.checkpoints.exports.claims_table import claim_for
 from hf_posswap.checkpoints.exports.graph_file import write_graph
-from hf_posswap.checkpoints.exports.mechanism import stated
+from hf_posswap.checkpoints.exports.mechanism import position_config_of
 from hf_posswap.checkpoints.exports.rotary_by_length import follow_length
 from hf_posswap.checkpoints.exports.traced import behind_padding, signature_of
 from hf_posswap.errors import (
@@ -109,7 +109,7 @@ def saved(folder: Path, model: Any) -> Path:
 
 
 def row_of(folder: Path, target: str) -> Claim:
-    return claim_for(target, stated(read_config(folder)))
+    return claim_for(target, position_config_of(read_config(folder)))
 
 
 def opened(made: Export) -> Run:
@@ -216,7 +216,7 @@ def test_what_depends_on_the_numbers_is_refused(tmp_path: Path, capfd: pytest.Ca
     said = "torch .* cannot make a graph of GPT2LMHeadModel with dynamic for any batch and length: .*Nothing"
     capfd.readouterr()
     with pytest.raises(UnsupportedSwapError, match=said):  # as a mechanism from elsewhere may be, which has no row
-        write_graph(folder, tmp_path / "m.pt2", stated(read_config(folder)))
+        write_graph(folder, tmp_path / "m.pt2", position_config_of(read_config(folder)))
     assert not (tmp_path / "m.pt2").exists()
     assert "forward(" not in capfd.readouterr().err  # torch shows the whole graph up to there
 
@@ -249,14 +249,14 @@ def test_weights_too_large_for_the_file_lie_beside_it(tmp_path: Path, monkeypatc
     monkeypatch.setattr("hf_posswap.checkpoints.exports.graph_file.LARGEST", 0)
     folder = saved(tmp_path / "x", swapped("rope").to(torch.bfloat16))
     made = export(folder, "onnx", tmp_path / "out" / "m.onnx")
-    assert made.notes["weights"] == "float32, in m.onnx.data beside it"
+    assert made.notes["weights"] == "float32, in m.onnx.data next to it"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["m.onnx", "m.onnx.data"]
     inputs = batch([words(LENGTH)], "right")
     with torch.no_grad():
         expected = hf_posswap.load(folder, dtype=torch.float32)(inputs["input_ids"]).logits
     assert (opened(made)(inputs) - expected).abs().max() < BOUND
     (tmp_path / "out" / "m.onnx").unlink()
-    with pytest.raises(CheckpointError, match=r"m\.onnx\.data is there already; give a file that is new"):
+    with pytest.raises(CheckpointError, match=r"m\.onnx\.data already exists: give a new file name"):
         export(folder, "onnx", tmp_path / "out" / "m.onnx")
 
 
@@ -308,7 +308,7 @@ def test_positions_begin_behind_padding() -> None:
 def test_models_of_images_are_refused(target: str, config: Any, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     out = {"onnx": tmp_path / "m.onnx", "torch": tmp_path / "m.pt2"}.get(target)
-    with pytest.raises(UnsupportedModelError, match=f"{type(config).__name__} is of a model that reads images"):
+    with pytest.raises(UnsupportedModelError, match=f"{type(config).__name__} belongs to a model that reads images"):
         export(tmp_path, target, out)
 
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from hf_posswap import patch_model, plan_swap
-from hf_posswap.checkpoints.exports.mechanism import stated
+from hf_posswap.checkpoints.exports.mechanism import position_config_of
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import describe_positions, stand_ins
 from hf_posswap.patching.inspect.paged import paged_problem
@@ -98,9 +98,9 @@ def test_lengths_that_a_dtype_does_not_hold_are_refused() -> None:
 
 
 def test_a_stock_rotation_that_follows_the_length_is_refused_beyond_the_original_one() -> None:
-    dynamic = stated(patch_model(build("llama"), "dynamic", factor=4.0).config)
-    lists = stated(patch_model(build("llama"), "longrope", factor=4.0, long_factor=[2.0] * 8).config)
-    fixed = stated(patch_model(build("llama"), "yarn", factor=4.0).config)
+    dynamic = position_config_of(patch_model(build("llama"), "dynamic", factor=4.0).config)
+    lists = position_config_of(patch_model(build("llama"), "longrope", factor=4.0, long_factor=[2.0] * 8).config)
+    fixed = position_config_of(patch_model(build("llama"), "yarn", factor=4.0).config)
     assert rope_problem(dynamic, LENGTH, is_own=True) is None
     assert "swap to yarn or ntk" in str(rope_problem(dynamic, LENGTH + 1, is_own=True))
     assert rope_problem(lists, LENGTH + 1, is_own=True) is None

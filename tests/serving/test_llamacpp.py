@@ -22,7 +22,7 @@ from hf_posswap.checkpoints.exports.claims import Claim
 from hf_posswap.checkpoints.exports.claims_llamacpp import ENGINE
 from hf_posswap.checkpoints.exports.claims_table import claim_for
 from hf_posswap.checkpoints.exports.gguf_proof import run_llamacpp
-from hf_posswap.checkpoints.exports.mechanism import stated
+from hf_posswap.checkpoints.exports.mechanism import position_config_of
 from hf_posswap.errors import SwapVerificationError
 from tests.contract.models import LENGTH, VOCABULARY, build
 from tests.serving.seen import Record, Seen, swap_words
@@ -77,7 +77,7 @@ def saved(folder: Path, case: str) -> Path:
 
 
 def row_of(folder: Path) -> Claim:
-    return claim_for("llamacpp", stated(transformers.AutoConfig.from_pretrained(folder)))
+    return claim_for("llamacpp", position_config_of(transformers.AutoConfig.from_pretrained(folder)))
 
 
 def compared(folder: Path, path: Path, length: int) -> tuple[float, int]:
@@ -110,7 +110,7 @@ def test_the_file_computes_what_transformers_does(case: str, tmp_path: Path, rec
     assert row_of(folder).known == "tested"
     assert "log probabilities" in made.notes["compared"]
     bound = GELU_BOUND if case.startswith(("gpt2", "neox")) else BOUND
-    whole = stated(transformers.AutoConfig.from_pretrained(folder)).length
+    whole = position_config_of(transformers.AutoConfig.from_pretrained(folder)).length
     lengths = {"longrope": [whole], "dynamic": [LENGTH // 2, LENGTH]}.get(case, [LENGTH // 2, LENGTH, whole])
     found = [compared(folder, tmp_path / "m.gguf", length) for length in lengths]
     most, same = max(apart for apart, _ in found), sum(same for _, same in found)

@@ -27,7 +27,7 @@ from hf_posswap import patch_model
 from hf_posswap.checkpoints.exports import CLAIMS, export
 from hf_posswap.checkpoints.exports.claims import Claim
 from hf_posswap.checkpoints.exports.claims_table import claim_for
-from hf_posswap.checkpoints.exports.mechanism import stated
+from hf_posswap.checkpoints.exports.mechanism import position_config_of
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.serving import versions
 from hf_posswap.serving.guard import refuse_unservable
@@ -155,7 +155,7 @@ def saved(folder: Path, case: Case) -> Path:
 
 
 def row_of(folder: Path) -> Claim:
-    return claim_for("vllm", stated(transformers.AutoConfig.from_pretrained(folder)))
+    return claim_for("vllm", position_config_of(transformers.AutoConfig.from_pretrained(folder)))
 
 
 def prompt(length: int) -> list[int]:

@@ -22,7 +22,7 @@ from hf_posswap.checkpoints.doctor_checks.reading import Chart, read_chart
 from hf_posswap.checkpoints.doctor_checks.record_traps import adapter_findings, record_findings
 from hf_posswap.checkpoints.doctor_checks.rope_traps import rope_findings
 from hf_posswap.checkpoints.exports.claims_table import CLAIMS, filled, is_known
-from hf_posswap.checkpoints.exports.mechanism import stated
+from hf_posswap.checkpoints.exports.mechanism import position_config_of
 from hf_posswap.checkpoints.exports.rules import judge
 from hf_posswap.errors import CheckpointError, RecordError, UnsupportedModelError
 from hf_posswap.utils.auto_classes import TRUST
@@ -96,7 +96,7 @@ def _serving(chart: Chart, layout: Any) -> tuple[Serving, ...]:
     if not isinstance(layout, Layout) or layout.sites is None:
         return ()
     try:
-        found = stated(layout.model.config)
+        found = position_config_of(layout.model.config)
     except (UnsupportedModelError, RecordError, CheckpointError):
         return ()
     judged = [judge(target, found) for target in CLAIMS if is_known(target, found)]

@@ -1,4 +1,4 @@
-"""What a claim about a serving program is, and the conditions that a checkpoint is held to."""
+"""Claims about serving programs, and the conditions on a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_posswap.checkpoints.exports.mechanism import Stated
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 
 Verdict = Literal["exact", "approximate", "impossible"]
 Known = Literal["tested", "run", "read"]
 Road = Literal["folder", "gguf", "graph"]
-Condition = Callable[[Stated], bool]
+Condition = Callable[[PositionConfig], bool]
 _CLOSE = 1e-6
 
 LLAMA_KIND = ("llama", "mistral", "qwen2")
@@ -20,24 +20,23 @@ LLAMA_KIND = ("llama", "mistral", "qwen2")
 
 @dataclass(frozen=True)
 class Claim:
-    """What one program makes of one kind of positions in some models: a row of the table.
+    """How one program runs one kind of positions in some models: a row of the table.
 
     Attributes:
         target: the program, as `posswap export` calls it.
-        positions: rope types or schemes, with the conditions on their values, in words.
-        models: which models, in words.
-        verdict: "exact": what transformers computes; "approximate": near it, or equal up to some length;
-            "impossible": it refuses, or computes something else.
-        why: in words.
-        command: what to type, with {folder}, {length}, {original} (tokens) and {dtype} to be filled in, and {python}
-            or {inner} for the folder in Python code, as it is or between double quotes of a shell; "" where nothing
-            helps.
+        positions: rope types or schemes, with the conditions on their values, as text.
+        models: which models, as text.
+        verdict: "exact": equal to transformers; "approximate": near it, or equal up to some length; "impossible": it
+            refuses, or computes something else.
+        why: the reason, as text.
+        command: the command, with placeholders {folder}, {length}, {original} (tokens) and {dtype}, and {python} or
+            {inner} for the folder in Python code, plain or between a shell's double quotes; "" if none helps.
         engine: the program's version that the claim is about.
-        known: "tested": a test runs the program; "run": it was run by hand, and no test repeats it; "read": its code
-            or documentation was read, and it was not run.
+        known: "tested": a test runs the program; "run": it was run once, without a test; "read": its code or
+            documentation was read, and it was not run.
         fits: whether a checkpoint is one of those that the row is about.
-        roads: what the program may be given: the "folder" with its config, a "gguf" file, a "graph" of the model;
-            () where nothing is written.
+        roads: what the program takes: the "folder" with its config, a "gguf" file, a "graph" of the model; () if
+            nothing is written.
     """
 
     target: str
@@ -53,80 +52,82 @@ class Claim:
 
     @property
     def source(self) -> str:
-        """The version, and how the claim is known, in words."""
+        """The version, and how the claim is known, as text."""
         return f"{self.engine}, {KNOWN[self.known]}"
 
 
 KNOWN: dict[Known, str] = {
     "tested": "run by a test",
-    "run": "run by hand",
+    "run": "run once",
     "read": "read, not run",
 }
-"""How a claim is known, in words."""
+"""How a claim is known, as text."""
 
 
-def anything(stated: Stated) -> bool:
-    """Return True: the last row of a program takes what the others leave."""
+def anything(position_config: PositionConfig) -> bool:
+    """Return True: a program's last row fits all that the others do not."""
     return True
 
 
 def of_type(*names: str) -> Condition:
     """Return the condition that the rope type is one of `names`."""
-    return lambda stated: stated.kind == "rope" and stated.rope_type in names
+    return lambda position_config: position_config.kind == "rope" and position_config.rope_type in names
 
 
 def of_model(*names: str) -> Condition:
     """Return the condition that the stock model type is one of `names`."""
-    return lambda stated: stated.model_type in names
+    return lambda position_config: position_config.model_type in names
 
 
 def both(*conditions: Condition) -> Condition:
     """Return the condition that all of `conditions` hold."""
-    return lambda stated: all(condition(stated) for condition in conditions)
+    return lambda position_config: all(condition(position_config) for condition in conditions)
 
 
 def but_not(condition: Condition) -> Condition:
     """Return the condition that `condition` does not hold."""
-    return lambda stated: not condition(stated)
+    return lambda position_config: not condition(position_config)
 
 
-def plugin(stated: Stated) -> bool:
+def plugin(position_config: PositionConfig) -> bool:
     """Return whether only hf_posswap computes it."""
-    return stated.kind == "plugin"
+    return position_config.kind == "plugin"
 
 
-def paged_plugin(stated: Stated) -> bool:
-    """Return whether only hf_posswap computes it, and a program with a paged cache of its own can with its help."""
-    return plugin(stated) and stated.unpaged is None
+def paged_plugin(position_config: PositionConfig) -> bool:
+    """Return whether only hf_posswap computes it, and a program with its own paged cache can do so with hf_posswap."""
+    return plugin(position_config) and position_config.unpaged is None
 
 
-def table(stated: Stated) -> bool:
+def table(position_config: PositionConfig) -> bool:
     """Return whether positions are rows of a table."""
-    return stated.kind == "table"
+    return position_config.kind == "table"
 
 
-def usual_yarn(stated: Stated) -> bool:
-    """Return whether it is yarn as programs hard-code it: betas 32 and 1, whole limits, factor 0.1 ln s + 1."""
-    betas = (float(stated.rope.get("beta_fast") or 32), float(stated.rope.get("beta_slow") or 1))
-    same = betas == (32.0, 1.0) and abs(stated.attention - stated.usual_attention) < _CLOSE
-    return stated.rope_type == "yarn" and same and stated.rope.get("truncate") is not False
+def usual_yarn(position_config: PositionConfig) -> bool:
+    """Return whether it is yarn as programs hard-code it: betas 32 and 1, truncated limits, factor 0.1 ln s + 1."""
+    betas = (float(position_config.rope.get("beta_fast") or 32), float(position_config.rope.get("beta_slow") or 1))
+    same = betas == (32.0, 1.0) and abs(position_config.attention - position_config.usual_attention) < _CLOSE
+    return position_config.rope_type == "yarn" and same and position_config.rope.get("truncate") is not False
 
 
-def one_list(stated: Stated) -> bool:
+def one_list(position_config: PositionConfig) -> bool:
     """Return whether it is longrope with one list of divisors for all lengths."""
-    return stated.rope_type == "longrope" and stated.fixed_list
+    return position_config.rope_type == "longrope" and position_config.fixed_list
 
 
-def no_rotation(stated: Stated) -> bool:
+def no_rotation(position_config: PositionConfig) -> bool:
     """Return whether it is "proportional" with a share of 0: rotary modules that rotate nothing."""
-    return stated.rope_type == "proportional" and not stated.rope.get("partial_rotary_factor", 1.0) > 0
+    return (
+        position_config.rope_type == "proportional" and not position_config.rope.get("partial_rotary_factor", 1.0) > 0
+    )
 
 
-def windowed(stated: Stated) -> bool:
-    """Return whether its attention sees a sliding window shorter than the length it is meant for."""
-    return stated.window is not None and stated.window < stated.length
+def windowed(position_config: PositionConfig) -> bool:
+    """Return whether its attention window is shorter than its length."""
+    return position_config.window is not None and position_config.window < position_config.length
 
 
-def every_fourth_plain(stated: Stated) -> bool:
+def every_fourth_plain(position_config: PositionConfig) -> bool:
     """Return whether layers 4, 8, ... alone do not rotate: the one pattern that llama.cpp has for SmolLM3."""
-    return stated.rotates == tuple((i + 1) % 4 != 0 for i in range(len(stated.rotates)))
+    return position_config.rotates == tuple((i + 1) % 4 != 0 for i in range(len(position_config.rotates)))

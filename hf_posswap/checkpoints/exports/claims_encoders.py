@@ -1,14 +1,14 @@
-"""What text-embeddings-inference and sentence-transformers make of positions.
+"""How text-embeddings-inference and sentence-transformers run positions.
 
-text-embeddings-inference (TEI): read in its code, of autumn 2026. Its CPU image takes model.onnx first, by onnxruntime,
-whatever the model type; its own classes know some types, and refuse the others. sentence-transformers: run by
+text-embeddings-inference (TEI): read in its code, of autumn 2026. Its CPU image runs model.onnx with onnxruntime
+first, whatever the model type; its own classes support some types and refuse the others. sentence-transformers: run by
 tests/training/engine/test_sentences.py.
 """
 
 from __future__ import annotations
 
 from hf_posswap.checkpoints.exports.claims import Claim, Condition, anything, both, of_model, plugin, table
-from hf_posswap.checkpoints.exports.mechanism import Stated
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 
 _TEI = "TEI's code of autumn 2026"
 _SENTENCES = "sentence-transformers 6.2"
@@ -22,9 +22,9 @@ _NO_ONNX = (
 _SCORES = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGeneration", "ForPreTraining", "Generation")
 
 
-def _with_head(stated: Stated) -> bool:
-    """Return whether the model gives scores of words, where an embedding is made of states."""
-    return stated.architecture.endswith(_SCORES)
+def _with_head(position_config: PositionConfig) -> bool:
+    """Return whether the model outputs logits; an embedding is computed from hidden states."""
+    return position_config.architecture.endswith(_SCORES)
 
 
 _own_class: Condition = of_model("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet")
@@ -46,7 +46,7 @@ TEI = (
         "any other",
         "language models with their head",
         "impossible",
-        "it makes embeddings of states, and this checkpoint ({architecture}) gives scores of words: save the base "
+        "it computes embeddings from hidden states, and this checkpoint ({architecture}) outputs logits: save the base "
         "model alone (AutoModel) and export that.",
         "",
         _TEI,
@@ -59,7 +59,7 @@ TEI = (
         "what needs hf_posswap",
         "encoders, classifiers",
         "exact",
-        "its own classes refuse the model type; its CPU image runs the ONNX file, which holds the mechanism itself.",
+        "its own classes refuse the model type; its CPU image runs the ONNX file, which contains the mechanism.",
         _GRAPH,
         _TEI,
         "read",

@@ -1,7 +1,7 @@
-"""What onnxruntime and torch make of the graphs that `posswap export` writes: run by tests/serving/test_graphs.py.
+"""How onnxruntime and torch run the graphs that `posswap export` writes: tested by tests/serving/test_graphs.py.
 
-A graph holds the mechanism itself, so nothing is read from a config; and each one is run beside its model before it is
-there. What the rows tell is which were, and what a graph has of its own.
+A graph contains the mechanism, so nothing is read from a config, and each graph is compared with its model before it is
+put in place. The rows say for which models a test does that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_posswap.checkpoints.exports.claims import (
     plugin,
     table,
 )
-from hf_posswap.checkpoints.exports.mechanism import Stated
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 
 ENGINES = {"onnx": "onnxruntime 1.32.0 and torch 2.13", "torch": "torch 2.13"}
 _COMMANDS = {
@@ -27,14 +27,14 @@ _COMMANDS = {
     "torch": "posswap export {folder} --target torch -o model.pt2",
 }
 _ITSELF = (
-    "the graph holds the mechanism itself, and needs neither transformers nor hf_posswap: any batch and length, "
+    "the graph contains the mechanism and needs neither transformers nor hf_posswap: any batch and length, "
     "padding by the mask, no cache."
 )
-_CHECKED = "It is run and compared before the file is there, or refused."
+_CHECKED = "The export runs it and compares it with the model before it writes the file, or refuses."
 _COMPARED = f"{_ITSELF} {_CHECKED}"
 _LENGTH = (
     "the angles are computed from the length of the longest row of a batch, as in transformers; torch's older exporter "
-    "(dynamo=False) keeps those of the length that it traced with: wrong by nats beyond, without a word."
+    "(dynamo=False) keeps those of the length that it traced with: silently wrong by nats beyond."
 )
 _ENDS = f"{_ITSELF} A position table ends where its rows end: onnxruntime and torch stop beyond."
 _PLUGIN_MODELS = "Llama, GPT-2, OPT, BERT"
@@ -76,9 +76,9 @@ _ROWS: tuple[_Row, ...] = (
 )
 
 
-def _by_query(stated: Stated) -> bool:
+def _by_query(position_config: PositionConfig) -> bool:
     """Return whether the angles follow each query's own position."""
-    return stated.settings.get("follow") == "query"
+    return position_config.settings.get("follow") == "query"
 
 
 def _rows(target: str) -> tuple[Claim, ...]:
@@ -86,9 +86,20 @@ def _rows(target: str) -> tuple[Claim, ...]:
         Claim(target, positions, models, "exact", why, _COMMANDS[target], ENGINES[target], known, fits, ("graph",))
         for positions, models, why, fits, known in _ROWS
     )
-    kind = "dynamic, longrope with follow='query'"
+    follows_query = "dynamic, longrope with follow='query'"
     return (
-        Claim(target, kind, "all", "impossible", _VALUES, "", ENGINES[target], "tested", both(plugin, _by_query), ()),
+        Claim(
+            target,
+            follows_query,
+            "all",
+            "impossible",
+            _VALUES,
+            "",
+            ENGINES[target],
+            "tested",
+            both(plugin, _by_query),
+            (),
+        ),
         *exact,
     )
 

@@ -1,4 +1,4 @@
-"""What llama.cpp makes of positions: read in the code of llama-cpp-python 0.3.36, and run by tests/serving.
+"""How llama.cpp runs positions: read in the code of llama-cpp-python 0.3.36, and run by tests/serving.
 
 Its architecture "llama" divides the angle of each pair by `rope_freqs.weight`, and every architecture multiplies cos
 and sin by `rope.scaling.attn_factor`. The converter convert_hf_to_gguf.py writes the first for "llama3" alone and the
@@ -25,7 +25,7 @@ from hf_posswap.checkpoints.exports.claims import (
     usual_yarn,
     windowed,
 )
-from hf_posswap.checkpoints.exports.mechanism import Stated
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 
 ENGINE = "llama-cpp-python 0.3.36"
 _SERVE = "llama-server -m model.gguf -c {length}"
@@ -33,7 +33,7 @@ _CONVERT = f"python convert_hf_to_gguf.py {{folder}} --outfile model.gguf && {_S
 _WRITE = f"posswap export {{folder}} --target llamacpp -o model.gguf && {_SERVE}"
 _SELF_EXTEND = "llama-completion -m base.gguf -c {length} --grp-attn-n {group} --grp-attn-w {window}"
 _SAME = "the same angles at every length."
-_FREQUENCIES = "the converter loses it silently; rope_freqs.weight and rope.scaling.attn_factor say it whole."
+_FREQUENCIES = "the converter loses it silently; rope_freqs.weight and rope.scaling.attn_factor have all of it."
 _FILE: tuple[Road, ...] = ("gguf",)
 _EITHER: tuple[Road, ...] = ("folder", "gguf")
 _LLAMA = "Llama, Mistral, Qwen2"
@@ -41,9 +41,9 @@ _llama = of_model(*LLAMA_KIND)
 _neox = of_model("gpt_neox")
 
 
-def _simple(stated: Stated) -> bool:
-    """Return whether the metadata alone say it: plain rope, linear, yarn as llama.cpp has it."""
-    return of_type("default", "linear")(stated) or usual_yarn(stated)
+def _simple(position_config: PositionConfig) -> bool:
+    """Return whether the metadata alone express it: plain rope, linear, yarn as llama.cpp has it."""
+    return of_type("default", "linear")(position_config) or usual_yarn(position_config)
 
 
 def _row(
@@ -65,8 +65,9 @@ LLAMACPP = (
         _LLAMA,
         "approximate",
         "llama-completion has Self-Extend itself, on the unswapped base, and groups positions block by block as the "
-        "text grows: near hf_posswap's, not equal; the width must be a multiple of the group. llama-server has it not.",
-        both(plugin, _llama, lambda stated: stated.scheme == "self_extend"),
+        "text grows: near hf_posswap's, not equal; the width must be a multiple of the group. llama-server "
+        "does not have it.",
+        both(plugin, _llama, lambda position_config: position_config.scheme == "self_extend"),
         _SELF_EXTEND,
         roads=(),
     ),
@@ -94,8 +95,8 @@ LLAMACPP = (
         "a table",
         "BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT",
         "exact",
-        "for embeddings and classes: the converter drops a head for words. A position table is ordinary weights; it "
-        "ends where its rows end.",
+        "for embeddings and classifiers: the converter drops a language model head. A position table is ordinary "
+        "weights; it ends where its rows end.",
         both(table, of_model("bert", "roberta", "xlm-roberta", "camembert", "distilbert")),
         f"{_CONVERT} --embedding --ubatch-size {{length}}",
     ),
@@ -149,8 +150,8 @@ LLAMACPP = (
         "yarn (other betas, attention factor or truncate), ntk_by_parts",
         _LLAMA,
         "exact",
-        "by the converter wrong without a word: its betas are not read, its attention factor is overwritten; "
-        "rope_freqs.weight and rope.scaling.attn_factor say it whole.",
+        "the converter is silently wrong: it does not read the betas and overwrites the attention factor; "
+        "rope_freqs.weight and rope.scaling.attn_factor have both.",
         both(_llama, of_type("yarn")),
         _WRITE,
         "tested",
@@ -193,8 +194,8 @@ LLAMACPP = (
         "rope, ntk, linear, yarn (betas 32 and 1)",
         "GPT-NeoX",
         "exact",
-        "the converter stops for want of rotary_pct, drops base and scaling, and wants an output layer of its own; the "
-        "file written here has them.",
+        "the converter stops without rotary_pct, drops base and scaling, and needs an untied output layer; the file "
+        "written here has them.",
         both(_neox, _simple),
         _WRITE,
         "tested",
@@ -222,7 +223,7 @@ LLAMACPP = (
         "SmolLM3",
         "impossible",
         "its code rotates in all layers but every fourth, whatever no_rope_layers says, and reads no "
-        "rope_freqs.weight: wrong without a word.",
+        "rope_freqs.weight: silently wrong.",
         of_model("smollm3"),
         known="tested",
         roads=(),

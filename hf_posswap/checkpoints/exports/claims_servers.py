@@ -1,7 +1,7 @@
-"""What transformers, vLLM, SGLang and text-generation-inference make of positions.
+"""How transformers, vLLM, SGLang and text-generation-inference run positions.
 
-vLLM: run by tests/serving with the CPU build 0.32.0, log probabilities beside those of transformers in batches of
-mixed lengths, within and beyond the original one, and greedy tokens; what is marked as read stands in the code of
+vLLM: tests/serving runs its CPU build 0.32.0 and compares log probabilities with those of transformers, in batches of
+mixed lengths within and beyond the original length, and greedy tokens; rows marked as read are from the code of
 0.33.0. SGLang: read in 0.5.23. TGI: read in its documentation.
 """
 
@@ -69,7 +69,7 @@ def _row(
 
 
 def _vllm_exact(positions: str, why: str, fits: Condition, *seen: str) -> tuple[Claim, Claim]:
-    """Return two rows: of a Llama and the models `seen` beside it, which vLLM was run with, and of the others."""
+    """Return two rows: of Llama and the models `seen`, which vLLM was run with, and of the others."""
     run = ("llama", *seen)
     names = ", ".join(_NAMES[name] for name in run)
     return (
@@ -138,7 +138,7 @@ VLLM = (
         "dynamic",
         "all",
         "impossible",
-        "up to {original} tokens it is plain rope, and right; beyond, vLLM gives NaN, and token 0 for ever, and its "
+        "up to {original} tokens it is plain rope, and right; beyond, vLLM gives NaN, and only token 0, and its "
         "Transformers backend is wrong by nats in a batch of mixed lengths. hf_posswap's plugin refuses it beyond "
         "{original}: serve the unswapped base, or use yarn or ntk.",
         of_type("dynamic"),
@@ -214,7 +214,7 @@ SGLANG = (
         "yarn, ntk_by_parts",
         "all",
         "exact",
-        f"{_ALWAYS}; it knows attn_factor, relative to 0.1 ln s + 1, in place of attention_factor.",
+        f"{_ALWAYS}; it knows attn_factor, relative to 0.1 ln s + 1, instead of attention_factor.",
         of_type("yarn"),
     ),
     _row(

@@ -11,7 +11,7 @@ from hf_posswap.checkpoints.exports.claims_encoders import SENTENCE_TRANSFORMERS
 from hf_posswap.checkpoints.exports.claims_graphs import ONNX, TORCH
 from hf_posswap.checkpoints.exports.claims_llamacpp import LLAMACPP
 from hf_posswap.checkpoints.exports.claims_servers import SGLANG, TGI, TRANSFORMERS, VLLM
-from hf_posswap.checkpoints.exports.mechanism import Stated
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.errors import UnsupportedModelError
 
 CLAIMS: dict[str, tuple[Claim, ...]] = {
@@ -25,59 +25,59 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "tei": TEI,
     "sentence-transformers": SENTENCE_TRANSFORMERS,
 }
-"""By program, the rows in order: the first that fits a checkpoint is the one about it; the last fits all."""
+"""By program, the rows in order: the first that fits a checkpoint applies; the last fits all."""
 
 
 _BY_LAYER_TYPE = ("transformers", "onnx", "torch", "sentence-transformers")
-"""The programs that run transformers' own code, with rope parameters for each type of layers as with any other."""
+"""The programs that run transformers' code, which takes rope parameters for each layer type."""
 _SEEN_BY_LAYER_TYPE = {"vllm": ("gemma3_text",)}
-"""The model types with such parameters that others were run with."""
+"""The model types with such parameters that other programs were run with."""
 
 
-def is_known(target: str, stated: Stated) -> bool:
-    """Return whether the rows of the program `target` are about such a checkpoint at all."""
-    seen = target in _BY_LAYER_TYPE or stated.model_type in _SEEN_BY_LAYER_TYPE.get(target, ())
-    return seen or not stated.rope_set
+def is_known(target: str, position_config: PositionConfig) -> bool:
+    """Return whether the rows of the program `target` cover such a checkpoint."""
+    seen = target in _BY_LAYER_TYPE or position_config.model_type in _SEEN_BY_LAYER_TYPE.get(target, ())
+    return seen or not position_config.rope_set
 
 
-def claim_for(target: str, stated: Stated) -> Claim:
-    """Return the row about a checkpoint's positions in the program `target`.
+def claim_for(target: str, position_config: PositionConfig) -> Claim:
+    """Return the row of the program `target` for a checkpoint's positions.
 
     Raises:
-        UnsupportedModelError: no row is about it.
+        UnsupportedModelError: no row covers it.
     """
-    if not is_known(target, stated):
+    if not is_known(target, position_config):
         raise UnsupportedModelError(
-            f"the config has rope parameters for each type of layers: what {target} makes of those in a "
-            f"{stated.model_type} is not known here. Known: {', '.join(_BY_LAYER_TYPE)}; vllm with gemma3_text."
+            f"the config has rope parameters for each layer type: it is unknown how {target} reads those of a "
+            f"{position_config.model_type}. Known: {', '.join(_BY_LAYER_TYPE)}; vllm with gemma3_text."
         )
-    return next(claim for claim in CLAIMS[target] if claim.fits(stated))
+    return next(claim for claim in CLAIMS[target] if claim.fits(position_config))
 
 
-def filled(text: str, stated: Stated, folder: str = "DIR") -> str:
-    """Return the words of a row, {length} and the like filled in with what the checkpoint states.
+def filled(text: str, position_config: PositionConfig, folder: str = "DIR") -> str:
+    """Return a text of a row, its placeholders filled in from the checkpoint.
 
     Args:
         text: `why` or `command` of a row.
-        stated: the mechanism.
-        folder: of the checkpoint; it is quoted where a shell or Python would take it apart.
+        position_config: the mechanism.
+        folder: of the checkpoint; it is quoted for a shell or Python.
     """
-    known = stated.original is not None and stated.scheme is not None
+    known = position_config.original is not None and position_config.scheme is not None
     values: dict[str, Any] = {
         "folder": shlex.quote(folder),
         "python": repr(folder),
         "inner": re.sub(r'([\\"$`])', r"\\\1", repr(folder)),  # as a shell reads it between double quotes
-        "length": stated.length,
-        "original": stated.original or stated.length,
-        "window": stated.settings.get("window", stated.window),
-        "group": stated.settings.get("group"),
-        "scheme": stated.scheme,
-        "model": stated.model_type,
-        "type": stated.rope_type,
-        "problem": stated.unpaged,
-        "architecture": stated.architecture,
-        "dtype": " --dtype float32" if stated.dtype == "float32" else "",
-        "checked": "It is, in the exported config." if known else "Which it is here nothing tells: check it.",
+        "length": position_config.length,
+        "original": position_config.original or position_config.length,
+        "window": position_config.settings.get("window", position_config.window),
+        "group": position_config.settings.get("group"),
+        "scheme": position_config.scheme,
+        "model": position_config.model_type,
+        "type": position_config.rope_type,
+        "problem": position_config.unpaged,
+        "architecture": position_config.architecture,
+        "dtype": " --dtype float32" if position_config.dtype == "float32" else "",
+        "checked": "It is, in the exported config." if known else "Whether it is here is unknown: check it.",
     }
     return text.format(**values)
 

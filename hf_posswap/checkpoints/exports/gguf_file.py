@@ -1,4 +1,4 @@
-"""Writing a model as a GGUF file, its positions whole; llama.cpp runs it where that is installed."""
+"""Write a model as a GGUF file with all its positions, and run it with llama.cpp where that is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_posswap.checkpoints.exports.gguf_keys import divisors, gguf_metadata
 from hf_posswap.checkpoints.exports.gguf_proof import ran_alike
 from hf_posswap.checkpoints.exports.gguf_tensors import Contents, contents_of, head_dim
 from hf_posswap.checkpoints.exports.gguf_vocab import add_vocabulary
-from hf_posswap.checkpoints.exports.mechanism import Stated
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.checkpoints.load import load
 from hf_posswap.errors import CheckpointError, MissingDependencyError
 from hf_posswap.utils.atomic_io import replacing
@@ -30,8 +30,8 @@ class GGUFFile:
     Attributes:
         path: of the file.
         weights: type of its matrices: F32, F16 or BF16.
-        vocabulary: in words.
-        compared: with llama.cpp's outputs, in words; that it was not, where llama-cpp-python is not installed.
+        vocabulary: which one, as a sentence.
+        compared: how near llama.cpp's outputs are to the model's, as a sentence; or that llama-cpp-python is missing.
     """
 
     path: Path
@@ -40,82 +40,93 @@ class GGUFFile:
     compared: str
 
 
-def write_gguf(source: Path, out: Path, stated: Stated, vocab: Path | None) -> GGUFFile:
+def write_gguf(source: Path, out: Path, position_config: PositionConfig, vocab: Path | None) -> GGUFFile:
     """Write the stock checkpoint in `source` to the GGUF file `out`, whole or not at all.
 
-    Where llama-cpp-python is installed, llama.cpp runs the file before it takes its place.
+    Where llama-cpp-python is installed, llama.cpp runs the file before it is put in place.
 
     Args:
         source: a folder.
         out: a new file, which ends in .gguf.
-        stated: the mechanism.
+        position_config: the mechanism.
         vocab: a GGUF file with the vocabulary; None takes the checkpoint's tokenizer.
 
     Raises:
         MissingDependencyError: the extra `gguf` is not installed.
-        UnsupportedSwapError: the model's architecture is not written here, or a setting of it is not llama.cpp's.
-        UnsupportedModelError: its tokenizer is of a kind that only llama.cpp's converter can tell.
+        UnsupportedSwapError: the export does not support the model's architecture, or llama.cpp does not have one of
+            its settings.
+        UnsupportedModelError: only llama.cpp's converter can name the model's tokenizer.
         CheckpointError: the checkpoint cannot be read, or `out` not be written.
         SwapVerificationError: llama.cpp computes something else.
     """
     if find_spec("gguf") is None:
         raise MissingDependencyError("gguf", "gguf")
     if os.path.lexists(out):
-        raise CheckpointError(f"{out} is there already; give a file that is new.")
+        raise CheckpointError(f"{out} already exists: give a new file name.")
     model: Any = load(source)
-    held = contents_of(model, stated)
-    kind = _TYPES.get(model.dtype)
-    if kind is None:
+    contents = contents_of(model, position_config)
+    weight_type = _TYPES.get(model.dtype)
+    if weight_type is None:
         raise CheckpointError(
-            f"{source} holds weights of type {model.dtype}: float32, float16 and bfloat16 are written."
+            f"{source} holds weights of type {model.dtype}: convert them to float32, float16 or bfloat16."
         )
     with replacing(out) as temporary:
-        words = _write(temporary, model.config, held, stated, kind, source, vocab)
-        compared = ran_alike(model, temporary, stated, "F16" if held.loose and kind == "F32" else kind)
-    return GGUFFile(out, kind, words, compared)
+        vocabulary = _write(temporary, model.config, contents, position_config, weight_type, source, vocab)
+        compared = ran_alike(
+            model, temporary, position_config, "F16" if contents.loose and weight_type == "F32" else weight_type
+        )
+    return GGUFFile(out, weight_type, vocabulary, compared)
 
 
-def _write(path: Path, config: Any, held: Contents, stated: Stated, kind: str, source: Path, vocab: Path | None) -> str:
-    """Write the file, and return its vocabulary in words."""
+def _write(
+    path: Path,
+    config: Any,
+    contents: Contents,
+    position_config: PositionConfig,
+    weight_type: str,
+    source: Path,
+    vocab: Path | None,
+) -> str:
+    """Write the file, and return a sentence about its vocabulary."""
     import gguf
 
-    writer = gguf.GGUFWriter(path, held.architecture)
-    name = held.architecture
+    writer = gguf.GGUFWriter(path, contents.architecture)
+    name = contents.architecture
     try:
         writer.add_name(os.fsencode(source.resolve().name).decode(errors="replace"))  # its bytes, in any locale
-        writer.add_file_type(_FILE_TYPES[kind])
-        width = None if stated.kind != "rope" else _rotated(config, stated)
-        positions = gguf_metadata(stated, width)
-        for key, value in ({f"{name}.{key}": value for key, value in held.keys.items()} | positions).items():
+        writer.add_file_type(_FILE_TYPES[weight_type])
+        width = None if position_config.kind != "rope" else _rotated(config, position_config)
+        metadata = gguf_metadata(position_config, width)
+        for key, value in ({f"{name}.{key}": value for key, value in contents.keys.items()} | metadata).items():
             _add(writer, key, value)
-        words = add_vocabulary(writer, source, config.vocab_size, vocab)
-        names = gguf.get_tensor_name_map(_architecture(name), held.keys["block_count"])
-        for old, weight in held.weights.items():
+        vocabulary = add_vocabulary(writer, source, config.vocab_size, vocab)
+        names = gguf.get_tensor_name_map(_architecture(name), contents.keys["block_count"])
+        for old, weight in contents.weights.items():
             new = names.get_name(old, try_suffixes=(".weight", ".bias"))
             if new is None:
-                raise CheckpointError(f"llama.cpp's architecture {name} has no place for the weight {old}.")
+                raise CheckpointError(f"llama.cpp's architecture {name} has no tensor for the weight {old}.")
             if not weight.isfinite().all():
                 raise CheckpointError(
-                    f"{source} has NaN or infinity in {old}: take its weights from where they are whole."
+                    f"{source} has NaN or infinity in {old}: get the weights again from their source."
                 )
             wide = weight.float().contiguous().numpy()
-            chosen = gguf.GGMLQuantizationType[kind if weight.dim() > 1 else "F32"]
+            chosen = gguf.GGMLQuantizationType[weight_type if weight.dim() > 1 else "F32"]
             writer.add_tensor(new, gguf.quants.quantize(wide, chosen), raw_dtype=chosen)
-        found = divisors(config, stated, head_dim(config)) if stated.kind == "rope" else {}
-        for new, values in found.items():
+        divisor_tensors = divisors(config, position_config, head_dim(config)) if position_config.kind == "rope" else {}
+        for new, values in divisor_tensors.items():
             writer.add_tensor(new, torch.tensor(values).numpy())
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
     finally:
         writer.close()
-    return words
+    return vocabulary
 
 
-def _rotated(config: Any, stated: Stated) -> int:
+def _rotated(config: Any, position_config: PositionConfig) -> int:
     """Return the rotated dimensions of a head as llama.cpp counts them."""
     width = head_dim(config)
-    share = 1.0 if stated.model_type != "gpt_neox" else stated.rope.get("partial_rotary_factor", 1.0)
+    share = 1.0 if position_config.model_type != "gpt_neox" else position_config.rope.get("partial_rotary_factor", 1.0)
     return int(width * share)
 
 

@@ -1,8 +1,8 @@
-"""What a GGUF file says of positions: the metadata that llama.cpp reads, and the tensors of divisors.
+"""The positions in a GGUF file: the metadata that llama.cpp reads, and the tensors of divisors.
 
 The keys are those of the `gguf` package. Architecture "llama" divides the angle of pair i by `rope_freqs.weight` [R/2]
-and multiplies cos and sin by `rope.scaling.attn_factor`: with both, any rotation by fixed angles is said exactly. It
-asks for a rotation of the whole head, so pairs that shall not turn get a divisor of 1e30.
+and multiplies cos and sin by `rope.scaling.attn_factor`: both together express any rotation by fixed
+angles exactly. It rotates whole heads, so pairs that do not turn get a divisor of 1e30.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_posswap.checkpoints.exports.claims import LLAMA_KIND, usual_yarn
-from hf_posswap.checkpoints.exports.mechanism import Stated
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.compat.transformers_rotary import rope_function
 
 ARCHITECTURES = {
@@ -30,75 +30,77 @@ ARCHITECTURES = {
     "smollm3": "smollm3",
     "starcoder2": "starcoder2",
 }
-"""llama.cpp's name of the architecture, by transformers' model type. Qwen2 is a Llama with biases, and written as one:
+"""llama.cpp's name of the architecture, by transformers' model type. Qwen2 is written as a Llama with biases:
 architecture "qwen2" reads no `rope_freqs.weight`."""
 STILL = 1e30
 """The divisor of a pair that does not turn."""
 
 
-def gguf_metadata(stated: Stated, rotary_dim: int | None) -> dict[str, Any]:
+def gguf_metadata(position_config: PositionConfig, rotary_dim: int | None) -> dict[str, Any]:
     """Return the metadata of a GGUF file that concern positions, by key; {} for an architecture that is not known.
 
     Args:
-        stated: the mechanism.
+        position_config: the mechanism.
         rotary_dim: R, the rotated dimensions of a head; None without rotation. For architecture "llama" that is the
             whole head: see `divisors`.
 
     Example:
         >>> rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-        >>> found = gguf_metadata(Stated("rope", "llama", rope, 64, 32, None), 16)
-        >>> found["llama.rope.scaling.type"], found["llama.rope.scaling.factor"]
+        >>> metadata = gguf_metadata(PositionConfig("rope", "llama", rope, 64, 32, None), 16)
+        >>> metadata["llama.rope.scaling.type"], metadata["llama.rope.scaling.factor"]
         ('linear', 2.0)
     """
-    name = ARCHITECTURES.get(stated.model_type)
-    if name is None or stated.kind == "plugin":
+    name = ARCHITECTURES.get(position_config.model_type)
+    if name is None or position_config.kind == "plugin":
         return {}
-    keys: dict[str, Any] = {"context_length": stated.length}
-    if stated.kind == "rope" and rotary_dim is not None:
-        keys |= {"rope.freq_base": float(stated.rope["rope_theta"]), "rope.dimension_count": rotary_dim}
-        keys |= _scaling(stated)
+    keys: dict[str, Any] = {"context_length": position_config.length}
+    if position_config.kind == "rope" and rotary_dim is not None:
+        keys |= {"rope.freq_base": float(position_config.rope["rope_theta"]), "rope.dimension_count": rotary_dim}
+        keys |= _scaling(position_config)
     return {f"{name}.{key}": value for key, value in keys.items()}
 
 
-def _scaling(stated: Stated) -> dict[str, Any]:
-    if stated.rope_type == "linear":
-        return {"rope.scaling.type": "linear", "rope.scaling.factor": stated.factor}
-    if usual_yarn(stated):
+def _scaling(position_config: PositionConfig) -> dict[str, Any]:
+    if position_config.rope_type == "linear":
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": position_config.factor}
+    if usual_yarn(position_config):
         return {
             "rope.scaling.type": "yarn",
-            "rope.scaling.factor": stated.factor,
-            "rope.scaling.original_context_length": stated.rope["original_max_position_embeddings"],
+            "rope.scaling.factor": position_config.factor,
+            "rope.scaling.original_context_length": position_config.rope["original_max_position_embeddings"],
         }
-    if stated.rope_type not in ("yarn", "longrope") or stated.model_type not in LLAMA_KIND:
+    if position_config.rope_type not in ("yarn", "longrope") or position_config.model_type not in LLAMA_KIND:
         return {}
-    keys: dict[str, Any] = {"rope.scaling.attn_factor": stated.attention}
-    if stated.rope_type == "longrope" and not stated.fixed_list:
-        original = stated.rope["original_max_position_embeddings"]
+    keys: dict[str, Any] = {"rope.scaling.attn_factor": position_config.attention}
+    if position_config.rope_type == "longrope" and not position_config.fixed_list:
+        original = position_config.rope["original_max_position_embeddings"]
         keys |= {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": original}
     return keys
 
 
-def divisors(config: Any, stated: Stated, head_dim: int) -> dict[str, list[float]]:
-    """Return the tensors of divisors [D/2] by name, that say a rotation to architecture "llama"; {} where none is due.
+def divisors(config: Any, position_config: PositionConfig, head_dim: int) -> dict[str, list[float]]:
+    """Return the tensors of divisors [D/2] that tell architecture "llama" its rotation, by name; {} without any.
 
-    Pair i turns by theta^(-2i/D) / divisor_i each token, with D the dimensions of a head, whatever share of them turns.
+    Pair i turns by theta^(-2i/D) / divisor_i each token, with D the dimensions of a head, however many of them turn.
 
     Args:
         config: of the stock model, for transformers' own formulas.
-        stated: the mechanism.
+        position_config: the mechanism.
         head_dim: D.
     """
-    if stated.kind != "rope" or stated.model_type not in LLAMA_KIND:
+    if position_config.kind != "rope" or position_config.model_type not in LLAMA_KIND:
         return {}
-    if stated.rope_type == "longrope":
-        short, long = stated.rope["short_factor"], stated.rope["long_factor"]
-        if stated.fixed_list:
-            return {"rope_freqs.weight": [float(one) for one in short]}
+    if position_config.rope_type == "longrope":
+        short, long = position_config.rope["short_factor"], position_config.rope["long_factor"]
+        if position_config.fixed_list:
+            return {"rope_freqs.weight": [float(value) for value in short]}
         pair = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
-        return {name: [float(one) for one in values] for name, values in pair.items()}
-    if stated.rope_type in ("default", "linear", "dynamic") or usual_yarn(stated):
+        return {name: [float(value) for value in values] for name, values in pair.items()}
+    if position_config.rope_type in ("default", "linear", "dynamic") or usual_yarn(position_config):
         return {}
-    frequencies = rope_function(stated.rope_type)(config, "cpu")[0].tolist()  # [R/2]
+    frequencies = rope_function(position_config.rope_type)(config, "cpu")[0].tolist()  # [R/2]
     frequencies += [0.0] * (head_dim // 2 - len(frequencies))
-    plain = 1.0 / stated.rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)  # rounded as there
+    plain = 1.0 / position_config.rope["rope_theta"] ** (
+        torch.arange(0, head_dim, 2).float() / head_dim
+    )  # rounded as there
     return {"rope_freqs.weight": [p / f if f else STILL for p, f in zip(plain.tolist(), frequencies, strict=True)]}

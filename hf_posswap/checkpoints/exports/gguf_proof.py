@@ -1,4 +1,4 @@
-"""Comparing a GGUF file, run by llama.cpp in a process of its own, with the model that it was made of."""
+"""Compare a GGUF file, which llama.cpp runs in a separate process, with its model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_posswap.checkpoints.exports.mechanism import Stated
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.errors import SwapVerificationError
 
 MOST = 512
@@ -21,29 +21,29 @@ BOUNDS = {"F32": 1e-3, "F16": 5e-2, "BF16": 4e-1}
 """How far log probabilities may be apart, in nats, by the coarsest number that llama.cpp computes with."""
 
 
-def ran_alike(model: Any, path: Path, stated: Stated, coarsest: str) -> str:
-    """Return in words how near llama.cpp's outputs are to those of `model`; that it is not installed, where it is not.
+def ran_alike(model: Any, path: Path, position_config: PositionConfig, coarsest: str) -> str:
+    """Return a sentence on how near llama.cpp's outputs are to those of `model`, or that it is not installed.
 
     Args:
         model: a causal language model.
-        path: of the GGUF file made of it.
-        stated: its mechanism.
+        path: of its GGUF file.
+        position_config: its mechanism.
         coarsest: F32, F16 or BF16: of the weights, or of GELU, which llama.cpp looks up in a table of F16.
 
     Raises:
-        SwapVerificationError: it stops, or its outputs are others.
+        SwapVerificationError: llama.cpp fails, or its outputs differ.
     """
     if find_spec("llama_cpp") is None:
         return "not compared: llama-cpp-python is not installed"
-    count = min(stated.length, MOST)
-    if stated.rope_type == "dynamic":  # plain rope there
-        count = min(count, stated.original or stated.length)
+    count = min(position_config.length, MOST)
+    if position_config.rope_type == "dynamic":  # plain rope there
+        count = min(count, position_config.original or position_config.length)
     ids = torch.randint(0, model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
-    found = run_llamacpp(path, ids, count)
+    logits_of_file = run_llamacpp(path, ids, count)
     with torch.no_grad():
         logits = model.float().eval()(ids[None]).logits[0]  # [L, V]
     expected = logits.double().log_softmax(-1)
-    apart = float((found.double().log_softmax(-1) - expected).abs().max())
+    apart = float((logits_of_file.double().log_softmax(-1) - expected).abs().max())
     bound = BOUNDS[coarsest]
     if not apart <= bound:  # a NaN too
         raise SwapVerificationError(
@@ -56,8 +56,8 @@ def ran_alike(model: Any, path: Path, stated: Stated, coarsest: str) -> str:
 def run_llamacpp(path: Path, ids: torch.Tensor, context: int) -> torch.Tensor:
     """Return llama.cpp's logits [L, V] of `ids` [L], with a cache of `context` positions in float32.
 
-    It runs in a process of its own: llama.cpp ends its process where a file is not to its liking. It rounds `context`
-    up to a multiple of 256.
+    It runs in a separate process, because llama.cpp exits on a file that it refuses. It rounds `context` up to a
+    multiple of 256.
 
     Raises:
         SwapVerificationError: that process failed; the message has its last line.
@@ -66,8 +66,8 @@ def run_llamacpp(path: Path, ids: torch.Tensor, context: int) -> torch.Tensor:
         tokens, logits = Path(folder) / "tokens.npy", Path(folder) / "logits.npy"
         np.save(tokens, ids.numpy())
         command = [sys.executable, str(Path(__file__).with_name("llamacpp_child.py")), path, tokens, logits, context]
-        run = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+        run = subprocess.run([str(argument) for argument in command], capture_output=True, text=True, check=False)
         if run.returncode or not logits.exists():
-            said = (run.stderr.strip().splitlines() or ["nothing"])[-1]
-            raise SwapVerificationError(f"llama.cpp cannot run {path.name} (exit {run.returncode}): {said}")
+            last_line = (run.stderr.strip().splitlines() or ["nothing"])[-1]
+            raise SwapVerificationError(f"llama.cpp cannot run {path.name} (exit {run.returncode}): {last_line}")
         return torch.from_numpy(np.load(logits))

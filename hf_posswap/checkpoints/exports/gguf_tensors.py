@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_posswap.checkpoints.exports.claims import LLAMA_KIND
-from hf_posswap.checkpoints.exports.mechanism import Stated
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.rope_layout import permute_rows
 
@@ -34,19 +34,19 @@ class Contents:
     loose: bool = False
 
 
-def contents_of(model: Any, stated: Stated) -> Contents:
+def contents_of(model: Any, position_config: PositionConfig) -> Contents:
     """Return what a GGUF file of `model`, a stock causal language model, holds.
 
     Raises:
         UnsupportedSwapError: its architecture is not written here, or a setting of it is not llama.cpp's: which.
     """
-    maker = MAKERS.get(stated.model_type)
+    maker = MAKERS.get(position_config.model_type)
     if maker is None or not hasattr(model, "lm_head") and not hasattr(model, "embed_out"):
         raise UnsupportedSwapError(
             f"no GGUF file is written here for {type(model).__name__}: only for the causal language models of type "
             f"{', '.join(MAKERS)}. Give a folder to -o, and use llama.cpp's convert_hf_to_gguf.py on it."
         )
-    return maker(model, stated)
+    return maker(model, position_config)
 
 
 def head_dim(config: Any) -> int:
@@ -54,21 +54,26 @@ def head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _llama(model: Any, stated: Stated) -> Contents:
+def _llama(model: Any, position_config: PositionConfig) -> Contents:
     """Return a Llama: RMS norms, gated SiLU, pairs of neighbours rotated."""
     config, weights = model.config, _weights(model)
     _only("hidden_act", config.hidden_act, ("silu",))
     heads, groups, width = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
     rotated = int(
-        width * (1.0 if stated.rope_type == "proportional" else stated.rope.get("partial_rotary_factor", 1.0))
+        width
+        * (
+            1.0
+            if position_config.rope_type == "proportional"
+            else position_config.rope.get("partial_rotary_factor", 1.0)
+        )
     )
     if rotated != width:
         raise UnsupportedSwapError(
             f"llama.cpp rotates whole heads in a Llama; where {rotated} of {width} dimensions turn it is not written."
         )
     for name, weight in weights.items():
-        for part, count in (("q_proj", heads), ("k_proj", groups)):
-            if f".{part}." in name:
+        for projection, count in (("q_proj", heads), ("k_proj", groups)):
+            if f".{projection}." in name:
                 weights[name] = permute_rows(weight, count, width, "half", "interleaved")
     keys = {
         "embedding_length": config.hidden_size,
@@ -84,7 +89,7 @@ def _llama(model: Any, stated: Stated) -> Contents:
     return Contents("llama", keys, _untied(model, weights))
 
 
-def _gpt2(model: Any, stated: Stated) -> Contents:
+def _gpt2(model: Any, position_config: PositionConfig) -> Contents:
     """Return a GPT-2: its linear layers hold their weights transposed."""
     config, weights = model.config, _weights(model)
     _only("activation_function", config.activation_function, _TANH_GELU)
@@ -104,7 +109,7 @@ def _gpt2(model: Any, stated: Stated) -> Contents:
     return Contents("gpt2", keys, _untied(model, weights), loose=True)
 
 
-def _gpt_neox(model: Any, stated: Stated) -> Contents:
+def _gpt_neox(model: Any, position_config: PositionConfig) -> Contents:
     """Return a GPT-NeoX: query, key and value of a head lie together there, and apart in llama.cpp."""
     config, weights = model.config, _weights(model)
     _only("hidden_act", config.hidden_act, _TANH_GELU)
@@ -146,7 +151,7 @@ def _only(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         )
 
 
-MAKERS: dict[str, Callable[[Any, Stated], Contents]] = dict.fromkeys(LLAMA_KIND, _llama) | {
+MAKERS: dict[str, Callable[[Any, PositionConfig], Contents]] = dict.fromkeys(LLAMA_KIND, _llama) | {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
 }

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file: of GPT-2's kind of tokenizer, of another file, or none without a tokenizer."""
+"""The vocabulary of a GGUF file: from a GPT-2 tokenizer, from another GGUF file, or none."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType; _ADDED is its
 _OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
 """Files of tokenizers of other kinds."""
 _MORE = ("dropout", "ignore_merges", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
-"""Settings of a byte-pair encoding that GPT-2's has not."""
+"""Settings of a byte-pair encoding that GPT-2's does not have."""
 _STRICTER = ("lstrip", "rstrip", "single_word")
-"""Settings of an added token by which it takes spaces along, or stands alone: llama.cpp has none of them here."""
+"""Settings of an added token that strip spaces or match whole words: llama.cpp ignores them."""
 
 
 def add_vocabulary(writer: Any, source: Path, size: int, vocab: Path | None) -> str:
-    """Write the vocabulary, and return in words what it is.
+    """Write the vocabulary, and return a sentence about it.
 
     Args:
         writer: a `gguf.GGUFWriter`.
@@ -29,7 +29,7 @@ def add_vocabulary(writer: Any, source: Path, size: int, vocab: Path | None) -> 
             checkpoint's tokenizer.
 
     Raises:
-        UnsupportedModelError: its tokenizer is of a kind that only llama.cpp's converter can tell.
+        UnsupportedModelError: only llama.cpp's converter can name the tokenizer.
         CheckpointError: `vocab` or the tokenizer cannot be read, or is not of this model.
     """
     if vocab is not None:
@@ -44,7 +44,7 @@ def add_vocabulary(writer: Any, source: Path, size: int, vocab: Path | None) -> 
     tokenizer = _read(path)
     if not _is_gpt2_kind(tokenizer):
         raise UnsupportedModelError(
-            f"the tokenizer of {source} is not of GPT-2's kind: what llama.cpp calls it only its converter knows. "
+            f"the tokenizer of {source} is not a GPT-2 tokenizer: only llama.cpp's converter knows its name there. "
             f"{_ask(source)}"
         )
     _add_gpt2(writer, tokenizer, source, size)
@@ -57,12 +57,12 @@ def _ask(source: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        held = read_bounded_json(path)
+        tokenizer = read_bounded_json(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {shown(path)}: {error}. Take it from where it is whole.") from error
-    if not isinstance(held, dict) or not isinstance(held.get("model"), dict):
-        raise CheckpointError(f"{path} holds no tokenizer: it names no model. Take it from where it is whole.")
-    return held
+        raise CheckpointError(f"cannot read {shown(path)}: {error}. Get the file again from its source.") from error
+    if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("model"), dict):
+        raise CheckpointError(f"{path} has no model: it is not a tokenizer file. Get the file again from its source.")
+    return tokenizer
 
 
 def _is_gpt2_kind(tokenizer: dict[str, Any]) -> bool:
@@ -94,8 +94,8 @@ def _add_gpt2(writer: Any, tokenizer: dict[str, Any], source: Path, size: int) -
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([names.get(i, f"[PAD{i}]") for i in range(size)])
-    kinds = dict.fromkeys(names, _NORMAL) | dict.fromkeys(added, _ADDED) | dict.fromkeys(special, _CONTROL)
-    writer.add_token_types([kinds.get(i, _UNUSED) for i in range(size)])
+    token_types = dict.fromkeys(names, _NORMAL) | dict.fromkeys(added, _ADDED) | dict.fromkeys(special, _CONTROL)
+    writer.add_token_types([token_types.get(i, _UNUSED) for i in range(size)])
     gguf.SpecialVocab(source, load_merges=True, n_vocab=size).add_to_gguf(writer)
 
 
@@ -107,14 +107,14 @@ def _copied(writer: Any, vocab: Path, size: int) -> str:
         fields = gguf.GGUFReader(vocab).fields
     except (OSError, ValueError, IndexError) as error:
         raise CheckpointError(f"cannot read the vocabulary in {vocab}: {error}") from error
-    held = {name: field for name, field in fields.items() if name.startswith("tokenizer.")}
-    if "tokenizer.ggml.model" not in held:
+    tokenizer_fields = {name: field for name, field in fields.items() if name.startswith("tokenizer.")}
+    if "tokenizer.ggml.model" not in tokenizer_fields:
         raise CheckpointError(f"{vocab} holds no vocabulary: give what convert_hf_to_gguf.py --vocab-only writes.")
-    tokens = held.get("tokenizer.ggml.tokens")
+    tokens = tokenizer_fields.get("tokenizer.ggml.tokens")
     count = 0 if tokens is None else len(tokens.data)
     if count != size:
         raise CheckpointError(f"{vocab} has {count} tokens, and the model {size}: give the vocabulary of this model.")
-    for name, field in held.items():
+    for name, field in tokenizer_fields.items():
         inner = field.types[1] if len(field.types) > 1 else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
     return f"that of {vocab.name}"

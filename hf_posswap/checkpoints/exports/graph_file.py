@@ -1,6 +1,6 @@
-"""Writing a model as a graph that needs neither transformers nor hf_posswap: ONNX, or a program of torch.export.
+"""Write a model as a graph that needs neither transformers nor hf_posswap: ONNX, or a torch.export program.
 
-Batch and length are free. The graph is run and compared with the model before the file is there.
+Batch size and length are free. The graph is run and compared with the model before the file is put in place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hf_posswap.checkpoints.exports.graph_proof import answers, ran_alike, trials
-from hf_posswap.checkpoints.exports.mechanism import Stated
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.checkpoints.exports.traced import Traced, signature_of
 from hf_posswap.checkpoints.load import load
 from hf_posswap.errors import CheckpointError, MissingDependencyError, UnsupportedSwapError
@@ -28,7 +28,7 @@ from hf_posswap.utils.format import said_by
 from hf_posswap.utils.threads import PROCESS, quiet_logger
 
 LARGEST = 3 * 2**29
-"""Bytes of weights that go into an ONNX file itself, whose format ends at 2 GiB; more go into a file beside it."""
+"""Bytes of weights that go into an ONNX file, whose format ends at 2 GiB; larger ones go into a second file."""
 _NEEDED = {".onnx": ("onnx", "onnxscript", "onnxruntime"), ".pt2": ()}
 
 
@@ -38,10 +38,10 @@ class GraphFile:
 
     Attributes:
         path: of the file.
-        takes: what goes in, in words.
-        gives: what comes out, in words.
-        weights: their type, and where they are.
-        compared: with the model's outputs, in words.
+        takes: the inputs, as a sentence.
+        gives: the outputs, as a sentence.
+        weights: their dtype, and where they are.
+        compared: how near its outputs are to the model's, as a sentence.
     """
 
     path: Path
@@ -51,52 +51,57 @@ class GraphFile:
     compared: str
 
 
-def write_graph(source: Path, out: Path, stated: Stated, *, trust_remote_code: bool = False) -> GraphFile:
+def write_graph(
+    source: Path, out: Path, position_config: PositionConfig, *, trust_remote_code: bool = False
+) -> GraphFile:
     """Write the model of the checkpoint in `source` to the file `out`, whole or not at all.
 
     Args:
         source: a folder.
-        out: a new file; what it ends in says the kind: .onnx in float32, .pt2 in the weights' own type.
-        stated: its mechanism.
-        trust_remote_code: run code that the checkpoint brings, where its config needs that.
+        out: a new file: .onnx (float32) or .pt2 (the weights' dtype).
+        position_config: its mechanism.
+        trust_remote_code: run code of the checkpoint, where its config needs that.
 
     Raises:
         MissingDependencyError: the extra `onnx` is not installed.
         UnsupportedModelError: no family describes the model.
-        UnsupportedSwapError: it reads something else than text, or cannot be traced for any length.
+        UnsupportedSwapError: its input is not text, or it cannot be traced for every length.
         CheckpointError: the checkpoint cannot be read, or `out` not be written.
         SwapVerificationError: the graph computes something else.
     """
-    kind = out.suffix
-    for package in _NEEDED[kind]:
+    suffix = out.suffix
+    for package in _NEEDED[suffix]:
         if find_spec(package) is None:
             raise MissingDependencyError(package, "onnx")
-    beside = out.with_name(f"{out.name}.data")
-    for place in (out, beside):
-        if os.path.lexists(place):
-            raise CheckpointError(f"{place} is there already; give a file that is new.")
-    dtype: dict[str, Any] = {"dtype": torch.float32} if kind == ".onnx" else {}
+    data_file = out.with_name(f"{out.name}.data")
+    for new_file in (out, data_file):
+        if os.path.lexists(new_file):
+            raise CheckpointError(f"{new_file} already exists: give a new file name.")
+    dtype: dict[str, Any] = {"dtype": torch.float32} if suffix == ".onnx" else {}
     model: Any = load(source, trust_remote_code=trust_remote_code, **dtype).eval()
     signature, width = signature_of(model), _bytes(model)
     check_room(out, width)
-    asked = trials(model, signature, stated)
-    expected = [answers(model, signature, trial) for trial in asked]
+    batches = trials(model, signature, position_config)
+    expected = [answers(model, signature, trial) for trial in batches]
     traced = Traced(model, signature)
-    with _tracing(type(model).__name__, stated):
-        program = _MAKERS[kind](traced)
-    apart = kind == ".onnx" and width > LARGEST
-    with replacing(out) as path, replacing(beside) if apart else nullcontext() as data:
-        _SAVERS[kind](program, path, apart)
-        compared = ran_alike(path, signature, asked, expected, model.dtype)
+    with _tracing(type(model).__name__, position_config):
+        program = _MAKERS[suffix](traced)
+    apart = suffix == ".onnx" and width > LARGEST
+    with replacing(out) as path, replacing(data_file) if apart else nullcontext() as data:
+        _SAVERS[suffix](program, path, apart)
+        compared = ran_alike(path, signature, batches, expected, model.dtype)
         if data is not None:
-            os.replace(path.with_name(beside.name), data)
-    where = f", in {beside.name} beside it" if apart else ""
+            os.replace(path.with_name(data_file.name), data)
+    where = f", in {data_file.name} next to it" if apart else ""
     takes = f"{', '.join(signature.inputs)}: int64, any batch and length"
     return GraphFile(out, takes, ", ".join(signature.outputs), f"{model.dtype}{where}".removeprefix("torch."), compared)
 
 
 def _bytes(model: Any) -> int:
-    return sum(one.numel() * one.element_size() for one in {id(one): one for one in model.parameters()}.values())
+    return sum(
+        weight.numel() * weight.element_size()
+        for weight in {id(weight): weight for weight in model.parameters()}.values()
+    )
 
 
 def _onnx(traced: Traced) -> Any:
@@ -115,7 +120,7 @@ def _onnx(traced: Traced) -> Any:
 
 
 def _exported(traced: Traced) -> Any:
-    """Return `traced` as a program of torch.export."""
+    """Return `traced` as a torch.export program."""
     free = torch.export.Dim.DYNAMIC
     shapes = {name: {axis: free for axis in axes} for name, axes in traced.signature.axes.items()}
     return torch.export.export(traced, (), traced.signature.sample(), dynamic_shapes=shapes)
@@ -134,27 +139,27 @@ _SAVERS: dict[str, Callable[[Any, Path, bool], None]] = {".onnx": _save_onnx, ".
 
 
 @contextmanager
-def _tracing(named: str, stated: Stated) -> Iterator[None]:
-    """Inside the block, in which a model is traced, torch is quiet, and what it cannot trace is refused.
+def _tracing(named: str, position_config: PositionConfig) -> Iterator[None]:
+    """Trace a model inside this block: torch logs nothing, and what it cannot trace is refused.
 
     Raises:
-        UnsupportedSwapError: the graph would hold for the length that it was traced with alone, or there is none.
+        UnsupportedSwapError: there is no graph, or it would hold only for the traced length.
     """
     try:
         with PROCESS, quiet_logger("torch", logging.ERROR), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            with redirect_stderr(io.StringIO()):  # it shows graphs that failed
+            with redirect_stderr(io.StringIO()):  # torch prints graphs that failed
                 yield
-    except Exception as error:  # tracing runs the code of any model, and torch's own, on values that are no numbers
-        what = named if stated.scheme is None else f"{named} with {stated.scheme}"
+    except Exception as error:  # tracing runs any model's code, and torch's, on symbolic values
+        description = named if position_config.scheme is None else f"{named} with {position_config.scheme}"
         raise UnsupportedSwapError(
-            f"torch {torch.__version__} cannot make a graph of {what} for any batch and length: {_innermost(error)} "
-            "Nothing was written."
+            f"torch {torch.__version__} cannot make a graph of {description} for any batch and length: "
+            f"{_innermost(error)} Nothing was written."
         ) from error
 
 
 def _innermost(error: BaseException) -> str:
-    """Return what that error says which `error` came from."""
+    """Return the message of the error at the root of `error`."""
     while error.__cause__ is not None:
         error = error.__cause__
     return said_by(error)

@@ -35,8 +35,8 @@ def main(path: str, tokens: str, logits: str, context: int) -> None:
     if llama_cpp.llama_decode(running, batch):
         raise SystemExit("it does not run")
     count = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-    held = llama_cpp.llama_get_logits(running)
-    flat = np.ctypeslib.as_array(ctypes.cast(held, ctypes.POINTER(ctypes.c_float)), (len(ids), count))
+    logits_pointer = llama_cpp.llama_get_logits(running)
+    flat = np.ctypeslib.as_array(ctypes.cast(logits_pointer, ctypes.POINTER(ctypes.c_float)), (len(ids), count))
     np.save(logits, flat)
 
 

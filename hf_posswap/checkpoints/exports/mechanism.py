@@ -1,4 +1,4 @@
-"""The position mechanism of a checkpoint as its config states it, for programs that read nothing else."""
+"""The position mechanism of a checkpoint, read from its config alone."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ Kind = Literal["plugin", "table", "rope"]
 
 
 @dataclass(frozen=True)
-class Stated:
-    """What the config of a checkpoint states of its positions.
+class PositionConfig:
+    """The positions in the config of a checkpoint.
 
     Attributes:
         kind: "plugin": only hf_posswap computes it; "table": rows of a table, ordinary weights; "rope": rope
             parameters.
-        model_type: of the stock class; for "plugin" that of the base.
+        model_type: of the stock class; for "plugin" of the base model.
         rope: the rope parameters, standardised; {} where there are none. Where each type of layers has its own, those
-            of the layers that see all tokens.
+            of full attention.
         length: positions that the model is meant for, in tokens.
-        original: positions before any scaling, in tokens; None where nothing tells.
+        original: positions before any scaling, in tokens; None where unknown.
         scheme: name of the scheme that hf_posswap put in, or None.
         settings: that scheme's fields; {} where there is none.
         rotates: for each layer, whether it rotates, where the config says so layer by layer; () elsewhere.
         window: of sliding attention, in tokens; None where all layers see all.
-        unpaged: for "plugin", why a program with a paged cache and kernels of its own cannot compute it with
-            hf_posswap beside it, as the rest of a sentence; None: it can.
-        dtype: of the weights, as the config names it; None where it does not.
+        unpaged: for "plugin", why a program with its own paged cache and kernels cannot compute it even with hf_posswap
+            installed, as the rest of a sentence; None: it can.
+        dtype: of the weights, as the config names it; None where it names none.
         architecture: the class that config.json names; "" where it names none.
-        rope_set: the type of layers that `rope` is about, where each has rope parameters of its own, as in Gemma 3 and
-            ModernBERT; "": all layers.
+        rope_set: the layer type of `rope`, where each layer type has its own rope parameters (Gemma 3, ModernBERT); "":
+            all layers.
     """
 
     kind: Kind
@@ -84,16 +84,16 @@ class Stated:
 
     @property
     def fixed_list(self) -> bool:
-        """Whether LongRoPE's two lists are one: angles spelled out, at every length."""
+        """Whether LongRoPE's two lists are equal, so that the angles do not depend on the length."""
         return bool(self.rope.get("short_factor")) and self.rope.get("short_factor") == self.rope.get("long_factor")
 
 
-def stated(config: Any) -> Stated:
-    """Return what `config`, of a checkpoint, states.
+def position_config_of(config: Any) -> PositionConfig:
+    """Return the positions in the config of a checkpoint.
 
     Raises:
-        UnsupportedModelError: it is of a model of images, or states no length.
-        RecordError: its record cannot be read, or not be carried out.
+        UnsupportedModelError: the model reads images, or the config has no length.
+        RecordError: its record cannot be read or applied.
     """
     values = getattr(config, "posswap", None)
     record = None if values is None else SwapRecord.from_dict(values)
@@ -102,13 +102,13 @@ def stated(config: Any) -> Stated:
     rope = dict(parameters_of(config, rope_set))
     if length is None and (hasattr(config, "image_size") or hasattr(config, "vision_config")):
         raise UnsupportedModelError(
-            f"{type(config).__name__} is of a model that reads images: language models alone are exported. "
-            "hf_posswap.load loads it; of one that reads both, save the language model by itself and export that."
+            f"{type(config).__name__} belongs to a model that reads images; only language models can be exported. "
+            "Load it with hf_posswap.load; of a multimodal model, save the language model alone and export that."
         )
     if length is None:
         raise UnsupportedModelError(
-            f"{type(config).__name__} has no max_position_embeddings: what other programs make of its positions is not "
-            "known here."
+            f"{type(config).__name__} has no max_position_embeddings: it is unknown how other programs read its "
+            "positions."
         )
     original = rope.get("original_max_position_embeddings")
     if record is not None and original is None:
@@ -120,7 +120,7 @@ def stated(config: Any) -> Stated:
     model_type = config.model_type if record is None else record.base_type
     settings = {} if record is None else dict(record.scheme)
     rotates = tuple(bool(layer) for layer in getattr(config, "no_rope_layers", None) or ())  # 1 there: it rotates
-    return Stated(
+    return PositionConfig(
         kind,
         model_type,
         {} if plugin else rope,
@@ -138,15 +138,15 @@ def stated(config: Any) -> Stated:
 
 
 def _rope_set(config: Any) -> str:
-    """Return the first type of layers that see all tokens, where each type has rope parameters of its own; "" else."""
+    """Return the first layer type with full attention, where each layer type has its own rope parameters; else ""."""
     sets = (getattr(config, "rope_parameters", None) or {}).items()
     names = tuple(name for name, values in sets if isinstance(values, dict))
     return reaching(names)[0] if names else ""
 
 
 def _window(config: Any) -> int | None:
-    """Return the window of layers with sliding attention, in tokens; None where no layer has one."""
+    """Return the window of sliding attention, in tokens; None where no layer has one."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    slides = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
+    layer_types = getattr(config, "layer_types", None)
+    slides = "sliding_attention" in layer_types if layer_types else getattr(config, "use_sliding_window", True)
     return int(window) if window and slides else None

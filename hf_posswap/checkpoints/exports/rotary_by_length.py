@@ -1,7 +1,7 @@
-"""Rotary modules whose angles follow the length of the text, as functions of their input alone.
+"""Rotary modules whose angles follow the length of the text, without state.
 
-Stock transformers keeps the angles of "dynamic" in the module and asks the numbers that come in whether to make new
-ones, and so did "longrope" until 5.23: a graph of that holds the angles of the length that it was traced with.
+Stock transformers keeps the angles of "dynamic" in the module and recomputes them when the input values ask for it, as
+"longrope" did until 5.23: a traced graph would keep the angles of the traced length.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FOLLOWS_LENGTH = ("dynamic", "longrope")
 
 
 class RotaryByLength(nn.Module):
-    """A stock rotary module, its frequencies computed anew in each call from the largest position in it.
+    """A stock rotary module that recomputes its frequencies in each call, from the largest position.
 
     Args:
-        native: the rotary module; it is not changed. Where it has a set of frequencies for each type of layers, those
-            sets that follow the length are computed anew.
+        native: the rotary module; it is not changed. Where it has frequencies for each layer type, only those that
+            follow the length are recomputed.
     """
 
     kinds: dict[str, str]
@@ -34,12 +34,12 @@ class RotaryByLength(nn.Module):
     def __init__(self, native: Any) -> None:
         super().__init__()
         self.kinds, self.originals = following(native), {}
-        fresh: Any = rebuilt(native, native.config)  # without hooks that would give it its angles back
-        still = {name: "default" if name in self.kinds else kind for name, kind in _kinds(fresh).items()}
+        fresh: Any = rebuilt(native, native.config)  # without hooks, which would restore its angles
+        still = {name: "default" if name in self.kinds else rope_type for name, rope_type in _rope_types(fresh).items()}
         fresh.rope_type = still if isinstance(fresh.rope_type, dict) else "default"
         self.native = fresh
-        for rope_set, kind in self.kinds.items():
-            if kind == "longrope":
+        for rope_set, rope_type in self.kinds.items():
+            if rope_type == "longrope":
                 self._keep_lists(rope_set)
 
     def _keep_lists(self, rope_set: str) -> None:
@@ -53,21 +53,21 @@ class RotaryByLength(nn.Module):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError:  # some models read their rotary module's own attributes
+        except AttributeError:  # some models read attributes of their rotary module
             return getattr(super().__getattr__("native"), name)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what the native module does with these frequencies.
+        """Return the native module's output with these frequencies.
 
         Args:
-            x: of the dtype that is wanted.
+            x: a tensor of the output's dtype.
             position_ids: [B or 1, Q].
             args: for the native module.
             kwargs: for the native module.
         """
         length = position_ids.max() + 1
-        held = {buffer_name(rope_set): self.frequencies(length, rope_set) for rope_set in self.kinds}
-        return functional_call(self.native, held, (x, position_ids, *args), kwargs)
+        buffers = {buffer_name(rope_set): self.frequencies(length, rope_set) for rope_set in self.kinds}
+        return functional_call(self.native, buffers, (x, position_ids, *args), kwargs)
 
     def frequencies(self, length: Tensor, rope_set: str = "") -> Tensor:
         """Return theta [R/2] for a text of `length` tokens, a tensor without dimensions."""
@@ -78,24 +78,24 @@ class RotaryByLength(nn.Module):
 
 
 def following(module: Any) -> dict[str, str]:
-    """Return by set of frequencies the rope types of a rotary module that follow the length; {} of any other module."""
-    return {name: kind for name, kind in _kinds(module).items() if kind in FOLLOWS_LENGTH}
+    """Return the rope types of a rotary module that follow the length, by frequency set; {} for any other module."""
+    return {name: rope_type for name, rope_type in _rope_types(module).items() if rope_type in FOLLOWS_LENGTH}
 
 
-def _kinds(module: Any) -> dict[str, str]:
-    """Return the rope types of a rotary module by its sets of frequencies, "" being the only one."""
-    found = vars(module).get("rope_type")  # its own: a module around it hands on its attributes
-    return dict(found) if isinstance(found, dict) else {} if found is None else {"": found}
+def _rope_types(module: Any) -> dict[str, str]:
+    """Return the rope types of a rotary module by frequency set; "" is the name of an only one."""
+    rope_type = vars(module).get("rope_type")  # not inherited: a wrapper passes on the attributes of what it wraps
+    return dict(rope_type) if isinstance(rope_type, dict) else {} if rope_type is None else {"": rope_type}
 
 
-def _frequencies(config: Any, kind: str, rope_set: str, length: Any) -> Tensor:
+def _frequencies(config: Any, rope_type: str, rope_set: str, length: Any) -> Tensor:
     """Return transformers' frequencies [R/2] of a set for texts of `length` tokens."""
     device = getattr(length, "device", "cpu")
-    return rope_function(kind)(config, device, seq_len=length, layer_type=rope_set or None)[0]
+    return rope_function(rope_type)(config, device, seq_len=length, layer_type=rope_set or None)[0]
 
 
 def follow_length(model: nn.Module) -> None:
-    """Put a `RotaryByLength` in the place of each rotary module of `model` whose angles follow the length."""
+    """Replace each rotary module of `model` whose angles follow the length with a `RotaryByLength`."""
     for path, module in list(model.named_modules()):
         if not following(module) or isinstance(module, RotaryByLength):
             continue

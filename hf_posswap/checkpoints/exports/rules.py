@@ -1,6 +1,6 @@
-"""What each program makes of a checkpoint's positions, and what its config.json must say for it.
+"""How each program reads a checkpoint's positions, and what config.json must say for it.
 
-The verdicts are rows of the table in claims_table; here is how each program spells what transformers spells its way.
+The verdicts are rows of claims_table; this module has each program's spelling of transformers' settings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_posswap.checkpoints.exports.claims import Claim, Verdict
 from hf_posswap.checkpoints.exports.claims_table import claim_for, filled
-from hf_posswap.checkpoints.exports.mechanism import Stated
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Spelling:
     """What a program's config must say.
 
     Attributes:
-        rope: values to write into the rope parameters; None takes one out.
-        config: values to write beside them; None takes one out.
+        rope: values to set in the rope parameters; None removes one.
+        config: values to set in the config itself; None removes one.
     """
 
     rope: dict[str, Any] = field(default_factory=dict)
@@ -29,11 +29,11 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a program makes of a mechanism.
+    """How a program runs a mechanism.
 
     Attributes:
-        claim: the row of the table that is about it.
-        why: of the row, with the numbers of this checkpoint.
+        claim: its row of the table.
+        why: the row's reason, with the numbers of this checkpoint.
         spelling: what the config must say.
     """
 
@@ -54,76 +54,78 @@ class Judgement:
         return self.spelling.config
 
 
-def judge(target: str, stated: Stated) -> Judgement:
-    """Return what the program `target` makes of a mechanism.
+def judge(target: str, position_config: PositionConfig) -> Judgement:
+    """Return how the program `target` runs a mechanism.
 
     Raises:
         UnsupportedModelError: as `claim_for`.
     """
-    claim = claim_for(target, stated)
-    spelled = Spelling() if claim.verdict == "impossible" else TARGETS[target](stated)
-    return Judgement(claim, filled(claim.why, stated), spelled)
+    claim = claim_for(target, position_config)
+    spelled = Spelling() if claim.verdict == "impossible" else TARGETS[target](position_config)
+    return Judgement(claim, filled(claim.why, position_config), spelled)
 
 
-def _as_it_is(stated: Stated) -> Spelling:
+def _unchanged(position_config: PositionConfig) -> Spelling:
     return Spelling()
 
 
-def _vllm(stated: Stated) -> Spelling:
-    match stated.rope_type:
+def _vllm(position_config: PositionConfig) -> Spelling:
+    match position_config.rope_type:
         case "linear":
-            return _multiplied(stated)
+            return _multiplied(position_config)
         case "yarn":
-            return Spelling({"attention_factor": stated.attention})
+            return Spelling({"attention_factor": position_config.attention})
         case "longrope":
-            return _mscale(stated)
+            return _mscale(position_config)
     return Spelling()
 
 
-def _sglang(stated: Stated) -> Spelling:
-    match stated.rope_type:
+def _sglang(position_config: PositionConfig) -> Spelling:
+    match position_config.rope_type:
         case "linear":
-            return _multiplied(stated)
+            return _multiplied(position_config)
         case "yarn":
-            factor = stated.attention / stated.usual_attention
+            factor = position_config.attention / position_config.usual_attention
             return Spelling({"attn_factor": factor, "mscale": None, "mscale_all_dim": None})
         case "longrope":
-            return _mscale(stated)
+            return _mscale(position_config)
     return Spelling()
 
 
-def _old_spelling(stated: Stated) -> Spelling:
-    """Return the old spelling of the rope parameters, for programs that read no other; it says nothing else."""
-    if stated.kind != "rope":
-        return Spelling(config={"n_ctx": stated.length} if stated.model_type == "gpt2" else {})
+def _old_spelling(position_config: PositionConfig) -> Spelling:
+    """Return transformers 4's spelling of the rope parameters, for programs that read only that."""
+    if position_config.kind != "rope":
+        return Spelling(config={"n_ctx": position_config.length} if position_config.model_type == "gpt2" else {})
     shared = {
-        "rope_theta": stated.rope.get("rope_theta"),
-        "partial_rotary_factor": stated.rope.get("partial_rotary_factor"),
+        "rope_theta": position_config.rope.get("rope_theta"),
+        "partial_rotary_factor": position_config.rope.get("partial_rotary_factor"),
     }
-    scaling = None if stated.rope_type == "default" else stated.rope | {"type": stated.rope_type}
+    scaling = (
+        None if position_config.rope_type == "default" else position_config.rope | {"type": position_config.rope_type}
+    )
     return Spelling(config=shared | {"rope_scaling": scaling})
 
 
-def _multiplied(stated: Stated) -> Spelling:
+def _multiplied(position_config: PositionConfig) -> Spelling:
     """Spell "linear" for a program that takes max_position_embeddings times the factor for the context length."""
-    known = stated.original is not None and stated.scheme is not None
-    return Spelling(config={"max_position_embeddings": stated.original} if known else {})
+    known = position_config.original is not None and position_config.scheme is not None
+    return Spelling(config={"max_position_embeddings": position_config.original} if known else {})
 
 
-def _mscale(stated: Stated) -> Spelling:
-    """Spell "longrope" for a program that computes the attention factor itself unless it is told otherwise."""
-    return Spelling({"short_mscale": stated.attention, "long_mscale": stated.attention})
+def _mscale(position_config: PositionConfig) -> Spelling:
+    """Spell "longrope" for a program that computes the attention factor itself unless it is given."""
+    return Spelling({"short_mscale": position_config.attention, "long_mscale": position_config.attention})
 
 
-TARGETS: dict[str, Callable[[Stated], Spelling]] = {
-    "transformers": _as_it_is,
+TARGETS: dict[str, Callable[[PositionConfig], Spelling]] = {
+    "transformers": _unchanged,
     "vllm": _vllm,
     "sglang": _sglang,
     "llamacpp": _old_spelling,
     "tgi": _old_spelling,
-    "onnx": _as_it_is,
-    "torch": _as_it_is,
-    "tei": _as_it_is,
-    "sentence-transformers": _as_it_is,
+    "onnx": _unchanged,
+    "torch": _unchanged,
+    "tei": _unchanged,
+    "sentence-transformers": _unchanged,
 }
 """The programs that `export` knows, each with its spelling."""

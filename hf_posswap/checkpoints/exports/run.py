@@ -1,4 +1,4 @@
-"""`export`: judging a checkpoint for a program, and writing it as the program wants it."""
+"""`export`: judge a checkpoint for a program, and write it as the program wants it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_posswap.checkpoints.exports.claims_table import filled
 from hf_posswap.checkpoints.exports.gguf_file import GGUFFile, write_gguf
 from hf_posswap.checkpoints.exports.gguf_keys import divisors, gguf_metadata
 from hf_posswap.checkpoints.exports.graph_file import GraphFile, write_graph
-from hf_posswap.checkpoints.exports.mechanism import Stated, stated
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.exports.rules import TARGETS, Judgement, judge
 from hf_posswap.checkpoints.manifest import MANIFEST
 from hf_posswap.errors import CheckpointError, OptionError, UnknownNameError, UnsupportedSwapError
@@ -24,9 +24,9 @@ from hf_posswap.utils.atomic_io import read_object, replacing, write_json
 from hf_posswap.utils.weight_shapes import folder_shapes
 
 FILES = {"llamacpp": ".gguf", "onnx": ".onnx", "torch": ".pt2"}
-"""What the names of files end in that are written for a program."""
+"""The suffixes of the files that are written for a program."""
 GRAPHS = ("onnx", "torch")
-"""The targets that take a file alone: the model as a graph."""
+"""The targets that take only a file: the model as a graph."""
 _OPENED = {"onnx": "onnxruntime.InferenceSession({file!r})", "torch": "torch.export.load({file!r}).module()"}
 
 
@@ -112,36 +112,50 @@ def export(
     """
     if target not in TARGETS:
         raise UnknownNameError("target", target, TARGETS)
-    place = None if out is None else Path(out)
-    is_file = place is not None and place.suffix in FILES.values()
-    _check_options(target, place, vocab)
-    if place is not None:
-        _check_places(Path(source), place, is_file)
+    out_path = None if out is None else Path(out)
+    is_file = out_path is not None and out_path.suffix in FILES.values()
+    _check_options(target, out_path, vocab)
+    if out_path is not None:
+        _check_places(Path(source), out_path, is_file)
     config = read_config(source, trust_remote_code=trust_remote_code)
-    found = stated(config)
-    judgement = judge(target, found)
-    held = json.loads(config.to_json_string(use_diff=False)) if not Path(source).is_dir() else _held(Path(source))
-    wanted = held if judgement.verdict == "impossible" else _wanted(held, found, judgement, target)
-    changes = {n: (held.get(n), wanted.get(n)) for n in held.keys() | wanted.keys() if held.get(n) != wanted.get(n)}
-    gguf = _gguf(config, found) if target == "llamacpp" else {}
+    position_config = position_config_of(config)
+    judgement = judge(target, position_config)
+    config_json = (
+        json.loads(config.to_json_string(use_diff=False))
+        if not Path(source).is_dir()
+        else _read_config_json(Path(source))
+    )
+    wanted_json = (
+        config_json if judgement.verdict == "impossible" else _wanted(config_json, position_config, judgement, target)
+    )
+    changes = {
+        n: (config_json.get(n), wanted_json.get(n))
+        for n in config_json.keys() | wanted_json.keys()
+        if config_json.get(n) != wanted_json.get(n)
+    }
+    gguf = _gguf(config, position_config) if target == "llamacpp" else {}
     notes: dict[str, str] = {}
-    if place is not None:
+    if out_path is not None:
         _check_road(str(source), target, judgement, is_file)
         if target in GRAPHS:
-            notes = _graph_notes(write_graph(Path(source), place, found, trust_remote_code=trust_remote_code))
+            notes = _graph_notes(
+                write_graph(Path(source), out_path, position_config, trust_remote_code=trust_remote_code)
+            )
         elif is_file:
-            notes = _notes(write_gguf(Path(source), place, found, None if vocab is None else Path(vocab)))
+            notes = _notes(write_gguf(Path(source), out_path, position_config, None if vocab is None else Path(vocab)))
         else:
-            _write(Path(source), place, wanted)
-    command = filled(judgement.claim.command, found, str(source if place is None or is_file else place))
+            _write(Path(source), out_path, wanted_json)
+    command = filled(judgement.claim.command, position_config, str(source if out_path is None or is_file else out_path))
     if is_file:
-        command = _OPENED[target].format(file=str(place)) if target in GRAPHS else _served(command, place)
+        command = _OPENED[target].format(file=str(out_path)) if target in GRAPHS else _served(command, out_path)
     claim, ordered = judgement.claim, dict(sorted(changes.items()))
-    return Export(target, claim.verdict, judgement.why, claim.source, command, wanted, ordered, gguf, place, notes)
+    return Export(
+        target, claim.verdict, judgement.why, claim.source, command, wanted_json, ordered, gguf, out_path, notes
+    )
 
 
 def _check_options(target: str, out: Path | None, vocab: str | Path | None) -> None:
-    """Raise an OptionError where `out` is nothing that the program takes, or `vocab` for nothing."""
+    """Raise an OptionError where the program does not take `out`, or `vocab` has no use."""
     suffix = None if out is None else out.suffix
     owner = next((name for name, ending in FILES.items() if ending == suffix), None)
     if owner not in (None, target):
@@ -159,12 +173,12 @@ def _wanted_out(target: str) -> str:
 
 
 def _check_road(source: str, target: str, judgement: Judgement, is_file: bool) -> None:
-    """Refuse to write what the program would not run rightly."""
+    """Refuse to write what the program would run wrongly."""
     if judgement.verdict == "impossible":
         raise UnsupportedSwapError(f"{target} cannot run {source!r}: {judgement.why} Nothing was written.")
     roads = judgement.claim.roads
     if not roads:
-        raise UnsupportedSwapError(f"nothing of {source!r} is to be written for {target}: {judgement.why}")
+        raise UnsupportedSwapError(f"nothing needs to be written of {source!r} for {target}: {judgement.why}")
     if is_file and not {"gguf", "graph"} & set(roads):
         raise UnsupportedSwapError(
             f"a {FILES[target]} file of {source!r} is not written here. Give a folder to -o, and use llama.cpp's "
@@ -178,68 +192,76 @@ def _check_road(source: str, target: str, judgement: Judgement, is_file: bool) -
 
 
 def _check_places(source: Path, out: Path, is_file: bool) -> None:
-    """Raise a CheckpointError where nothing can be copied from `source`, or no folder be made at `out`."""
+    """Raise a CheckpointError where `source` cannot be copied, or a folder cannot be made at `out`."""
     if not source.is_dir():
-        raise CheckpointError(f"{str(source)!r} is no folder: download the checkpoint first, and export the folder.")
+        raise CheckpointError(
+            f"{str(source)!r} is not a folder: download the checkpoint first, then export the folder."
+        )
     if is_file:
         return
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} is not empty; give a folder that is new.")
+        raise CheckpointError(f"{out} is not empty: give a new folder.")
     if out.resolve().is_relative_to(source.resolve()):
-        raise CheckpointError(f"{out} lies in the checkpoint itself; give another folder.")
+        raise CheckpointError(f"{out} is inside the checkpoint: give another folder.")
 
 
-def _held(source: Path) -> dict[str, Any]:
+def _read_config_json(source: Path) -> dict[str, Any]:
     return read_object(source / "config.json")
 
 
-def _wanted(held: dict[str, Any], found: Stated, judgement: Judgement, target: str) -> dict[str, Any]:
-    """Return `held`, a config.json, with what the program wants."""
-    wanted = copy.deepcopy(held)
-    if target != "transformers" and found.kind != "plugin":
-        wanted.pop("posswap", None)  # the record would no longer be what the config says
-    if found.kind == "rope":
-        rope = {name: value for name, value in (found.rope | judgement.rope).items() if value is not None}
-        wanted["rope_parameters"] = wanted["rope_parameters"] | {found.rope_set: rope} if found.rope_set else rope
+def _wanted(
+    config_json: dict[str, Any], position_config: PositionConfig, judgement: Judgement, target: str
+) -> dict[str, Any]:
+    """Return `config_json`, the content of a config.json, as the program wants it."""
+    wanted = copy.deepcopy(config_json)
+    if target != "transformers" and position_config.kind != "plugin":
+        wanted.pop("posswap", None)  # the record would no longer match the config
+    if position_config.kind == "rope":
+        rope = {name: value for name, value in (position_config.rope | judgement.rope).items() if value is not None}
+        wanted["rope_parameters"] = (
+            wanted["rope_parameters"] | {position_config.rope_set: rope} if position_config.rope_set else rope
+        )
         wanted.pop("rope_scaling", None)
     wanted |= judgement.config
     return {name: value for name, value in wanted.items() if value is not None or name not in judgement.config}
 
 
-def _gguf(config: Any, found: Stated) -> dict[str, Any]:
-    """Return llama.cpp's metadata, with the divisors of the angles where they are a tensor of their own."""
-    if found.kind == "plugin":
+def _gguf(config: Any, position_config: PositionConfig) -> dict[str, Any]:
+    """Return llama.cpp's metadata, with the divisors of the angles where they are a separate tensor."""
+    if position_config.kind == "plugin":
         return {}
     geometry = describe_positions(on_meta(config)).geometry
-    metadata = gguf_metadata(found, geometry.rotary_dim)
-    return metadata | (divisors(config, found, geometry.head_dim) if metadata else {})
+    metadata = gguf_metadata(position_config, geometry.rotary_dim)
+    return metadata | (divisors(config, position_config, geometry.head_dim) if metadata else {})
 
 
 def _write(source: Path, out: Path, config: dict[str, Any]) -> None:
     """Copy the checkpoint to `out` with another config.json, whole or not at all.
 
     Raises:
-        CheckpointError: its weights are not whole, or it cannot be copied.
+        CheckpointError: its weights are incomplete, or it cannot be copied.
     """
     folder_shapes(source)
     with replacing(out) as temporary:
         try:
-            shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(MANIFEST))  # it holds for `source`
-        except shutil.Error as error:  # it goes on after a first one, and tells all
-            place, _, why = error.args[0][0]
+            shutil.copytree(
+                source, temporary, ignore=shutil.ignore_patterns(MANIFEST)
+            )  # it lists the files of `source`
+        except shutil.Error as error:  # copytree continues after an error, and lists all
+            failed_path, _, why = error.args[0][0]
             reason = str(why).partition(": '")[0]  # without the names of both files
-            raise CheckpointError(f"cannot copy {place} to {out}: {reason}. Nothing was written.") from error
+            raise CheckpointError(f"cannot copy {failed_path} to {out}: {reason}. Nothing was written.") from error
         write_json(temporary / "config.json", config)
 
 
 def _served(command: str, path: Path | None) -> str:
-    """Return what of `command` serves the GGUF file that was written to `path`."""
+    """Return the part of `command` that serves the GGUF file at `path`."""
     return command.rpartition(" && ")[2].replace("model.gguf", shlex.quote(str(path)))
 
 
-def _notes(made: GGUFFile) -> dict[str, str]:
-    return {"weights": made.weights, "vocabulary": made.vocabulary, "compared": made.compared}
+def _notes(written: GGUFFile) -> dict[str, str]:
+    return {"weights": written.weights, "vocabulary": written.vocabulary, "compared": written.compared}
 
 
-def _graph_notes(made: GraphFile) -> dict[str, str]:
-    return {"takes": made.takes, "gives": made.gives, "weights": made.weights, "compared": made.compared}
+def _graph_notes(written: GraphFile) -> dict[str, str]:
+    return {"takes": written.takes, "gives": written.gives, "weights": written.weights, "compared": written.compared}

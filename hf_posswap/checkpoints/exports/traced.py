@@ -81,9 +81,9 @@ class Traced(nn.Module):
             decoder_input_ids: [B, T].
             decoder_attention_mask: [B, T].
         """
-        given = (input_ids, attention_mask, token_type_ids, decoder_input_ids, decoder_attention_mask)
-        held = run(self.model, self.signature, {n: t for n, t in zip(_NAMES, given, strict=True) if t is not None})
-        return tuple(held[name] for name in self.signature.outputs)
+        tensors = (input_ids, attention_mask, token_type_ids, decoder_input_ids, decoder_attention_mask)
+        outputs = run(self.model, self.signature, {n: t for n, t in zip(_NAMES, tensors, strict=True) if t is not None})
+        return tuple(outputs[name] for name in self.signature.outputs)
 
 
 def run(model: Any, signature: Signature, inputs: dict[str, Tensor]) -> Any:
