@@ -55,7 +55,7 @@ ROPE_TRAPS: dict[str, tuple[dict[str, Any], str, str]] = {
     "theta outside": (
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 5e5},
         "warning",
-        "rope_theta 500000.0 stands at the top of the config and not in rope_parameters",
+        "rope_theta 500000.0 is at the top of the config and not in rope_parameters",
     ),
     "theta twice": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_theta": 5e5},
@@ -67,7 +67,7 @@ ROPE_TRAPS: dict[str, tuple[dict[str, Any], str, str]] = {
         "warning",
         "no rope_theta, here or at the top",
     ),
-    "theta no number": ({"rope_parameters": {"rope_theta": -3}}, "error", "rope_theta is -3, no number above 1"),
+    "theta no number": ({"rope_parameters": {"rope_theta": -3}}, "error", "rope_theta is -3, not a number above 1"),
     "two sets": (
         {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 2.0}, "max_position_embeddings": 128},
         "error",
@@ -113,7 +113,7 @@ ROPE_TRAPS: dict[str, tuple[dict[str, Any], str, str]] = {
     "attention factor missing": (
         {"rope_parameters": YARN, "max_position_embeddings": 128},
         "note",
-        f"no attention_factor: it is to be 0.1 ln 4 + 1 = {USUAL:.6g}",
+        f"no attention_factor: it should be 0.1 ln 4 + 1 = {USUAL:.6g}",
     ),
     "attention factor of one's own": (
         {"rope_parameters": YARN | {"attention_factor": 1.0}, "max_position_embeddings": 128},
@@ -237,11 +237,11 @@ def test_a_record_that_does_not_match_the_weights(tmp_path: Path) -> None:
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 RECORD_TRAPS: dict[str, tuple[str, Change, str]] = {
-    "a lost record": ("alibi", lambda c: c | {"posswap": None}, "the record of the swap is gone"),
+    "a lost record": ("alibi", lambda c: c | {"posswap": None}, "the record of the swap is missing"),
     "a native model type": (
         "alibi",
         lambda c: c | {"model_type": "llama"},
-        "a plugin swap of llama has 'posswap': the mechanism would be lost in silence",
+        "a plugin swap of llama has 'posswap': the mechanism would be lost silently",
     ),
     "a plugin model type": (
         "linear",
@@ -262,17 +262,17 @@ RECORD_TRAPS: dict[str, tuple[str, Change, str]] = {
     "an unknown base": (
         "alibi",
         lambda c: c | {"posswap": c["posswap"] | {"base_type": "martian"}},
-        "base_type 'martian' is no model type",
+        "base_type 'martian' is not a model type",
     ),
     "a scheme that does not fit": (
         "alibi",
         lambda c: c | {"posswap": c["posswap"] | {"scheme": {"name": "sinusoidal"}}},
-        "the recorded swap cannot be carried out on llama",
+        "the recorded swap cannot be applied to llama",
     ),
     "another route": (
         "linear",
         lambda c: c | {"posswap": c["posswap"] | {"site": "attention"}},
-        "it records a native swap, and here it would be plugin",
+        "it records a native swap, which would be plugin here",
     ),
 }
 
@@ -349,7 +349,7 @@ def test_sharded_weights_and_base_models(tmp_path: Path) -> None:
 
 def test_weights_of_another_kind_are_a_note(tmp_path: Path) -> None:
     build("gpt2").config.save_pretrained(tmp_path)
-    assert [f.what for f in doctor(tmp_path).findings] == ["none could be looked at."]
+    assert [f.what for f in doctor(tmp_path).findings] == ["none could be checked."]
     torch.save({}, tmp_path / "pytorch_model.bin")
     diagnosis = doctor(tmp_path)
     assert diagnosis.clean
@@ -381,7 +381,7 @@ def test_an_adapter_without_its_record_is_found(tmp_path: Path) -> None:
     peft.get_peft_model(build("gpt2"), config).save_pretrained(tmp_path / "y")
     said = [what for _, _, what in found(doctor(tmp_path / "y"))]
     assert any("base_model_name_or_path is empty" in what for what in said)
-    assert any("says nothing of its base's positions" in what for what in said)
+    assert any("does not name its base's positions" in what for what in said)
 
 
 @pytest.mark.parametrize("length", [0, 4, 50])

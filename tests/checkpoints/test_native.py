@@ -277,7 +277,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], str | None, s
         None,
         "rotates all dimensions .*RoPE|rotates all dimensions",
     ),
-    "other base": ("bert", "rope", {"base": 500.0}, {}, "roformer", "plain rope alone, of base 10000"),
+    "other base": ("bert", "rope", {"base": 500.0}, {}, "roformer", "only plain rope with base 10000"),
     "t5 with types": ("bert", "t5", {}, {}, None, "mpnet: it has no token types"),
     "t5 buckets": ("roberta", "t5", {"num_buckets": 16}, {}, None, "its buckets are 32, up to distance 128"),
     "decoder t5": ("bert (is_decoder)", "t5", {}, {}, "mpnet", "it sees both sides"),
@@ -288,19 +288,19 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], str | None, s
         {"base": 99.0},
         {},
         "smollm3",
-        "layers without positions, all others with one rotation",
+        "layers without positions, with one rotation in all others",
     ),
-    "wrong source": ("gpt2", "rope", {}, {}, "smollm3", "it comes from llama, mistral, qwen2, and not from gpt2"),
-    "fused": ("gpt_neox", "rope", {"layout": "interleaved"}, {}, None, "not projected apart"),
+    "wrong source": ("gpt2", "rope", {}, {}, "smollm3", "its sources are llama, mistral, qwen2, not gpt2"),
+    "fused": ("gpt_neox", "rope", {"layout": "interleaved"}, {}, None, "not projected separately"),
     "head's activation": ("bert", "rope", {}, {"hidden_act": "relu"}, None, "its head uses 'relu'"),
-    "scaled nope": ("llama", "nope", {"logit_scale": 0.3}, {}, None, "smollm3: what it has beyond other classes"),
+    "scaled nope": ("llama", "nope", {"logit_scale": 0.3}, {}, None, "smollm3: it adds only layers without positions"),
     "two rotations": (
         "llama",
         "per_layer",
         {"layers": {0: "rope"}, "default": {"name": "rope", "base": 9.0}},
         {},
         "smollm3",
-        "all others with one rotation",
+        "with one rotation in all others",
     ),
     "llama alibi": ("llama", "alibi", {}, {}, None, "same: it rotates queries and keys, and alibi does not"),
 }
@@ -331,7 +331,7 @@ def test_other_heads_are_refused() -> None:
 def test_models_that_are_not_swapped_or_carry_an_adapter() -> None:
     import peft
 
-    with pytest.raises(NotPatchedError, match="GPT2LMHeadModel carries no swap: it is a stock model already"):
+    with pytest.raises(NotPatchedError, match="GPT2LMHeadModel is not swapped: it is a stock model already"):
         to_native(build("gpt2"))
     model = swapped("gpt2 rope")
     with pytest.raises(UnknownNameError, match="unknown target 'gptneox'. Did you mean 'gpt_neox'"):
@@ -386,7 +386,7 @@ def test_the_command_refuses_in_one_line_and_writes_nothing(tmp_path: Path) -> N
     hf_posswap.save(model, tmp_path / "plain")
     patch_model(model, "alibi")
     hf_posswap.save(model, tmp_path / "alibi")
-    for name, said in (("plain", "carries no swap"), ("alibi", "no stock class computes")):
+    for name, said in (("plain", "is not swapped"), ("alibi", "no stock class computes")):
         result = CliRunner().invoke(app, ["to-native", str(tmp_path / name), "-o", str(tmp_path / "out")])
         assert result.exit_code == 3
         assert said in result.stderr

@@ -32,18 +32,18 @@ from hf_posswap.utils.threads import quiet_logger
 def doctor(source: str | Path, *, trust_remote_code: bool = False, **hub: Any) -> Diagnosis:
     """Return the known position traps of a checkpoint, made by hf_posswap or by anyone. No weights are loaded.
 
-    It reads config.json as it stands, the names and shapes in the headers of safetensors files, the tokenizer's
-    settings, and an adapter's sidecar; and it lays out the model of the config on the meta device.
+    It reads config.json, the names and shapes in the headers of safetensors files, the tokenizer's settings and an
+    adapter's sidecar, and builds the model of the config on the meta device.
 
     Args:
         source: a folder or a Hub id. Of a Hub id, the small files are downloaded, and the first bytes of the weights
             are read.
-        trust_remote_code: run code that the checkpoint brings, where its config needs that; without it, that the
-            config needs code is a finding.
+        trust_remote_code: run code of the checkpoint, where its config needs that; without it, such a config is a
+            finding.
         hub: revision, token, cache_dir, local_files_only for a Hub id.
 
     Raises:
-        CheckpointError: nothing readable is there.
+        CheckpointError: there is nothing readable.
 
     Example:
         >>> import json, tempfile
@@ -61,14 +61,14 @@ def doctor(source: str | Path, *, trust_remote_code: bool = False, **hub: Any) -
     positions = "an adapter"
     serving: tuple[Serving, ...] = ()
     if chart.config is not None:
-        positions, found, looked, serving = _of_model(chart, hub | {TRUST: trust_remote_code})
-        findings += found
-        checked += looked
+        positions, model_findings, model_checks, serving = _of_model(chart, hub | {TRUST: trust_remote_code})
+        findings += model_findings
+        checked += model_checks
     return Diagnosis(str(source), positions, worst_first(findings), tuple(checked), serving)
 
 
 def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], list[str], tuple[Serving, ...]]:
-    """Return the mechanism in words, findings, what was looked at, and servings; `hub` says whether code may run."""
+    """Return the mechanism as text, the findings, the checks, and the verdicts of serving programs."""
     assert chart.config is not None
     checked = ["config.json"]
     findings = [finding for where, config in _configs(chart.config) for finding in rope_findings(config, where)]
@@ -87,25 +87,25 @@ def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], li
     if chart.tokenizer is not None:
         checked.append("tokenizer_config.json")
     unread = readable(chart)
-    found = [*findings, *([unread] if unread else [])]
-    return _positions(chart, layout), found, checked, _serving(chart, layout)
+    all_findings = [*findings, *([unread] if unread else [])]
+    return _positions(chart, layout), all_findings, checked, _serving(chart, layout)
 
 
 def _serving(chart: Chart, layout: Any) -> tuple[Serving, ...]:
-    """Return what each program makes of the checkpoint; () where its config or its positions cannot be told."""
+    """Return how each program runs the checkpoint; () where its positions are unknown."""
     if not isinstance(layout, Layout) or layout.sites is None:
         return ()
     try:
-        found = position_config_of(layout.model.config)
+        position_config = position_config_of(layout.model.config)
     except (UnsupportedModelError, RecordError, CheckpointError):
         return ()
-    judged = [judge(target, found) for target in CLAIMS if is_known(target, found)]
+    judged = [judge(target, position_config) for target in CLAIMS if is_known(target, position_config)]
     return tuple(
         Serving(
             each.claim.target,
             each.verdict,
             each.why,
-            filled(each.claim.command, found, chart.source),
+            filled(each.claim.command, position_config, chart.source),
             each.claim.source,
         )
         for each in judged
@@ -113,20 +113,20 @@ def _serving(chart: Chart, layout: Any) -> tuple[Serving, ...]:
 
 
 def _configs(config: dict[str, Any], where: str = "config.json") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Give `config` and the configs of parts inside it (text_config, ...), each with its place."""
+    """Yield `config` and the configs inside it (text_config, ...), each with its location."""
     yield where, config
-    for name, part in config.items():
-        if isinstance(part, dict) and "model_type" in part:
-            yield f"{where}: {name}", part
+    for name, inner_config in config.items():
+        if isinstance(inner_config, dict) and "model_type" in inner_config:
+            yield f"{where}: {name}", inner_config
 
 
 def _positions(chart: Chart, layout: Any) -> str:
-    """Return the mechanism of a checkpoint in words."""
+    """Return the mechanism of a checkpoint as text."""
     from hf_posswap.patching.inspect.describe import describe_positions
 
     if not isinstance(layout, Layout) or layout.sites is None:
-        kind = (chart.config or {}).get("model_type", "unknown")
-        return f"model type {kind}, whose positions no family of hf_posswap describes"
+        model_type = (chart.config or {}).get("model_type", "unknown")
+        return f"model type {model_type}, whose positions no family of hf_posswap describes"
     report = describe_positions(layout.model)
     record = (chart.config or {}).get("posswap")
     swapped = report.swapped or (record["scheme"]["name"] if isinstance(record, dict) else None)
@@ -135,6 +135,6 @@ def _positions(chart: Chart, layout: Any) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside the block transformers does not log what the findings say better."""
+    """Silence transformers' log inside the block: the findings replace it."""
     with quiet_logger("transformers", logging.CRITICAL):
         yield

@@ -1,4 +1,4 @@
-"""What the doctor says: findings, and the diagnosis that they make up."""
+"""The doctor's findings and diagnosis."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _ORDER: tuple[Severity, ...] = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """One trap.
+    """One problem.
 
     Attributes:
         severity: "error": it does not load, or computes something else than it was trained with; "warning": it may,
-            in some program or beyond some length; "note": worth knowing, nothing to mend.
-        where: the file and the place in it.
-        what: is wrong.
-        do: what to do about it.
+            in some program or beyond some length; "note": worth knowing, nothing to fix.
+        where: the file and the key in it.
+        what: the problem.
+        do: the fix.
     """
 
     severity: Severity
@@ -31,14 +31,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Serving:
-    """What one program makes of the checkpoint, as `export` says it.
+    """How one program runs the checkpoint, as `export` says it.
 
     Attributes:
         target: the program.
         verdict: "exact", "approximate" or "impossible".
-        why: in words.
-        command: what to type; "" where nothing helps.
-        engine: the version that this is about, and whether it was run or read.
+        why: the reason, as text.
+        command: the command to run; "" if none helps.
+        engine: the program's version, and whether it was run or read.
     """
 
     target: str
@@ -50,14 +50,14 @@ class Serving:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that `doctor` found. `print(diagnosis)` shows it.
+    """The result of `doctor`. `print(diagnosis)` shows it.
 
     Attributes:
         source: the folder or Hub id.
-        positions: the position mechanism that it has, in words.
+        positions: its position mechanism, as text.
         findings: the worst first.
-        checked: what was looked at.
-        serving: what serving programs make of it; () where its positions are not understood.
+        checked: the files and settings that were checked.
+        serving: how serving programs run it; () where its positions are unknown.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Traps that show when the model of a config is laid out, without numbers, beside the headers of its weights."""
+"""Problems that show when the model of a config is built on the meta device and compared with its weights' headers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Layout:
 
     Attributes:
         model: with its swap, if the config carries one that only hf_posswap runs.
-        sites: where its positions live; None where no family describes it.
+        sites: where its positions are; None where no family describes it.
     """
 
     model: Any
@@ -40,7 +40,7 @@ class Layout:
 
 
 def lay_out(chart: Chart, **hub: Any) -> Layout | Finding:
-    """Return the model of `chart` without numbers, or the finding that there can be none."""
+    """Return the model of `chart` on the meta device, or the finding that it cannot be built."""
     try:
         config = read_config(chart.source, **hub)
         config_class: Any = type(config)
@@ -51,65 +51,75 @@ def lay_out(chart: Chart, **hub: Any) -> Layout | Finding:
         with torch.device("meta"):
             model = named(copy.deepcopy(config))
     except RemoteCodeError:
-        what = "it cannot be read without running code that the checkpoint brings: only files were checked."
-        return Finding("error", "config.json", what, "Read that code; then pass --trust-remote-code to look further.")
-    except Exception as error:  # a class of transformers may raise anything at a config it cannot take
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        what = f"no model can be built from it: {said[0]}"
-        do = "Mend the config, or use the version of transformers (and of hf_posswap) that it was made with."
-        return Finding("error", "config.json", what, do)
+        problem = "it cannot be read without running code of the checkpoint: only files were checked."
+        return Finding(
+            "error", "config.json", problem, "Read that code; then pass --trust-remote-code to look further."
+        )
+    except Exception as error:  # a class of transformers may raise anything at a bad config
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        problem = f"no model can be built from it: {lines[0]}"
+        do = "Fix the config, or use the version of transformers (and of hf_posswap) that wrote it."
+        return Finding("error", "config.json", problem, do)
     return Layout(model, _sites(model))
 
 
 def _sites(model: Any) -> Sites | None:
     try:
         return locate(model)
-    except (UnsupportedModelError, AttributeError, KeyError, TypeError):  # a model of another kind than a family knows
+    except (UnsupportedModelError, AttributeError, KeyError, TypeError):  # no family describes this model
         return None
 
 
 def weight_findings(layout: Layout, shapes: Shapes) -> Iterator[Finding]:
-    """Give where the position weights are not those of the model: missing, of another shape, or left over.
+    """Yield position weights that differ from the model's: missing, of another shape, or left over.
 
-    Other weights are none of its business: many are renamed, tied or quantised on the way to the disk.
+    Other weights are not checked: many are renamed, tied or quantized when they are saved.
     """
     model = layout.model
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    held = shapes if any(name in expected for name in shapes) else _with_other_prefix(shapes, expected, model)
+    shapes_on_disk = shapes if any(name in expected for name in shapes) else _with_other_prefix(shapes, expected, model)
     table = "" if layout.sites is None or layout.sites.table_path is None else f"{layout.sites.table_path}.weight"
     ours = [name for name in expected if name == table or _about_positions(name)]
-    missing = [name for name in ours if name not in held]
+    missing = [name for name in ours if name not in shapes_on_disk]
     other = [
-        f"{n} {list(held[n])} instead of {list(expected[n])}" for n in ours if held.get(n, expected[n]) != expected[n]
+        f"{n} {list(shapes_on_disk[n])} instead of {list(expected[n])}"
+        for n in ours
+        if shapes_on_disk.get(n, expected[n]) != expected[n]
     ]
-    left = [name for name in held if name not in expected and _about_positions(name)]
+    left = [name for name in shapes_on_disk if name not in expected and _about_positions(name)]
     angles = [name for name in left if name.endswith("inv_freq")]
     dropped = [name for name in left if name not in angles and not name.endswith("position_ids")]
     if missing:
-        what = f"the model needs {_some(missing)}, and they are not there: transformers makes them random."
-        yield Finding("error", "weights", what, "Check config.json: it names another mechanism than the weights have.")
+        problem = f"the model needs {_some(missing)}, which are missing: transformers initializes them randomly."
+        yield Finding(
+            "error", "weights", problem, "Check config.json: it names another mechanism than the weights have."
+        )
     if other:
-        what = f"{_some(other)}: transformers refuses them, or makes them random where mismatches are ignored."
-        yield Finding("error", "weights", what, "Make config and weights agree, by the length above all.")
+        problem = (
+            f"{_some(other)}: transformers refuses them, or initializes them randomly where mismatches are ignored."
+        )
+        yield Finding("error", "weights", problem, "Make config and weights agree, by the length above all.")
     if dropped:
-        what = f"{_some(dropped)}: position weights that this model has no place for are dropped."
-        yield Finding("error", "weights", what, "Check config.json: it names another mechanism than the weights have.")
+        problem = f"{_some(dropped)}: this model does not have these position weights: they are dropped."
+        yield Finding(
+            "error", "weights", problem, "Check config.json: it names another mechanism than the weights have."
+        )
     if angles:
-        what = f"{_some(angles)}: angles saved with the weights are not read; those of the config hold."
-        yield Finding("note", "weights", what, "Check that the config says the same angles.")
+        problem = f"{_some(angles)}: angles saved with the weights are not read; the config's are used."
+        yield Finding("note", "weights", problem, "Check that the config says the same angles.")
 
 
 def number_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
-    """Give the weights that are integers where the model has floating-point numbers."""
+    """Yield the weights that are integers where the model's are floating point."""
     if (chart.config or {}).get("quantization_config") or not Path(chart.source).is_dir():
         return
     floats = {name for name, tensor in layout.model.state_dict().items() if tensor.is_floating_point()}
-    kinds = folder_kinds(Path(chart.source))
-    integers = [name for name in sorted(kinds) if name in floats and not kinds[name].startswith(FLOATS)]
+    dtypes = folder_kinds(Path(chart.source))
+    integers = [name for name in sorted(dtypes) if name in floats and not dtypes[name].startswith(FLOATS)]
     if integers:
-        what = f"{_some(integers)}: integers, which transformers takes for the floating-point numbers of the model."
+        problem = f"{_some(integers)}: integers, which transformers takes for the floating-point numbers of the model."
         do = "Take config.json, with quantization_config, and weights from where they were made."
-        yield Finding("error", "weights", what, do)
+        yield Finding("error", "weights", problem, do)
 
 
 def _about_positions(name: str) -> bool:
@@ -125,41 +135,48 @@ def _with_other_prefix(shapes: Shapes, expected: Shapes, model: Any) -> Shapes:
 
 
 def setting_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
-    """Give settings of the config that the model does not heed."""
+    """Yield settings of the config that the model ignores."""
     config = chart.config or {}
     rotary = [module for module in layout.model.modules() if inv_freq_names(module)]
     settings = [name for name in ("rope_parameters", "rope_scaling", "rope_theta") if config.get(name)]
-    if settings and not rotary and not hasattr(layout.model, "_posswap") and "rope_parameters" not in _own(layout):
-        what = f"{', '.join(settings)}: {type(layout.model).__name__} has no rotary module, so this has no effect."
-        yield Finding("error", "config.json", what, "Remove it, or swap the mechanism with hf_posswap.")
+    if (
+        settings
+        and not rotary
+        and not hasattr(layout.model, "_posswap")
+        and "rope_parameters" not in _class_attributes(layout)
+    ):
+        problem = f"{', '.join(settings)}: {type(layout.model).__name__} has no rotary module, so this has no effect."
+        yield Finding("error", "config.json", problem, "Remove it, or swap the mechanism with hf_posswap.")
     partial = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     sites = layout.sites
     if isinstance(partial, float) and sites is not None and sites.geometry.rotary_dim and 0 < partial < 1:
         wanted, has = int(sites.geometry.head_dim * partial), sites.geometry.rotary_dim
-        kind = (config.get("rope_parameters") or {}).get("rope_type", "default")
-        if wanted != has and kind == "default":
-            what = f"partial_rotary_factor {partial:g} means {wanted} dimensions a head, and this class rotates {has}."
-            yield Finding("error", "config.json", what, "Use rope type 'proportional', or a class that heeds it.")
+        rope_type = (config.get("rope_parameters") or {}).get("rope_type", "default")
+        if wanted != has and rope_type == "default":
+            problem = (
+                f"partial_rotary_factor {partial:g} means {wanted} dimensions a head, and this class rotates {has}."
+            )
+            yield Finding("error", "config.json", problem, "Use rope type 'proportional', or a class that applies it.")
 
 
-def _own(layout: Layout) -> Any:
+def _class_attributes(layout: Layout) -> Any:
     return type(layout.model.config).__dict__
 
 
 def length_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
-    """Give what reaches beyond the end of a position table."""
+    """Yield lengths beyond the end of a position table."""
     has_table = layout.sites is not None and layout.sites.table_path is not None
     rows = _table_rows(layout, chart) if has_table else None
     most = (chart.tokenizer or {}).get("model_max_length")
-    if not isinstance(most, (int, float)) or most > 1e15:  # transformers' way to say that there is none
+    if not isinstance(most, (int, float)) or most > 1e15:  # transformers' placeholder for no limit
         return
     if rows is not None and most > rows:
-        what = f"model_max_length is {most:g}, and the position table ends at {rows}: longer texts are an error."
-        yield Finding("warning", "tokenizer_config.json", what, f"Set it to {rows}, or extend the table.")
+        problem = f"model_max_length is {most:g}, and the position table ends at {rows}: longer texts are an error."
+        yield Finding("warning", "tokenizer_config.json", problem, f"Set it to {rows}, or extend the table.")
     reach = _reach(layout, chart)
     if reach is not None and most < reach:
-        what = f"model_max_length is {most:g}, and the model is meant for {reach}: truncation cuts texts short."
-        yield Finding("warning", "tokenizer_config.json", what, f"Set it to {reach}.")
+        problem = f"model_max_length is {most:g}, and the model is meant for {reach}: truncation cuts texts short."
+        yield Finding("warning", "tokenizer_config.json", problem, f"Set it to {reach}.")
 
 
 def _table_rows(layout: Layout, chart: Chart) -> int | None:
@@ -185,12 +202,12 @@ def _reach(layout: Layout, chart: Chart) -> int | None:
 
 
 def readable(chart: Chart) -> Finding | None:
-    """Return the finding that weights could not be looked at, or None."""
+    """Return the finding that weights could not be checked, or None."""
     if chart.shapes is not None:
         return None
     here = Path(chart.source).is_dir() and any(Path(chart.source).glob("*.bin"))
-    what = "they are not safetensors, so only their config was checked." if here else "none could be looked at."
-    return Finding("note", "weights", what, "Save them as safetensors.")
+    problem = "they are not safetensors, so only their config was checked." if here else "none could be checked."
+    return Finding("note", "weights", problem, "Save them as safetensors.")
 
 
 def _some(names: list[str]) -> str:

@@ -23,13 +23,13 @@ _WHERE = "config.json: posswap"
 
 
 def record_findings(chart: Chart) -> Iterator[Finding]:
-    """Give the traps in the record of a checkpoint's config.json; none where there is no record and none is due."""
+    """Yield problems in the record of a checkpoint's config.json; nothing where there is no record and needs none."""
     config = chart.config or {}
-    kind = config.get("model_type")
+    model_type = config.get("model_type")
     if "posswap" not in config:
-        if kind == POSSWAP_MODEL_TYPE:
-            what = "model_type is posswap, and the record of the swap is gone."
-            yield Finding("error", "config.json", what, "Take config.json from the original checkpoint.")
+        if model_type == POSSWAP_MODEL_TYPE:
+            problem = "model_type is posswap, and the record of the swap is missing."
+            yield Finding("error", "config.json", problem, "Take config.json from the original checkpoint.")
         return
     try:
         record = SwapRecord.from_dict(config["posswap"])
@@ -37,21 +37,21 @@ def record_findings(chart: Chart) -> Iterator[Finding]:
         yield Finding("error", _WHERE, str(error), "Take config.json from the original checkpoint.")
         return
     due = POSSWAP_MODEL_TYPE if record.route == "plugin" else record.base_type
-    if kind != due:
-        what = f"model_type is {kind!r}, and a {record.route} swap of {record.base_type} has {due!r}: "
-        what += "the mechanism would be lost in silence." if record.route == "plugin" else "it would not load."
-        yield Finding("error", "config.json", what, f"Write model_type: {due}.")
+    if model_type != due:
+        problem = f"model_type is {model_type!r}, and a {record.route} swap of {record.base_type} has {due!r}: "
+        problem += "the mechanism would be lost silently." if record.route == "plugin" else "it would not load."
+        yield Finding("error", "config.json", problem, f"Write model_type: {due}.")
         return
     yield from _against_config(record, config, chart)
 
 
 def _against_config(record: SwapRecord, config: dict[str, Any], chart: Chart) -> Iterator[Finding]:
-    """Give the config values that are not what carrying out the recorded swap would write."""
+    """Yield config values that differ from what the recorded swap writes."""
     from transformers import CONFIG_MAPPING
 
     if record.base_type not in CONFIG_MAPPING:
-        what = f"base_type {record.base_type!r} is no model type of this transformers."
-        yield Finding("error", _WHERE, what, "Use the transformers that the checkpoint was made with.")
+        problem = f"base_type {record.base_type!r} is not a model type of this transformers."
+        yield Finding("error", _WHERE, problem, "Use the transformers that the checkpoint was made with.")
         return
     try:
         refuse_endless_lists(chart.source, config)
@@ -63,49 +63,51 @@ def _against_config(record: SwapRecord, config: dict[str, Any], chart: Chart) ->
         with within(bounds_by(chart.shapes, native), native), torch.device("meta"):
             skeleton = model_class_of(native)(native)
         plan = plan_swap(skeleton, record.choice(), **record.arguments)
-    except Exception as error:  # config classes and models, their validators and code of their own may raise anything
-        what = f"the recorded swap cannot be carried out on {record.base_type}: {error}"
-        yield Finding("error", _WHERE, what, "Use the versions that the checkpoint was made with.")
+    except Exception as error:  # config classes, models and validators may raise anything
+        problem = f"the recorded swap cannot be applied to {record.base_type}: {error}"
+        yield Finding("error", _WHERE, problem, "Use the versions that the checkpoint was made with.")
         return
     if plan.route != record.route:
-        what = f"it records a {record.route} swap, and here it would be {plan.route}."
-        yield Finding("error", _WHERE, what, "Use the transformers that the checkpoint was made with.")
+        problem = f"it records a {record.route} swap, which would be {plan.route} here."
+        yield Finding("error", _WHERE, problem, "Use the transformers that the checkpoint was made with.")
     values = {edit.path: edit.value for edit in plan.edits if isinstance(edit, EditConfig)}
     for name, original in plan.record.original.items():
         yield from _differing(name, values.get(name, original), config)
 
 
 def _differing(name: str, expected: Any, config: dict[str, Any]) -> Iterator[Finding]:
-    """Give the finding that the config value `name` is not the `expected` one; it may stand under an older name."""
+    """Yield the finding that the config value `name`, also under an older name, is not the `expected` one."""
     older = {"max_position_embeddings": "n_positions"}
-    held = config.get(name, config.get(older.get(name, name)))
-    if isinstance(expected, dict) and isinstance(held, dict):
-        wrong = sorted(key for key in expected if held.get(key) != expected[key])
-        said = ", ".join(f"{key} is {held.get(key)!r} instead of {expected[key]!r}" for key in wrong)
+    actual = config.get(name, config.get(older.get(name, name)))
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        wrong = sorted(key for key in expected if actual.get(key) != expected[key])
+        differences = ", ".join(f"{key} is {actual.get(key)!r} instead of {expected[key]!r}" for key in wrong)
     else:
-        wrong = [name] if held != expected else []
-        said = f"it is {held!r} instead of {expected!r}"
+        wrong = [name] if actual != expected else []
+        differences = f"it is {actual!r} instead of {expected!r}"
     if wrong:
-        what = f"not what the recorded swap writes: {said}."
-        yield Finding("error", f"config.json: {name}", what, "Mend it, or patch the base model again.")
+        problem = f"not what the recorded swap writes: {differences}."
+        yield Finding("error", f"config.json: {name}", problem, "Fix it, or patch the base model again.")
 
 
 def adapter_findings(chart: Chart) -> Iterator[Finding]:
-    """Give the traps of a PEFT adapter: its sidecar, and what it names as its base."""
+    """Yield problems of a PEFT adapter: its sidecar, and the base that it names."""
     if chart.adapter is None:
         return
     base = chart.adapter.get("base_model_name_or_path")
     if chart.sidecar is None:
-        what = f"without a sidecar ({SIDECAR}) an adapter says nothing of its base's positions."
-        yield Finding("note", "adapter_config.json", what, "Where the base was swapped, save it with hf_posswap.save.")
+        problem = f"without a sidecar ({SIDECAR}) an adapter does not name its base's positions."
+        yield Finding(
+            "note", "adapter_config.json", problem, "Where the base was swapped, save it with hf_posswap.save."
+        )
     else:
         try:
             SwapRecord.from_dict(chart.sidecar.get("record"))
         except RecordError as error:
             yield Finding("error", SIDECAR, str(error), "Take it from the original adapter.")
     if not base:
-        what = "base_model_name_or_path is empty: nothing says what the adapter belongs to."
-        yield Finding("warning", "adapter_config.json", what, "Write the base's Hub id there.")
+        problem = "base_model_name_or_path is empty: the adapter does not name its base."
+        yield Finding("warning", "adapter_config.json", problem, "Write the base's Hub id there.")
     elif isinstance(base, str) and base.startswith(("/", ".", "~")) and chart.sidecar is None:
-        what = f"the base is a local folder, {base}: elsewhere it will not be found."
-        yield Finding("warning", "adapter_config.json", what, "Write the base's Hub id there.")
+        problem = f"the base is a local folder, {base}: other machines will not find it."
+        yield Finding("warning", "adapter_config.json", problem, "Write the base's Hub id there.")

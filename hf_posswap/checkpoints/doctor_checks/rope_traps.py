@@ -1,4 +1,4 @@
-"""Traps in the rope settings of a config.json, read as they stand there."""
+"""Problems in the rope settings of a config.json."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SETTINGS = ("rope_parameters", "rope_scaling")
 
 
 def rope_findings(config: dict[str, Any], where: str = "config.json") -> Iterator[Finding]:
-    """Give the traps in the rope settings of one config.
+    """Yield the problems in the rope settings of one config.
 
     Args:
-        config: as config.json has it.
-        where: it stands, for the findings.
+        config: the content of config.json, or of a config inside it.
+        where: its location, for the findings.
     """
     given = [name for name in _SETTINGS if config.get(name)]
     if len(given) == 2 and _spelled_anew(config["rope_parameters"]) != _spelled_anew(config["rope_scaling"]):
@@ -28,25 +28,25 @@ def rope_findings(config: dict[str, Any], where: str = "config.json") -> Iterato
             "error",
             where,
             "rope_parameters and rope_scaling differ: transformers takes rope_scaling, other programs rope_parameters.",
-            "Keep rope_parameters alone.",
+            "Keep only rope_parameters.",
         )
     if not given:
         return
     settings = config[given[-1]]
-    place = f"{where}: {given[-1]}"
+    location = f"{where}: {given[-1]}"
     if not isinstance(settings, dict):
         yield Finding(
-            "error", place, f"must be an object, got {type(settings).__name__}.", "Write the rope type there."
+            "error", location, f"must be an object, got {type(settings).__name__}.", "Write the rope type there."
         )
         return
     layers = {key: value for key, value in settings.items() if isinstance(value, dict)}
     for name, each in layers.items() if layers else [("", settings)]:
-        yield from _of_one(config, each, f"{place}.{name}".rstrip("."))
+        yield from _of_one(config, each, f"{location}.{name}".rstrip("."))
         if name and each.get("truncate") is False:
-            what = (
+            problem = (
                 "truncate: false has no effect in rope parameters for a layer type: transformers reads the outer one."
             )
-            yield Finding("warning", f"{place}.{name}", what, "Put truncate beside the layer types.")
+            yield Finding("warning", f"{location}.{name}", problem, "Put truncate next to the layer types.")
 
 
 def rope_type(rope: dict[str, Any]) -> str:
@@ -55,30 +55,30 @@ def rope_type(rope: dict[str, Any]) -> str:
 
 
 def _of_one(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterator[Finding]:
-    kind = rope_type(rope)
+    rope_kind = rope_type(rope)
     if "type" in rope and "rope_type" in rope and rope["type"] != rope["rope_type"]:
-        what = f"type is {rope['type']!r} and rope_type {rope['rope_type']!r}: programs differ in which they read."
-        yield Finding("error", where, what, "Keep rope_type alone.")
-    if kind not in _KNOWN and kind != "su":
-        what = f"rope type {kind!r} is none of transformers': {', '.join(_KNOWN[:-1])}."
-        yield Finding("note", where, what, "Only a class that brings this type itself can load it.")
-    if kind == POSSWAP_ROPE_TYPE:
+        problem = f"type is {rope['type']!r} and rope_type {rope['rope_type']!r}: programs differ in which they read."
+        yield Finding("error", where, problem, "Keep only rope_type.")
+    if rope_kind not in _KNOWN and rope_kind != "su":
+        problem = f"rope type {rope_kind!r} is not one of transformers': {', '.join(_KNOWN[:-1])}."
+        yield Finding("note", where, problem, "Only a class that defines this type can load it.")
+    if rope_kind == POSSWAP_ROPE_TYPE:
         return
     yield from _theta(config, rope, where)
-    if kind in _SCALED:
-        yield from _factor(config, rope, kind, where)
-    if kind in _FROM_ORIGINAL or kind == "dynamic":
-        yield from _lengths(config, rope, kind, where)
-    if kind == "yarn":
+    if rope_kind in _SCALED:
+        yield from _factor(config, rope, rope_kind, where)
+    if rope_kind in _FROM_ORIGINAL or rope_kind == "dynamic":
+        yield from _lengths(config, rope, rope_kind, where)
+    if rope_kind == "yarn":
         yield from _yarn(rope, where)
-    if kind in ("dynamic", "longrope"):
-        what = f"{kind} follows the length: with a cache, a text that grows beyond the original length is not computed "
-        what += "as one forward would."
-        yield Finding("note", where, what, "Compare lengths by whole forwards, or use yarn or llama3.")
+    if rope_kind in ("dynamic", "longrope"):
+        problem = f"{rope_kind} follows the length: with a cache, a text that grows beyond the original length is not "
+        problem += "computed as one forward would."
+        yield Finding("note", where, problem, "Compare lengths by whole forwards, or use yarn or llama3.")
 
 
 def _spelled_anew(settings: Any) -> Any:
-    """Return rope settings with their type under its new name alone."""
+    """Return rope settings with their type only under its new name."""
     if not isinstance(settings, dict):
         return settings
     return {k: v for k, v in settings.items() if k != "type"} | {"rope_type": rope_type(settings)}
@@ -97,8 +97,8 @@ def _theta(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterator
         yield Finding(
             "warning",
             where,
-            f"rope_theta {outside} stands at the top of the config and not in rope_parameters.",
-            "Move it there: programs that read rope_parameters alone take 10000.",
+            f"rope_theta {outside} is at the top of the config and not in rope_parameters.",
+            "Move it there: programs that read only rope_parameters take 10000.",
         )
     elif inside is not None and outside is not None and inside != outside:
         yield Finding(
@@ -109,22 +109,22 @@ def _theta(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterator
         )
     value = outside if inside is None else inside
     if value is not None and not (_is_number(value) and value > 1):
-        yield Finding("error", where, f"rope_theta is {value!r}, no number above 1.", "Write the base of the model.")
+        yield Finding("error", where, f"rope_theta is {value!r}, not a number above 1.", "Write the base of the model.")
 
 
-def _factor(config: dict[str, Any], rope: dict[str, Any], kind: str, where: str) -> Iterator[Finding]:
+def _factor(config: dict[str, Any], rope: dict[str, Any], type_name: str, where: str) -> Iterator[Finding]:
     factor = rope.get("factor")
-    if factor is None and kind == "longrope" and _original(config, rope):
+    if factor is None and type_name == "longrope" and _original(config, rope):
         return
     if not _is_number(factor) or factor < 1:
-        what = f"{kind} needs a factor >= 1, got {factor!r}."
-        yield Finding("error", where, what, "Write target length over original length.")
+        problem = f"{type_name} needs a factor >= 1, got {factor!r}."
+        yield Finding("error", where, problem, "Write target length over original length.")
 
 
-def _lengths(config: dict[str, Any], rope: dict[str, Any], kind: str, where: str) -> Iterator[Finding]:
-    """Give the traps between factor, original length and max_position_embeddings."""
+def _lengths(config: dict[str, Any], rope: dict[str, Any], type_name: str, where: str) -> Iterator[Finding]:
+    """Yield contradictions of factor, original length and max_position_embeddings."""
     most, original, factor = config.get("max_position_embeddings"), _original(config, rope), rope.get("factor")
-    if kind == "dynamic":
+    if type_name == "dynamic":
         if original is not None and most is not None and most != original:
             yield Finding(
                 "error",
@@ -138,8 +138,8 @@ def _lengths(config: dict[str, Any], rope: dict[str, Any], kind: str, where: str
         yield Finding(
             "error" if factor != 1 else "note",
             where,
-            f"{kind} without original_max_position_embeddings: transformers takes max_position_embeddings, {most}, "
-            "which is mostly the extended length.",
+            f"{type_name} without original_max_position_embeddings: transformers takes max_position_embeddings, "
+            f"{most}, which is mostly the extended length.",
             "Write the length before scaling to rope_parameters.original_max_position_embeddings.",
         )
         return
@@ -152,7 +152,9 @@ def _lengths(config: dict[str, Any], rope: dict[str, Any], kind: str, where: str
             f"max_position_embeddings, {most}, is the original length: serving stacks stop there.",
             f"Set it to the extended length, {round(factor * original)}.",
         )
-    elif kind != "llama3" and abs(most - factor * original) > 0.01 * most:  # there the factor is no ratio of lengths
+    elif (
+        type_name != "llama3" and abs(most - factor * original) > 0.01 * most
+    ):  # llama3's factor is not a ratio of lengths
         yield Finding(
             "warning",
             where,
@@ -165,23 +167,25 @@ def _yarn(rope: dict[str, Any], where: str) -> Iterator[Finding]:
     factor, given = rope.get("factor"), rope.get("attention_factor")
     scales = [rope.get(name) is not None for name in ("mscale", "mscale_all_dim")]
     if any(scales) and not all(scales) and given is None:
-        what = "mscale and mscale_all_dim act together, and one of them is missing: programs differ in what they do."
-        yield Finding("warning", where, what, "Write attention_factor itself.")
+        problem = "mscale and mscale_all_dim act together, and one of them is missing: programs differ in what they do."
+        yield Finding("warning", where, problem, "Write attention_factor itself.")
     if not _is_number(factor) or factor < 1:
         return
     usual = 0.1 * math.log(factor) + 1
     if given is None and any(scales):
-        what = "the attention factor comes from mscale, which vLLM before September 2026 and TGI drop."
-        yield Finding("warning", where, what, "Write attention_factor too, and check the release that serves it.")
+        problem = "the attention factor comes from mscale, which vLLM before September 2026 and TGI drop."
+        yield Finding("warning", where, problem, "Write attention_factor too, and check the release that serves it.")
     elif given is None:
-        what = f"no attention_factor: it is to be 0.1 ln {factor:g} + 1 = {usual:.6g}, and not all programs compute it."
-        yield Finding("note", where, what, f'Write "attention_factor": {usual:.6g}.')
+        problem = (
+            f"no attention_factor: it should be 0.1 ln {factor:g} + 1 = {usual:.6g}, and not all programs compute it."
+        )
+        yield Finding("note", where, problem, f'Write "attention_factor": {usual:.6g}.')
     elif _is_number(given) and abs(given - usual) > 1e-3:
-        what = (
+        problem = (
             f"attention_factor is {given:g}, not 0.1 ln {factor:g} + 1 = {usual:.6g}: vLLM before September 2026 and "
         )
-        what += "TGI take the latter or 1."
-        yield Finding("warning", where, what, "Check the release that serves it.")
+        problem += "TGI take the latter or 1."
+        yield Finding("warning", where, problem, "Check the release that serves it.")
 
 
 def _original(config: dict[str, Any], rope: dict[str, Any]) -> Any:

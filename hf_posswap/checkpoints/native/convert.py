@@ -1,4 +1,4 @@
-"""`to_native`: choosing the stock class, building it, and proving that it computes the same."""
+"""`to_native`: choose the stock class, build it, and prove that it computes the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONVERSIONS: dict[str, tuple[tuple[str, ...] | None, Callable[[Any, SwapPlan], B
     "mpnet": (_ENCODERS, mpnet),
     "smollm3": (("llama", "mistral", "qwen2"), smollm3),
 }
-"""Each target: the model types that it can come from (None: any), and what builds it. The first that is exact wins."""
+"""Each target: its source model types (None: any) and its builder. The first exact one is used."""
 
 _WHAT_WORKS = (
     "Exact are: gpt2 and opt with rotary schemes (gpt_neox); bert and roberta with rotary schemes "
@@ -104,14 +104,14 @@ def convert(model: Any, target: str | None = None) -> Native:
     swapped = unwrap(model)
     patch = getattr(swapped, "_posswap", None)
     if patch is None:
-        raise NotPatchedError(f"{type(swapped).__name__} carries no swap: it is a stock model already.")
+        raise NotPatchedError(f"{type(swapped).__name__} is not swapped: it is a stock model already.")
     if swapped is not model or any(map(is_adapted, swapped.modules())):
         raise UnsupportedSwapError("the model carries an adapter: convert model.merge_and_unload() instead.")
     reasons = []
     for name in [target] if target else CONVERSIONS:
         sources, build = CONVERSIONS[name]
         if sources is not None and swapped.config.model_type not in sources:
-            reasons.append((name, f"it comes from {', '.join(sources)}, and not from {swapped.config.model_type}"))
+            reasons.append((name, f"its sources are {', '.join(sources)}, not {swapped.config.model_type}"))
             continue
         try:
             blueprint = build(swapped, patch.plan)
@@ -125,19 +125,22 @@ def convert(model: Any, target: str | None = None) -> Native:
 
 
 def _refusal(model: Any, plan: SwapPlan, reasons: list[tuple[str, str]]) -> str:
-    near = [(name, why) for name, why in reasons if not why.startswith("it comes from")] or reasons
-    said = "; ".join(f"{name}: {why}" for name, why in near)
+    near = [(name, why) for name, why in reasons if not why.startswith("its sources are")] or reasons
+    reasons_text = "; ".join(f"{name}: {why}" for name, why in near)
     alibi = f" {_NO_ALIBI}" if plan.scheme.name == "alibi" and model.config.model_type in SOURCES else ""
-    return f"no stock class computes {type(model).__name__} with {plan.scheme} exactly. {said}.{alibi} {_WHAT_WORKS}"
+    name = type(model).__name__
+    return f"no stock class computes {name} with {plan.scheme} exactly. {reasons_text}.{alibi} {_WHAT_WORKS}"
 
 
 def _built(model: Any, blueprint: Blueprint) -> Any:
-    """Return the model of `blueprint`, with the dtype, device and mode of `model`, and what it generates with."""
+    """Return the model of `blueprint`, with the dtype, device and mode of `model`, and its generation config."""
     source = model.config
     config = blueprint.config
     config.name_or_path = source.name_or_path
     training = training_of(source)
-    if training is not None and training.is_of(model._posswap.plan.record):  # so they were trained for what it computes
+    if training is not None and training.is_of(
+        model._posswap.plan.record
+    ):  # the weights were trained for this mechanism
         config.posswap_training = {**training.to_dict(), "swap": None}
     native = build_model(blueprint.model_class, config, dtype=model.dtype, **_pooling(blueprint))
     with torch.no_grad():
@@ -148,7 +151,7 @@ def _built(model: Any, blueprint: Blueprint) -> Any:
 
 
 def _pooling(blueprint: Blueprint) -> dict[str, bool]:
-    """Return the argument that leaves the pooler out of a base model whose weights have none."""
+    """Return the argument that builds a base model without a pooler where the weights have none."""
     has = any(path.startswith("pooler.") for path in blueprint.weights)
     takes = "add_pooling_layer" in inspect.signature(blueprint.model_class).parameters
     return {"add_pooling_layer": has} if takes else {}

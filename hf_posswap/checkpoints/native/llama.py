@@ -1,4 +1,4 @@
-"""Models of the Llama kind: as themselves with another config, and as SmolLM3, whose layers may lack rotation."""
+"""Llama-like models: as their own class with another config, and as SmolLM3, whose layers may lack rotation."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _LLAMA_KIND = ("llama", "mistral", "qwen2")
 def same_class(model: Any, plan: SwapPlan) -> Blueprint:
     """Return a stock model of the class of `model` that computes what `model` does.
 
-    A native swap is there already: what goes is hf_posswap's record. A rotary model whose scheme was put inside
-    attention is one with other rope parameters, if need be with the rows of queries and keys in another order.
+    Of a native swap only hf_posswap's record is removed. A rotary model whose scheme acts inside attention becomes one
+    with other rope parameters, if necessary with the rows of queries and keys reordered.
 
     Raises:
-        UnsupportedSwapError: it would not be exact: why.
+        UnsupportedSwapError: it would not be exact, with the reason.
     """
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if plan.route == "native":
@@ -43,7 +43,7 @@ def same_class(model: Any, plan: SwapPlan) -> Blueprint:
 
 
 def _config(model: Any, plan: SwapPlan) -> Any:
-    """Return the config of the native model with rope parameters that say the scheme of `plan`."""
+    """Return the config of the native model with rope parameters that express the scheme of `plan`."""
     config = native_config(model.config)
     scheme: Any = plan.scheme
     if not isinstance(scheme, NoPE):
@@ -52,7 +52,7 @@ def _config(model: Any, plan: SwapPlan) -> Any:
         skeleton = build_native(model, config)
     trial = plan_swap(skeleton, scheme, max_length=plan.max_length)
     if trial.route != "native":
-        refuse(f"its rope parameters do not say {plan.scheme.name} with these parameters")
+        refuse(f"its rope parameters cannot express {plan.scheme.name} with these parameters")
     for edit in trial.edits:
         if isinstance(edit, EditConfig):
             setattr(config, edit.path, edit.value)
@@ -71,11 +71,11 @@ def _in_native_layout(weights: Weights, plan: SwapPlan) -> Weights:
     turned = dict(weights)
     for path in plan.sites.attention:
         if f"{path}.q_proj.weight" not in weights:
-            refuse("its queries and keys are not projected apart, so their rows are not put in the class's layout")
-        for part in ("q_proj.weight", "q_proj.bias", "q_norm.weight", "k_proj.weight", "k_proj.bias", "k_norm.weight"):
-            rows = weights.get(f"{path}.{part}")
+            refuse("its queries and keys are not projected separately, so their rows cannot be reordered")
+        for name in ("q_proj.weight", "q_proj.bias", "q_norm.weight", "k_proj.weight", "k_proj.bias", "k_norm.weight"):
+            rows = weights.get(f"{path}.{name}")
             if rows is not None:
-                turned[f"{path}.{part}"] = permute_rows(rows, rows.shape[0] // geometry.head_dim, width, here, there)
+                turned[f"{path}.{name}"] = permute_rows(rows, rows.shape[0] // geometry.head_dim, width, here, there)
     return turned
 
 
@@ -83,7 +83,7 @@ def smollm3(model: Any, plan: SwapPlan) -> Blueprint:
     """Return the SmolLM3 that computes what `model` does: a Llama, Mistral or Qwen2 with layers without rotation.
 
     Raises:
-        UnsupportedSwapError: it would not be exact: why.
+        UnsupportedSwapError: it would not be exact, with the reason.
     """
     config = native_config(model.config)
     rope, rotates = _rotation(plan)
@@ -95,7 +95,7 @@ def smollm3(model: Any, plan: SwapPlan) -> Blueprint:
     biased = any(path.endswith("_proj.bias") and ".self_attn." in path for path in weights)
     layers = config.num_hidden_layers
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
     shared = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
         "initializer_range rms_norm_eps use_cache pad_token_id bos_token_id eos_token_id attention_dropout "
@@ -107,7 +107,7 @@ def smollm3(model: Any, plan: SwapPlan) -> Blueprint:
         max_position_embeddings=plan.sites.geometry.original_length if rope else plan.max_length,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         no_rope_layers=rotates,
-        layer_types=list(kinds),
+        layer_types=list(layer_types),
         use_sliding_window=window is not None,
         sliding_window=window,
         attention_bias=biased,
@@ -130,25 +130,24 @@ def _rotation(plan: SwapPlan) -> tuple[RotaryScheme | None, list[int]]:
     )
     if not plain or len(ropes) > 1 or all(rotates):
         refuse(
-            "what it has beyond other classes is layers without positions, all others with one rotation, and this "
-            f"scheme is {plan.scheme}"
+            f"it adds only layers without positions, with one rotation in all others, and this scheme is {plan.scheme}"
         )
     return (ropes[0] if ropes else None), rotates
 
 
 def _prefix(model: Any) -> str:
-    """Return the part of the class's name that says the architecture: Llama, Mistral, Qwen2."""
-    kind = model.config.model_type
-    if kind not in _LLAMA_KIND:
-        refuse(f"its layers are those of {', '.join(_LLAMA_KIND)}, and not of {kind}")
-    return str(kind).capitalize()
+    """Return the architecture in the class's name: Llama, Mistral, Qwen2."""
+    model_type = model.config.model_type
+    if model_type not in _LLAMA_KIND:
+        refuse(f"its layers are those of {', '.join(_LLAMA_KIND)}, and not of {model_type}")
+    return str(model_type).capitalize()
 
 
 def _with_biases(weights: Weights, plan: SwapPlan) -> Weights:
     """Return `weights` with zeros for the biases that SmolLM3 has in attention and this model lacks."""
     full = dict(weights)
     for path in plan.sites.attention:
-        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            weight = weights[f"{path}.{part}.weight"]
-            full.setdefault(f"{path}.{part}.bias", weight.new_zeros(weight.shape[0]))
+        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            weight = weights[f"{path}.{projection}.weight"]
+            full.setdefault(f"{path}.{projection}.bias", weight.new_zeros(weight.shape[0]))
     return full

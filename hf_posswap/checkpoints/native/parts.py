@@ -1,4 +1,4 @@
-"""The weights of a transformer by what they do, whatever its class calls them.
+"""The weights of a transformer by their role, whatever names its class gives them.
 
 Shapes: E hidden size, I inner size, V vocabulary, H heads, D head dim. Linear weights are [out, in], as nn.Linear has
 them.
@@ -21,7 +21,7 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: attention with its norm, MLP with its norm; the norms lie before or after, as `Parts` says.
+    """One layer: attention and MLP, each with its norm, which comes before or after it.
 
     Attributes:
         query: [H D, E].
@@ -45,11 +45,11 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Parts:
+class TransformerWeights:
     """All weights of one model without its position mechanism.
 
     Attributes:
-        words: the word embedding [V, E].
+        token_embedding: [V, E].
         types: the token type embedding, or None.
         embedding_norm: the norm on the embeddings, or None.
         layers: in order.
@@ -59,7 +59,7 @@ class Parts:
         shape: config values under the names that most classes share.
     """
 
-    words: Affine
+    token_embedding: Affine
     types: Affine | None
     embedding_norm: Affine | None
     layers: tuple[Layer, ...]
@@ -71,13 +71,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A stock model to be built.
+    """A stock model to build.
 
     Attributes:
         model_class: of transformers.
         config: of the model.
         weights: its whole state dict.
-        limit: tokens after which it ends; None: it has no end.
+        limit: its longest input in tokens; None: no limit.
     """
 
     model_class: Any
@@ -89,7 +89,7 @@ class Blueprint:
 def affine(state: Weights, path: str, *, transposed: bool = False) -> Affine:
     """Return the weight and the bias at `path` of a state dict; `transposed`: GPT-2's Conv1D has them [in, out].
 
-    A bias that is not there is one of zeros, as the class computes it.
+    A missing bias is zeros, as the class computes it.
     """
     weight = state[f"{path}.weight"]
     weight = weight.T if transposed else weight
@@ -97,32 +97,39 @@ def affine(state: Weights, path: str, *, transposed: bool = False) -> Affine:
     return {"weight": weight, "bias": weight.new_zeros(weight.shape[0]) if bias is None else bias}
 
 
-def scaled(part: Affine, factor: float) -> Affine:
-    """Return `part` with its output times `factor`."""
-    return part if factor == 1.0 else {name: tensor * factor for name, tensor in part.items()}
+def scaled(module: Affine, factor: float) -> Affine:
+    """Return `module` with its output times `factor`."""
+    return module if factor == 1.0 else {name: tensor * factor for name, tensor in module.items()}
 
 
-def rows(part: Affine, first: int, count: int) -> Affine:
-    """Return `count` outputs of `part` from `first` on."""
-    return {name: tensor[first : first + count] for name, tensor in part.items()}
+def rows(module: Affine, first: int, count: int) -> Affine:
+    """Return `count` outputs of `module` from `first` on."""
+    return {name: tensor[first : first + count] for name, tensor in module.items()}
 
 
 def by_head(layer: Layer, heads: int) -> Affine:
     """Return query, key and value as one Linear [3 H D, E] whose rows are q, k and v of each head in turn."""
     joined = {}
     for name in ("weight", "bias"):
-        each = [part[name].unflatten(0, (heads, -1)) for part in (layer.query, layer.key, layer.value)]  # [H, D, ...]
+        each = [
+            module[name].unflatten(0, (heads, -1)) for module in (layer.query, layer.key, layer.value)
+        ]  # [H, D, ...]
         joined[name] = torch.stack(each, dim=1).flatten(0, 2)
     return joined
 
 
-def named(parts: dict[str, Affine | None]) -> Weights:
-    """Return a state dict with each part under its path; None is left out."""
-    return {f"{path}.{kind}": t for path, part in parts.items() if part is not None for kind, t in part.items()}
+def named(modules: dict[str, Affine | None]) -> Weights:
+    """Return a state dict with each module's weights under its path; None is left out."""
+    return {
+        f"{path}.{weight_or_bias}": t
+        for path, module in modules.items()
+        if module is not None
+        for weight_or_bias, t in module.items()
+    }
 
 
 def refuse(reason: str) -> None:
-    """Say why a conversion would not be exact.
+    """Raise the reason why a conversion would not be exact.
 
     Raises:
         UnsupportedSwapError: always.

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_posswap.errors import SwapVerificationError
 
 TOLERANCE = 1e-4
-"""The largest difference of two outputs, as a share of how far the outputs lie from their mean."""
+"""The largest difference of two outputs, as a share of their largest distance from the mean."""
 _OUTPUTS = ("logits", "last_hidden_state", "pooler_output")
 
 
@@ -25,7 +25,7 @@ class Proof:
     Attributes:
         lengths: of the inputs, in tokens.
         difference: the largest absolute difference of two outputs, in float32.
-        spread: how far outputs lie from their mean, at most: what the difference is to be compared with.
+        spread: the largest distance of an output from the mean, as the scale for the difference.
     """
 
     lengths: tuple[int, ...]
@@ -50,7 +50,7 @@ def proof_lengths(original: int, limit: int | None) -> tuple[int, ...]:
 
 @torch.no_grad()
 def prove_equal(model: Any, native: Any, lengths: tuple[int, ...], *, causal: bool, seed: int = 0) -> Proof:
-    """Return how far the outputs of two models lie apart; both are left as they were.
+    """Compare the outputs of two models; both are left unchanged.
 
     Other dtypes than float32 and float64 are compared in float32, on copies, so that rounding hides no difference.
 
@@ -62,7 +62,7 @@ def prove_equal(model: Any, native: Any, lengths: tuple[int, ...], *, causal: bo
         seed: of the tokens.
 
     Raises:
-        SwapVerificationError: the outputs differ, or are no numbers.
+        SwapVerificationError: the outputs differ, or are not finite.
     """
     pair = [each if each.dtype in (torch.float32, torch.float64) else _wide(each) for each in (model, native)]
     modes = [each.training for each in pair]
@@ -71,11 +71,13 @@ def prove_equal(model: Any, native: Any, lengths: tuple[int, ...], *, causal: bo
     difference = spread = 0.0
     try:
         for length in lengths:
-            ids = _words(model.config, vocabulary, torch.randint(0, vocabulary, (2, length), generator=generator))
+            ids = _without_padding_tokens(
+                model.config, vocabulary, torch.randint(0, vocabulary, (2, length), generator=generator)
+            )
             for inputs in _inputs(ids, causal):
-                found, expected = (_outputs(each.eval(), inputs) for each in pair)
+                outputs, expected = (_outputs(each.eval(), inputs) for each in pair)
                 for name, value in expected.items():
-                    apart = float((found[name] - value).abs().max())
+                    apart = float((outputs[name] - value).abs().max())
                     difference = apart if math.isnan(apart) or apart > difference else difference  # NaN stays
                     spread = max(spread, float((value - value.mean()).abs().max()))
     finally:
@@ -84,13 +86,13 @@ def prove_equal(model: Any, native: Any, lengths: tuple[int, ...], *, causal: bo
     proof = Proof(lengths, difference, spread)
     if not difference <= TOLERANCE * spread:  # a NaN too
         raise SwapVerificationError(
-            f"the {type(native).__name__} that was made does not compute what the swapped {type(model).__name__} does: "
+            f"the converted {type(native).__name__} does not compute what the swapped {type(model).__name__} does: "
             f"{proof}. Nothing was changed; keep the swapped model, and please report this."
         )
     return proof
 
 
-def _words(config: Any, vocabulary: int, ids: Tensor) -> Tensor:
+def _without_padding_tokens(config: Any, vocabulary: int, ids: Tensor) -> Tensor:
     """Return `ids` without padding tokens: RoBERTa's family counts positions by them, its native class does not."""
     padding = getattr(config, "pad_token_id", None)
     return ids if padding is None else torch.where(ids == padding, (padding + 1) % vocabulary, ids)
@@ -121,24 +123,24 @@ def _inputs(ids: Tensor, causal: bool) -> list[dict[str, Tensor]]:
 
 
 def _sound(config: Any, rows: int) -> Tensor:
-    """Return noise [rows, M, F] as long as a model that hears wants it, the same each time."""
+    """Return noise [rows, M, F] of the length that an audio model needs, the same each time."""
     shape = (rows, config.num_mel_bins, 2 * config.max_source_positions)
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def _outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the outputs of `model` that are not padding, by name, in float32 on the CPU."""
-    taken = inspect.signature(type(model).forward).parameters
-    if model.config.is_encoder_decoder:  # the same words in both stacks
+    parameters = inspect.signature(type(model).forward).parameters
+    if model.config.is_encoder_decoder:  # the same tokens in both stacks
         inputs = inputs | {f"decoder_{name}": value for name, value in inputs.items()}
-    if "input_features" in taken:
+    if "input_features" in parameters:
         inputs = inputs | {"input_features": _sound(model.config, len(inputs["input_ids"]))}
-    given = {name: value.to(model.device) for name, value in inputs.items() if name in taken}
+    given = {name: value.to(model.device) for name, value in inputs.items() if name in parameters}
     out = model(**given)
-    found = {}
+    outputs = {}
     for name in _OUTPUTS:
         value = getattr(out, name, None)
         if value is not None:
             whole = value.dim() == 3
-            found[name] = (value.cpu()[inputs["attention_mask"].bool()] if whole else value.cpu()).float()
-    return found
+            outputs[name] = (value.cpu()[inputs["attention_mask"].bool()] if whole else value.cpu()).float()
+    return outputs

@@ -63,7 +63,9 @@ def in_layout(layer: Layer, scheme: RotaryScheme, geometry: Geometry, layout: An
     if here == layout:
         return layer
     turned = {
-        part: {name: permute_rows(t, heads, width, here, layout) for name, t in getattr(layer, part).items()}
-        for part, heads in (("query", geometry.num_heads), ("key", geometry.num_kv_heads))
+        projection: {
+            name: permute_rows(t, heads, width, here, layout) for name, t in getattr(layer, projection).items()
+        }
+        for projection, heads in (("query", geometry.num_heads), ("key", geometry.num_kv_heads))
     }
     return dataclasses.replace(layer, **turned)

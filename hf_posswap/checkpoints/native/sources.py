@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_posswap.checkpoints.native.parts import Affine, Layer, Parts, Weights, affine, refuse, rows, scaled
+from hf_posswap.checkpoints.native.parts import Affine, Layer, TransformerWeights, Weights, affine, refuse, rows, scaled
 from hf_posswap.compat.transformers_models import opt_lacks_final_norm
 
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def parts_of(model: Any) -> Parts:
+def transformer_weights_of(model: Any) -> TransformerWeights:
     """Return the weights of a swapped `model` by role.
 
     Raises:
@@ -40,7 +40,7 @@ def _decoder_head(model: Any, state: Weights, base: str) -> dict[str, Affine]:
     return {"decoder": {"weight": state["lm_head.weight"]}}
 
 
-def _gpt2(model: Any, state: Weights, base: str) -> Parts:
+def _gpt2(model: Any, state: Weights, base: str) -> TransformerWeights:
     config = model.config
     width = config.hidden_size
     layers = []
@@ -69,11 +69,13 @@ def _gpt2(model: Any, state: Weights, base: str) -> Parts:
         initializer_range=config.initializer_range,
     )
     head = _decoder_head(model, state, base)
-    words = {"weight": state[f"{base}wte.weight"]}
-    return Parts(words, None, None, tuple(layers), affine(state, f"{base}ln_f"), None, head, shape)
+    token_embedding = {"weight": state[f"{base}wte.weight"]}
+    return TransformerWeights(
+        token_embedding, None, None, tuple(layers), affine(state, f"{base}ln_f"), None, head, shape
+    )
 
 
-def _opt(model: Any, state: Weights, base: str) -> Parts:
+def _opt(model: Any, state: Weights, base: str) -> TransformerWeights:
     config = model.config
     if not config.do_layer_norm_before:
         refuse("it normalises after each sublayer and not its embeddings (OPT-350m): no stock rotary class does so")
@@ -104,11 +106,14 @@ def _opt(model: Any, state: Weights, base: str) -> Parts:
         attention_dropout=config.attention_dropout,
         initializer_range=config.init_std,
     )
-    words, norm = {"weight": state[f"{where}.embed_tokens.weight"]}, affine(state, f"{where}.final_layer_norm")
-    return Parts(words, None, None, layers, norm, None, _decoder_head(model, state, base), shape)
+    token_embedding, norm = (
+        {"weight": state[f"{where}.embed_tokens.weight"]},
+        affine(state, f"{where}.final_layer_norm"),
+    )
+    return TransformerWeights(token_embedding, None, None, layers, norm, None, _decoder_head(model, state, base), shape)
 
 
-def _bert(model: Any, state: Weights, base: str) -> Parts:
+def _bert(model: Any, state: Weights, base: str) -> TransformerWeights:
     config = model.config
     layers = tuple(
         Layer(
@@ -136,7 +141,7 @@ def _bert(model: Any, state: Weights, base: str) -> Parts:
     embedding = {n: {"weight": state[f"{base}embeddings.{n}_embeddings.weight"]} for n in ("word", "token_type")}
     norm = affine(state, f"{base}embeddings.LayerNorm")
     head = _encoder_head(model, state, base)
-    return Parts(embedding["word"], embedding["token_type"], norm, layers, None, pooler, head, shape)
+    return TransformerWeights(embedding["word"], embedding["token_type"], norm, layers, None, pooler, head, shape)
 
 
 def _encoder_head(model: Any, state: Weights, base: str) -> dict[str, Affine]:
@@ -155,7 +160,7 @@ def _encoder_head(model: Any, state: Weights, base: str) -> dict[str, Affine]:
     return {role: affine(state, f"{where}.{name}") for role, name in roles.items()}
 
 
-SOURCES: dict[str, Callable[[Any, Weights, str], Parts]] = {
+SOURCES: dict[str, Callable[[Any, Weights, str], TransformerWeights]] = {
     "gpt2": _gpt2,
     "opt": _opt,
     "bert": _bert,
