@@ -21,7 +21,7 @@ def hook_of(module: nn.Module) -> Any:
 
 
 def set_hook(module: Any, hook: Any) -> None:
-    """Put `hook` in the place of the one that accelerate hung on `module`, whose forward goes on asking it.
+    """Replace accelerate's hook on `module`; the module's forward calls the new one.
 
     Touches `module._hf_hook`. Without it a table that was brought into memory would be taken away by the next forward.
     """
@@ -35,9 +35,9 @@ def offloading_hooks(module: nn.Module) -> Iterator[Any]:
     lie elsewhere are not found.
     """
     hook = hook_of(module)
-    for one in getattr(hook, "hooks", (hook,)):
-        if getattr(one, "offload", False) and one.weights_map is not None:
-            yield one
+    for each in getattr(hook, "hooks", (hook,)):
+        if getattr(each, "offload", False) and each.weights_map is not None:
+            yield each
 
 
 def without_offload(hook: Any) -> Any:

@@ -21,8 +21,8 @@ def launch_arguments(file: Path, processes: int | None) -> Any:
     """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-    said = [] if processes is None else ["--num_processes", str(processes)]
-    given = launch_command_parser().parse_args(["--config_file", str(file), *said, "nothing.py"])
+    options = [] if processes is None else ["--num_processes", str(processes)]
+    given = launch_command_parser().parse_args(["--config_file", str(file), *options, "nothing.py"])
     arguments, _, _ = _validate_launch_command(given)
     return arguments
 
@@ -42,31 +42,31 @@ def launch_environment(arguments: Any) -> dict[str, str]:
     if arguments.use_deepspeed:
         arguments.main_process_port = 0  # any: nobody listens
         arguments.deepspeed_fields_from_accelerate_config = ""  # which the launcher fills in when it starts
-        _, made = prepare_deepspeed_cmd_env(arguments)
+        _, environment = prepare_deepspeed_cmd_env(arguments)
     elif arguments.use_fsdp or arguments.multi_gpu:
         arguments.main_process_port = 0
-        made = prepare_multi_gpu_env(arguments)
+        environment = prepare_multi_gpu_env(arguments)
     else:
-        _, made = prepare_simple_launcher_cmd_env(arguments)
-    return {name: value for name, value in made.items() if os.environ.get(name) != value}
+        _, environment = prepare_simple_launcher_cmd_env(arguments)
+    return {name: value for name, value in environment.items() if os.environ.get(name) != value}
 
 
 @contextmanager
 def no_launch() -> Iterator[None]:
-    """Have accelerate know nothing of this process and those beside it in the block; afterwards what it knew.
+    """Clear accelerate's state about this process and the others inside the block; restore it afterwards.
 
     Touches `_shared_state` of `AcceleratorState`, `PartialState` and `GradientState` (accelerate 1.12 to 1.15). Without
     it a second launch in one process would be the first one again.
     """
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    states = [one._shared_state for one in (AcceleratorState, PartialState, GradientState)]
+    states = [state_class._shared_state for state_class in (AcceleratorState, PartialState, GradientState)]
     before = [dict(state) for state in states]
     for state in states:
         state.clear()
     try:
         yield
     finally:
-        for state, held in zip(states, before, strict=True):
+        for state, values in zip(states, before, strict=True):
             state.clear()
-            state.update(held)
+            state.update(values)

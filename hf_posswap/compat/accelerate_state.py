@@ -20,7 +20,7 @@ def shard_by_fsdp(plugin: Any) -> None:
     """Tell all parts of accelerate in this process that weights are sharded, as the FSDP `plugin` says.
 
     Touches `AcceleratorState._shared_state` and `PartialState._shared_state` (accelerate 1.12 to 1.15); the one is
-    filled up from the other. Without it FSDP2 on CPUs is DDP without a word.
+    filled up from the other. Without it FSDP2 on CPUs is silently DDP.
     """
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType

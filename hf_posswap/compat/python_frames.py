@@ -32,15 +32,19 @@ def _read(frame: FrameType) -> Any:
     searched = gc.isenabled()
     gc.disable()
     try:
-        held = frame.f_locals
-        found = held.get("self")
+        frame_locals = frame.f_locals
+        instance = frame_locals.get("self")
         # a body of a module or class has no other locals; of the references one is the frame's, one the count's own
-        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_trace is None and sys.getrefcount(held) == 3:
-            held.clear()
+        if (
+            frame.f_code.co_flags & inspect.CO_OPTIMIZED
+            and frame.f_trace is None
+            and sys.getrefcount(frame_locals) == 3
+        ):
+            frame_locals.clear()
     finally:
         if searched:
             gc.enable()
-    return found
+    return instance
 
 
 def stacks_of_threads() -> dict[int, FrameType]:

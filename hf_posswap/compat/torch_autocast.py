@@ -22,10 +22,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def gpu_autocast() -> Iterator[None]:
-    """Have autocast on a CPU widen, in the block, what it widens on a GPU.
+    """Make autocast on a CPU use float32 inside the block for the operators for which it does so on a GPU.
 
     Touches `torch.library.Library` under the key AutocastCPU, and `torch._C._ExcludeDispatchKeyGuard` (torch 2.6 to
-    2.13). Without it a GELU or a norm in mixed precision would seem to hold half of what it holds on a GPU.
+    2.13). Without it a GELU or a norm in mixed precision would seem to use half of the memory that it uses on a GPU.
     """
     library = torch.library.Library("aten", "IMPL")
     for name in WIDENED:

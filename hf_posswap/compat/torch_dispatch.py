@@ -27,15 +27,15 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(_is_sharded(kind) for kind in types):  # which then runs operators on its parts
+        if any(_is_sharded(tensor_type) for tensor_type in types):  # DTensor then runs operators on its shards
             return NotImplemented
-        if func is torch.ops.prim.device.default:  # which fake tensors are asked all the time
+        if func is torch.ops.prim.device.default:  # fake tensors call it all the time
             return args[0].device
         return self.call(func, args, kwargs or {})
 
 
-def _is_sharded(kind: type) -> bool:
-    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
+def _is_sharded(tensor_type: type) -> bool:
+    return tensor_type.__name__ == "DTensor" and tensor_type.__module__.startswith("torch.distributed")
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
@@ -99,9 +99,9 @@ def resized_storages(tell: Callable[[Any], None]) -> Iterator[None]:
     original = torch.UntypedStorage.resize_
 
     def _resize(storage: Any, size: int) -> Any:
-        found = original(storage, size)
+        result = original(storage, size)
         tell(storage)
-        return found
+        return result
 
     torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
     try:

@@ -60,8 +60,8 @@ def needs_values(operator: Any) -> bool:
 
     Touches `torch.Tag` on `OpOverload.tags`. Without it torch refuses to say how large the result would be.
     """
-    asked = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-    return any(tag in operator.tags for tag in asked)
+    data_dependent = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return any(tag in operator.tags for tag in data_dependent)
 
 
 def cannot_be_fake() -> tuple[type[Exception], ...]:

@@ -1,4 +1,4 @@
-"""What FSDP2 holds on a process beside the shards of its weights."""
+"""The memory of FSDP2 on a process, without the shards of its weights."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def gathered_weights(model: nn.Module) -> list[Tensor]:
-    """Return the memory that whole weights of `model` are gathered in; it is empty where they are given back.
+    """Return the buffers that hold gathered weights of `model`; they are empty after the weights are freed.
 
-    Touches `FSDPParam.all_gather_outputs` (torch 2.6 to 2.13). Without it whole weights would be told as activations.
+    Touches `FSDPParam.all_gather_outputs` (torch 2.6 to 2.13). Without it whole weights would count as activations.
     """
-    return [held for one in _parameters(model) for held in one.all_gather_outputs]
+    return [buffer for parameter in _parameters(model) for buffer in parameter.all_gather_outputs]
 
 
 def whole_gradients(model: nn.Module) -> list[Tensor]:
     """Return the gradients of `model` that are summed whole, over the batches before the last of a step.
 
     Touches `FSDPParam.unsharded_accumulated_grad` and `_unsharded_param` (torch 2.6 to 2.13). Without it the largest
-    part of what steps of several batches cost under FSDP2 would be told as activations.
+    part of what steps of several batches cost under FSDP2 would count as activations.
     """
-    found = []
-    for one in _parameters(model):
-        gathered = getattr(one, "_unsharded_param", None)  # there is none before the first forward
-        found += [one.unsharded_accumulated_grad, None if gathered is None else gathered.grad]
-    return [gradient for gradient in found if gradient is not None]
+    gradients = []
+    for parameter in _parameters(model):
+        gathered = getattr(parameter, "_unsharded_param", None)  # there is none before the first forward
+        gradients += [parameter.unsharded_accumulated_grad, None if gathered is None else gathered.grad]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def _parameters(model: nn.Module) -> Iterator[Any]:

@@ -57,7 +57,7 @@ def computes(function: str) -> bool:
 
 
 def state_metadata(state: Any) -> dict[str, Any]:
-    """Return what torch keeps of each module beside a state dict, by its path: the very dict; {} where it keeps none.
+    """Return torch's metadata of a state dict by module path, the dict itself; {} where it has none.
 
     Touches `_metadata` of what `Module.state_dict` returns (torch 2.6 to 2.13). Without it a stock model would take a
     swapped one's state dict.

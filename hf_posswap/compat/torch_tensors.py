@@ -37,6 +37,6 @@ def in_backward() -> bool:
     """Return whether this thread is in a backward, as a layer is that runs again under gradient checkpointing.
 
     Touches `torch._C._current_graph_task_id` (torch 2.6 to 2.15), as `torch.utils.checkpoint` does. Without it such a
-    layer cannot be told from one that is called by hand.
+    layer cannot be distinguished from one that user code calls.
     """
     return torch._C._current_graph_task_id() != -1

@@ -18,7 +18,7 @@ def compiled_original(model: Any) -> Any:
 
     Touches `OptimizedModule._orig_mod` (torch 2.6 to 2.13). Without it a compiled model is taken for a plain one.
     """
-    return _held(model).get("_orig_mod")
+    return _modules_of(model).get("_orig_mod")
 
 
 def kind_of_wrapper(module: Any) -> str | None:
@@ -27,7 +27,7 @@ def kind_of_wrapper(module: Any) -> str | None:
     Touches `_orig_mod`, FSDP's `_fsdp_wrapped_module` and the `_checkpoint_wrapped_module` of
     `apply_activation_checkpointing` (torch 2.6 to 2.13). Without it a swap would pass by the parts in a wrapper.
     """
-    return next((kind for name, kind in _INSIDE.items() if name in _held(module)), None)
+    return next((wrapper for name, wrapper in _INSIDE.items() if name in _modules_of(module)), None)
 
 
 def name_without_wrappers(name: str) -> str:
@@ -44,5 +44,5 @@ def name_without_wrappers(name: str) -> str:
     return name.removeprefix("module.")
 
 
-def _held(module: Any) -> dict[str, Any]:
+def _modules_of(module: Any) -> dict[str, Any]:
     return vars(module).get("_modules", {}) if isinstance(module, nn.Module) else {}

@@ -38,10 +38,10 @@ def attention_function(name: str | None, eager: Any) -> Callable[..., Any]:
 
 
 def register_attention_function(name: str, function: Callable[..., Any]) -> None:
-    """Make `function` known as the attention implementation `name`, with the masks that sdpa takes.
+    """Register `function` as the attention implementation `name`, with sdpa's masks.
 
-    Touches `masking_utils.sdpa_mask`, beside the public interfaces. Without a mask function of its name an
-    implementation is given no mask: padding would be attended to without a word.
+    Touches `masking_utils.sdpa_mask`, and the public interfaces. Without a mask function of its name an implementation
+    gets no mask: padding would silently be attended to.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -67,8 +67,8 @@ def eager_function(cls: type) -> Callable[..., Any] | None:
     Touches the functions that forwards name, called `eager_attention_forward` in most modeling modules: one that takes
     a module, queries, keys and values. Without it a scheme cannot run under "eager".
     """
-    found = [value for value in _named_by(cls) if inspect.isfunction(value) and _attends(value)]
-    return found[0] if len(found) == 1 else None
+    functions = [value for value in _named_by(cls) if inspect.isfunction(value) and _attends(value)]
+    return functions[0] if len(functions) == 1 else None
 
 
 def _attends(function: Callable[..., Any]) -> bool:
@@ -78,14 +78,14 @@ def _attends(function: Callable[..., Any]) -> bool:
 
 def _named_by(cls: type) -> list[Any]:
     """Return the global values that the forward of `cls` names, and those that the methods name which it calls."""
-    asked: Any = cls  # mypy: the type of a module is not hashable
-    return _named(asked)
+    hashable_class: Any = cls  # mypy: the type of a module is not hashable
+    return _named(hashable_class)
 
 
 @functools.cache
 def _named(cls: Any) -> list[Any]:
     forward: Any = inspect.unwrap(cls.forward)
-    found: list[Any] = []
+    values: list[Any] = []
     waiting = [forward]
     seen = set()
     while waiting:
@@ -95,12 +95,12 @@ def _named(cls: Any) -> list[Any]:
         seen.add(function)
         for name in _names_in(function.__code__):
             value = function.__globals__.get(name)
-            if value is not None and not any(value is one for one in found):
-                found.append(value)
+            if value is not None and not any(value is known for known in values):
+                values.append(value)
             method = inspect.getattr_static(cls, name, None)
             if inspect.isfunction(method) and method.__module__ == forward.__module__:
                 waiting.append(inspect.unwrap(method))
-    return found
+    return values
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

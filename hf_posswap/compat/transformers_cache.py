@@ -1,4 +1,4 @@
-"""Where the tokens of a call stand in transformers' caches, and views of caches.
+"""Positions of a call's tokens in transformers' caches, and views of caches.
 
 All are alike in transformers 5.14 to 5.24, but for what says otherwise.
 """
@@ -43,7 +43,7 @@ def cache_layer_class(name: str, bases: tuple[type, ...], body: dict[str, Any]) 
 def is_growing_layer(layer: type) -> bool:
     """Return whether `layer` is the class of cache layers that hold all tokens, in their order, as `keys` and `values`.
 
-    Touches `cache_utils.DynamicLayer`. Without it keys would be taken out of layers that hold something else beside.
+    Touches `cache_utils.DynamicLayer`. Without it keys would be removed from layers that also hold something else.
     """
     from transformers.cache_utils import DynamicLayer
 
@@ -75,7 +75,7 @@ class _WrittenThrough:
     posswap_cache: Any
     posswap_change: Callable[[Tensor], Tensor]
     posswap_is_view = True
-    """Tells a view also where a checkpoint's own code made it, which has a class of its own."""
+    """Marks a view also where a checkpoint's bundled code made it, with its own class."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Change `key_states`, put them with `value_states` into the cache, return all keys and values.
@@ -103,11 +103,11 @@ def prepare_views() -> None:
 
 
 def _view_class(native: type) -> type:
-    found = _VIEWS.get(native)
-    if found is None:
+    view_class = _VIEWS.get(native)
+    if view_class is None:
         body = {"__module__": __name__}
-        found = _VIEWS[native] = type(f"WrittenThrough{native.__name__}", (_WrittenThrough, native), body)
-    return found
+        view_class = _VIEWS[native] = type(f"WrittenThrough{native.__name__}", (_WrittenThrough, native), body)
+    return view_class
 
 
 def cache_view(cache: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -1,7 +1,7 @@
 """What calls of transformers' models and attention modules carry: caches, found by their type; arguments, by signature.
 
-Names of arguments come and go with releases: 5.24 calls `cache` what was `past_key_values` before. Whatever can be
-found by its type is, and what has to be called by a name is called as the signature of the class says.
+Names of arguments come and go with releases: 5.24 calls `cache` what was `past_key_values` before. What can be
+found by its type is found by type; names are taken from the signature of the class.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def forward_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     Touches `forward.__wrapped__`, by which decorators of transformers keep the signature of what they wrap. Without it
     arguments given by place cannot be named.
     """
-    asked: Any = cls  # mypy: the type of a module is not hashable
-    return _forward_parameters(asked)
+    hashable_class: Any = cls  # mypy: the type of a module is not hashable
+    return _forward_parameters(hashable_class)
 
 
 @functools.cache
@@ -100,9 +100,9 @@ def find_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | st
         True
     """
     classes = cache_classes()
-    for place, value in enumerate(args):
+    for index, value in enumerate(args):
         if isinstance(value, classes):
-            return place, value
+            return index, value
         _refuse_unknown_cache(value)
     for name, value in kwargs.items():
         if isinstance(value, classes):
@@ -128,7 +128,9 @@ def cache_names(cls: type) -> tuple[str, ...]:
     is not told from others.
     """
     parameters = forward_parameters(cls)
-    return tuple(name for name, one in parameters.items() if name in CACHE_NAMES or _says_cache(one.annotation))
+    return tuple(
+        name for name, parameter in parameters.items() if name in CACHE_NAMES or _says_cache(parameter.annotation)
+    )
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -145,9 +147,9 @@ def cache_argument(model: nn.Module) -> str:
     """
     base = getattr(model, "base_model", model)
     for cls in (type(model), type(base)):
-        found = _cache_parameter(forward_parameters(cls))
-        if found is not None:
-            return found
+        name = _cache_parameter(forward_parameters(cls))
+        if name is not None:
+            return name
     from transformers.masking_utils import create_causal_mask
 
     return _cache_parameter(inspect.signature(create_causal_mask).parameters) or CACHE_NAMES[0]
@@ -157,14 +159,14 @@ def _cache_parameter(parameters: Mapping[str, inspect.Parameter]) -> str | None:
     known = next((name for name in CACHE_NAMES if name in parameters), None)
     if known is not None:
         return known
-    return next((name for name, one in parameters.items() if _says_cache(one.annotation)), None)
+    return next((name for name, parameter in parameters.items() if _says_cache(parameter.annotation)), None)
 
 
 def _says_cache(annotation: Any) -> bool:
     if isinstance(annotation, str):
         return "Cache" in annotation
-    parts = (annotation, *typing.get_args(annotation))
-    return any(isinstance(part, type) and issubclass(part, cache_classes()) for part in parts)
+    types = (annotation, *typing.get_args(annotation))
+    return any(isinstance(each, type) and issubclass(each, cache_classes()) for each in types)
 
 
 def cache_in(output: Any) -> Any:

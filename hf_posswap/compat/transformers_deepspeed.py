@@ -16,10 +16,10 @@ def is_deepspeed_engine(model: Any) -> bool:
 
 
 def load_whole() -> None:
-    """Have models load whole in this process, also after a training under ZeRO-3.
+    """Load models unsharded in this process, also after a training under ZeRO-3.
 
     Touches `transformers.integrations.deepspeed.unset_hf_deepspeed_config`, which its docstring gives to tests (5.14 to
-    5.23). Without it `from_pretrained` on one process waits for the others, and a swap is made of empty weights.
+    5.23). Without it `from_pretrained` on one process waits for the others, and a swap sees empty weights.
     """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

@@ -24,7 +24,7 @@ def file_of(source: str | Path, name: str, *, certain: bool = True, **hub: Any) 
     """
     from transformers.utils import cached_file
 
-    found = cached_file(
+    path = cached_file(
         str(source),
         name,
         _raise_exceptions_for_missing_entries=False,
@@ -32,4 +32,4 @@ def file_of(source: str | Path, name: str, *, certain: bool = True, **hub: Any) 
         _raise_exceptions_for_connection_errors=certain,
         **hub,
     )
-    return None if found is None else Path(found)
+    return None if path is None else Path(path)

@@ -13,13 +13,13 @@ from torch import nn
 
 
 class LoadingHooks:
-    """Mixed into the class of a transformers model, before it: what it begins with, and loads, may be another thing."""
+    """Mixin before a transformers model class that changes how its weights are initialized and loaded."""
 
     def posswap_fill(self, module: nn.Module) -> bool:
-        """Give `module`, a part of the model, what it begins with; return whether that is done.
+        """Initialize `module`, a submodule of the model; return whether it was initialized.
 
-        Touches `PreTrainedModel._init_weights`, which is asked of the stock class where it is not done. Without it
-        modules that a swap brought would begin as nothing, or as tables.
+        Touches `PreTrainedModel._init_weights`, which the stock class gets where this returns False. Without it
+        modules that a swap adds would be uninitialized, or initialized as tables.
         """
         return False
 
@@ -31,16 +31,16 @@ class LoadingHooks:
         Args:
             state: the state dict, of this model and maybe others.
             prefix: of the model's names in it.
-            metadata: what torch keeps of this module beside it.
+            metadata: torch's metadata of this module.
 
         Returns:
-            The metadata to go by.
+            The metadata to use.
         """
         return metadata
 
     @classmethod
     def posswap_conversions(cls, model: Any) -> list[Any]:
-        """Return conversions of weights for loading `model`, beside its own; saving does not undo them.
+        """Return further weight conversions for loading `model`; saving does not undo them.
 
         Touches `PreTrainedModel._load_pretrained_model`, `weight_mapping` of its `LoadStateDictConfig`, and
         `_weight_conversions` of the loaded model, which saving undoes. Without it marked weights would not be loaded.
@@ -70,23 +70,23 @@ class LoadingHooks:
         ours = cls.posswap_conversions(model)
         both = [*(load_config.weight_mapping or []), *ours]
         given.arguments["load_config"] = dataclasses.replace(load_config, weight_mapping=both)
-        found = load(*given.args, **given.kwargs)
-        model._weight_conversions = [one for one in model._weight_conversions if one not in ours]
+        loaded = load(*given.args, **given.kwargs)
+        model._weight_conversions = [conversion for conversion in model._weight_conversions if conversion not in ours]
         cls.posswap_loaded(model)
-        return found
+        return loaded
 
 
 def ignored_on_load(model: Any) -> list[str]:
-    """Return the patterns of weights that a checkpoint may hold and `model` leaves out without a word.
+    """Return the patterns of weights that `model` silently ignores in a checkpoint.
 
-    Touches `PreTrainedModel._keys_to_ignore_on_load_unexpected`. Without it vLLM leaves out weights whose names only
-    look like such ones.
+    Touches `PreTrainedModel._keys_to_ignore_on_load_unexpected`. Without it vLLM ignores weights whose names only
+    look similar.
     """
     return sorted(model._keys_to_ignore_on_load_unexpected or ())
 
 
 def ignore_on_load(model: Any, patterns: list[str]) -> None:
-    """Have `model`, and no other of its class, leave out weights by `patterns` in place of its own.
+    """Make `model`, and no other of its class, ignore weights by `patterns` instead of its own.
 
     Touches `PreTrainedModel._keys_to_ignore_on_load_unexpected`, as `ignored_on_load` does.
     """

@@ -18,7 +18,10 @@ _OF_FILES = ("_name_or_path", "_commit_hash", "transformers_version")
 _OF_RUNNING = ("attn_implementation", "_attn_implementation")
 
 
-_FILLING = (nn.init.__name__, "transformers.initialization")  # whose functions stand in torch's place while it fills
+_FILLING = (
+    nn.init.__name__,
+    "transformers.initialization",
+)  # modules whose functions replace torch's while weights are filled
 
 
 class _SkipInit(TorchFunctionMode):
@@ -48,17 +51,17 @@ def without_initialising() -> Iterator[None]:
 
 
 def mark_initialised(module: Any) -> None:
-    """Have transformers leave `module`, or a tensor, alone when it fills the weights of a model that is loaded.
+    """Make transformers skip `module`, or a tensor, when it fills the weights of a loaded model.
 
-    Touches `module._is_hf_initialized`. Without it what stands in the place of a table is filled as a table.
+    Touches `module._is_hf_initialized`. Without it the replacement of a table is filled as a table.
     """
     module._is_hf_initialized = True
 
 
 def is_initialised(tensor: Any) -> bool:
-    """Return whether a load, or `mark_initialised`, has given `tensor` what it holds.
+    """Return whether a load, or `mark_initialised`, has set the values of `tensor`.
 
-    Touches `tensor._is_hf_initialized`. Without it weights that a checkpoint gave would be overwritten.
+    Touches `tensor._is_hf_initialized`. Without it weights from a checkpoint would be overwritten.
     """
     return bool(getattr(tensor, "_is_hf_initialized", False))
 
@@ -75,7 +78,7 @@ def let_record_outputs(cls: Any) -> None:
     """Have models of the class `cls` return hidden states and attentions where no model of it was built, but converted.
 
     Touches `utils.output_capturing._CAN_RECORD_REGISTRY`, which constructors fill by the name of the class, and
-    `PreTrainedModel._can_record_outputs`. Without it `output_hidden_states=True` gives None without a word.
+    `PreTrainedModel._can_record_outputs`. Without it `output_hidden_states=True` silently gives None.
     """
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
@@ -97,7 +100,7 @@ def set_unsaved_keys(model: Any, keys: Iterable[str] | None) -> Iterable[str] | 
     Touches the same as `unsaved_keys`.
 
     Returns:
-        What `model` had by itself, beside its class, or None: given to this function, it is as it was.
+        The keys that `model` itself had, or None; pass them to this function to restore it.
     """
     before = vars(model).pop("_keys_to_ignore_on_save", None)
     if keys is not None:
@@ -114,10 +117,10 @@ def tensor_parallel_size(model: Any) -> int:
 
 
 def give_config_class(config: Any, cls: type) -> None:
-    """Make `config` an instance of `cls`, a subclass or the base of its class, with all that it says.
+    """Make `config` an instance of `cls`, a subclass or base class of its class, with all its values.
 
     Touches `config.__class__`, which Python lets one set where both classes lay their objects out alike (configs are
-    dataclasses without slots). Without it a config would have to be built anew, by code of its own that may change it.
+    dataclasses without slots). Without it a config would have to be rebuilt by its class, which may change it.
     """
     config.__class__ = cls
 
@@ -128,8 +131,8 @@ def model_under_construction(name: str) -> Any:
     It is to be asked by the `__setattr__` of the config's class, which looks at who called it.
 
     Touches `_attn_implementation_internal`, which `PreTrainedModel.__init__` sets before a model has anything: a setter
-    of the config or of the model sets it elsewhere. Without it a stock class would build the model of a swapped config
-    unswapped, without a word.
+    of the config or of the model sets it elsewhere. Without it a stock class would silently build the model of a swapped config
+    unswapped.
     """
     if name != "_attn_implementation_internal":  # first: a forward that sets something else may be compiled
         return None

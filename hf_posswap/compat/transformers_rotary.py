@@ -44,5 +44,5 @@ def quarter_turn(code: ModuleType, probe: Tensor) -> Tensor | None:
 
 def _arguments(code: ModuleType, name: str) -> Any:
     """Return the arguments, by name, of the function `name` of a module; none where it has no such function."""
-    found = getattr(code, name, None)
-    return {} if found is None else inspect.signature(found).parameters
+    function = getattr(code, name, None)
+    return {} if function is None else inspect.signature(function).parameters

@@ -25,8 +25,8 @@ def saved_names(tokenizer_class: str | None) -> frozenset[str]:
     from transformers import utils
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-    kind: Any = None if tokenizer_class is None else tokenizer_class_from_name(tokenizer_class)
-    vocabulary = getattr(kind, "vocab_files_names", {}).values()
+    tokenizer: Any = None if tokenizer_class is None else tokenizer_class_from_name(tokenizer_class)
+    vocabulary = getattr(tokenizer, "vocab_files_names", {}).values()
     return frozenset(
         {
             utils.CONFIG_NAME, utils.GENERATION_CONFIG_NAME, utils.SAFE_WEIGHTS_NAME, utils.WEIGHTS_NAME,
