@@ -23,7 +23,7 @@ from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.plan.plan_swap import check_max_length, unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.schemes.base import Scheme, make_scheme
-from hf_posswap.utils.scheme_text import BESIDE
+from hf_posswap.utils.scheme_text import SWAP_OPTIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,7 +79,9 @@ class Candidate:
         """
         check_max_length(self.max_length)
         if isinstance(self.scheme, str):
-            make_scheme(self.scheme, **{name: value for name, value in self.options.items() if name not in BESIDE})
+            make_scheme(
+                self.scheme, **{name: value for name, value in self.options.items() if name not in SWAP_OPTIONS}
+            )
 
 
 @dataclass(frozen=True)

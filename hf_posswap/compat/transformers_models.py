@@ -131,8 +131,8 @@ def model_under_construction(name: str) -> Any:
     It is to be asked by the `__setattr__` of the config's class, which looks at who called it.
 
     Touches `_attn_implementation_internal`, which `PreTrainedModel.__init__` sets before a model has anything: a setter
-    of the config or of the model sets it elsewhere. Without it a stock class would silently build the model of a swapped config
-    unswapped.
+    of the config or of the model sets it elsewhere. Without it a stock class would silently build an unswapped model
+    of a swapped config.
     """
     if name != "_attn_implementation_internal":  # first: a forward that sets something else may be compiled
         return None

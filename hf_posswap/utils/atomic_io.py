@@ -37,14 +37,14 @@ _TRIES = 100
 def replacing(path: Path, *, tidy: bool = True) -> Iterator[Path]:
     """Give a temporary path, a file or a folder to make; at the end it takes the place of `path`.
 
-    It has the name of `path`, in a folder beside it that is this call's alone: of several processes or threads that
-    write the same place each writes all of its own, and the last one stays. Whatever ends the block early, Ctrl-C
-    included, removes the temporary and leaves `path` as it was. A process that is killed leaves `path` old or new,
-    whole; what else it leaves, the next one to write beside it removes.
+    It has the name of `path` and lies in a temporary folder next to it, one for each call: of several processes or
+    threads that write one path, each writes a whole file, and the last one stays. Whatever ends the block early,
+    Ctrl-C included, removes the temporary and leaves `path` unchanged. A killed process leaves the old or the new
+    `path`, complete; the next writer in the folder removes its leftovers.
 
     Args:
         path: to replace, or to make with its parents.
-        tidy: look for what killed writers left beside it. False: where many files are written into one folder, and
+        tidy: remove leftovers of killed writers next to it. False: where many files are written into one folder, and
             `writable_folder` has looked before.
 
     Raises:
@@ -92,8 +92,8 @@ def settle(path: Path) -> None:
         if error.errno == errno.ENAMETOOLONG:  # so it was never made
             return
         raise CheckpointError(
-            f"saving {path} was interrupted, and {error.filename}, which holds it, cannot take its place back: "
-            f"{error.strerror or error}. Rename it by hand."
+            f"saving {path} was interrupted, and {error.filename}, which holds it, cannot be renamed back: "
+            f"{error.strerror or error}. Rename it yourself."
         ) from error
 
 
@@ -119,10 +119,10 @@ def _step_aside(path: Path, aside: Path) -> None:
     os.rename(path, aside / path.name)
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places at once, and return whether the system can do that."""
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two folders atomically, and return whether the system supports that."""
     system: Any = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
-    names = os.fsencode(one), os.fsencode(other)
+    names = os.fsencode(first), os.fsencode(second)
     if sys.platform == "linux" and hasattr(system, "renameat2"):
         failed = system.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
     elif sys.platform == "darwin" and hasattr(system, "renamex_np"):
@@ -131,7 +131,7 @@ def _exchange(one: Path, other: Path) -> bool:
         return False
     code = ctypes.get_errno()
     if failed and code not in _NOT_THERE:
-        raise OSError(code, os.strerror(code), str(other))
+        raise OSError(code, os.strerror(code), str(second))
     return not failed
 
 
@@ -170,7 +170,7 @@ def read_json(path: Path, most: int = MOST_BYTES) -> Any:
     """Return the JSON value in `path`, a regular file of at most `most` bytes.
 
     Raises:
-        CheckpointError: the file is missing, unreadable or no JSON, or too large or deep to be what it should be.
+        CheckpointError: the file is missing, unreadable, not JSON, or too large or deep.
     """
     try:
         return read_bounded_json(path, most)
@@ -184,13 +184,15 @@ def read_object(path: Path, **fields: type) -> dict[str, Any]:
     Raises:
         CheckpointError: as `read_json`, or the file holds something else.
     """
-    held = read_json(path)
-    if not isinstance(held, dict) or not all(isinstance(held.get(name), kind) for name, kind in fields.items()):
+    content = read_json(path)
+    if not isinstance(content, dict) or not all(
+        isinstance(content.get(name), field_type) for name, field_type in fields.items()
+    ):
         raise CheckpointError(
             f"{shown(path)} must hold a JSON object with {', '.join(fields)}: it is damaged. Delete it to have it made "
             "again."
         )
-    return held
+    return content
 
 
 def writable_folder(path: Path) -> Path:
@@ -214,35 +216,35 @@ def writable_folder(path: Path) -> Path:
 
 
 @contextmanager
-def alone_in(folder: Path, what: str, lock: str = ".lock") -> Iterator[None]:
-    """Hold `folder` while the block lasts; the system lets go of it when the process ends, however it ends.
+def alone_in(folder: Path, activity: str, lock: str = ".lock") -> Iterator[None]:
+    """Lock `folder` inside the block; the system releases the lock when the process ends, however it ends.
 
     Args:
-        folder: which exists.
-        what: is done in it, for the error: "training".
+        folder: an existing folder.
+        activity: what writes to it, for the error: "training".
         lock: name of the file that is locked.
 
     Raises:
         CheckpointError: another process holds it.
     """
-    held = FileLock(folder / lock, timeout=0)
+    file_lock = FileLock(folder / lock, timeout=0)
     try:
-        held.acquire()
+        file_lock.acquire()
     except Timeout as error:
-        raise CheckpointError(f"another {what} writes to {folder}: wait for it, or choose another out.") from error
+        raise CheckpointError(f"another {activity} writes to {folder}: wait for it, or choose another out.") from error
     try:
         yield
     finally:
-        held.release()
+        file_lock.release()
 
 
 def check_room(path: Path, size: int) -> None:
-    """Raise a CheckpointError where a file of `size` bytes does not go onto the disk of `path`, whose folder may lack.
+    """Raise a CheckpointError where a file of `size` bytes does not fit on the disk of `path`.
 
-    For writers that end the whole process on a full disk, as torch.save does.
+    For writers that abort the process on a full disk, as torch.save does.
     """
-    held = next(folder for folder in path.absolute().parents if folder.is_dir())
-    free = shutil.disk_usage(held).free
+    existing_folder = next(folder for folder in path.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(existing_folder).free
     if size > free:
         raise CheckpointError(
             f"cannot write {shown(path)}: it takes {size / 2**20:.1f} MiB, and {free / 2**20:.1f} MiB are free. Free "
@@ -270,5 +272,5 @@ def cache_folder(chosen: Path | None) -> Path:
 
 
 def _is_about_writing(error: Exception) -> bool:
-    """Return whether `error` says that a file could not be written: safetensors and torch have their own ways to."""
-    return isinstance(error, OSError) or any(said in str(error) for said in _SAID_BY_WRITERS)
+    """Return whether `error` means that a file could not be written; safetensors and torch have their own messages."""
+    return isinstance(error, OSError) or any(phrase in str(error) for phrase in _SAID_BY_WRITERS)

@@ -1,7 +1,7 @@
 """The Auto classes of transformers: the one place where they read a checkpoint, and where its own code may run.
 
-A checkpoint may bring Python code, which transformers runs on being told so, and asks about on standard input where it
-is told nothing. Here it is always told: code runs where the caller passed `trust_remote_code=True`, and nowhere else.
+A checkpoint may contain Python code. transformers runs it where trust_remote_code=True, and asks on standard input
+where nothing is passed. Here something is always passed: code runs only where the caller set `trust_remote_code=True`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def refused_code(source: str | Path, trust_remote_code: bool) -> Iterator[None]:
 
 
 def _refuse_stand_in(source: str | Path, files: dict[str, tuple[str, ...]], hub: dict[str, Any]) -> None:
-    """Refuse a checkpoint if one of its `files` names a class that is code of its own, and none of transformers."""
+    """Refuse a checkpoint if one of its `files` names a class in its own code and none of transformers."""
     for name, keys in files.items():
         values = _object_in(source, name, hub)
         named = [values[key] for key in keys if isinstance(values.get(key), str)]
@@ -121,11 +121,11 @@ def refuse_endless_lists(source: str | Path, config: dict[str, Any]) -> None:
     for each label.
 
     Args:
-        source: where the file lies, to be named.
-        config: what is in the file.
+        source: the checkpoint, for the error.
+        config: the content of the file.
 
     Raises:
-        CheckpointError: which number, and what it is.
+        CheckpointError: names the key and the number.
     """
     waiting: list[tuple[str, Any]] = [("", config)]
     while waiting:
@@ -138,10 +138,10 @@ def refuse_endless_lists(source: str | Path, config: dict[str, Any]) -> None:
 
 
 def _refuse_endless_list(source: str | Path, key: str, count: int) -> None:
-    for part, most, kind in _LISTED:
-        if part in key and count > most:
+    for name, most, plural in _LISTED:
+        if name in key and count > most:
             raise CheckpointError(
-                f"config.json of {str(source)!r} says {printable(key, 100)}: {count}, and {most} {kind} are the most "
+                f"config.json of {str(source)!r} says {printable(key, 100)}: {count}, and {most} {plural} are the most "
                 "that are read: check it against the model it was made from."
             )
 
@@ -161,14 +161,14 @@ def _refuse_endless_files(source: str | Path) -> None:
 def _is_stock(name: str) -> bool:
     import transformers
 
-    return any(hasattr(transformers, one) for one in (name, name.removesuffix("Fast"), f"{name}Fast"))
+    return any(hasattr(transformers, variant) for variant in (name, name.removesuffix("Fast"), f"{name}Fast"))
 
 
 def _object_in(source: str | Path, name: str, hub: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON object in a file of a checkpoint; {} where it holds none, or is not there: others say so.
+    """Return the JSON object in a file of a checkpoint; {} where it is missing or holds none.
 
     Raises:
-        CheckpointError: it is there, and no JSON that can be read.
+        CheckpointError: it exists and is not readable JSON.
     """
     from transformers.utils import cached_file
 
@@ -181,8 +181,8 @@ def _object_in(source: str | Path, name: str, hub: dict[str, Any]) -> dict[str, 
     try:
         values = read_bounded_json(Path(path))
     except (OSError, ValueError) as error:
-        said = f"cannot read {name} of {str(source)!r}"
+        problem = f"cannot read {name} of {str(source)!r}"
         if name == "config.json":
-            said = f"{str(source)!r} holds no readable model config (config.json)"
-        raise CheckpointError(f"{said}: {error}") from error
+            problem = f"{str(source)!r} holds no readable model config (config.json)"
+        raise CheckpointError(f"{problem}: {error}") from error
     return values if isinstance(values, dict) else {}

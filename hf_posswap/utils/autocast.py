@@ -1,7 +1,7 @@
 """What mixed precision makes of the tensors that enter an attention, where torch's own attention is not asked.
 
 `torch.autocast` narrows queries, keys and values in the calls that it knows, and rotations widen queries and keys: a
-model's code may pass on queries in float32 beside values in bfloat16.
+model may pass float32 queries with bfloat16 values.
 """
 
 from __future__ import annotations
@@ -39,6 +39,6 @@ def as_attended(tensor: Tensor) -> Tensor:
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which no operator narrows what it is given on the device of `tensor`."""
+    """Return a context in which no operator narrows its inputs on the device of `tensor`."""
     device = tensor.device.type
     return nullcontext() if device in WITHOUT else torch.autocast(device, enabled=False)

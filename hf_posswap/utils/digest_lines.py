@@ -69,9 +69,9 @@ def write_array(path: Path, value: np.ndarray) -> str:
     Raises:
         CheckpointError: it cannot be written.
     """
-    held = io.BytesIO()
-    np.save(held, value, allow_pickle=False)
-    content = held.getvalue()
+    buffer = io.BytesIO()
+    np.save(buffer, value, allow_pickle=False)
+    content = buffer.getvalue()
     with replacing(path, tidy=False) as temporary, temporary.open("wb") as file:
         file.write(content)
         file.flush()

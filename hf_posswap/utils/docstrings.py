@@ -40,7 +40,7 @@ def description(cls: type) -> str:
 def add_inherited_fields(cls: type) -> None:
     """Complete the "Attributes:" of the docstring of `cls` with the fields of its bases, which are dataclasses.
 
-    Fields stand in the order of the constructor, so those of bases come first.
+    Fields are in the order of the constructor, so those of bases come first.
 
     Example:
         >>> @dataclasses.dataclass
@@ -67,19 +67,19 @@ def add_inherited_fields(cls: type) -> None:
         <BLANKLINE>
         <BLANKLINE>
     """
-    written = cls.__dict__.get("__doc__")
-    if not written:  # python -OO, or none
+    docstring = cls.__dict__.get("__doc__")
+    if not docstring:  # python -OO, or none
         return
-    doc = inspect.cleandoc(written)
-    own = _entries(_section(doc, "Attributes"))
+    doc = inspect.cleandoc(docstring)
+    own_fields = _entries(_section(doc, "Attributes"))
     bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
     fields = [field.name for base in bases for field in dataclasses.fields(base)]
     known = attribute_docs(cls)
-    lacking = [name for name in dict.fromkeys(fields) if name in known and name not in own]
+    lacking = [name for name in dict.fromkeys(fields) if name in known and name not in own_fields]
     if not lacking:
         return
     lines = "".join(_entry(name, known[name]) + "\n" for name in lacking)
-    if own:
+    if own_fields:
         head, rest = doc.split("Attributes:\n", 1)
         cls.__doc__ = f"{head}Attributes:\n{lines}{rest}\n"
         return
@@ -97,8 +97,8 @@ def _entry(name: str, text: str) -> str:
 
 def _section(doc: str, name: str) -> str:
     """Return the indented lines under `name:` in a cleaned docstring."""
-    found = re.search(rf"(?m)^{name}:\s*\n((?:[ \t]+.*\n?|\s*\n)*)", doc + "\n")
-    return inspect.cleandoc("\n" + found.group(1)) if found else ""
+    match = re.search(rf"(?m)^{name}:\s*\n((?:[ \t]+.*\n?|\s*\n)*)", doc + "\n")
+    return inspect.cleandoc("\n" + match.group(1)) if match else ""
 
 
 def _entries(section: str) -> dict[str, str]:

@@ -35,19 +35,19 @@ def said_by(error: BaseException, most: int = 1000) -> str:
     return text if len(text) <= most else f"{text[:most].rstrip()} ..."
 
 
-def interval_text(found: Mapping[str, Any], write: str | Callable[[float], str], between: str = " to ") -> str:
+def interval_text(interval: Mapping[str, Any], write: str | Callable[[float], str], between: str = " to ") -> str:
     """Return the interval of a result, or that there is none.
 
     Args:
-        found: with its ends as "low" and "high", None where no interval holds.
-        write: how a number is written: a format, or a function.
+        interval: with its ends as "low" and "high", None where no interval holds.
+        write: the format of a number, or a function.
         between: the ends.
 
     Example:
         >>> interval_text({"low": -0.25, "high": 0.5}, "+.2f"), interval_text({"low": None, "high": None}, "+.2f")
         ('-0.25 to +0.50', 'no interval')
     """
-    low, high = found["low"], found["high"]
+    low, high = interval["low"], interval["high"]
     if low is None or high is None:
         return "no interval"
     low, high = (format(end, write) if isinstance(write, str) else write(end) for end in (low, high))

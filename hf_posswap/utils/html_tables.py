@@ -55,6 +55,6 @@ def _cells(row: Sequence[str]) -> str:
     return f'<th scope="row" style="{_CELL}">{first}</th>' + "".join(f'<td style="{_CELL}">{c}</td>' for c in others)
 
 
-def together(parts: Iterable[str]) -> str:
-    """Return `parts` as one block, as wide as the page allows and no wider."""
-    return f'<div style="overflow-x:auto">{"".join(parts)}</div>'
+def together(blocks: Iterable[str]) -> str:
+    """Return `blocks` as one block, as wide as the page allows and no wider."""
+    return f'<div style="overflow-x:auto">{"".join(blocks)}</div>'

@@ -28,8 +28,8 @@ class BadAnswerError(Exception):
 def call_in_time(work: Callable[[], Any], left: Callable[[], float]) -> Any:
     """Return what `work` returns, or raise what it raises, if that comes while time is left.
 
-    It runs in a thread of its own, because a server that sends a byte now and then keeps a client waiting inside one
-    call. Where time is up, the thread is left to itself, and a response that still comes is closed.
+    It runs in a separate thread, because a server that sends a byte now and then keeps a client waiting inside one
+    call. When time is up, the thread is abandoned, and a late response is closed.
 
     Args:
         work: returns a response.
@@ -146,18 +146,18 @@ def observed_stream(library: Any) -> Callable[..., Any]:
 def retry_after(headers: Any) -> float | None:
     """Return the seconds that a server asks to wait, as a number, as a date, or as the rest of a rate's window.
 
-    What is none of these counts as nothing asked.
+    Anything else counts as no request to wait.
 
     Example:
         >>> retry_after({"retry-after": "7"}), retry_after({"ratelimit": '"api";r=0;t=55'}), retry_after({})
         (7.0, 55.0, None)
     """
-    asked = headers.get("retry-after", "").strip()
-    if re.fullmatch(r"[0-9]{1,9}", asked):
-        return float(asked)
-    if asked:
+    header = headers.get("retry-after", "").strip()
+    if re.fullmatch(r"[0-9]{1,9}", header):
+        return float(header)
+    if header:
         try:
-            moment = parsedate_to_datetime(asked)
+            moment = parsedate_to_datetime(header)
             moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
             return max(0.0, (moment - datetime.now(UTC)).total_seconds())
         except (ValueError, OverflowError, TypeError, IndexError):

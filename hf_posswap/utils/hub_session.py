@@ -2,7 +2,7 @@
 
 The Hub's client waits for a stalled server without end, tries an unreachable one for half a minute with two lines each
 time, and waits as long as a server tells it to. Inside `hub_session` each request of the client that the process shares
-has bounds of its own: the answer to a question, about a repository or a file, is whole after half a minute and has at
+is bounded: the answer to a question, about a repository or a file, is whole after half a minute and has at
 most 32 MiB; all the time that such answers take beyond two seconds each adds up to half a minute at most. A download
 may take as long as it likes while it flows: 1 KiB a second, over each 20 s of waiting for it.
 """
@@ -72,8 +72,8 @@ class HubSession:
         """Return the response to `request`, tried again where that may help; `send` is the client's own.
 
         Raises:
-            HubUnreachable: no answer came, or not in time.
-            HfHubHTTPError: the Hub had failures of its own at each try, or asks to wait too long.
+            HubUnreachable: no answer came in time.
+            HfHubHTTPError: the Hub failed at each try, or asks to wait too long.
         """
         from huggingface_hub.utils import hf_raise_for_status
 
@@ -139,8 +139,8 @@ class HubSession:
     def _set_timeouts(self, request: Any) -> None:
         """Bound how long the server may be silent, while it is connected to and after that."""
         left, silence = self._left(), _SILENCE if _is_question(request) else _WORK
-        asked = request.extensions.get("timeout", {})
-        bounds = {name: min(asked.get(name) or silence, silence, left) for name in ("read", "write", "pool")}
+        client_timeout = request.extensions.get("timeout", {})
+        bounds = {name: min(client_timeout.get(name) or silence, silence, left) for name in ("read", "write", "pool")}
         request.extensions = {**request.extensions, "timeout": {"connect": min(_CONNECT, left), **bounds}}
 
     def _limit(self, request: Any) -> float:
@@ -180,7 +180,7 @@ class HubSession:
         return left
 
     def _wait_after(self, error: Exception, request: Any, *, last: bool, number: int) -> float:
-        """Return the seconds to wait after `error` before the next try; where there is none, say what it means."""
+        """Return the seconds to wait after `error` before the next try; after the last one, raise."""
         library, host = _library(request), request.url.host
         self._left()
         if isinstance(error, library.TimeoutException):
@@ -211,12 +211,12 @@ def hub_session(timeout: float | None = None) -> Iterator[HubSession]:
     The innermost block of a thread counts. Threads that ran before are not bounded by it.
 
     Args:
-        timeout: seconds that all of it may take; None: as long as the Hub goes on answering.
+        timeout: seconds for all requests together; None: as long as the Hub answers.
     """
     from huggingface_hub.utils import http_backoff
 
     session, outer = HubSession(timeout), getattr(_own, "session", None)
-    with quiet_logger(http_backoff.__module__, logging.CRITICAL):  # it says each try of its own: one error says all
+    with quiet_logger(http_backoff.__module__, logging.CRITICAL):  # it logs each try; one error is enough
         with _lock:
             _open.append(session)
             client = _bound_client()
@@ -232,7 +232,7 @@ def hub_session(timeout: float | None = None) -> Iterator[HubSession]:
 
 
 def hub_reading(function: Reader) -> Reader:
-    """Return `function` with what it reads from the Hub bounded, inside another such function by that one's bounds."""
+    """Return `function` with bounded reads from the Hub; inside another such function the outer bounds hold."""
 
     @wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -272,9 +272,9 @@ def _session_around(thread: threading.Thread) -> HubSession | None:
         return next((session for session in reversed(_open) if thread not in session.others), None)
 
 
-def _unreachable(said: str) -> Exception:
-    """Return the error of a Hub that does not answer: for its client as if it were offline, so that caches serve."""
-    return unreachable_error()(f"{said}.")
+def _unreachable(reason: str) -> Exception:
+    """Return the error of a Hub that does not answer; its client treats it as offline, and uses its cache."""
+    return unreachable_error()(f"{reason}.")
 
 
 @cache
@@ -287,7 +287,7 @@ def unreachable_error() -> type[Exception]:
 
 def _library(request: Any) -> Any:
     """Return the module of the client that `request` belongs to: httpx, or its successor."""
-    return next(sys.modules[root] for kind in type(request).__mro__ if (root := _root(kind)) in _LIBRARIES)
+    return next(sys.modules[root] for base in type(request).__mro__ if (root := _root(base)) in _LIBRARIES)
 
 
 def _is_question(request: Any) -> bool:
@@ -304,8 +304,8 @@ def _exchange(send: Callable[..., Any], request: Any, stream: bool, how: dict[st
         raise
 
 
-def _root(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def _root(request_class: type) -> str:
+    return request_class.__module__.partition(".")[0]
 
 
 def _in_memory(request: Any) -> bool:

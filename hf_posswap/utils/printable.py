@@ -11,7 +11,7 @@ _BREAKS = re.compile(r"\s*[\n\r]\s*")
 
 
 def printable_lines(text: str) -> str:
-    r"""Return `text` with the characters escaped by which it could steer a terminal or show what it does not say.
+    r"""Return `text` with characters escaped that control a terminal or change what is shown.
 
     Line feeds and tabs stay.
 
@@ -20,7 +20,7 @@ def printable_lines(text: str) -> str:
         a\x1b[31m\u202eb
         c
     """
-    return UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
+    return UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text.replace("\r\n", "\n"))
 
 
 def printable(text: object, most: int | None = None) -> str:
@@ -39,7 +39,7 @@ def printable(text: object, most: int | None = None) -> str:
 
 
 def in_lines(lines: Iterable[str]) -> str:
-    r"""Return `lines`, each one line whatever stands in it, as one text.
+    r"""Return `lines` as one text; line breaks inside a line become spaces.
 
     Example:
         >>> print(in_lines(["model  a\nb", "length 8"]))

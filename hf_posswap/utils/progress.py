@@ -32,8 +32,8 @@ class Reporter:
         Args:
             label: what the steps are.
             total: how many there are.
-            work: what all of them cost, in the unit in which `Task.advance` is told what one cost: the bar and the time
-                that is left go by it. None: each costs the same.
+            work: cost of all steps, in the unit of `cost` in `Task.advance`; the bar and the remaining time follow it.
+                None: all steps cost the same.
         """
         label, work = printable(label), float(total) if work is None else work
         if not self.console.is_terminal or self.console.is_dumb_terminal:
@@ -78,19 +78,19 @@ class Task:
             self.progress.reset(self.bar, completed=self._skipped, **shown)  # type: ignore[arg-type]
 
     def advance(self, tokens: int, loss: float | None = None, cost: float = 1.0, more: str = "") -> None:
-        """Count one step of `tokens` tokens, with its loss where it has one and its part of the work; say `more`."""
+        """Count one step of `tokens` tokens, with its loss and cost; show `more`."""
         self.done, self.tokens, self._spent = self.done + 1, self.tokens + tokens, self._spent + cost
         now = time.monotonic()
         rate = f"{self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s"
-        said = ("" if loss is None else f"  loss {loss:.3f}") + (more and f"  {more}")
+        text = ("" if loss is None else f"  loss {loss:.3f}") + (more and f"  {more}")
         if self.progress is not None and self.bar is not None:
             completed, count = self._skipped + self._spent, f"{self.done}/{self.total}"
-            self.progress.update(self.bar, completed=completed, count=count, rate=rate, loss=said)
+            self.progress.update(self.bar, completed=completed, count=count, rate=rate, loss=text)
         elif now - self.said >= _QUIET_SECONDS:
             self.said = now
             left = (now - self.started) / self._spent * max(self.work - self._skipped - self._spent, 0.0)
             self.reporter.line(
-                f"{self.label}: {self.done}/{self.total}, {rate}{said and ',' + said}, {left:.0f} s left"
+                f"{self.label}: {self.done}/{self.total}, {rate}{text and ',' + text}, {left:.0f} s left"
             )
 
 

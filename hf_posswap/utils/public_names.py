@@ -20,7 +20,7 @@ def attach_public_names(package: str, file: str) -> tuple[Callable[[str], Any], 
 
     Args:
         package: its `__name__`.
-        file: its `__file__`, beside which the stub lies.
+        file: its `__file__`; the stub is next to it.
 
     Example:
         >>> import hf_posswap.report

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 
 class RefusedElsewhere(dict[str, Any]):
-    """What torch keeps beside a state dict about one module; only the swapped class of that module takes it.
+    """torch's metadata of one module in a state dict, which only the swapped class of that module accepts.
 
     The weights in memory have the shapes of the stock class, which accelerate and exporters count on. It goes with
     `torch.save`; `torch.load` takes it where hf_posswap is imported, and elsewhere names this class as what it lacks.
@@ -31,9 +31,9 @@ class RefusedElsewhere(dict[str, Any]):
         from hf_posswap.errors import CheckpointError  # not before: `import hf_posswap` loads its hooks alone
 
         raise CheckpointError(
-            f"these weights are those of a {self.name} that hf_posswap has swapped, and the model that was to load "
-            "them is not: it would be wrong without a word. Load them into a swapped one, as type(model)(model.config) "
-            "makes it; or, if that is what you want, into this one as dict(state_dict)."
+            f"this state dict belongs to a {self.name} that hf_posswap swapped; an unswapped model would give silently "
+            "wrong outputs with it. Load it into a swapped model, such as type(model)(model.config); or, if that is "
+            "what you want, into this one as dict(state_dict)."
         )
 
     def __deepcopy__(self, memo: Any) -> RefusedElsewhere:

@@ -14,22 +14,22 @@ from hf_posswap.errors import OptionError, PosswapError
 from hf_posswap.utils.printable import brief_repr, printable
 from hf_posswap.utils.untrusted import parse_json
 
-BESIDE = ("max_length", "site", "relative")
-"""What `plan_swap` takes beside the fields of a scheme."""
+SWAP_OPTIONS = ("max_length", "site", "relative")
+"""Arguments of `plan_swap` that are not fields of a scheme."""
 _NONE = "none"
 _TRUTH = {"true": True, "false": False}
 _NEXT = re.compile(r",(?=[A-Za-z_]\w*=)")
 _FIELD = re.compile(r"([A-Za-z_]\w*)=(.+)", re.DOTALL)
 
 
-def parse_value(text: str, kind: Any) -> Any:
-    """Return the value of type `kind` that `text` writes.
+def parse_value(text: str, field_type: Any) -> Any:
+    """Return the value of type `field_type` that `text` writes.
 
     Args:
-        text: as written after FIELD=.
-        kind: the declared type of a scheme's field: a number, bool, str, Literal, tuple or list of them, None, another
-            scheme (its name, or JSON), layers with schemes (JSON), or a union of these, whose first member that takes
-            the text wins (str is asked last).
+        text: the part after FIELD=.
+        field_type: the declared type of a scheme's field: a number, bool, str, Literal, tuple or list of them, None,
+            another scheme (its name, or JSON), layers with schemes (JSON), or a union of these; the first member that
+            takes the text is used (str is tried last).
 
     Raises:
         ValueError: `text` is no such value.
@@ -38,40 +38,44 @@ def parse_value(text: str, kind: Any) -> Any:
         >>> parse_value("1,2.5", tuple[float, ...]), parse_value("none", float | None)
         ((1.0, 2.5), None)
     """
-    if get_origin(kind) in (Union, types.UnionType):
-        return _first(text, sorted(get_args(kind), key=lambda member: (member is str, member is not type(None))))
-    if get_origin(kind) is Literal:
-        return {str(value): value for value in get_args(kind)}[text] if text in map(str, get_args(kind)) else _no(text)
-    if is_scheme(kind) or is_layers(kind):
-        return _json(text) if text.lstrip().startswith("{") else text if is_scheme(kind) else _no(text)
-    if get_origin(kind) in (tuple, list):
-        return get_origin(kind)(parse_value(part.strip(), get_args(kind)[0]) for part in text.split(","))
-    if kind is type(None):
+    if get_origin(field_type) in (Union, types.UnionType):
+        return _first(text, sorted(get_args(field_type), key=lambda member: (member is str, member is not type(None))))
+    if get_origin(field_type) is Literal:
+        return (
+            {str(value): value for value in get_args(field_type)}[text]
+            if text in map(str, get_args(field_type))
+            else _no(text)
+        )
+    if is_scheme(field_type) or is_layers(field_type):
+        return _json(text) if text.lstrip().startswith("{") else text if is_scheme(field_type) else _no(text)
+    if get_origin(field_type) in (tuple, list):
+        return get_origin(field_type)(parse_value(item.strip(), get_args(field_type)[0]) for item in text.split(","))
+    if field_type is type(None):
         return None if text.lower() == _NONE else _no(text)
-    if kind is bool:
+    if field_type is bool:
         return _TRUTH[text.lower()] if text.lower() in _TRUTH else _no(text)
-    if kind in (int, float, str):
-        return kind(text)
+    if field_type in (int, float, str):
+        return field_type(text)
     return _no(text)
 
 
-def _first(text: str, kinds: list[Any]) -> Any:
-    for kind in kinds:
+def _first(text: str, member_types: list[Any]) -> Any:
+    for member_type in member_types:
         try:
-            return parse_value(text, kind)
+            return parse_value(text, member_type)
         except ValueError:
             continue
     return _no(text)
 
 
-def is_scheme(kind: Any) -> bool:
-    """Return whether a field of type `kind` holds a scheme."""
-    return inspect.isclass(kind) and hasattr(kind, "to_dict")
+def is_scheme(field_type: Any) -> bool:
+    """Return whether a field of type `field_type` holds a scheme."""
+    return inspect.isclass(field_type) and hasattr(field_type, "to_dict")
 
 
-def is_layers(kind: Any) -> bool:
-    """Return whether a field of type `kind` pairs layers with schemes."""
-    return get_origin(kind) is tuple and any(map(is_scheme, get_args(get_args(kind)[0])))
+def is_layers(field_type: Any) -> bool:
+    """Return whether a field of type `field_type` pairs layers with schemes."""
+    return get_origin(field_type) is tuple and any(map(is_scheme, get_args(get_args(field_type)[0])))
 
 
 def _json(text: str) -> Any:
@@ -85,26 +89,26 @@ def _no(text: str) -> Any:
     raise ValueError(text)
 
 
-def describe_type(kind: Any) -> str:
-    """Return what `kind` expects, in words.
+def describe_type(field_type: Any) -> str:
+    """Return what `field_type` expects, as text.
 
     Example:
         >>> describe_type(float | None), describe_type(Literal["half", "interleaved"])
         ('a number or none', 'half or interleaved')
     """
-    if get_origin(kind) in (Union, types.UnionType):
-        members = sorted(get_args(kind), key=lambda member: member is type(None))
+    if get_origin(field_type) in (Union, types.UnionType):
+        members = sorted(get_args(field_type), key=lambda member: member is type(None))
         return " or ".join(describe_type(member) for member in members)
-    if get_origin(kind) is Literal:
-        return " or ".join(map(str, get_args(kind)))
-    if is_scheme(kind):
+    if get_origin(field_type) is Literal:
+        return " or ".join(map(str, get_args(field_type)))
+    if is_scheme(field_type):
         return 'a scheme, by name or as JSON: {"name": "yarn", "factor": 4}'
-    if is_layers(kind):
+    if is_layers(field_type):
         return 'layers and their schemes as JSON: {"0": "nope"}'
-    if get_origin(kind) in (tuple, list):
-        return f"a list, with commas, each {describe_type(get_args(kind)[0])}"
+    if get_origin(field_type) in (tuple, list):
+        return f"a list, with commas, each {describe_type(get_args(field_type)[0])}"
     known = {float: "a number", int: "a whole number", bool: "true or false", str: "text", type(None): _NONE}
-    return known.get(kind, f"{getattr(kind, '__name__', kind)} (not to be written as text)")
+    return known.get(field_type, f"{getattr(field_type, '__name__', field_type)} (not to be written as text)")
 
 
 def field_kinds(cls: type) -> dict[str, Any]:
@@ -121,14 +125,20 @@ def unknown_field(name: str, given: Iterable[object], known: Iterable[str]) -> O
         scheme 'yarn' has no field 'faktor'. Did you mean 'factor'? It has: factor, base.
     """
     fields, missing = list(known), list(given)
-    near = [close for one in missing for close in difflib.get_close_matches(str(one), [*fields, *BESIDE], n=1)]
-    beside = [one for one in near if one in BESIDE and one not in fields]
-    told = f" Did you mean {' and '.join(map(repr, near))}?" if near and near != missing else ""
-    if beside:
-        options = ", ".join(f"{one}=..., on the command line --{one.replace('_', '-')}" for one in beside)
-        told += f" Give it beside the scheme: {options}."
+    near = [
+        close
+        for name_given in missing
+        for close in difflib.get_close_matches(str(name_given), [*fields, *SWAP_OPTIONS], n=1)
+    ]
+    swap_options = [name_given for name_given in near if name_given in SWAP_OPTIONS and name_given not in fields]
+    hint = f" Did you mean {' and '.join(map(repr, near))}?" if near and near != missing else ""
+    if swap_options:
+        options = ", ".join(
+            f"{name_given}=..., on the command line --{name_given.replace('_', '-')}" for name_given in swap_options
+        )
+        hint += f" Give it as an option: {options}."
     has = ", ".join(fields) or "none"
-    return OptionError(f"scheme {name!r} has no field {', '.join(map(repr, missing))}.{told} It has: {has}.")
+    return OptionError(f"scheme {name!r} has no field {', '.join(map(repr, missing))}.{hint} It has: {has}.")
 
 
 def read_fields(name: str, cls: type, text: str) -> dict[str, Any]:
@@ -142,22 +152,26 @@ def read_fields(name: str, cls: type, text: str) -> dict[str, Any]:
         >>> read_fields("longrope", LongRope, "factor=4,long_factor=1,1,2")
         {'factor': 4.0, 'long_factor': (1.0, 1.0, 2.0)}
     """
-    kinds, values = field_kinds(cls), dict[str, Any]()
-    written = printable(f"{name}:{text}", 200)
-    for part in _NEXT.split(text):
-        found = _FIELD.fullmatch(part)
-        if found is None:
-            raise OptionError(f"{written}: {brief_repr(part)} is not FIELD=VALUE, such as yarn:factor=4,base=500000.")
-        field, value = found.groups()
-        if field not in kinds:
-            raise unknown_field(name, [field], kinds)
+    field_types, values = field_kinds(cls), dict[str, Any]()
+    shown_text = printable(f"{name}:{text}", 200)
+    for assignment in _NEXT.split(text):
+        match = _FIELD.fullmatch(assignment)
+        if match is None:
+            raise OptionError(
+                f"{shown_text}: {brief_repr(assignment)} is not FIELD=VALUE, such as yarn:factor=4,base=500000."
+            )
+        field, value = match.groups()
+        if field not in field_types:
+            raise unknown_field(name, [field], field_types)
         if field in values:
-            raise OptionError(f"{written}: {field} is written twice; write each field once.")
+            raise OptionError(f"{shown_text}: {field} is written twice; write each field once.")
         try:
-            values[field] = parse_value(value, kinds[field])
+            values[field] = parse_value(value, field_types[field])
         except ValueError:
-            expected = describe_type(kinds[field])
-            raise OptionError(f"{written}: {field} of {name!r} must be {expected}, got {brief_repr(value)}.") from None
+            expected = describe_type(field_types[field])
+            raise OptionError(
+                f"{shown_text}: {field} of {name!r} must be {expected}, got {brief_repr(value)}."
+            ) from None
     return values
 
 
@@ -170,7 +184,7 @@ _PAIR = re.compile(
 
 
 def respelled(text: str, classes: Mapping[str, type]) -> str | None:
-    """Return the scheme that `text` seems to mean as it is written here; None: it is not to be guessed.
+    """Return the scheme that `text` seems to mean, in this syntax; None: unknown.
 
     Args:
         text: such as "yarn(factor=4)", "yarn factor=4", "yarn:factor:4", "yarn --factor 4", or a mapping.
@@ -186,7 +200,7 @@ def respelled(text: str, classes: Mapping[str, type]) -> str | None:
     if name is None:
         return None
     _, _, rest = text.partition(name)
-    pairs = [(found["field"].lstrip("-").replace("-", "_"), found["value"]) for found in _PAIR.finditer(rest)]
+    pairs = [(match["field"].lstrip("-").replace("-", "_"), match["value"]) for match in _PAIR.finditer(rest)]
     fields = [f"{field}={_bare(value)}" for field, value in pairs]
     if not fields or not rest:
         return None
@@ -198,7 +212,7 @@ def respelled(text: str, classes: Mapping[str, type]) -> str | None:
 
 
 def _bare(value: str) -> str:
-    return ",".join(part.strip() for part in value.strip("[]\"'").split(","))
+    return ",".join(item.strip() for item in value.strip("[]\"'").split(","))
 
 
 def scheme_and_fields(text: str, classes: Mapping[str, type]) -> tuple[str, dict[str, Any]] | None:

@@ -123,11 +123,11 @@ def _taken_over(folder: Path) -> Iterator[bool]:
 
 def _put_back(folder: Path) -> None:
     for aside in (folder / OLD).glob("*"):
-        place = folder.parent / aside.name
-        if os.path.lexists(place):
+        target = folder.parent / aside.name
+        if os.path.lexists(target):
             continue
         try:
-            os.rename(aside, place)
+            os.rename(aside, target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another writer has taken the place meanwhile
                 raise

@@ -1,4 +1,4 @@
-"""What all threads of a process share, changed so that each thread still finds what it would find alone."""
+"""Changes to state that all threads of a process share, made so that threads do not disturb each other."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ _shared: dict[str, tuple[int, Callable[[], None]]] = {}
 
 
 @contextmanager
-def shared(what: str, begin: Callable[[], Callable[[], None]]) -> Iterator[None]:
-    """Have a change of the process stand in the block: whoever comes first makes it, and who ends last takes it back.
+def shared(change: str, begin: Callable[[], Callable[[], None]]) -> Iterator[None]:
+    """Keep a change of the process inside the block: the first user makes it, the last one reverts it.
 
     Args:
-        what: is changed: the same text for the same change.
-        begin: makes the change and returns what takes it back.
+        change: is changed: the same text for the same change.
+        begin: makes the change and returns the function that reverts it.
     """
     with _changing:
-        count, undo = _shared[what] if what in _shared else (0, begin())
-        _shared[what] = count + 1, undo
+        count, undo = _shared[change] if change in _shared else (0, begin())
+        _shared[change] = count + 1, undo
     try:
         yield
     finally:
         with _changing:
-            count, undo = _shared.pop(what)
+            count, undo = _shared.pop(change)
             if count > 1:
-                _shared[what] = count - 1, undo
+                _shared[change] = count - 1, undo
             else:
                 undo()
 

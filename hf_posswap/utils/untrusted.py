@@ -44,11 +44,11 @@ def read_bounded(path: Path, most: int = MOST_BYTES) -> str:
         OSError: it is no regular file
     """
     with open(path, "rb", opener=_open) as file:
-        held = os.fstat(file.fileno())
-        if not stat.S_ISREG(held.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError("it is no regular file")
-        content = file.read(most + 1) if held.st_size <= most else b""
-    if held.st_size > most or len(content) > most:
+        content = file.read(most + 1) if status.st_size <= most else b""
+    if status.st_size > most or len(content) > most:
         raise OSError(f"it has more than {most} bytes")
     return content.decode("utf-8").replace("\r\n", "\n")
 

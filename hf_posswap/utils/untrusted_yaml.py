@@ -30,7 +30,7 @@ def load_yaml(text: str, loader_class: Any) -> Any:
         {'a': [1, 2], 'b': [1, 2]}
         >>> load_yaml("a: &x [*x]", yaml.SafeLoader)
         Traceback (most recent call last):
-        ValueError: an alias stands inside what it repeats, in line 1
+        ValueError: an alias is inside the node that it repeats, in line 1
     """
     import yaml
 
@@ -57,7 +57,7 @@ _TOO_DEEP = f"values lie more than {MOST_LEVELS} levels inside one another"
 
 
 def _count_values(node: Any, level: int, above: set[int], known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Return how many values `node` comes to, and how many levels of them lie in it.
+    """Return the number of values in `node`, and of levels below it.
 
     Args:
         node: of the graph that PyYAML composes, in which an alias is the node that it repeats.
@@ -70,7 +70,7 @@ def _count_values(node: Any, level: int, above: set[int], known: dict[int, tuple
     if isinstance(node, yaml.ScalarNode):
         return 1, 0
     if id(node) in above:
-        raise ValueError(f"an alias stands inside what it repeats, in line {node.start_mark.line + 1}")
+        raise ValueError(f"an alias is inside the node that it repeats, in line {node.start_mark.line + 1}")
     if id(node) not in known:
         children = [child for pair in node.value for child in (pair if isinstance(pair, tuple) else (pair,))]
         inner = [_count_values(child, level + 1, above | {id(node)}, known) for child in children]
@@ -84,7 +84,7 @@ def _count_values(node: Any, level: int, above: set[int], known: dict[int, tuple
 
 
 def bounded_integer(loader: Any, node: Any) -> int:
-    """Return the integer that a scalar writes: a constructor for a loader, in the place of PyYAML's own.
+    """Return the integer of a scalar: a constructor for a loader that replaces PyYAML's.
 
     Raises:
         ValueError: it has more than `MOST_DIGITS` digits.

@@ -30,9 +30,9 @@ def header_shapes(path: Path) -> Shapes:
                 raise ValueError(f"a header of {size} bytes")
             header = parse_json(file.read(size).decode("utf-8"))
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        found = {name: tuple(map(_whole, entry["shape"])) for name, entry in tensors.items()}
+        shapes = {name: tuple(map(_whole, entry["shape"])) for name, entry in tensors.items()}
         wanted = max((_whole(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-        held = path.stat().st_size - 8 - size
+        size_on_disk = path.stat().st_size - 8 - size
     except (
         OSError,
         ValueError,
@@ -43,11 +43,11 @@ def header_shapes(path: Path) -> Shapes:
         struct.error,
     ) as error:
         raise CheckpointError(f"{path} has no readable safetensors header: {error}. Copy or make it again.") from error
-    if wanted > held:
+    if wanted > size_on_disk:
         raise CheckpointError(
-            f"{path} is cut off: its tensors take {wanted} bytes, and it has {held}. Copy or make it again."
+            f"{path} is cut off: its tensors take {wanted} bytes, and it has {size_on_disk}. Copy or make it again."
         )
-    return found
+    return shapes
 
 
 def header_kinds(path: Path) -> dict[str, str]:
@@ -89,10 +89,10 @@ def folder_kinds(folder: Path) -> dict[str, str]:
     Raises:
         CheckpointError: as `folder_shapes`.
     """
-    kinds: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
     for file in weight_files(folder) or ():
-        kinds |= header_kinds(file)
-    return kinds
+        dtypes |= header_kinds(file)
+    return dtypes
 
 
 def weight_files(folder: Path) -> list[Path] | None:
@@ -101,26 +101,26 @@ def weight_files(folder: Path) -> list[Path] | None:
     transformers takes the one file where both it and an index are there; the index must be right all the same.
 
     Raises:
-        CheckpointError: the index of many cannot be read, or names a file that does not lie beside it.
+        CheckpointError: the index of a sharded checkpoint cannot be read, or names a file outside its folder.
     """
     indexed = _files_in(folder / INDEX) if (folder / INDEX).is_file() else None
     return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else indexed
 
 
 def refuse_outside(folder: Path) -> None:
-    """Refuse a folder of which an index names weights elsewhere: transformers would read them there.
+    """Refuse a folder whose index names weights in other folders, which transformers would read.
 
     Raises:
         CheckpointError: names the index and the first such file.
     """
-    for kind in ("model.safetensors", "pytorch_model.bin"):
-        for path in sorted(folder.glob(f"{kind}.index*.json")):
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        for path in sorted(folder.glob(f"{stem}.index*.json")):
             if path.is_file():
                 _files_in(path)
 
 
 def _files_in(path: Path) -> list[Path]:
-    """Return the files that the index at `path` names: beside it, nowhere else."""
+    """Return the files that the index at `path` names, all in its folder."""
     where = f"{path.name} of {str(path.parent)!r}"
     try:
         index: Any = read_bounded_json(path)
@@ -129,9 +129,9 @@ def _files_in(path: Path) -> list[Path]:
     mapping = index.get("weight_map") if isinstance(index, dict) else None
     names = list(mapping.values()) if isinstance(mapping, dict) else None
     if not names:
-        raise CheckpointError(f"{where} must map each weight to a file beside it.")
+        raise CheckpointError(f"{where} must map each weight to a file in its folder.")
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name or "\\" in name:
             got = f"names {brief_repr(name)}: copy or make it again."
-            raise CheckpointError(f"{where} must map each weight to a file beside it, and {got}")
+            raise CheckpointError(f"{where} must map each weight to a file in its folder, and {got}")
     return [path.parent / name for name in sorted(set(names))]

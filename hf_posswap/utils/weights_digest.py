@@ -30,5 +30,5 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
-    held = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(held.numpy().data).hexdigest()
+    tensor_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(tensor_bytes.numpy().data).hexdigest()

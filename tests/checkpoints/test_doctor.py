@@ -433,8 +433,12 @@ def test_shapes_are_those_of_the_weights(llama: Path) -> None:
     [
         ("config.json", "{", "cannot read config.json"),
         ("config.json", "[1]", "config.json of .* must hold an object, got list"),
-        ("model.safetensors.index.json", '{"weight_map": {"a": "../x"}}', "must map each weight to a file beside it"),
-        ("model.safetensors.index.json", '{"weight_map": 3}', "must map each weight to a file beside it"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": "../x"}}',
+            "must map each weight to a file in its folder",
+        ),
+        ("model.safetensors.index.json", '{"weight_map": 3}', "must map each weight to a file in its folder"),
     ],
 )
 def test_a_damaged_json_file_is_refused_by_name(

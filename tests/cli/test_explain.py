@@ -84,7 +84,7 @@ def test_a_refused_swap_says_why_and_what_works(posswap: Posswap, bert: Path) ->
         (["yarn:factor"], "yarn:factor: 'factor' is not FIELD=VALUE, such as yarn:factor=4,base=500000."),
         (["yarn:factor=abc"], "yarn:factor=abc: factor of 'yarn' must be a number or none, got 'abc'."),
         (["yarn:factr=4"], "scheme 'yarn' has no field 'factr'. Did you mean 'factor'?"),
-        (["yarn:max_length=64"], "Give it beside the scheme: max_length=..., on the command line --max-length."),
+        (["yarn:max_length=64"], "Give it as an option: max_length=..., on the command line --max-length."),
         (["yarn:factor=2,factor=4"], "yarn:factor=2,factor=4: factor is written twice"),
         (["yarn:factor=0.5"], "yarn: factor must be a finite number >= 1"),
         (["yarn:truncate=1"], "truncate of 'yarn' must be true or false, got '1'."),

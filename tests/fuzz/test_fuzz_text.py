@@ -136,7 +136,7 @@ NINES = "9" * 5000
 BAD_VALUES = {
     "an alias bomb": (_repeated("[1, 1]", 9), "aliases come to more than 100000 values"),
     "merged mappings": (_repeated("{b: 1}", 9).replace("[*", "{<<: [*").replace("]\n", "]}\n"), "aliases come to more"),
-    "an alias in itself": ("training: &a {deepspeed: [*a]}", "an alias stands inside what it repeats, in line 1"),
+    "an alias in itself": ("training: &a {deepspeed: [*a]}", "an alias is inside the node that it repeats, in line 1"),
     "nesting": (f"swap: {{scheme: {'[' * 200}{']' * 200}}}", "more than 64 levels"),
     "deep nesting": (f"swap: {{scheme: {'[' * 5000}{']' * 5000}}}", "more than 64 levels"),
     "an integer": (f"training: {{max_steps: {NINES}}}", "line 1 has an integer of more than 308 digits"),

@@ -230,7 +230,7 @@ def test_what_cannot_be_settled_is_said(tmp_path: Path, monkeypatch: pytest.Monk
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.rename", refuse)  # root may rename anything
-    with pytest.raises(CheckpointError, match=r"saving .*model was interrupted.*Permission denied. Rename it by hand"):
+    with pytest.raises(CheckpointError, match=r"saving .*model was interrupted.*Permission denied. Rename it yourself"):
         settle(tmp_path / "model")
     assert len(list(tmp_path.rglob("old/model"))) == 1  # and it is still there
 

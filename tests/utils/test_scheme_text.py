@@ -89,7 +89,7 @@ def test_a_text_is_a_scheme_or_refused_and_what_is_suggested_is_one(text: str) -
         ("yarn:faktor=4", OptionError, "scheme 'yarn' has no field 'faktor'. Did you mean 'factor'? It has: base,"),
         ("yarn:factor=4,factor=5", OptionError, "factor is written twice; write each field once."),
         ("yarn:factor=four", OptionError, "factor of 'yarn' must be a number or none, got 'four'."),
-        ("yarn:max_length=64", OptionError, "Give it beside the scheme: max_length=..., on the command line --max-le"),
+        ("yarn:max_length=64", OptionError, "Give it as an option: max_length=..., on the command line --max-le"),
         ("yarn:factor=0.5", PosswapError, "yarn: factor must be a finite number >= 1"),
     ],
 )
@@ -108,7 +108,7 @@ def test_python_takes_the_text_too_and_tells_near_names_of_keywords() -> None:
     model = LlamaForCausalLM(
         LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=11)
     )
-    with pytest.raises(OptionError, match=r"no field 'max_lenght'. Did you mean 'max_length'\? Give it beside"):
+    with pytest.raises(OptionError, match=r"no field 'max_lenght'. Did you mean 'max_length'\? Give it as an option"):
         patch_model(model, "rope", max_lenght=64)
     with pytest.raises(OptionError, match=r"; write yarn:factor=4$"):
         patch_model(model, "yarn(factor=4)")
