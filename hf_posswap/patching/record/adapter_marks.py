@@ -45,8 +45,10 @@ def unmark_adapter(weights: dict[str, Any]) -> dict[str, Any]:
     if record is None:
         return weights
     prefix = record.removesuffix(RECORD)
-    own = {name: value for name, value in weights.items() if name != record}
-    return own | {name: value.squeeze(0) for name, value in own.items() if _is_marked(name, value, prefix)}
+    adapter_weights = {name: value for name, value in weights.items() if name != record}
+    return adapter_weights | {
+        name: value.squeeze(0) for name, value in adapter_weights.items() if _is_marked(name, value, prefix)
+    }
 
 
 def _is_marked(name: str, value: Any, prefix: str) -> bool:

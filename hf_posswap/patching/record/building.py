@@ -1,4 +1,4 @@
-"""Building the stock model beside a swapped one, also where its class patches itself as it is built."""
+"""Build the stock model of a swapped one, also where its class patches itself in its constructor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build_native(model: Any, config: Any) -> Any:
 def build_class(cls: Any, config: Any) -> Any:
     """Return a fresh model of a stock class, or of a subclass of one, for a native `config`.
 
-    Where the class patches itself in its constructor, the model is what it is when it comes to that.
+    Where the class patches itself in its constructor, the model is returned as it is before that.
     """
     token = _building.set(cls)
     try:

@@ -20,8 +20,8 @@ from hf_posswap.patching.record.refusals import (
     REFUSED_IN_MEMORY,
     TESTED_MARK,
     architecture_of,
+    plugin_values,
     read,
-    written,
 )
 from hf_posswap.patching.record.remote_code import AUTO_MAP, code_files
 from hf_posswap.utils.auto_classes import refuse_endless_lists
@@ -40,21 +40,21 @@ def on_new_config_class(action: Callable[[Any], None]) -> None:
 def plugin_config_class(native: Any) -> Any:
     """Return the config class of swapped models whose native config class is `native`; the same each time.
 
-    It is a subclass that writes `model_type: posswap` into config.json. In memory it stays what it was, so PEFT,
-    generation and trainers find the model type that they know; on disk no stock class recognises it. Beside config.json
-    it writes the code that `trust_remote_code=True` runs.
+    It is a subclass that writes `model_type: posswap` into config.json. In memory the model type is unchanged, so PEFT,
+    generation and trainers recognize it; on disk no stock class does. Next to config.json it writes the code that
+    `trust_remote_code=True` runs.
     """
-    made = _made(native)
-    with MAKING:  # who asks meanwhile waits until all actions are done; they ask for it, too
-        if made not in _told_of:
-            _told_of.add(made)
+    config_class = _make_config_class(native)
+    with MAKING:  # other threads wait until all actions are done; the actions call this function too
+        if config_class not in _told_of:
+            _told_of.add(config_class)
             for action in _told:
-                action(made)
-    return made
+                action(config_class)
+    return config_class
 
 
 @once
-def _made(native: Any) -> Any:
+def _make_config_class(native: Any) -> Any:
     body = {
         "__deepcopy__": _deepcopy,
         "__module__": __name__,
@@ -82,7 +82,7 @@ def _set_attribute(self: Any, name: str, value: Any) -> None:
     if built is not None:
         _refuse_stock(self, type(built))
     if name == "architectures" and value:  # saving a model sets it to the name of its class
-        value = [architecture_of(one) for one in value]
+        value = [architecture_of(name_given) for name_given in value]
     if name in REFUSED_IN_MEMORY and value == REFUSED_ATTENTION:  # from `to_dict`, and meant for other classes
         value = getattr(self, IMPLEMENTATION, None)
     self.posswap_native.__setattr__(self, name, value)
@@ -91,22 +91,22 @@ def _set_attribute(self: Any, name: str, value: Any) -> None:
 
 
 def _refuse_by_values(config: Any) -> None:
-    """Have `vars(config)` ask for the attention of no stock model too: a stock config may be made from them by hand."""
-    held = vars(config)
-    for name in REFUSED_IN_MEMORY.keys() - {IMPLEMENTATION}:  # that one is no value, but what sets one
-        held.pop(name, None)
-        if held.get("posswap") is not None:
-            held[name] = REFUSED_ATTENTION
+    """Make `vars(config)` name no stock attention either: user code may build a stock config from them."""
+    attributes = vars(config)
+    for name in REFUSED_IN_MEMORY.keys() - {IMPLEMENTATION}:  # a property, not a value
+        attributes.pop(name, None)
+        if attributes.get("posswap") is not None:
+            attributes[name] = REFUSED_ATTENTION
 
 
 def _refuse_stock(config: Any, built: Any) -> None:
     """Refuse to be the config of a model that a stock class, or a subclass of one, builds: it would not be swapped.
 
-    A swapped class builds its model from the native config and puts the swap in. A model of the user's own may be built
-    from a swapped config where its class asks for no config class of transformers: what it holds refuses by itself.
+    A swapped class builds its model from the native config and puts the swap in. A user's own model may be built from
+    a swapped config where its class declares no config class of transformers: stock modules inside it refuse.
     """
-    asked = getattr(built, "config_class", None)
-    ours = isinstance(asked, type) and issubclass(config.posswap_native, asked)
+    config_class = getattr(built, "config_class", None)
+    ours = isinstance(config_class, type) and issubclass(config.posswap_native, config_class)
     if not ours or getattr(config, "posswap", None) is None:
         return
     raise RecordError(
@@ -127,7 +127,7 @@ def _to_json_string(self: Any, use_diff: bool = True) -> str:
     if getattr(self, "posswap", None) is None or self.model_type == POSSWAP_MODEL_TYPE:
         return text  # PEFT reads the config.json of the base, swapped or not, with this class
     code = _code_or_why(self)
-    values = written(json.loads(text)) | {TESTED_MARK: tested()["transformers"][-1]}
+    values = plugin_values(json.loads(text)) | {TESTED_MARK: tested()["transformers"][-1]}
     values |= {} if isinstance(code, UnsupportedSwapError) else {"auto_map": AUTO_MAP}
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
 

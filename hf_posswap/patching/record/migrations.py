@@ -28,10 +28,10 @@ def migrate(
     newest: int = RECORD_VERSION,
     migrations: Mapping[int, Migration | str] = MIGRATIONS,
 ) -> dict[str, Any]:
-    """Return the record `data` in version `newest`; nothing of it has been checked but the version.
+    """Return the record `data` in version `newest`; only its version has been checked.
 
     Raises:
-        RecordError: its version is none, is newer, or is one that nothing here reads; or it is no record of it.
+        RecordError: its version is missing, newer or no longer supported, or it is not a record of that version.
 
     Example:
         >>> migrate({"version": 1, "span": 64}, 2, {1: lambda old: {"max_length": old["span"]}})

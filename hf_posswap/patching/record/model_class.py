@@ -2,7 +2,7 @@
 
 `type(model).__name__` stays the stock one. Much goes by that name: a Trainer's label smoothing, losses, pipelines,
 conversions of weights, PEFT. What must not take the model for a stock one goes by `config.architectures`, and there
-the class has a name of its own, under which `transformers` has it too: `transformers.PosswapLlamaForCausalLM`.
+the class has another name, under which `transformers` has it too: `transformers.PosswapLlamaForCausalLM`.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Runtime:
     """What swapped classes leave to modules that import this one.
 
     Attributes:
-        restore: puts the swap of a record into a freshly built native model.
-        initialise: gives a module of a swapped model what it begins with, unless a checkpoint gave it that; returns
-            whether the module is one that a swap brought.
-        freeze: freezes in a loaded model what its swap freezes.
+        restore: applies the swap of a record to a freshly built native model.
+        initialise: initializes a module of a swapped model, unless a checkpoint did; returns whether a swap added the
+            module.
+        freeze: freezes the weights in a loaded model that its swap freezes.
     """
 
     restore: Callable[[Any, SwapRecord], None]
@@ -131,8 +131,8 @@ class SwappedModel(LoadingHooks):
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("state_dict") is not None:  # trainers gather it
             kwargs["state_dict"] = dict(kwargs["state_dict"])
-            for prefix, part in _parts(self):
-                _mark(part, kwargs["state_dict"], prefix)
+            for prefix, inner in _models_sharing_config(self):
+                _mark(inner, kwargs["state_dict"], prefix)
         token = _saving.set(True)
         try:
             return self.posswap_native.save_pretrained(self, save_directory, *args, **kwargs)
@@ -156,7 +156,7 @@ class SwappedModel(LoadingHooks):
             loading = given.get("load_config")
             source = given.get("peft_model_id") or getattr(loading, "pretrained_model_name_or_path", None)
             if source is None:
-                return native(self, *args, **kwargs)  # which says what it lacks
+                return native(self, *args, **kwargs)  # raises an error about the missing argument
             hub = {**getattr(loading, "download_kwargs", {}), **(given.get("adapter_kwargs") or {})}
             config, weights = read_adapter_weights(source, **{key: hub[key] for key in _HUB if hub.get(key)})
             given = {"peft_config": config, **given, "adapter_state_dict": weights, "peft_model_id": None}
@@ -166,7 +166,7 @@ class SwappedModel(LoadingHooks):
 
     @classmethod
     def posswap_conversions(cls, model: Any) -> list[Any]:  # saving does not undo them: it marks by itself
-        return list(unmarking(sorted({name for _, part in _parts(model) for name in _marked(part)})))
+        return list(unmarking(sorted({name for _, inner in _models_sharing_config(model) for name in _marked(inner)})))
 
     @classmethod
     def posswap_loaded(cls, model: Any) -> None:
@@ -176,11 +176,11 @@ class SwappedModel(LoadingHooks):
 def swapped_class(native: Any) -> Any:
     """Return the class of the swapped models of a stock class, or of a subclass of one; the same each time."""
     plugin_config_class(native.config_class)  # a new one has the Auto classes ask for this one
-    return _made(native)
+    return _make_swapped_class(native)
 
 
 @once
-def _made(native: Any) -> Any:
+def _make_swapped_class(native: Any) -> Any:
     body = {
         "__module__": native.__module__,  # transformers, and families, look at the code around a class
         "__qualname__": architecture_of(native.__qualname__),
@@ -188,44 +188,44 @@ def _made(native: Any) -> Any:
         "config_class": plugin_config_class(native.config_class),
         "posswap_native": native,
     }
-    made = type(native.__name__, (SwappedModel, native), body)
-    let_record_outputs(made)
-    _announce(made)
-    return made
+    swapped = type(native.__name__, (SwappedModel, native), body)
+    let_record_outputs(swapped)
+    _announce(swapped)
+    return swapped
 
 
 def take_swapped_class(model: Any, attention: Iterable[str]) -> None:
     """Make a model whose swap only hf_posswap runs, and its base model, instances of their swapped classes.
 
-    What else in it is a transformers model and swapped becomes an instance of its class of parts.
+    Other swapped transformers models inside it become instances of their part classes.
 
     Args:
         model: after the swap.
         attention: paths of the first attention module of each swapped stack.
     """
     attention = tuple(attention)
-    for part in _inner_models(model):
-        if any(path.startswith(f"{part}.") for path in attention):
-            give_part_class(model.get_submodule(part))
-    parts = _parts(model)
+    for inner in _inner_models(model):
+        if any(path.startswith(f"{inner}.") for path in attention):
+            give_part_class(model.get_submodule(inner))
+    inner_models = _models_sharing_config(model)
     marked = {weight_to_mark(model, path) for path in attention}
-    for prefix, part in reversed(parts):  # the innermost first
-        own = {name for name in marked if name.startswith(prefix)}
-        marked -= own
-        dimensions = {name: _tensor(model, name).dim() for name in own}
-        part.__dict__[MARKED] = {name.removeprefix(prefix): count for name, count in dimensions.items()}
-        give_class(part, swapped_class(native_class(type(part))))
+    for prefix, inner in reversed(inner_models):  # the innermost first
+        own_marked = {name for name in marked if name.startswith(prefix)}
+        marked -= own_marked
+        dimensions = {name: _tensor(model, name).dim() for name in own_marked}
+        inner.__dict__[MARKED] = {name.removeprefix(prefix): count for name, count in dimensions.items()}
+        give_class(inner, swapped_class(native_class(type(inner))))
 
 
 def leave_swapped_class(model: Any) -> None:
-    """Give a model, its base model and the parts in it their own classes back."""
+    """Restore the classes of a model, its base model and its submodules."""
     for path in _inner_models(model):
-        if is_part(part := model.get_submodule(path)):
-            leave_part_class(part)
-    for _, part in _parts(model):
-        part.__dict__.pop(MARKED, None)
-        if part.__class__ is not native_class(type(part)):
-            give_class(part, native_class(type(part)))
+        if is_part(inner := model.get_submodule(path)):
+            leave_part_class(inner)
+    for _, inner in _models_sharing_config(model):
+        inner.__dict__.pop(MARKED, None)
+        if inner.__class__ is not native_class(type(inner)):
+            give_class(inner, native_class(type(inner)))
 
 
 def unmarking(names: Iterable[str]) -> Iterator[Any]:
@@ -237,8 +237,8 @@ def unmarking(names: Iterable[str]) -> Iterator[Any]:
 
     class Unmark(ConversionOps):
         def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
-            ((_, held),) = input_dict.items()
-            tensor = held[0] if isinstance(held, list) else held
+            ((_, weight),) = input_dict.items()
+            tensor = weight[0] if isinstance(weight, list) else weight
             model, name = kwargs["model"], kwargs["full_layer_name"]
             dimensions = _tensor(model, name).dim()
             return {target_patterns[0]: tensor.squeeze(0) if tensor.dim() == dimensions + 1 else tensor}
@@ -253,8 +253,8 @@ def register_models(config_class: Any) -> None:
     for mapping in auto_mappings():
         if config_class in mapping or native not in mapping:
             continue
-        found = mapping[native]
-        classes = found if isinstance(found, tuple) else (found,)
+        registered = mapping[native]
+        classes = registered if isinstance(registered, tuple) else (registered,)
         mapping.register(config_class, swapped_class(classes[0]), exist_ok=True)
 
 
@@ -290,7 +290,7 @@ def _record_of(config: Any, native: Any) -> SwapRecord:
     return SwapRecord.from_dict(config.posswap)
 
 
-def _parts(model: Any) -> list[tuple[str, Any]]:
+def _models_sharing_config(model: Any) -> list[tuple[str, Any]]:
     """Return `model` and, if it has one that shares its config, its base model, with the prefix of its weights."""
     base = model.base_model
     inner = base is not model and base.config is model.config
@@ -301,9 +301,9 @@ def _inner_models(model: Any) -> list[str]:
     """Return the paths of the transformers models in `model`, but for its base model, where that shares its config."""
     from transformers import PreTrainedModel
 
-    known = {id(part) for _, part in _parts(model)}
+    known = {id(inner) for _, inner in _models_sharing_config(model)}
     modules = model.named_modules()
-    return [path for path, one in modules if isinstance(one, PreTrainedModel) and id(one) not in known]
+    return [path for path, module in modules if isinstance(module, PreTrainedModel) and id(module) not in known]
 
 
 def _mark(model: Any, state: dict[str, Any], prefix: str) -> None:
@@ -312,8 +312,8 @@ def _mark(model: Any, state: dict[str, Any], prefix: str) -> None:
 
     names = _marked(model)
     for name in names:
-        held = state.get(prefix + name)
-        if held is not None and held.is_meta and any(map(hook_of, model.modules())):
+        weight = state.get(prefix + name)
+        if weight is not None and weight.is_meta and any(map(hook_of, model.modules())):
             state[prefix + name] = load_offloaded_parameter(model, name)  # which saving would do later, unmarked
     mark(state, names, prefix)
 
@@ -328,19 +328,19 @@ def _tensor(model: Any, name: str) -> Any:
     return getattr(base_layer_of(original_of(model.get_submodule(path))), leaf)
 
 
-def _announce(made: Any) -> None:
-    """Let `transformers` have a swapped class of one of its own under the name that `architectures` has for it."""
+def _announce(swapped: Any) -> None:
+    """Set the swapped class of a transformers class in `transformers`, under the name that `architectures` has."""
     import transformers
 
-    name, native = architecture_of(made.__name__), made.posswap_native
+    name, native = architecture_of(swapped.__name__), swapped.posswap_native
     installed = __name__.startswith("hf_posswap.")  # code that came with a checkpoint must not take its place
     if getattr(transformers, native.__name__, None) is native and (installed or not hasattr(transformers, name)):
         # transformers may import itself a second time: the class of its lazy modules is what both have in common
         home = transformers if type(transformers) is ModuleType else type(transformers)
-        setattr(home, name, made)
+        setattr(home, name, swapped)
 
 
 def _empty(native: Any) -> Any:
-    """Return an instance without anything of the swapped class of `native`: what copies and pickles begin with."""
-    made = swapped_class(native)
-    return made.__new__(made)
+    """Return an empty instance of the swapped class of `native`, for copies and pickles."""
+    swapped = swapped_class(native)
+    return swapped.__new__(swapped)

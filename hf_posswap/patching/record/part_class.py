@@ -1,7 +1,7 @@
-"""The class of a part of a swapped model: an encoder, a tower, the language model of one that also sees images.
+"""The class of a submodel of a swapped model: an encoder, a tower, the language model of a multimodal model.
 
-Such a part attends as the swap has it, and what it could be built from does not say so: its config has no record, or
-that of the whole. So it is of a subclass of its stock class, too, which is copied with the swap and refuses the rest.
+A submodel attends with the swap, but its config has no record, or that of the whole model. So it gets a subclass of its
+stock class, which can be copied with its swap and refuses to be saved or rebuilt.
 """
 
 from __future__ import annotations
@@ -51,35 +51,35 @@ class SwappedPart(LoadingHooks):
 
 
 def is_part(model: Any) -> bool:
-    """Return whether `model` is a part of a swapped model that has no config of its own to say so."""
+    """Return whether `model` is a submodel of a swapped model, without its own record."""
     return isinstance(model, SwappedPart)
 
 
-def give_part_class(part: Any) -> None:
-    """Make `part` of a swapped model an instance of its class of such parts."""
-    cls: Any = type(part)
-    give_class(part, swapped_part_class(cls))
+def give_part_class(module: Any) -> None:
+    """Make a submodel of a swapped model an instance of its part class."""
+    cls: Any = type(module)
+    give_class(module, swapped_part_class(cls))
 
 
-def leave_part_class(part: Any) -> None:
-    """Give `part` of a swapped model its own class back."""
-    give_class(part, part.posswap_native)
+def leave_part_class(module: Any) -> None:
+    """Restore the class of a submodel of a swapped model."""
+    give_class(module, module.posswap_native)
 
 
 @once
 def swapped_part_class(native: Any) -> Any:
-    """Return the class of such parts of swapped models as are of the stock class `native`; the same each time."""
+    """Return the part class of submodels of the stock class `native`; the same each time."""
     body = {
         "__module__": native.__module__,
         "__qualname__": architecture_of(native.__qualname__),
         "__doc__": native.__doc__,
         "posswap_native": native,
     }
-    made = type(native.__name__, (SwappedPart, native), body)
-    let_record_outputs(made)
-    return made
+    part_class = type(native.__name__, (SwappedPart, native), body)
+    let_record_outputs(part_class)
+    return part_class
 
 
 def _empty(native: Any) -> Any:
-    made = swapped_part_class(native)
-    return made.__new__(made)
+    part_class = swapped_part_class(native)
+    return part_class.__new__(part_class)

@@ -58,7 +58,7 @@ class SwapRecord:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What `plan_swap` takes beside the scheme to do it again."""
+        """The arguments of `plan_swap`, without the scheme, that plan the swap again."""
         return {"max_length": self.max_length, "site": self.site, "relative": self.relative}
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,10 +144,10 @@ def native_config(config: Any) -> Any:
     """Return a copy of a swapped `config` as it was before the swap, of its native class."""
     record = SwapRecord.from_dict(config.posswap)
     native = without_record(config)
-    if attention_implementation(native) == REFUSED_ATTENTION:  # a stock config, made from what `to_dict` gives
+    if attention_implementation(native) == REFUSED_ATTENTION:  # a stock config, built from `to_dict()`
         setattr(native, IMPLEMENTATION, None)
     native.architectures = native.architectures and [stock_name(name) for name in native.architectures]
     for name, value in record.original.items():
-        part, _, leaf = name.rpartition(".")
-        setattr(config_at(native, part), leaf, value)
+        parent, _, leaf = name.rpartition(".")
+        setattr(config_at(native, parent), leaf, value)
     return native

@@ -1,7 +1,7 @@
 """Every trick by which stock transformers, and other programs, refuse a checkpoint that only hf_posswap can run.
 
-A plugin checkpoint read by anything else would load as the unswapped model, and be wrong without a word. No one trick
-stops every road, so each has its own:
+A plugin checkpoint read by anything else would load as the unswapped model and be silently wrong. No single measure
+stops every way of loading, so each has its own:
 
 ==============================================================  ======================================================
 road                                                            stopped by
@@ -11,7 +11,7 @@ a class by its name, `getattr(transformers, architectures[0])`  `architecture_of
 other programs that go by `architectures` (vLLM, llama.cpp)     `architecture_of`
 `LlamaForCausalLM.from_pretrained(folder)`                      `REFUSED_ATTENTION`, also where mismatches are ignored
 `LlamaForCausalLM(LlamaConfig.from_pretrained(folder))`         `REFUSED_ATTENTION`
-the same with another attention given by hand                   `POSSWAP_ROPE_TYPE`, the marked weights
+the same with another attention implementation                  `POSSWAP_ROPE_TYPE`, the marked weights
 `from_pretrained(folder, config=a_native_config)`               the marked weights, `SENTINEL_SHAPE`
 `stock.load_state_dict(load_file(weights))`                     the marked weights, `SENTINEL_SHAPE`
 `stock.load_state_dict(swapped.state_dict())`                   `RefusedElsewhere`
@@ -83,7 +83,7 @@ def stock_name(architecture: str) -> str:
     return architecture.removeprefix(ARCHITECTURE_PREFIX)
 
 
-def written(values: dict[str, Any]) -> dict[str, Any]:
+def plugin_values(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a native config.json as those of a plugin checkpoint."""
     kept = {key: value for key, value in values.items() if key not in ("auto_map", TESTED_MARK, *REFUSED_IN_MEMORY)}
     refused = {"model_type": POSSWAP_MODEL_TYPE, "attn_implementation": REFUSED_ATTENTION}
@@ -141,17 +141,17 @@ def mark(state: dict[str, Any], names: dict[str, int], prefix: str = "") -> None
         prefix: of the keys.
     """
     for name, dimensions in names.items():
-        held = state.get(prefix + name)
-        if isinstance(held, Tensor) and held.dim() == dimensions:
-            state[prefix + name] = held.unsqueeze(0)
+        weight = state.get(prefix + name)
+        if isinstance(weight, Tensor) and weight.dim() == dimensions:
+            state[prefix + name] = weight.unsqueeze(0)
 
 
 def unmark(state: dict[str, Any], names: dict[str, int], prefix: str = "") -> None:
     """Give marked weights of a state dict their own shape back, in place; those that are not marked stay."""
     for name, dimensions in names.items():
-        held = state.get(prefix + name)
-        if isinstance(held, Tensor) and held.dim() == dimensions + 1 and held.shape[0] == 1:
-            state[prefix + name] = held.squeeze(0)
+        weight = state.get(prefix + name)
+        if isinstance(weight, Tensor) and weight.dim() == dimensions + 1 and weight.shape[0] == 1:
+            state[prefix + name] = weight.squeeze(0)
 
 
 def refuse_elsewhere(state: Any, prefix: str, name: str) -> None:

@@ -51,12 +51,12 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < {numbe
 
 
 def code_files(config: Any) -> dict[str, str]:
-    """Return the files that a plugin checkpoint of `config` needs beside its weights: their names and sources.
+    """Return names and sources of the code files that a plugin checkpoint of `config` needs.
 
     Raises:
-        UnsupportedSwapError: the scheme or the family comes from another package, in a form that cannot go along.
+        UnsupportedSwapError: the scheme or the family comes from another package, in a form that cannot be bundled.
     """
-    if not __name__.startswith("hf_posswap."):  # this is such code itself: it goes on as it is
+    if not __name__.startswith("hf_posswap."):  # this is such code itself: it is copied unchanged
         return {path.name: path.read_text(encoding="utf-8") for path in _siblings()}
     family = family_of(config)
     if family.name not in _own_families():
@@ -93,7 +93,7 @@ def _bundle(schemes: list[str]) -> dict[str, str]:
         module = waiting.pop()
         if module not in done:
             done.add(module)
-            files[_flat(module)], needed = _own(module)
+            files[_flat(module)], needed = _relative_source(module)
             waiting += needed
     files[ENTRY] = _entry(sorted(set(files) - {_flat(_START)}))
     return {f"{name}.py": source for name, source in files.items()}
@@ -115,7 +115,7 @@ def _entry(names: list[str]) -> str:
 
 
 @once
-def _own(module: str) -> tuple[str, list[str]]:
+def _relative_source(module: str) -> tuple[str, list[str]]:
     """Return the source of a module of this package, its imports relative, and the modules that they name."""
     return _relative((_PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
 
@@ -177,8 +177,8 @@ def _home(module: str, name: str) -> tuple[str, str | None]:
     if (folder / f"{name}.py").is_file():
         return f"{below}.{name}".lstrip("."), None
     stub = folder / "__init__.pyi"  # of a package whose names are loaded when they are asked for
-    stated = stub if stub.is_file() else folder / "__init__.py"
-    for node in ast.walk(ast.parse(stated.read_text(encoding="utf-8"))):
+    interface = stub if stub.is_file() else folder / "__init__.py"
+    for node in ast.walk(ast.parse(interface.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and name in {alias.asname or alias.name for alias in node.names}:
             return _home(str(node.module), name)
     raise UnsupportedSwapError(

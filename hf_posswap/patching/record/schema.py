@@ -34,17 +34,17 @@ def check_record(values: dict[str, Any]) -> None:
     """Check every field of a record but its version.
 
     Args:
-        values: `SwapRecord.to_dict()`, or what a file holds in its place, with exactly the fields of a record.
+        values: `SwapRecord.to_dict()`, or the value in a file, with exactly the fields of a record.
 
     Raises:
-        RecordError: which field, what it is, and what it must be.
+        RecordError: names the field, its value, and what is expected.
     """
     _check_json(values)
     for name, (good, expected) in _FIELDS.items():
         _need(good(values[name]), name, values[name], expected)
     for name, value in values["original"].items():
-        part, _, leaf = name.rpartition(".")
-        known = _ORIGINAL.get(leaf) if not part or _PART.fullmatch(part) else None
+        parent, _, leaf = name.rpartition(".")
+        known = _ORIGINAL.get(leaf) if not parent or _PART.fullmatch(parent) else None
         if known is None:
             raise RecordError(
                 f"config.posswap: original.{name} is no config value that a swap changes; those are "
@@ -105,7 +105,7 @@ def _need(good: bool, where: str, value: Any, expected: str) -> None:
 
 
 def _check_json(record: dict[str, Any]) -> None:
-    """Check that `record` is JSON within the bounds, without recursion: what it holds may be nested to any depth."""
+    """Check that `record` is JSON within the bounds, without recursion, at any depth."""
     waiting: list[tuple[str, Any, int]] = [("", record, 1)]
     seen = 0
     while waiting:
@@ -118,13 +118,13 @@ def _check_json(record: dict[str, Any]) -> None:
         if isinstance(value, dict):
             _check_keys(where, value)
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            if type(child) is float and math.isfinite(child):  # most of what there is: named only where it is refused
+            if type(child) is float and math.isfinite(child):  # most values: the location is made only for the others
                 continue
-            place = f"{where}.{key}".lstrip(".") if isinstance(value, dict) else f"{where}[{key}]"
+            location = f"{where}.{key}".lstrip(".") if isinstance(value, dict) else f"{where}[{key}]"
             if isinstance(child, dict | list | tuple):
-                waiting.append((place, child, depth + 1))
+                waiting.append((location, child, depth + 1))
             else:
-                _check_leaf(place, child)
+                _check_leaf(location, child)
 
 
 def _check_keys(where: str, value: dict[Any, Any]) -> None:

@@ -1,7 +1,7 @@
-"""What trained the weights of a checkpoint, as JSON in `config.posswap_training`: told, and never acted on.
+"""What trained the weights of a checkpoint, as JSON in `config.posswap_training`: for information only.
 
-It lies beside `config.posswap`, so it survives loading, saving and pushing by any road that keeps the config, and a
-training without a swap, a control, leaves one too.
+It is next to `config.posswap`, so it survives loading, saving and pushing wherever the config does. A training without
+a swap, a control, has one too.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TrainingRecord:
             if not good(value):
                 raise RecordError(
                     f"config.{NAME}: {name} must be {expected}, got {reprlib.repr(value)}. Take {NAME} from the "
-                    "original config.json, or out of it: it tells of the training and does nothing."
+                    "original config.json, or out of it: it only describes the training."
                 )
 
     def __str__(self) -> str:
@@ -81,16 +81,16 @@ class TrainingRecord:
 
 
 def swap_digest(record: SwapRecord) -> str:
-    """Return a digest of what a swap computes: its schemes, and the length that it is meant for."""
-    told = {key: value for key, value in record.to_dict().items() if key not in ("original", "version")}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    """Return a digest of a swap's schemes and length."""
+    mechanism = {key: value for key, value in record.to_dict().items() if key not in ("original", "version")}
+    return hashlib.sha256(json.dumps(mechanism, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def training_of(config: Any) -> TrainingRecord | None:
     """Return the training that `config` records; None: it records none.
 
     Raises:
-        RecordError: what stands there is none.
+        RecordError: the value is not a training record.
 
     Example:
         >>> from transformers import GPT2Config
@@ -99,17 +99,17 @@ def training_of(config: Any) -> TrainingRecord | None:
         >>> print(training_of(GPT2Config(posswap_training={**values, "version": 1})))
         417,792 tokens with recipe learned-to-rope, held-out loss 3.830 at 256 tokens
     """
-    held = getattr(config, NAME, None)
-    if held is None:
+    recorded = getattr(config, NAME, None)
+    if recorded is None:
         return None
     names = {field.name for field in fields(TrainingRecord)}
-    if not isinstance(held, dict) or set(held) != names:
-        said = "an object" if not isinstance(held, dict) else f"exactly {', '.join(sorted(names))}"
+    if not isinstance(recorded, dict) or set(recorded) != names:
+        expected = "an object" if not isinstance(recorded, dict) else f"exactly {', '.join(sorted(names))}"
         raise RecordError(
-            f"config.{NAME} must hold {said}, got {reprlib.repr(held)}: update hf_posswap, or take {NAME} out of "
-            "config.json: it tells of the training and does nothing."
+            f"config.{NAME} must hold {expected}, got {reprlib.repr(recorded)}: update hf_posswap, or remove {NAME} "
+            "from config.json: it only describes the training."
         )
-    return TrainingRecord(**held)
+    return TrainingRecord(**recorded)
 
 
 def _is_text(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a swapped model does on a small input, beside what the plan says it must do."""
+"""Run a swapped model on a small input, and check it against the plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_posswap.patching.verify.token_probe import token_probe
 
 
 def behaviour(model: Any, tokens: int, seed: int) -> dict[str, str]:
-    """Run a copy of a swapped `model` that shares its weights, and return what was found by each check.
+    """Run a copy of a swapped `model` that shares its weights, and return the result of each check.
 
     Raises:
         SwapVerificationError: a check failed.
@@ -31,10 +31,10 @@ def behaviour(model: Any, tokens: int, seed: int) -> dict[str, str]:
         if copied is None:
             raise SwapVerificationError(str(seen))
         try:
-            found = _checked(copied, tokens, seed, model.dtype)
+            checks = _checked(copied, tokens, seed, model.dtype)
         except NoEffectSeen as error:
             raise SwapVerificationError(str(error)) from None
-    return found | {"finite": f"{found['finite']}, in float64: {model.dtype} hides so weak a mechanism"}
+    return checks | {"finite": f"{checks['finite']}, in float64: {model.dtype} hides so weak a mechanism"}
 
 
 def make_probe(model: Any, tokens: int, seed: int) -> Probe:
@@ -71,11 +71,11 @@ def _difference(
 ) -> str:
     if native is None:
         return "not compared: the model was loaded swapped"
-    moved, what = gap(here, native), probe.outputs
+    moved, outputs = gap(here, native), probe.outputs
     if expected == "same" and moved > noise.most:
         raise SwapVerificationError(
-            f"{named} is the mechanism that the model had, but its {what} moved by {moved:.3g}."
+            f"{named} is the mechanism that the model had, but its {outputs} moved by {moved:.3g}."
         )
     if expected == "different" and moved == 0:
-        raise NoEffectSeen(f"{named}: the {what} are those of the unswapped model: nothing took effect.")
-    return f"its {what} are {moved:.3g} away" + (", as they should be: an identity" if expected == "same" else "")
+        raise NoEffectSeen(f"{named}: the {outputs} are those of the unswapped model: nothing took effect.")
+    return f"its {outputs} are {moved:.3g} away" + (", as they should be: an identity" if expected == "same" else "")

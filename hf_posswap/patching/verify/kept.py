@@ -38,17 +38,23 @@ def is_kept(model: Any, swap: AppliedSwap, stack: Stack) -> bool:
         return torch.equal(before[:rows].to(now), now[:rows])
     if stack.inside is not None:
         learned = stack.inside["name"] == "t5"
-        held = not learned or any(isinstance(e, CopyRows) for e in plan.edits if e.stack == stack.name)
-        return held and stack.table is None and _same_inside(scheme, native_scheme(stack.inside, geometry), geometry)
+        carried_over = not learned or any(isinstance(e, CopyRows) for e in plan.edits if e.stack == stack.name)
+        return (
+            carried_over
+            and stack.table is None
+            and _same_inside(scheme, native_scheme(stack.inside, geometry), geometry)
+        )
     if not stack.rotary:
         return False
-    kinds = RebuildRotary, NeutraliseRotary
-    natives = [saved["child"] for edit, saved in swap.done() if isinstance(edit, kinds) and edit.stack == stack.name]
+    rotary_edits = RebuildRotary, NeutraliseRotary
+    natives = [
+        saved["child"] for edit, saved in swap.done() if isinstance(edit, rotary_edits) and edit.stack == stack.name
+    ]
     if isinstance(scheme, Layered):
         schemes = {scheme.of_layer(layer) for layer in range(geometry.num_layers)}
     else:
         schemes = {scheme.new if isinstance(scheme, Blend) else scheme}
-    return all(_same_angles(native, one, stack) for native in natives for one in schemes)
+    return all(_same_angles(native, each, stack) for native in natives for each in schemes)
 
 
 def _same_angles(native: nn.Module, scheme: Scheme, stack: Stack) -> bool:
@@ -64,7 +70,7 @@ def _same_inside(scheme: Scheme, native: Scheme, geometry: Geometry) -> bool:
     """Return whether `scheme` does within the original length what `native`, which was inside attention, does."""
     if scheme == native or not (isinstance(scheme, RotaryScheme) and isinstance(native, RotaryScheme)):
         return scheme == native
-    ours, theirs = scheme.angles(geometry), native.angles(geometry)
-    alike = scheme.layout == native.layout and ours.inv_freq.shape == theirs.inv_freq.shape
-    plain = scheme.native_rope(geometry) is not None and ours.attention_factor == theirs.attention_factor
-    return alike and plain and torch.allclose(ours.inv_freq, theirs.inv_freq, rtol=1e-5, atol=0)
+    new, old = scheme.angles(geometry), native.angles(geometry)
+    alike = scheme.layout == native.layout and new.inv_freq.shape == old.inv_freq.shape
+    plain = scheme.native_rope(geometry) is not None and new.attention_factor == old.attention_factor
+    return alike and plain and torch.allclose(new.inv_freq, old.inv_freq, rtol=1e-5, atol=0)

@@ -44,7 +44,7 @@ def noise_of(model: Any, largest: float, again: float, precision: torch.dtype) -
         model: that is run.
         largest: absolute value of its logits.
         again: how far its logits moved when the same was run twice: on a GPU sums have no order of their own.
-        precision: in which the model itself computes; a finer copy goes on making cos and sin in float32.
+        precision: in which the model itself computes; a finer copy still computes cos and sin in float32.
     """
     eps = torch.finfo(model.dtype).eps
     most = 0.3 * torch.finfo(precision).eps ** 0.5 * largest + 1e-6

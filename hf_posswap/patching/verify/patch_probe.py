@@ -68,15 +68,15 @@ class PatchProbe(Probe):
         tokens = torch.cat((torch.arange(prefix), self.order + prefix))
         states = self.run(model)
         moved = gap(states[tokens.to(states.device)], self._states(model, self.mixed()))
-        found = f"shuffling the patches moves their states by {moved:.3g}"
+        result = f"shuffling the patches moves their states by {moved:.3g}"
         if scheme.kind == "none":
             if moved > noise.most:
-                raise SwapVerificationError(f"{scheme}: {found}, and nothing should tell one patch from another.")
-            return found
+                raise SwapVerificationError(f"{scheme}: {result}, and nothing should tell one patch from another.")
+            return result
         if moved > noise.least:
-            return found
+            return result
         if isinstance(scheme, GridTable) and self._is_even(model):
-            return f"{found}: the rows of the table are all the same until it is trained"
+            return f"{result}: the rows of the table are all the same until it is trained"
         raise NoEffectSeen(f"{scheme}: the states do not depend on the order of the patches ({moved:.3g}).")
 
     def mixed(self) -> Tensor:

@@ -40,7 +40,7 @@ class TokenProbe(Probe):
         far: positions [1, Q] spread over the original length, so that slow angles show as well.
         position_argument: what the model calls its position ids; None: it takes none.
         passed_on: whether it takes them since it was swapped: its own code drops them.
-        features: what a model that hears takes in place of tokens, or None.
+        features: the input of an audio model instead of tokens, or None.
     """
 
     outputs: ClassVar[str] = "logits"
@@ -108,12 +108,12 @@ def token_probe(model: Any, tokens: int, seed: int) -> TokenProbe:
     """Return an input of `tokens` tokens, or as many as `model` was made for, of the seed `seed`."""
     generator = torch.Generator().manual_seed(seed)
     sites = model._posswap.plan.sites
-    words = min(vocabulary for vocabulary in _vocabularies(model.config))
+    vocabulary_size = min(vocabulary for vocabulary in _vocabularies(model.config))
     longest = min(stack.geometry.original_length for stack in sites.stacks)
     tokens = min(tokens, longest)
-    low = min(5, words - 2)  # leave special tokens (padding above all) out of the input
+    low = min(5, vocabulary_size - 2)  # leave special tokens (padding above all) out of the input
     device = device_of(model)
-    ids = torch.randint(low, words, (1, tokens), generator=generator).to(device)
+    ids = torch.randint(low, vocabulary_size, (1, tokens), generator=generator).to(device)
     near = torch.arange(tokens, device=device)[None]
     far = near * max(1, (longest - 1) // max(1, tokens - 1))
     first, argument = sites.first_position, _position_argument(model, sites.main)
@@ -128,22 +128,24 @@ def token_probe(model: Any, tokens: int, seed: int) -> TokenProbe:
 
 
 def _vocabularies(config: Any) -> list[int]:
-    parts = (config, config.get_text_config(decoder=True))
-    sizes = [getattr(part, name, None) for part in parts for name in ("vocab_size", "decoder_vocab_size")]
+    configs = (config, config.get_text_config(decoder=True))
+    sizes = [getattr(each, name, None) for each in configs for name in ("vocab_size", "decoder_vocab_size")]
     return [size for size in sizes if size]
 
 
 def _position_argument(model: Any, main: Stack) -> str | None:
     """Return what the forward of `model` calls the position ids that reach its main stack."""
-    taken = inspect.signature(type(model.base_model if model.config.is_encoder_decoder else model).forward).parameters
+    parameters = inspect.signature(
+        type(model.base_model if model.config.is_encoder_decoder else model).forward
+    ).parameters
     if model.config.is_encoder_decoder:
-        return "decoder_position_ids" if "decoder_position_ids" in taken else None
+        return "decoder_position_ids" if "decoder_position_ids" in parameters else None
     passing_on = _passing_on(model, main)
     if passing_on is not None and passing_on.refusal_text:
         return None
-    if "position_ids" in taken or passing_on is not None:
+    if "position_ids" in parameters or passing_on is not None:
         return "position_ids"
-    passes = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    passes = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     entry = inspect.signature(type(model.get_submodule(main.entry)).forward).parameters
     return "position_ids" if passes and "position_ids" in entry else None
 
@@ -192,28 +194,28 @@ def _spread(model: Any, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
     blind, moved = _blind(plan.scheme), gap(probe.at(model, probe.far), probe.at(model, probe.near))
     if blind is not None and not blind.acts_inside and moved > noise.most:
         raise SwapVerificationError(f"{plan.scheme}: spreading the positions moves the logits by {moved:.3g}.")
-    found = f"the logits move by {moved:.3g}"
+    result = f"the logits move by {moved:.3g}"
     if moved > noise.least or blind is not None:
-        return found
+        return result
     if _is_even(model, probe):
-        return f"{found}: {_UNTRAINED}"
+        return f"{result}: {_UNTRAINED}"
     raise NoEffectSeen(f"{plan.scheme}: the logits do not depend on the position ids ({moved:.3g}).")
 
 
 def _order(model: Any, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
     """Reverse the past of the last token, in each stack: it must notice, unless the scheme knows no positions."""
-    here, found = probe.at(model, probe.near)[:, -1], []
+    here, results = probe.at(model, probe.near)[:, -1], []
     for name, scheme in plan.schemes.items():
         way = "encoder_ids" if name == "encoder" and model.config.is_encoder_decoder else "ids"
         moved = gap(here, probe.at(model, probe.near, **{way: probe.reordered()})[:, -1])
-        said = f"{name}: " if name and len(plan.schemes) > 1 else ""
-        found.append(f"{said}reversing the past moves the last logits by {moved:.3g}")
+        stack_name = f"{name}: " if name and len(plan.schemes) > 1 else ""
+        results.append(f"{stack_name}reversing the past moves the last logits by {moved:.3g}")
         if moved > noise.least or _blind(scheme) is not None:
             continue
         if not _is_even(model, probe):
             raise NoEffectSeen(f"{scheme}: the logits do not depend on the order of the tokens ({moved:.3g}).")
-        found[-1] += f": {_UNTRAINED}"
-    return "; ".join(found)
+        results[-1] += f": {_UNTRAINED}"
+    return "; ".join(results)
 
 
 def _blind(scheme: Scheme) -> Scheme | None:
@@ -224,6 +226,6 @@ def _blind(scheme: Scheme) -> Scheme | None:
 
 
 def _is_even(model: Any, probe: TokenProbe) -> bool:
-    """Return whether `model` has a bias on its scores that, as it stands, tells no key from another."""
+    """Return whether `model` has a bias on its scores that is equal for all keys."""
     biases = [m.bias(probe.far, probe.far) for m in model.modules() if isinstance(m, Mechanism) and m.biases]
     return bool(biases) and all(torch.equal(bias, bias[..., :1].expand_as(bias)) for bias in biases)

@@ -24,10 +24,12 @@ class Verification:
     checks: dict[str, str]
 
     def __str__(self) -> str:
-        return in_lines(f"ok  {name}: {found}" for name, found in self.checks.items())
+        return in_lines(f"ok  {name}: {result}" for name, result in self.checks.items())
 
     def _repr_html_(self) -> str:
-        return html_tables.together([html_tables.table((f"ok  {name}", found) for name, found in self.checks.items())])
+        return html_tables.together(
+            [html_tables.table((f"ok  {name}", result) for name, result in self.checks.items())]
+        )
 
 
 def verify_swap(model: Any, *, tokens: int = 12, seed: int = 0) -> Verification:
