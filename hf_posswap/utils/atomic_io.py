@@ -24,6 +24,7 @@ from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.utils.printable import printable
 from hf_posswap.utils.staging import NEW, OLD, put_back, staging_folder, sweep
 from hf_posswap.utils.untrusted import MOST_BYTES, read_bounded_json
+from hf_posswap.utils.user_paths import expand_home
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux: fcntl.h, fs.h
 _RENAME_SWAP = 2  # macOS: stdio.h
@@ -257,7 +258,7 @@ def cache_folder(chosen: Path | None) -> Path:
         CheckpointError: the user has none.
     """
     if chosen is not None:
-        return chosen.expanduser()
+        return expand_home(chosen)
     if named := os.environ.get("HF_POSSWAP_CACHE"):
         return Path(named)
     try:

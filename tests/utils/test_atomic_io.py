@@ -28,6 +28,7 @@ from hf_posswap.utils.atomic_io import (
     write_text,
 )
 from hf_posswap.utils.staging import MARK, staging_folder
+from hf_posswap.utils.user_paths import expand_home
 
 
 def test_an_interrupted_write_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> None:
@@ -299,6 +300,14 @@ def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.Monke
     monkeypatch.setattr("pwd.getpwuid", unknown)
     with pytest.raises(CheckpointError, match="HOME is not set, and this user has no home. Set HF_POSSWAP_CACHE"):
         cache_folder(None)
+    with pytest.raises(CheckpointError, match="'~/x': this user has no home folder, and HOME is not set. Give the"):
+        expand_home("~/x")
+
+
+@pytest.mark.parametrize("name", ["~no-such-user", "~\0", "~\udce4", "~" + "a" * 9999])
+def test_the_home_of_nobody_is_one_clear_error(name: str) -> None:
+    with pytest.raises(CheckpointError, match="is the home folder of no user of this machine. Give the path in full"):
+        expand_home(f"{name}/runs")
 
 
 def test_a_folder_is_held_by_one_at_a_time(tmp_path: Path) -> None:
