@@ -39,5 +39,22 @@ def _watch_adapters(peft_model: Any) -> None:
     watch(peft_model)
 
 
+def _watch_own_adapters(integration: Any) -> None:
+    from hf_posswap.compat.peft_wrappers import watch_own_adapters
+
+    def loading(model: Any, source: Any) -> None:
+        from hf_posswap.patching.record.adapter_marks import refuse_misfit
+
+        refuse_misfit(model, source)
+
+    def given_weights(model: Any, weights: Any) -> None:
+        from hf_posswap.patching.record.adapter_marks import refuse_misfit_weights
+
+        refuse_misfit_weights(model, weights)
+
+    watch_own_adapters(integration, loading, given_weights)
+
+
 after_import("peft.peft_model", ready="get_model_status", action=_watch_adapters)
+after_import("transformers.integrations.peft", ready="maybe_load_adapters", action=_watch_own_adapters)
 after_import("transformers.models.auto.configuration_auto", ready="AutoConfig", action=_register)

@@ -142,3 +142,9 @@ def test_an_undocumented_name_is_found() -> None:
 def test_the_agreed_names_are_public(name: str) -> None:
     assert name in hf_posswap.__all__
     assert name in dir(hf_posswap)
+
+
+def test_no_path_is_expanded_but_by_the_function_that_says_whose_home_is_missing() -> None:
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "hf_posswap").rglob("*.py")}
+    expanding = {name for name in files if re.search(r"\.expanduser\b", (ROOT / name).read_text(encoding="utf-8"))}
+    assert expanding == {"hf_posswap/utils/user_paths.py"}

@@ -13,6 +13,7 @@ from hf_posswap.errors import AlreadyPatchedError, OptionError, UnknownNameError
 from hf_posswap.evaluation.reach import reach_of
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.inspect.describe import PositionReport, describe_positions, model_class_of, on_meta
+from hf_posswap.utils.user_paths import expand_home
 
 Kind = Literal["learned", "rope", "encoder", "unlimited", "other"]
 _WRITTEN = "MODEL"
@@ -104,7 +105,7 @@ def named_source(model: Any) -> tuple[str, Any]:
     """Return the model's name for commands, and what it is read from: no code but that of transformers is run."""
     import transformers
 
-    if isinstance(model, str) and "/" not in model and not Path(model).expanduser().is_dir():
+    if isinstance(model, str) and "/" not in model and not expand_home(model).is_dir():
         model = getattr(transformers, model, model) if model[:1].isupper() else model
     if isinstance(model, str | Path):
         return str(model), model

@@ -26,13 +26,11 @@ from hf_posswap.checkpoints.adapters_positions import (
 )
 from hf_posswap.compat.peft_wrappers import watch_adapters
 from hf_posswap.errors import MissingDependencyError, UnsupportedSwapError
-from hf_posswap.patching.record.adapter_marks import ADAPTER_WEIGHTS, record_in_file, refuse_other_base
-from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.patching.record.adapter_marks import SIDECAR, refuse_misfit
 from hf_posswap.patching.record.training import NAME as TRAINING
-from hf_posswap.utils.atomic_io import read_object, write_json
+from hf_posswap.utils.atomic_io import write_json
 from hf_posswap.utils.threads import PROCESS
 
-SIDECAR = "posswap.json"
 SIDECAR_VERSION = 1
 ADAPTER_CONFIG = "adapter_config.json"
 _HINT = "{base} (positions swapped to {scheme}; load this adapter with hf_posswap.load)"
@@ -78,7 +76,7 @@ def watch(peft_model: ModuleType) -> None:
     Args:
         peft_model: the module `peft.peft_model`.
     """
-    watch_adapters(peft_model, _before_saving, write_sidecars, _before_loading)
+    watch_adapters(peft_model, _before_saving, write_sidecars, refuse_misfit)
 
 
 def _before_saving(model: Any, is_converted: bool) -> None:
@@ -97,21 +95,6 @@ def _before_saving(model: Any, is_converted: bool) -> None:
             "runs: PEFT computes with weights that are saved in other shapes. Save the adapter without it, beside its "
             "initial base, or merge it (merge_and_unload) and save the model."
         )
-
-
-def _before_loading(model: Any, source: Path) -> None:
-    """Refuse an adapter in a folder that says, by its sidecar or its weights, that its base had another mechanism.
-
-    That of the Hub is refused later, by its weights: nobody who loads an adapter is to ask the Hub for one file more.
-    """
-    sidecar, weights = source / SIDECAR, source / ADAPTER_WEIGHTS
-    record = None
-    if sidecar.is_file():
-        record = SwapRecord.from_dict(read_object(sidecar, record=dict)["record"])
-    elif weights.is_file():
-        record = record_in_file(weights)
-    if record is not None:
-        refuse_other_base(model, record, str(source))
 
 
 def save_with_swap(model: Any, folder: Path) -> None:

@@ -9,17 +9,25 @@ from typing import Any
 
 from hf_posswap.checkpoints.adapters import (
     ADAPTER_CONFIG,
-    SIDECAR,
     SIDECAR_VERSION,
     import_peft,
     without_peft_warning,
 )
+from hf_posswap.compat.peft_wrappers import read_adapter_weights
 from hf_posswap.compat.transformers_files import file_of
 from hf_posswap.errors import CheckpointError, PosswapError, RecordError, RemoteCodeError
 from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.plan.adaptation import as_trained
 from hf_posswap.patching.plan.plan_swap import unwrap
-from hf_posswap.patching.record.adapter_marks import ADAPTER_WEIGHTS, record_in_file, refuse_other_base
+from hf_posswap.patching.record.adapter_marks import (
+    ADAPTER_WEIGHTS,
+    SIDECAR,
+    kinds_in,
+    kinds_in_file,
+    record_in_file,
+    refuse_integers,
+    refuse_other_base,
+)
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.utils.atomic_io import read_object
 from hf_posswap.utils.hub_session import hub_reading
@@ -101,7 +109,7 @@ def load_adapter(
         hub: cache_dir, local_files_only, revision, subfolder, token, ... for a Hub id.
 
     Raises:
-        CheckpointError: no readable adapter is there, or its weights do not fit.
+        CheckpointError: no readable adapter is there, or its weights do not fit, or are integers.
         RecordError: it was trained on another mechanism: both are named.
         MissingDependencyError: peft is not installed.
 
@@ -188,6 +196,7 @@ def _identity(source: str | Path) -> str:
 def _with_adapter(model: Any, source: str | Path, trainable: bool, hub: dict[str, Any]) -> Any:
     peft = import_peft()
     try:
+        refuse_integers(unwrap(model), _kinds(source, hub), str(source))
         with without_peft_warning():
             adapted = peft.PeftModel.from_pretrained(model, str(source), is_trainable=trainable, **hub)
     except PosswapError:
@@ -196,6 +205,12 @@ def _with_adapter(model: Any, source: str | Path, trainable: bool, hub: dict[str
         said = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the adapter {str(source)!r} cannot be loaded: {said}") from error
     return adapted
+
+
+def _kinds(source: str | Path, hub: dict[str, Any]) -> dict[str, str]:
+    """Return names and kinds of numbers of an adapter's weights."""
+    weights = file_of(source, ADAPTER_WEIGHTS, certain=False, **hub)
+    return kinds_in(read_adapter_weights(source, **hub)[1]) if weights is None else kinds_in_file(weights)
 
 
 def _tell_training(model: Any, found: AdapterSource) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from hf_posswap.checkpoints.native.suggesting import stock_instead
 from hf_posswap.checkpoints.save import save
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.patching.inspect.describe import on_meta
-from hf_posswap.utils.atomic_io import shown
+from hf_posswap.utils.atomic_io import scratch_folder, shown, write_text
 from hf_posswap.utils.format import human_bytes
 from hf_posswap.utils.hub_session import HubSession, hub_session
 from hf_posswap.utils.printable import in_lines
@@ -139,21 +138,21 @@ def push(
     if timeout is not None and not timeout > 0:
         raise OptionError(f"timeout is a positive number of seconds, or None, got {timeout!r}.")
     given = _Given(base_model, license, recipe, read_results(results) if results is not None else None)
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+    with scratch_folder() as scratch, ExitStack() as stack:
         if isinstance(source, str | Path):
             _check_folder(Path(source), tokenizer)
         if not dry_run:
             session = stack.enter_context(hub_session(timeout))
             _check_reach(repo_id, token)
-        folder = _folder_of(source, tokenizer, Path(scratch) / "model")
+        folder = _folder_of(source, tokenizer, scratch / "model")
         files, text = files_to_push(folder), None
         notes = _stock_instead(source, folder, trust_remote_code)
         if card and CARD not in files:
             facts, said = _card_facts(source, repo_id, given, trust_remote_code)
             text = write_card(folder, facts, token=token, online=not dry_run, trust_remote_code=trust_remote_code)
-            (Path(scratch) / CARD).write_text(text, encoding="utf-8")
+            write_text(scratch / CARD, text)
             pictures = {f"{PICTURES}/{picture.name}": picture for picture in facts.results.pictures}
-            files, notes = {CARD: Path(scratch) / CARD, **files, **pictures}, notes + said
+            files, notes = {CARD: scratch / CARD, **files, **pictures}, notes + said
         sizes = {name: path.stat().st_size for name, path in files.items()}
         report = PushReport(repo_id, revision or "main", sizes, card=text, notes=notes)
         if dry_run:

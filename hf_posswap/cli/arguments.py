@@ -12,6 +12,7 @@ from hf_posswap.cli.completing import scheme_names
 from hf_posswap.errors import CheckpointError
 from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.untrusted import read_bounded_json
+from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
     from hf_posswap.schemes import Scheme
@@ -99,8 +100,8 @@ def make_scheme(text: str) -> Scheme:
 
 def _held(name: str) -> dict[str, Any]:
     try:
-        held = read_bounded_json(Path(name).expanduser())
-    except (OSError, RuntimeError, ValueError) as error:
+        held = read_bounded_json(expand_home(name))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{shown(Path(name))} is no readable file of a scheme: {error}") from error
     if not isinstance(held, dict):
         raise CheckpointError(f"{shown(Path(name))} holds no scheme, which is an object with a name and fields.")
@@ -113,7 +114,7 @@ def source_of(model: str) -> str:
     Raises:
         CheckpointError: it is a file, or looks like a path and nothing is there.
     """
-    path = Path(model).expanduser()
+    path = expand_home(model)
     if model and path.is_dir():
         return str(path)
     if model and path.exists():

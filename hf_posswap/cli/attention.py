@@ -10,6 +10,7 @@ import typer
 from hf_posswap.cli.arguments import make_scheme, source_of
 from hf_posswap.cli.evaluating import placing, whole_numbers
 from hf_posswap.errors import OptionError
+from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
     from hf_posswap.comparison import Candidate
@@ -86,6 +87,6 @@ def _named(text: str) -> Candidate:
     from hf_posswap.comparison import Candidate
 
     name, equals, rest = text.partition("=")
-    if not equals or Path(text).expanduser().exists() or "/" in name:
+    if not equals or expand_home(text).exists() or "/" in name:
         return Candidate(source_of(text))
     return Candidate(source_of(rest), name=name)

@@ -35,6 +35,7 @@ from hf_posswap.cli.evaluating import (
 from hf_posswap.cli.output import quiet_library
 from hf_posswap.cli.scheme_command import refuse_other_ways
 from hf_posswap.errors import OptionError
+from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
     from hf_posswap.comparison import Candidate
@@ -185,14 +186,14 @@ def _refuse_schemes_without_a_sign(texts: list[str], given: list[Given]) -> None
 
 def _take_apart(text: str, first: str | None) -> Given:
     """Return what one argument says; `first` is the source of the first one."""
-    if Path(text).expanduser().exists():
+    if expand_home(text).exists():
         return Given(None, source_of(text), "")
     name, equals, rest = text.partition("=")
     if not equals or set(name) & set(_NOT_IN_NAMES):  # as in runs/a=1/model and in +yarn:factor=4
         name, rest = "", text
     elif not name.strip() or not rest:
         raise OptionError(f"{text!r}: expected NAME=MODEL, for example rope=runs/rope/model.")
-    if Path(rest).expanduser().exists():
+    if expand_home(rest).exists():
         return Given(name or None, source_of(rest), "")
     model, plus, swap = rest.partition("+")
     if plus and not swap:

@@ -11,6 +11,7 @@ import typer
 from hf_posswap.cli.arguments import Json, Model, TrustRemoteCode, source_of
 from hf_posswap.cli.outcome import Code
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
+from hf_posswap.utils.user_paths import expand_home
 
 
 class Target(StrEnum):
@@ -68,8 +69,8 @@ def export(
         found = run(
             source,
             target.value,
-            None if out is None else out.expanduser(),
-            vocab=None if vocab is None else vocab.expanduser(),
+            None if out is None else expand_home(out),
+            vocab=None if vocab is None else expand_home(vocab),
             trust_remote_code=trust_remote_code,
         )
     if json:

@@ -11,6 +11,7 @@ from hf_posswap.cli.arguments import Json
 from hf_posswap.cli.completing import recipe_names
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import OptionError
+from hf_posswap.utils.user_paths import expand_home
 
 
 def recipes(
@@ -46,7 +47,7 @@ def recipes(
         from hf_posswap.training.config.copying import copy_recipe
         from hf_posswap.training.config.shipped import shipped_recipe, shipped_recipes
 
-        written = copy_recipe(name, (target or Path()).expanduser()) if copy and name else []
+        written = copy_recipe(name, expand_home(target or Path())) if copy and name else []
         listed = shipped_recipes() if name is None else {name: shipped_recipe(name)}
     if json:
         told = [_as_json(recipe) for recipe in listed.values()]

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hf_posswap.cli.output import show_text
+from hf_posswap.utils.user_paths import expand_home
 
 
 def report(
@@ -37,13 +38,13 @@ def report(
     from hf_posswap.report import PAGE, write_html
     from hf_posswap.utils.atomic_io import read_json
 
-    source = results.expanduser()
+    source = expand_home(results)
     source = source / "results.json" if source.is_dir() else source
     if not source.is_file():
         raise CheckpointError(
             f"{source} does not exist; give the folder that posswap eval or compare wrote with --out."
         )
-    page = source.with_name(PAGE) if out is None else out.expanduser()
+    page = source.with_name(PAGE) if out is None else expand_home(out)
     if page.is_dir() or page == source:
         raise OptionError(f"--out {page}: expected a file for the page, such as {PAGE}.")
     write_html(read_json(source), page)

@@ -13,6 +13,7 @@ from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_tex
 from hf_posswap.cli.target import checked_file, load_tokenizer
 from hf_posswap.errors import CheckpointError, DataError, OptionError
 from hf_posswap.utils.atomic_io import writable_folder, write_json
+from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
     from hf_posswap import LongRopeSearch
@@ -123,7 +124,7 @@ def _show(found: LongRopeSearch) -> None:
 
 def _checked_file(out: Path, overwrite: bool) -> Path:
     """Return `out` as an absolute path, after all that could stop the writing later has been checked."""
-    path = out.expanduser().resolve()
+    path = expand_home(out).resolve()
     if path.suffix != ".json":
         raise CheckpointError(f"--out {out} must end in .json, by which posswap patch knows a scheme's file.")
     if path.exists() and not (overwrite and path.is_file()):

@@ -22,6 +22,7 @@ from hf_posswap.cli.completing import scheme_names
 from hf_posswap.cli.evaluating import Device, Text
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import DataError
+from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
     from hf_posswap.plotting import Drawn
@@ -87,7 +88,7 @@ def show(
 
     Example: posswap show rope alibi --model gpt2 --picture attention --text books/
     """
-    chosen, pictures, folder = schemes or [], list(picture or ()), out.expanduser()
+    chosen, pictures, folder = schemes or [], list(picture or ()), expand_home(out)
     made = [make_scheme(scheme) for scheme in chosen]
     reads, others = ATTENTION in pictures, [name for name in pictures if name != ATTENTION]
     check_asked(reads, model, {"--beside": beside, "--layers": layers, "--lengths": lengths, "--text": text})

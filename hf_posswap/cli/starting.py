@@ -9,6 +9,7 @@ import typer
 
 from hf_posswap.cli.arguments import TrustRemoteCode, source_of
 from hf_posswap.cli.output import console, quiet_library
+from hf_posswap.utils.user_paths import expand_home
 
 
 def quickstart(
@@ -65,7 +66,7 @@ def quickstart(
         from hf_posswap.quickstart import run_quickstart
 
         run_quickstart(
-            out.expanduser(),
+            expand_home(out),
             model=source,
             schemes=None if schemes is None else [name.strip() for name in schemes.split(",")],
             steps=steps,

@@ -9,6 +9,7 @@ from hf_posswap.compat.transformers_files import file_of
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.utils.atomic_io import writable_folder
 from hf_posswap.utils.auto_classes import auto_processor, auto_tokenizer
+from hf_posswap.utils.user_paths import expand_home
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "merges.txt", "*.model", "tekken.json")
 
@@ -20,7 +21,7 @@ def checked_target(out: Path, source: str, overwrite: bool) -> Path:
         CheckpointError: it is a file, holds something (with `overwrite`: something that is no checkpoint), holds or
             is the source, or its parent cannot be written.
     """
-    folder = out.expanduser().resolve()
+    folder = expand_home(out).resolve()
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"--out {out} is a file; give a folder that is new or empty.")
     if Path(source).exists() and Path(source).resolve().is_relative_to(folder):
@@ -41,7 +42,7 @@ def checked_file(out: Path, option: str = "--out") -> Path:
     Raises:
         CheckpointError: it is a folder, or its folder cannot be written.
     """
-    path = out.expanduser().absolute()
+    path = expand_home(out).absolute()
     if path.is_dir():
         raise CheckpointError(f"{option} {out} is a folder; give a file.")
     writable_folder(path.parent)

@@ -18,6 +18,7 @@ from hf_posswap.text.files import GIVE, file_documents, files_below, row_documen
 from hf_posswap.text.hub import HubText, hub_text, require_datasets
 from hf_posswap.text.stdlib import Document, python_corpus
 from hf_posswap.utils.naming import public_name
+from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,7 +119,7 @@ def check_paths(source: Any) -> None:
     for path in (item for item in given if isinstance(item, Path)):
         if hub_text(path) is not None:
             require_datasets()
-        elif not path.expanduser().exists():
+        elif not expand_home(path).exists():
             raise DataError(f"{path} does not exist; {GIVE}.")
 
 
@@ -135,7 +136,7 @@ def _of_paths(paths: Iterable[Path], column: str, stream: Callable[[HubText], li
 
 def _public(document: Document, given: Path) -> Document:
     """Return `document` under a name without the folders above the path that was given."""
-    path, root = Path(document.name), given.expanduser()
+    path, root = Path(document.name), expand_home(given)
     below = path.is_relative_to(root) and path != root
     name = (Path(root.resolve().name) / path.relative_to(root)).as_posix() if below else public_name(document.name)
     return Document(name, document.text)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hf_posswap.errors import DataError, UnknownNameError
+from hf_posswap.utils.user_paths import expand_home
 
 CONTROL = "control"
 _TRAINED = "model"  # where a training writes its weights, inside the run's folder
@@ -54,7 +55,7 @@ def source_names(sources: Iterable[str | Path]) -> dict[str, str]:
 
 def _parts(source: str) -> tuple[str, ...]:
     """Return the parts of a path, of which the last names it."""
-    place = Path(source).expanduser()
+    place = expand_home(source)
     if not place.is_dir():
         return tuple(part for part in source.split("/") if part) or (source,)
     parts = tuple(part for part in Path(os.path.abspath(place)).parts if part != os.sep) or (source,)

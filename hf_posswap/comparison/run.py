@@ -22,6 +22,7 @@ from hf_posswap.evaluation.longppl import KeySpans
 from hf_posswap.evaluation.store import RunStore
 from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.printable import printable_lines
+from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -187,7 +188,7 @@ def compare(
     chosen = [c if isinstance(c, Candidate) else Candidate(c) for c in candidates]
     names = candidate_names(chosen)
     reference = reference_name(names, against)
-    settings, folder = settings or EvalSettings(), None if out is None else Path(out).expanduser()
+    settings, folder = settings or EvalSettings(), None if out is None else expand_home(out)
     if folder is not None and pictures:
         require_pictures()
     check_paths(documents)

@@ -124,6 +124,39 @@ def change_saved_weights(
     module.set_peft_model_state_dict = _set
 
 
+def watch_own_adapters(
+    module: Any, loading: Callable[[Any, Path], None], given_weights: Callable[[Any, dict[str, Any]], None]
+) -> None:
+    """Have two functions called before transformers itself puts an adapter into one of its models.
+
+    Touches `PeftAdapterMixin.load_adapter` by the names of its arguments, and `download_kwargs` of what `load_config`
+    is (transformers 5.14 to 5.24). Without it an adapter of a swapped base is refused by its shapes, after empty layers
+    were put into the model for it.
+
+    Args:
+        module: `transformers.integrations.peft`.
+        loading: given the model and the adapter's folder or Hub id, its subfolder appended; it may raise.
+        given_weights: given the model and the adapter's weights, where they are passed in memory; it may raise.
+    """
+    cls = module.PeftAdapterMixin
+    load = cls.load_adapter
+    arguments = inspect.signature(load)
+
+    @functools.wraps(load)
+    def _load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = arguments.bind(self, *args, **kwargs).arguments
+        config, weights = given.get("load_config"), given.get("adapter_state_dict")
+        source = given.get("peft_model_id") or getattr(config, "pretrained_model_name_or_path", None)
+        if weights is not None:
+            given_weights(self, weights)
+        elif source is not None:
+            hub = {**getattr(config, "download_kwargs", {}), **(given.get("adapter_kwargs") or {})}
+            loading(self, Path(source, hub.get("subfolder") or ""))
+        return load(self, *args, **kwargs)
+
+    cls.load_adapter = _load
+
+
 def watch_adapters(
     module: Any,
     saving: Callable[[Any, bool], None],

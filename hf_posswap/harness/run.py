@@ -12,6 +12,7 @@ from hf_posswap.errors import DataError, OptionError
 from hf_posswap.harness.model import harness_model_class
 from hf_posswap.harness.task_code import refuse_task_code, templates_without_code
 from hf_posswap.patching.plan.plan_swap import check_max_length
+from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -107,7 +108,7 @@ def _manager(tasks: Sequence[str | Path], trust_remote_code: bool) -> Any:
 
     if not tasks:
         raise OptionError("tasks names what to run, got none: names of the harness, or .yaml files.")
-    files = [Path(task).expanduser() for task in tasks if Path(task).suffix in _YAML]
+    files = [expand_home(task) for task in tasks if Path(task).suffix in _YAML]
     missing = [str(path) for path in files if not path.is_file()]
     if missing:
         raise OptionError(f"no such file of a task: {', '.join(missing)}.")

@@ -16,6 +16,7 @@ from hf_posswap.errors import OptionError, RemoteCodeError
 from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.untrusted import read_bounded
 from hf_posswap.utils.untrusted_yaml import MOST_YAML_BYTES, load_yaml
+from hf_posswap.utils.user_paths import expand_home
 
 _DEEPEST = 50
 """Files that include one another; and objects inside one another."""
@@ -36,7 +37,7 @@ def refuse_task_code(files: Sequence[Path]) -> None:
         OptionError: one cannot be read.
     """
     seen: set[Path] = set()
-    waiting = [file.expanduser().resolve() for file in files]
+    waiting = [expand_home(file).resolve() for file in files]
     while waiting:
         file = waiting.pop()
         if file in seen or _is_installed(file):

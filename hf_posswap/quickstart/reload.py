@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import torch
 
 import hf_posswap
 from hf_posswap.errors import CheckpointError
+from hf_posswap.utils.atomic_io import scratch_folder
 from hf_posswap.utils.auto_classes import TRUST, auto_tokenizer
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def check_reload(
         expected = probe_logits(_loaded(folder, device, trust_remote_code), prompt)
     task = {"folder": str(folder), "prompt": prompt.tolist(), "new_tokens": new_tokens, "seed": seed}
     task[TRUST] = trust_remote_code
-    with tempfile.TemporaryDirectory() as scratch:
-        task |= {"logits": str(Path(scratch) / "logits.npy"), "answer": str(Path(scratch) / "answer.json")}
+    with scratch_folder() as scratch:
+        task |= {"logits": str(scratch / "logits.npy"), "answer": str(scratch / "answer.json")}
         _run_fresh(task | {"device": str(device)})
         found = np.load(task["logits"])
         answer = json.loads(Path(task["answer"]).read_text(encoding="utf-8"))

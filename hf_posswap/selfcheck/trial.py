@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from hf_posswap import load, patch_model, plan_swap, save, unpatch_model, verify
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.selfcheck.touch import WrongAnswerError
 from hf_posswap.testing.tiny import tiny_model
+from hf_posswap.utils.atomic_io import scratch_folder
 from hf_posswap.utils.threads import PROCESS
 
 LENGTH = 12
@@ -104,9 +103,9 @@ class Trial:
         return same(gap(stepwise(self.model), self.after), "steps with a cache and a full forward", CLOSE)
 
     def reload(self) -> str:
-        with tempfile.TemporaryDirectory() as folder:
-            save(self.model, Path(folder) / "model")
-            again = logits(load(Path(folder) / "model"))
+        with scratch_folder() as folder:
+            save(self.model, folder / "model")
+            again = logits(load(folder / "model"))
         return same(gap(again, self.after), "the model and what was saved and loaded", 1e-6)
 
     def unpatch(self) -> str:

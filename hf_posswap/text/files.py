@@ -10,6 +10,7 @@ from typing import Any
 from hf_posswap.errors import DataError, MissingDependencyError
 from hf_posswap.text.hub import ROW_FILES, TEXT_FILES
 from hf_posswap.text.stdlib import Document
+from hf_posswap.utils.user_paths import expand_home
 
 _ABOUT = "readme"
 """A folder's README tells of its documents, and is none."""
@@ -24,7 +25,7 @@ def files_below(path: Path) -> list[Path]:
     Raises:
         DataError: it does not exist.
     """
-    path = path.expanduser()
+    path = expand_home(path)
     if path.is_dir():
         kinds = (*TEXT_FILES, ".jsonl", ".parquet")
         files = (found for found in path.rglob("*") if found.suffix in kinds and found.is_file())

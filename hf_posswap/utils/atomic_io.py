@@ -13,8 +13,9 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.utils.printable import printable
 from hf_posswap.utils.staging import NEW, OLD, put_back, staging_folder, sweep
 from hf_posswap.utils.untrusted import MOST_BYTES, read_bounded_json
+from hf_posswap.utils.user_paths import expand_home
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux: fcntl.h, fs.h
 _RENAME_SWAP = 2  # macOS: stdio.h
@@ -77,6 +79,40 @@ def replacing(path: Path, *, tidy: bool = True) -> Iterator[Path]:
         raise CheckpointError(
             f"cannot write {shown(path)}: {reason}. Free some space or choose another folder."
         ) from error
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Give a new folder among the temporary files of the system; at the end it is removed, with what is in it.
+
+    What killed processes of this user left in such folders is removed first. A system that clears its temporary files
+    by itself is no replacement: what lies there is as large as a model.
+
+    Raises:
+        CheckpointError: no folder of temporary files can be written; or, from the block, the disk is full.
+
+    Example:
+        >>> with scratch_folder() as folder:
+        ...     _ = (folder / "a.txt").write_text("for now")
+        >>> folder.exists()
+        False
+    """
+    with ExitStack() as stack:
+        try:
+            parent = Path(tempfile.gettempdir())
+            sweep(parent, own=True)
+            folder = stack.enter_context(staging_folder(parent))
+        except OSError as error:
+            raise CheckpointError(
+                f"no temporary folder can be made: {error.strerror or error}. Free some space, or set TMPDIR to a "
+                "folder that can be written."
+            ) from error
+        try:
+            yield folder
+        except CheckpointError as error:
+            if type(error) is not CheckpointError or str(folder) not in str(error):
+                raise
+            raise CheckpointError(f"{error} It lies among the temporary files: TMPDIR chooses where.") from error
 
 
 def settle(path: Path) -> None:
@@ -259,7 +295,7 @@ def cache_folder(chosen: Path | None) -> Path:
         CheckpointError: the user has none.
     """
     if chosen is not None:
-        return chosen.expanduser()
+        return expand_home(chosen)
     if named := os.environ.get("HF_POSSWAP_CACHE"):
         return Path(named)
     try:

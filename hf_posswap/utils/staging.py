@@ -50,12 +50,18 @@ def staging_folder(parent: Path) -> Iterator[Path]:
                 _remove(folder)
 
 
-def sweep(parent: Path) -> None:
+def sweep(parent: Path, *, own: bool = False) -> None:
     """Remove the staging folders in `parent` whose writers are gone, and nothing else.
 
     What a killed writer had set aside takes its place back first, where nothing has taken it.
+
+    Args:
+        parent: which may be missing.
+        own: leave those of other users, where anyone may make a folder of any name: as in /tmp.
     """
     for folder in _staging_folders(parent):
+        if own and not _is_own(folder):
+            continue
         with _taken_over(folder) as dead, suppress(OSError):
             if dead:
                 _put_back(folder)
@@ -104,6 +110,13 @@ def _staging_folders(parent: Path) -> list[Path]:
         return []
     with os.scandir(parent) as entries:
         return [Path(e.path) for e in entries if e.name.startswith(MARK) and e.is_dir(follow_symlinks=False)]
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        return not hasattr(os, "geteuid") or folder.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -441,7 +441,7 @@ def trained(model: Any, config: Any) -> Any:
 
 def on_base(folder: Path, scheme: str | None) -> Any:
     model = hf_posswap.load(folder)
-    return model if scheme is None else patch_model(model, scheme)
+    return model if scheme is None else patch_model(model, scheme, max_length=2 * LENGTH if scheme == "yarn" else None)
 
 
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT's own call, for prefixes
@@ -641,10 +641,100 @@ def test_transformers_own_loading_of_adapters(tmp_path: Path) -> None:
         other.load_adapter(str(tmp_path / "adapter"))
     assert sorted(other.state_dict()) == before
     assert not getattr(other, "_hf_peft_config_loaded", False)
-    for scheme in (None, "nope"):  # stock transformers runs both
-        stock = on_base(tmp_path / "plain", scheme)
-        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-            stock.load_adapter(str(tmp_path / "adapter"))
+    weights = load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    in_memory = {"adapter_state_dict": weights, "peft_config": peft.PeftConfig.from_pretrained(tmp_path / "adapter")}
+    for scheme, said in ((None, "is not swapped"), ("nope", "carries nope")):  # stock transformers runs both
+        for asked in ({"peft_model_id": str(tmp_path / "adapter")}, in_memory):
+            stock = on_base(tmp_path / "plain", scheme)
+            before = sorted(stock.state_dict())
+            with pytest.raises(RecordError, match=f"swapped to alibi.*{said}"):
+                stock.load_adapter(**asked)
+            assert sorted(stock.state_dict()) == before
+            assert not getattr(stock, "_hf_peft_config_loaded", False)
+    stock = on_base(tmp_path / "plain", None)
+    trained(hf_posswap.load(tmp_path / "plain"), KINDS["lora"]).save_pretrained(tmp_path / "stock")
+    stock.load_adapter(str(tmp_path / "stock"))  # its own
+
+
+def test_a_sidecar_is_looked_at_by_transformers_own_loading(tmp_path: Path) -> None:
+    """The weights of an adapter whose base stock transformers runs are not marked."""
+    base = stored_base("llama", tmp_path / "base")
+    yarn = patch_model(hf_posswap.load(base), "yarn", max_length=2 * LENGTH)
+    yarn.save_pretrained(tmp_path / "yarn")
+    model = trained(hf_posswap.load(tmp_path / "yarn"), KINDS["lora"])
+    model.save_pretrained(tmp_path / "adapter")
+    for scheme, said in ((None, "is not swapped"), ("alibi", "carries alibi")):
+        other = on_base(base, scheme)
+        before = sorted(other.state_dict())
+        with pytest.raises(RecordError, match=f"swapped to yarn.*{said}"):
+            other.load_adapter(str(tmp_path / "adapter"))
+        assert sorted(other.state_dict()) == before
+    own = hf_posswap.load(tmp_path / "yarn").eval()
+    own.load_adapter(str(tmp_path / "adapter"))
+    auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert torch.equal(logits(own, IDS), logits(model, IDS))
+    assert torch.equal(logits(auto, IDS), logits(model, IDS))
+    (tmp_path / "adapter" / SIDECAR).write_text("[" * 9999)
+    for load in (
+        lambda: own.load_adapter(str(tmp_path / "adapter"), adapter_name="second"),
+        lambda: load_adapter(own, tmp_path / "adapter"),
+    ):
+        with pytest.raises(CheckpointError, match="cannot read posswap.json"):
+            load()
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "dtype"),
+    [
+        ("lora", "alibi", torch.int8),
+        ("vera", "alibi", torch.bool),
+        ("prompt", "alibi", torch.int64),
+        ("ia3", "yarn", torch.uint8),
+        ("norms", "yarn", torch.int8),
+        ("lora", None, torch.int8),
+    ],
+)
+def test_integers_are_no_weights(kind: str, scheme: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
+    base, folder = stored_base("llama", tmp_path / "base"), tmp_path / "adapter"
+    trained(on_base(base, scheme), KINDS[kind]).save_pretrained(folder)
+    held = load_file(folder / ADAPTER_WEIGHTS)
+    name = next(name for name in held if not name.endswith(RECORD))
+    held[name] = held[name].to(dtype)
+    save_file(held, folder / ADAPTER_WEIGHTS)
+    said = rf"(the adapter .*|this adapter) hold integers.* where LlamaForCausalLM .*: {name} \(\w+\)"
+    peft_config = peft.PeftConfig.from_pretrained(folder)
+    loads = [lambda model: load_adapter(model, folder)]
+    if scheme is not None:  # what else is put on a stock model is no business of this package
+        loads.append(lambda model: peft.PeftModel.from_pretrained(model, folder))
+        loads.append(
+            lambda model: peft.peft_model.set_peft_model_state_dict(peft.get_peft_model(model, peft_config), held)
+        )
+        if not peft_config.is_prompt_learning:
+            loads.append(lambda model: model.load_adapter(str(folder)))
+            loads.append(lambda model: model.load_adapter(adapter_state_dict=held, peft_config=peft_config))
+    for number, load in enumerate(loads):
+        model = on_base(base, scheme)
+        before = sorted(model.state_dict())
+        with pytest.raises(CheckpointError, match=said):
+            load(model)
+        assert number == 2 or sorted(model.state_dict()) == before
+    with pytest.raises(CheckpointError, match=said):
+        hf_posswap.load(folder)
+
+
+def test_integers_that_an_adapter_has_as_such_are_taken(tmp_path: Path) -> None:
+    base = stored_base("llama", tmp_path / "base")
+    model = on_base(base, "alibi")
+    model.lm_head.register_buffer("seen", torch.tensor([3]))
+    trained(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])).save_pretrained(
+        tmp_path / "a"
+    )
+    held = load_file(tmp_path / "a" / ADAPTER_WEIGHTS)
+    assert [name for name, tensor in held.items() if tensor.dtype == torch.int64] == ["base_model.model.lm_head.seen"]
+    again = on_base(base, "alibi")
+    again.lm_head.register_buffer("seen", torch.tensor([0]))
+    taken = load_adapter(again, tmp_path / "a")
+    assert taken.get_base_model().lm_head.modules_to_save["default"].seen.item() == 3
 
 
 def test_a_model_that_peft_wraps_is_freed_when_it_is_dropped(tmp_path: Path) -> None:

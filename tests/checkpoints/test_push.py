@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import hf_posswap
 from hf_posswap.checkpoints.hub import files_to_push, stale_files
 from hf_posswap.cli.app import app
 from hf_posswap.errors import CheckpointError
+from hf_posswap.utils.atomic_io import scratch_folder
 from tests.checkpoints.loopback import TOKEN, Hub, running
 
 REPO = "me/swapped"
@@ -273,6 +275,43 @@ def test_pushing_offline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
         hf_posswap.push(tmp_path, REPO, token=TOKEN)
     assert "README.md" in hf_posswap.push(tmp_path, REPO, dry_run=True).files
+
+
+KILLED = """
+import os, signal
+import hf_posswap.checkpoints.push as pushing
+from transformers import GPT2Config, GPT2LMHeadModel
+model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+pushing.files_to_push = lambda folder: os.kill(os.getpid(), signal.SIGKILL)  # once it has been saved
+pushing.push(model, "me/x", dry_run=True)
+"""
+
+
+def test_what_a_killed_push_left_is_removed_by_the_next(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    others = [".posswap-partial", "tmp1", "posswap-partial-1"]
+    for name in others:
+        (temporary / name).mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(Path(hf_posswap.__file__).parents[1])}
+    killed = subprocess.run([sys.executable, "-c", KILLED], env=environment, cwd=tmp_path, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(temporary.rglob("model.safetensors"))) == 1
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    with scratch_folder() as living:
+        assert hf_posswap.push(folder, "me/x", dry_run=True).files
+        assert sorted(path.name for path in temporary.iterdir()) == sorted([*others, living.name])
+    assert sorted(path.name for path in temporary.iterdir()) == sorted(others)
+
+
+def test_a_temporary_folder_that_cannot_be_written_is_one_clear_error(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    with pytest.raises(CheckpointError, match="no temporary folder can be made: No such file.*set TMPDIR"):
+        hf_posswap.push(folder, "me/x", dry_run=True)
 
 
 def test_what_is_no_part_of_a_model_stays_behind(tmp_path: Path) -> None:

@@ -61,3 +61,40 @@ def test_nothing_is_loaded_to_say_it(tmp_path: Path, arguments: list[str], messa
     assert done.exit_code in (2, 4), done.output
     assert message in " ".join(done.stderr.split()), done.stderr
     assert "huggingface" not in done.stderr
+
+
+NOWHERE = "~no-such-user/x"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["explain", NOWHERE],
+        ["patch", ABSENT, "rope", "-o", NOWHERE],
+        ["patch", ABSENT, f"{NOWHERE}.json", "-o", "OUT"],
+        ["eval", ABSENT, "--out", NOWHERE],
+        ["eval", ABSENT, "--text", NOWHERE],
+        ["compare", NOWHERE, ABSENT],
+        ["compare", f"a={NOWHERE}", ABSENT],
+        ["lm-eval", ABSENT, "--tasks", f"{NOWHERE}.yaml"],
+        [*SEARCH[:-1], f"{NOWHERE}.json"],
+        [*SPANS, "-o", NOWHERE],
+        ["to-native", ABSENT, "-o", NOWHERE],
+        ["export", ABSENT, "--target", "onnx", "-o", NOWHERE],
+        ["report", NOWHERE],
+        ["show", "rope", "-o", NOWHERE],
+        ["recipes", "yarn", NOWHERE, "--copy"],
+        ["train", f"{NOWHERE}.yaml"],
+        ["train", "yarn", f"out={NOWHERE}", f"model.name={ABSENT}"],
+        ["quickstart", "--out", NOWHERE],
+    ],
+    ids=lambda part: "-".join(part[:1]),
+)
+def test_the_home_of_a_user_that_is_not_there_is_one_clear_error(
+    tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code in (2, 4), done.output
+    assert "'~no-such-user' is the home folder of no user of this machine" in " ".join(done.stderr.split())
+    assert list(tmp_path.iterdir()) == []

@@ -90,6 +90,53 @@ def test_watch_adapters(tmp_path: Path) -> None:
     assert found == ["1", "2", "3", "3"]  # from_pretrained loads by load_adapter
 
 
+def test_watch_own_adapters(tmp_path: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", OWN, str(tmp_path)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.split() == ["folder", "below", "weights"]
+
+
+OWN = """
+import sys
+from pathlib import Path
+import peft, transformers
+from safetensors.torch import load_file
+from transformers.integrations import peft as integration
+from hf_posswap.compat.peft_wrappers import watch_own_adapters
+
+def model():
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11))
+
+class Stop(Exception):
+    pass
+
+def stop(given):
+    def refuse(model, source):
+        assert not hasattr(model, "peft_config")
+        print(given[source] if isinstance(source, Path) else "weights")
+        raise Stop
+    return refuse
+
+folder = Path(sys.argv[1])
+config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+adapted = peft.get_peft_model(model(), config)
+adapted.save_pretrained(folder)
+adapted.save_pretrained(folder / "deep")
+given = stop({folder: "folder", folder / "deep": "below"})
+watch_own_adapters(integration, given, given)
+weights = load_file(folder / "adapter_model.safetensors")
+for asked in (
+    {"peft_model_id": str(folder)},
+    {"peft_model_id": str(folder), "adapter_kwargs": {"subfolder": "deep"}},
+    {"adapter_state_dict": weights, "peft_config": config},
+):
+    try:
+        model().load_adapter(**asked)
+    except Stop:
+        pass
+"""
+
+
 HOOKED = """
 import sys
 import peft

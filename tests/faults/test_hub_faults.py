@@ -313,7 +313,12 @@ def test_an_unreachable_hub_is_said_in_seconds_and_nothing_else_is(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["preupload", "put", "commit"])
-def test_a_killed_push_leaves_all_or_nothing_and_can_be_repeated(tmp_path: Path, tally: Tally, kind: str) -> None:
+def test_a_killed_push_leaves_all_or_nothing_and_can_be_repeated(
+    tmp_path: Path, tally: Tally, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     with running() as hub:
         with client(hub.url, tmp_path / "one") as first:
             first.do("push", repo_id="me/killed", scheme="rope")
@@ -327,6 +332,7 @@ def test_a_killed_push_leaves_all_or_nothing_and_can_be_repeated(tmp_path: Path,
                 time.sleep(0.02)
             time.sleep(0.2)
             first.process.kill()
+        assert len(list(temporary.rglob("model.safetensors"))) == 1
         held = hub.files("me/killed")
         assert (held == before) == (kind != "commit")
         hub.faults.clear()
@@ -334,6 +340,7 @@ def test_a_killed_push_leaves_all_or_nothing_and_can_be_repeated(tmp_path: Path,
             report = second.do("push", repo_id="me/killed", scheme="alibi", seed=1)
         assert {file: len(content) for file, content in hub.files("me/killed").items()} == report["files"]
         assert kind != "commit" or hub.files("me/killed") == held
+        assert list(temporary.iterdir()) == []
     tally("Hub", 1, 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -22,12 +23,14 @@ from hf_posswap.utils.atomic_io import (
     read_json,
     read_object,
     replacing,
+    scratch_folder,
     settle,
     writable_folder,
     write_json,
     write_text,
 )
 from hf_posswap.utils.staging import MARK, staging_folder
+from hf_posswap.utils.user_paths import expand_home
 
 
 def test_an_interrupted_write_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> None:
@@ -154,6 +157,35 @@ def test_leftovers_of_a_dead_writer_are_removed_and_nothing_else(tmp_path: Path)
     assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == sorted(
         [f".partial-{dead.pid}-model", deep, "model"]
     )  # whoever writes there again removes it
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no owners here")
+def test_leftovers_of_other_users_are_left_where_anyone_may_make_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_while("writing", tmp_path / "model")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    user = os.geteuid()
+    for who, left in ((user + 1, 1), (user, 0)):
+        monkeypatch.setattr("os.geteuid", lambda who=who: who)
+        with scratch_folder():
+            pass
+        assert len(list(tmp_path.iterdir())) == left
+
+
+def test_a_full_disk_of_temporary_files_is_said_to_be_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with (
+        pytest.raises(CheckpointError, match=r"cannot write .*card: No space left.*TMPDIR chooses where\."),
+        scratch_folder() as folder,
+    ):
+        write_text(folder / "card", "text")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_write_removes_what_killed_writes_beside_it_left(tmp_path: Path) -> None:
@@ -299,6 +331,14 @@ def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.Monke
     monkeypatch.setattr("pwd.getpwuid", unknown)
     with pytest.raises(CheckpointError, match="HOME is not set, and this user has no home. Set HF_POSSWAP_CACHE"):
         cache_folder(None)
+    with pytest.raises(CheckpointError, match="'~/x': this user has no home folder, and HOME is not set. Give the"):
+        expand_home("~/x")
+
+
+@pytest.mark.parametrize("name", ["~no-such-user", "~\0", "~\udce4", "~" + "a" * 9999])
+def test_the_home_of_nobody_is_one_clear_error(name: str) -> None:
+    with pytest.raises(CheckpointError, match="is the home folder of no user of this machine. Give the path in full"):
+        expand_home(f"{name}/runs")
 
 
 def test_a_folder_is_held_by_one_at_a_time(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.errors import SwapVerificationError
+from hf_posswap.utils.atomic_io import scratch_folder
 
 MOST = 512
 """Tokens that are compared, at most."""
@@ -62,8 +62,8 @@ def run_llamacpp(path: Path, ids: torch.Tensor, context: int) -> torch.Tensor:
     Raises:
         SwapVerificationError: that process failed; the message has its last line.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        tokens, logits = Path(folder) / "tokens.npy", Path(folder) / "logits.npy"
+    with scratch_folder() as folder:
+        tokens, logits = folder / "tokens.npy", folder / "logits.npy"
         np.save(tokens, ids.numpy())
         command = [sys.executable, str(Path(__file__).with_name("llamacpp_child.py")), path, tokens, logits, context]
         run = subprocess.run([str(argument) for argument in command], capture_output=True, text=True, check=False)

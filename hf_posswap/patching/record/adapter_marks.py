@@ -8,6 +8,8 @@ the swap. Swapped models restore the shapes when they load. Adapters of bases th
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,21 @@ from torch import Tensor
 
 from hf_posswap.errors import CheckpointError, PosswapError, RecordError
 from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.utils.untrusted import parse_json, read_bounded_json
 
+SIDECAR = "posswap.json"
+"""The file beside an adapter that holds the record, too."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 RECORD = "posswap_record"
 """The last part of the name of the tensor that holds the record: its JSON in UTF-8, as uint8 [N]."""
 _BASE = "base_model.model."
 """How the names of weights in the base begin in an adapter; those of prompts do not."""
+_FLOATS = ("F", "BF")
+"""What the kinds of floating-point numbers begin with, as safetensors calls them."""
+_LEARNED = re.compile(r"(weight|bias|prompt_embeddings)$|(^|\.)(lora|ia3|vera)_[^.]*$")
+"""The names of what PEFT's methods learn, which are floating-point numbers; the most common ones."""
+_INSIDE = {"modules_to_save", "original_module", "base_layer"}
+"""Parts of the names of parameters in a PEFT model that its files leave out, as they do the adapter's name."""
 
 
 def mark_adapter(weights: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +70,7 @@ def _is_record(name: str) -> bool:
     return name.rpartition(".")[2] == RECORD
 
 
-def record_in(weights: dict[str, Any]) -> SwapRecord | None:
+def record_in(weights: Mapping[str, Any]) -> SwapRecord | None:
     """Return the record of the swap that the weights of an adapter belong to; None: they are not marked.
 
     Raises:
@@ -69,8 +80,7 @@ def record_in(weights: dict[str, Any]) -> SwapRecord | None:
     if serialized is None:
         return None
     try:
-        values = json.loads(bytes(serialized.tolist()))
-        return SwapRecord.from_dict(values)
+        return SwapRecord.from_dict(parse_json(bytes(serialized.tolist()).decode()))
     except PosswapError:
         raise
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -87,13 +97,123 @@ def record_in_file(path: Path) -> SwapRecord | None:
         RecordError: as `record_in`.
         CheckpointError: the file cannot be read.
     """
+    return _read_file(path)[0]
+
+
+def kinds_in_file(path: Path) -> dict[str, str]:
+    """Return names and kinds of numbers (F32, I8, ...) of the weights in the safetensors file of an adapter.
+
+    Raises:
+        CheckpointError, RecordError: as `record_in_file`.
+    """
+    return _read_file(path)[1]
+
+
+def _read_file(path: Path) -> tuple[SwapRecord | None, dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as weights:
             names: list[str] = list(weights.keys())
             serialized = {name: weights.get_tensor(name) for name in names if _is_record(name)}
+            kinds = {name: str(weights.get_slice(name).get_dtype()) for name in names}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"the adapter {str(path.parent)!r} cannot be loaded: {path.name}: {error}") from error
-    return record_in(serialized)
+    return record_in(serialized), kinds
+
+
+def kinds_in(weights: Mapping[str, Any]) -> dict[str, str]:
+    """Return names and kinds of numbers of an adapter's weights in memory, as `kinds_in_file`."""
+    kinds = {name: value.dtype for name, value in weights.items() if isinstance(value, Tensor)}
+    return {name: "F" if kind.is_floating_point else str(kind).removeprefix("torch.") for name, kind in kinds.items()}
+
+
+def refuse_integers(model: Any, kinds: Mapping[str, str], source: str | None = None) -> None:
+    """Refuse integers, truth values and complex numbers where `model` has, or will have, floating-point weights.
+
+    PyTorch converts them silently. Integers that a method of PEFT, or a module trained in full, has as such stay.
+
+    Args:
+        model: a transformers model, or a PEFT model around one, the adapter in it or not.
+        kinds: of the adapter's weights.
+        source: folder or Hub id of the adapter, where it is known.
+
+    Raises:
+        CheckpointError: names them.
+    """
+    integers = {name: kind for name, kind in kinds.items() if not kind.startswith(_FLOATS) and not _is_record(name)}
+    if not integers:
+        return
+    dropped = _INSIDE | set(getattr(model, "peft_config", None) or ())
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    is_float = {_plain(name, dropped): tensor.is_floating_point() for name, tensor in tensors}
+    wrong = [name for name in sorted(integers) if is_float.get(_plain(name, dropped), bool(_LEARNED.search(name)))]
+    if wrong:
+        listed = ", ".join(f"{name} ({integers[name]})" for name in wrong[:4])
+        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise CheckpointError(
+            f"the weights of {'this adapter' if source is None else f'the adapter {source!r}'} hold integers, truth "
+            f"values or complex numbers where {type(base_of(model)).__name__} has floating-point numbers: {listed}"
+            f"{more}. Take them from where they were saved; have the program that quantized them convert them back."
+        )
+
+
+def _plain(name: str, dropped: set[str]) -> str:
+    return ".".join(part for part in name.removeprefix(_BASE).split(".") if part not in dropped)
+
+
+def refuse_misfit(model: Any, source: Path) -> None:
+    """Refuse an adapter in a folder that was trained on another mechanism, or does not hold a swapped model's numbers.
+
+    Its sidecar says so, or its weights. That of the Hub is refused later, by its weights: nobody who loads an adapter
+    is to ask the Hub for one file more.
+
+    Args:
+        model: that it is to be put on: a transformers model, or a PEFT model around one.
+        source: folder or Hub id, its subfolder appended.
+
+    Raises:
+        RecordError: it was trained on another mechanism; or a record cannot be read.
+        CheckpointError: a file cannot be read, or holds integers for weights.
+    """
+    sidecar, weights = source / SIDECAR, source / ADAPTER_WEIGHTS
+    record, kinds = _read_file(weights) if weights.is_file() else (None, {})
+    if sidecar.is_file():
+        record = _record_in_sidecar(sidecar)
+    if record is not None:
+        refuse_other_base(model, record, str(source))
+    if carries_swap(model):
+        refuse_integers(model, kinds, str(source))
+
+
+def refuse_misfit_weights(model: Any, weights: Mapping[str, Any]) -> None:
+    """Refuse the weights of an adapter in memory, as `refuse_misfit` does those in a folder.
+
+    Raises:
+        RecordError, CheckpointError: as `refuse_misfit`.
+    """
+    record = record_in(weights)
+    if record is not None:
+        refuse_other_base(model, record)
+    if carries_swap(model):
+        refuse_integers(model, kinds_in(weights))
+
+
+def _record_in_sidecar(path: Path) -> SwapRecord:
+    try:
+        values = read_bounded_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path.name} of {str(path.parent)!r}: {error}") from error
+    record = values.get("record") if isinstance(values, dict) else None
+    if not isinstance(record, dict):
+        raise RecordError(
+            f"{path.name} of {str(path.parent)!r} must hold an object with a record: take it from where the adapter "
+            "was saved."
+        )
+    return SwapRecord.from_dict(record)
+
+
+def carries_swap(model: Any) -> bool:
+    """Return whether the config of `model`, or of the base inside a PEFT model, records a swap."""
+    return getattr(getattr(base_of(model), "config", None), "posswap", None) is not None
 
 
 def base_of(model: Any) -> Any:

@@ -11,6 +11,7 @@ import contextvars
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +28,8 @@ from hf_posswap.patching.record.adapter_marks import (
     RECORD,
     base_of,
     mark_adapter,
-    record_in,
-    refuse_other_base,
+    refuse_misfit,
+    refuse_misfit_weights,
     unmark_adapter,
 )
 from hf_posswap.patching.record.config_class import on_new_config_class, plugin_config_class
@@ -158,6 +159,7 @@ class SwappedModel(LoadingHooks):
             if source is None:
                 return native(self, *args, **kwargs)  # raises an error about the missing argument
             hub = {**getattr(loading, "download_kwargs", {}), **(given.get("adapter_kwargs") or {})}
+            refuse_misfit(self, Path(source, hub.get("subfolder") or ""))
             config, weights = read_adapter_weights(source, **{key: hub[key] for key in _HUB if hub.get(key)})
             given = {"peft_config": config, **given, "adapter_state_dict": weights, "peft_model_id": None}
         given["adapter_state_dict"] = _unmarked_adapter(self, given["adapter_state_dict"])
@@ -267,10 +269,7 @@ def _marked_adapter(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unmarked_adapter(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    wanted = record_in(weights)
-    if wanted is None:
-        return weights
-    refuse_other_base(model, wanted)
+    refuse_misfit_weights(model, weights)
     return unmark_adapter(weights)
 
 

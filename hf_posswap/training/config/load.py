@@ -14,6 +14,7 @@ from hf_posswap.training.config.reading import override, read_yaml
 from hf_posswap.training.config.scheme_texts import JSON
 from hf_posswap.training.config.shipped import find_recipe
 from hf_posswap.utils.atomic_io import read_json
+from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:  # TrainingArguments bring accelerate and PEFT along: they load where a recipe is made
     from hf_posswap.training.config.settings import Recipe
@@ -90,7 +91,7 @@ def _with_scheme(values: Mapping[str, Any], key: str, problems: Problems) -> dic
     named = held.get("scheme")
     if isinstance(named, str) and named.endswith(JSON):
         try:
-            held["scheme"] = read_json(Path(named).expanduser())
+            held["scheme"] = read_json(expand_home(named))
         except CheckpointError as error:
             problems.add(f"{key}.scheme", f"{error} posswap search writes such a file.")
             del held["scheme"]

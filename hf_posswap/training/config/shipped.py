@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hf_posswap.errors import ConfigError, UnknownNameError
 from hf_posswap.utils.atomic_io import shown
+from hf_posswap.utils.user_paths import expand_home
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 INSTALLED = _PACKAGE / "shipped_recipes"
@@ -101,7 +102,7 @@ def find_recipe(given: str | Path) -> Path:
         >>> find_recipe("yarn").name
         'yarn.yaml'
     """
-    path, known = Path(given).expanduser(), shipped_recipes()
+    path, known = expand_home(given), shipped_recipes()
     if path.name in known and len(path.parts) == 1:
         return known[path.name].path
     exists = os.path.lexists(path)

@@ -16,6 +16,7 @@ from hf_posswap.compat.accelerate_launch import launch_arguments, launch_environ
 from hf_posswap.compat.torch_processes import can_be_fake, fake_processes
 from hf_posswap.errors import ConfigError, OptionError, UnknownNameError, UnsupportedModelError
 from hf_posswap.training.config.shipped import LAUNCHERS, shipped_recipes
+from hf_posswap.utils.user_paths import expand_home
 
 _FIRST = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 _NOT_DRY = {
@@ -77,7 +78,7 @@ def launch_file(given: str) -> Path:
         >>> launch_file("fsdp2").name == launch_file("fsdp2.yaml").name == "fsdp2.yaml"
         True
     """
-    path = Path(given).expanduser()
+    path = expand_home(given)
     if path.is_file():
         return path
     known = {name: one.path for name, one in shipped_recipes().items() if name.startswith(f"{LAUNCHERS}/")}

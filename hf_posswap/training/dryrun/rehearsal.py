@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +31,7 @@ from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.engine.trainer import PosswapTrainer
 from hf_posswap.training.trainable import parameter_groups
+from hf_posswap.utils.atomic_io import scratch_folder
 from hf_posswap.utils.threads import PROCESS
 
 _BATCHES = 2
@@ -127,10 +126,10 @@ def _run(recipe: Recipe, fake: FakeModel, launch: Launch, on_gpu: bool) -> Marks
     )
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * launch.replicas
     unreal = Unreal(fake.mode)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with scratch_folder() as folder, ExitStack() as stack:
         trainer = _DryTrainer(
             fake.model,
-            training_arguments(recipe, Path(folder)),
+            training_arguments(recipe, folder),
             objective=objective_of(recipe, fake),
             groups=lambda model: parameter_groups(
                 model, recipe.trainable, learning_rate=training.learning_rate, weight_decay=training.weight_decay

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import CheckpointError, ConfigError
 from hf_posswap.training.config import Recipe
 from hf_posswap.utils.atomic_io import read_json
+from hf_posswap.utils.user_paths import expand_home
 
 SAME: dict[str, tuple[str, str]] = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps", "{} batches a step"),
@@ -32,7 +32,7 @@ def configuration(given: str | dict[str, Any]) -> dict[str, Any]:
         ConfigError: it is none.
     """
     try:
-        held = given if isinstance(given, dict) else read_json(Path(given).expanduser())
+        held = given if isinstance(given, dict) else read_json(expand_home(given))
         if not isinstance(held, dict):
             raise ValueError(f"expected a JSON object, got {type(held).__name__}")
         stage_of(held)

@@ -22,6 +22,7 @@ from hf_posswap.training.engine.picture import draw_losses
 from hf_posswap.training.engine.recording import leave_record
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 from hf_posswap.utils.format import interval_text
+from hf_posswap.utils.user_paths import expand_home
 
 REPORT = "report.json"
 _UNITS = {
@@ -100,7 +101,7 @@ def _push(recipe: Recipe, saved: Path) -> str | None:
 
 def _for_card(recipe: Recipe) -> dict[str, Any]:
     """Return what a model card says of the training, which others may know."""
-    local = Path(recipe.model.name).expanduser().exists()
+    local = expand_home(recipe.model.name).exists()
     return {"base": None if local else recipe.model.name, "recipe": public_recipe(recipe)}
 
 
@@ -118,7 +119,7 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _without_folder(name: str | None) -> str | None:
-    path = None if name is None else Path(name).expanduser()
+    path = None if name is None else expand_home(name)
     return name if path is None or not path.exists() else path.name
 
 

@@ -23,6 +23,7 @@ from hf_posswap.training.engine.services import Services
 from hf_posswap.training.engine.writing import writing_to
 from hf_posswap.utils.atomic_io import alone_in, writable_folder, write_json
 from hf_posswap.utils.progress import quiet_transformers
+from hf_posswap.utils.user_paths import expand_home
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def _run_recipe(recipe: Recipe, given: Services) -> Finished:
     refuse_deepspeed(recipe)
     launch = launch_of(recipe)
     phases = phases_of(recipe)
-    folder = Path(recipe.out).expanduser().resolve()
+    folder = expand_home(recipe.out).resolve()
     for phase in phases:  # before anything loads; once the model is known, its resolved scheme is looked at again
         refuse_silent_errors(phase.recipe, chosen_scheme(phase.recipe), launch)
         refuse_on_cpu(phase.recipe, launch)

@@ -13,6 +13,7 @@ from hf_posswap.training.config import ModelSettings
 from hf_posswap.training.engine.sentences import Pooling, behind_the_encoder
 from hf_posswap.utils.atomic_io import read_json, write_json
 from hf_posswap.utils.auto_classes import refused_code
+from hf_posswap.utils.user_paths import expand_home
 
 _MODULES = "modules.json"
 _ENCODER = "sentence_bert_config.json"
@@ -25,7 +26,7 @@ def is_sentence_model(settings: ModelSettings) -> bool:
         >>> is_sentence_model(ModelSettings("hf_posswap"))
         False
     """
-    local = Path(settings.name).expanduser()
+    local = expand_home(settings.name)
     if local.is_dir():
         return (local / _MODULES).is_file()
     try:
