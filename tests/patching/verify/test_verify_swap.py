@@ -103,7 +103,7 @@ def absolute_positions(model: Any) -> None:
 SABOTAGE: dict[str, tuple[tuple[str, str, Any], Callable[[Any], None], str]] = {
     "position hook": (("gpt2", "rope", 64), drop_hook("transformer.h.1.attn", PositionHook), "does not carry"),
     "config view": (("gpt2", "rope", 64), native_config, "does not carry the scheme"),
-    "start hook": (("gpt2", "rope", 64), drop_hook("transformer", StartHook), "keeps forwards apart is gone"),
+    "start hook": (("gpt2", "rope", 64), drop_hook("transformer", StartHook), "separates forwards is missing"),
     "length hook": (("gpt2", "sinusoidal", 64), drop_hook("transformer", LengthHook), "watches the length is gone"),
     "table is back": (("gpt2", "rope", 64), native_table, "the position table is still there"),
     "table overwritten": (("gpt2", "sinusoidal", 64), overwrite("transformer.wpe.weight"), "what its formula gives"),
@@ -111,7 +111,7 @@ SABOTAGE: dict[str, tuple[tuple[str, str, Any], Callable[[Any], None], str]] = {
     "table shorter": (("gpt2", "learned", 64), short_table, "32 rows instead of 64"),
     "angles of the mechanism": (("gpt2", "rope", 64), other_angles, "of the mechanism changed"),
     "slopes of the mechanism": (("gpt2", "alibi", 64), other_slopes, "of the mechanism changed"),
-    "another scheme": (("gpt2", "rope", 64), other_scheme, "AlibiMechanism stands where a RotaryMechanism should"),
+    "another scheme": (("gpt2", "rope", 64), other_scheme, "AlibiMechanism is in the place of a RotaryMechanism"),
     "native angles": (("llama", "yarn", 64), overwrite("model.rotary_emb.inv_freq"), "planned frequencies"),
     "native rotary is back": (("llama", "yarn", 64), native_rotary, "planned frequencies"),
     "rotation beside a bias": (("llama", "alibi", 64), native_rotary, "native rotation is still active"),

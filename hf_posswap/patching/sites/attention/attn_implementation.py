@@ -19,7 +19,7 @@ from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
 
 @dataclass(frozen=True, kw_only=True)
 class AllowAttnImplementation(Edit):
-    """Lets `set_attn_implementation` have a model attend by eager code or by sdpa, and refuse what it cannot have.
+    """Lets `set_attn_implementation` switch a model between eager and sdpa, and refuse other implementations.
 
     transformers goes by the source of a class, and logs a warning where that has no interface; these attention modules
     have been given one. The masks of such classes are for eager code and sdpa at most.
@@ -51,7 +51,7 @@ class AllowAttnImplementation(Edit):
 
 
 def plan_attn_implementation(context: SwapContext, edits: list[Edit]) -> PlanDraft:
-    """Return the edit after which the attn_implementation of a model can be set; none: its class, or others, say it.
+    """Return the edit after which the attn_implementation of a model can be set; none where its class already can.
 
     Args:
         context: of the model's main stack.
@@ -61,19 +61,22 @@ def plan_attn_implementation(context: SwapContext, edits: list[Edit]) -> PlanDra
     given = any(isinstance(edit, AttendThroughInterface) for edit in edits)
     if not given or len(sites.stacks) > 1 or getattr(model.config, "add_cross_attention", False):
         return PlanDraft()  # what attends across has the class that it had
-    own = sites.main.spec.traits
-    if can_choose_attention(model) or own is None:
+    traits = sites.main.spec.traits
+    if can_choose_attention(model) or traits is None:
         return PlanDraft()
-    ways = "eager alone" if own.eager_masks else "eager or sdpa"
+    implementations = "only eager" if traits.eager_masks else "eager or sdpa"
     allow = AllowAttnImplementation(
         site="attention",
         path="(model)",
         before="attends as its class does",
-        after=f"attn_implementation can be set: {ways}",
+        after=f"attn_implementation can be set: {implementations}",
         stack=context.stack.name,
-        sdpa=not own.eager_masks,
+        sdpa=not traits.eager_masks,
     )
-    note = f"set_attn_implementation: {ways}. The stock class ignores it, with a warning; flash and flex are refused."
+    note = (
+        f"set_attn_implementation: {implementations}. The stock class ignores it, with a warning; flash and flex are "
+        "refused."
+    )
     return PlanDraft(edits=[allow], notes=[note])
 
 
@@ -82,4 +85,4 @@ def _models(model: nn.Module) -> list[Any]:
     from transformers import PreTrainedModel
 
     config: Any = model.config
-    return [one for one in model.modules() if isinstance(one, PreTrainedModel) and one.config is config]
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel) and module.config is config]

@@ -147,7 +147,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
 
     Args:
         model: patched, or a PEFT model around one.
-        backend: "auto" takes the fastest that applies to each call; "plain" the formula as it stands; "row",
+        backend: "auto" takes the fastest that applies to each call; "plain" the formula itself; "row",
             "row_windowed", "hankel", "flex", "chunked" or "merge" that one, at any length, and "plain" where it does
             not apply: all with dropout, for one query alone, in graphs that are exported, for a GPU, or of torch before
             2.7; all but "chunked" where a mask leaves gaps between the keys that a query sees, or positions jump;

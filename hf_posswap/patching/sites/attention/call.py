@@ -1,4 +1,4 @@
-"""What one call of a patched attention module is told: its scheme, where it stands, and what its layers share."""
+"""One call of a patched attention module: its scheme, its positions, and what the layers share."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class AttentionCall:
             )
 
     def written(self, key: Tensor) -> Tensor:
-        """Return what the cache is to hold of new keys [B, G, Q, D]."""
+        """Return new keys [B, G, Q, D] as the cache stores them."""
         if not torch.compiler.is_compiling():
             self.memo.wrote_keys = True
         rotate = self.mechanism.rotate_far if self.keys == "far" else self.mechanism.rotate_key
@@ -140,15 +140,15 @@ class AttentionCall:
         return self._shared(("layout", seen), lambda: lay_out(seen, self.span))
 
     def _once(self) -> Callable[[Any, Callable[[], Any]], Any]:
-        """Return what makes things for all layers that stand alike, or, where that is not known, for this call."""
+        """Return a function that makes a value once for all layers with the same positions, or else for this call."""
         if self.span.shared_cache is not None:
             return self._shared
-        made: dict[Any, Any] = {}
+        values: dict[Any, Any] = {}
 
-        def shared(what: Any, make: Callable[[], Any]) -> Any:
-            if what not in made:
-                made[what] = make()
-            return made[what]
+        def shared(name: Any, make: Callable[[], Any]) -> Any:
+            if name not in values:
+                values[name] = make()
+            return values[name]
 
         return shared
 
@@ -191,14 +191,14 @@ class AttentionCall:
             return backends.flex_bias(self.mechanism, self.span, batch)
         return self._shared("flex bias", lambda: backends.flex_bias(self.mechanism, self.span, batch))
 
-    def _shared(self, what: Any, make: Callable[[], Any]) -> Any:
+    def _shared(self, name: Any, make: Callable[[], Any]) -> Any:
         if self.span.shared_cache is None:
             return make()
-        key = (what, id(self.mechanism))
+        key = (name, id(self.mechanism))
         value = self.span.shared_cache.get(key)
         if value is None:
             value = make()
-            # what has a gradient is made in each layer: a checkpointed layer must be able to make it again
+            # values with a gradient are made in each layer: a checkpointed layer must be able to make them again
             if not (isinstance(value, Tensor) and value.requires_grad):
                 self.span.shared_cache[key] = value
         return value

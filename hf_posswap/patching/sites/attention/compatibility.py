@@ -19,7 +19,7 @@ from hf_posswap.schemes.rope import RotaryScheme
 
 _NATIVELY = "what its config expresses natively (rope, linear, ntk, yarn, llama3, ..., nope)"
 _ALTERING = ("attn_logit_softcapping", "softcap", "sinks")
-"""What attention modules call what they do to their scores beside scaling."""
+"""Names of attributes by which attention modules change their scores other than by scaling."""
 
 
 def refuse_inside(model: Any, sites: Sites, stack: Stack, scheme: Scheme, mechanism: Mechanism) -> None:
@@ -71,7 +71,7 @@ def _refuse_entry(model: Any, stack: Stack) -> None:
 
 
 def _refuse_altered(model: Any, stack: Stack, scheme: Scheme, mechanism: Mechanism) -> None:
-    if not any(part.splits for part in mechanism.modules() if isinstance(part, Mechanism)):
+    if not any(module_part.splits for module_part in mechanism.modules() if isinstance(module_part, Mechanism)):
         return
     for path in stack.attention:
         module = model.get_submodule(path)
@@ -84,25 +84,27 @@ def _refuse_altered(model: Any, stack: Stack, scheme: Scheme, mechanism: Mechani
 
 
 def refuse_without_effect(model: Any, stack: Stack, scheme: Scheme, reached: list[int]) -> None:
-    """Refuse a scheme by layer that names a layer which keeps what it has, or says something new for such layers alone.
+    """Refuse a scheme by layer that names a layer without rotation, or that would change nothing.
 
     Args:
         model: on any device.
         stack: that the scheme is for.
         scheme: resolved.
-        reached: the layers where it takes the place of the rotation.
+        reached: the layers whose rotation it replaces.
 
     Raises:
-        UnsupportedSwapError: which layer, or that it would change nothing.
+        UnsupportedSwapError: names the layer, or says that it would change nothing.
     """
     if not isinstance(scheme, Layered) or len(reached) == len(stack.attention):
         return
     named = dict(scheme.layers) if isinstance(scheme, PerLayer) else {}
-    ignored = [layer for layer, one in named.items() if layer in stack.nope_layers and one.acts_inside]
+    ignored = [
+        layer for layer, layer_scheme in named.items() if layer in stack.nope_layers and layer_scheme.acts_inside
+    ]
     if ignored:
         raise UnsupportedSwapError(
-            f"{scheme.name} names layer {ignored[0]}, which does not rotate in {type(model).__name__}: a scheme takes "
-            f"the place of a rotation. What works: layers {', '.join(map(str, reached))}."
+            f"{scheme.name} names layer {ignored[0]}, which does not rotate in {type(model).__name__}: a scheme "
+            f"replaces a rotation. What works: layers {', '.join(map(str, reached))}."
         )
     if all(_is_as_before(scheme.of_layer(layer), stack.geometry) for layer in reached):
         raise UnsupportedSwapError(
@@ -116,10 +118,10 @@ def _is_as_before(scheme: Scheme, geometry: Geometry) -> bool:
     """Return whether `scheme` turns q and k as the native rotary does."""
     if not isinstance(scheme, RotaryScheme) or not scheme.only_rotates or geometry.frequencies is None:
         return False
-    angles, own = scheme.angles(geometry), torch.tensor(geometry.frequencies)
-    same = scheme.layout == (geometry.layout or scheme.layout) and angles.inv_freq.shape == own.shape
+    angles, native_inv_freq = scheme.angles(geometry), torch.tensor(geometry.frequencies)
+    same = scheme.layout == (geometry.layout or scheme.layout) and angles.inv_freq.shape == native_inv_freq.shape
     factor = abs(angles.attention_factor - geometry.attention_factor) < 1e-6
-    return same and factor and torch.allclose(angles.inv_freq, own, rtol=1e-5, atol=0)
+    return same and factor and torch.allclose(angles.inv_freq, native_inv_freq, rtol=1e-5, atol=0)
 
 
 def _refuse_unproved(model: Any, sites: Sites, stack: Stack, scheme: Scheme, mechanism: Mechanism) -> None:
@@ -153,8 +155,8 @@ def _outside(stack: Stack) -> str:
 
 
 def _refuse_closed(model: Any, stack: Stack) -> None:
-    own = stack.spec.traits
-    for path in stack.attention if own is None or own.interface is None else ():
+    traits = stack.spec.traits
+    for path in stack.attention if traits is None or traits.interface is None else ():
         if not has_interface(model.get_submodule(path)):
             raise UnsupportedSwapError(
                 f"{path} ({type(model.get_submodule(path)).__name__}) does not attend through transformers' "

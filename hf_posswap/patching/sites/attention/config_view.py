@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_posswap.compat.transformers_attention import IMPLEMENTATION
 
-# Code that came with a checkpoint has a name of its own: several versions of the package may run side by side.
+# Code from a checkpoint has another name: several versions of the package may run in one process.
 ATTENTION_NAME = "posswap" if __name__.startswith("hf_posswap.") else f"posswap_{zlib.crc32(__name__.encode()):08x}"
 
 
@@ -15,7 +15,7 @@ class ConfigView:
     """The config of a patched attention module.
 
     The name of the attention implementation is the plugin's; every other attribute is read from, and written to, the
-    model's own config, so the model's `set_attn_implementation` goes on working. Copies and pickles like any object.
+    model's own config, so the model's `set_attn_implementation` still works. Copies and pickles like any object.
     """
 
     def __init__(self, native: Any) -> None:

@@ -79,13 +79,13 @@ class AddMechanism(Edit):
         mechanism = original_of(carried)
         fresh = self.scheme.mechanism(self.geometry)
         if type(mechanism) is not type(fresh):
-            return f"a {type(mechanism).__name__} stands where a {type(fresh).__name__} should"
-        found, expected = _constants(mechanism), _constants(fresh)
-        wrong = [n for n in expected if n not in found or not _equal(found[n], expected[n])]
+            return f"a {type(mechanism).__name__} is in the place of a {type(fresh).__name__}"
+        actual, expected = _constants(mechanism), _constants(fresh)
+        wrong = [n for n in expected if n not in actual or not _equal(actual[n], expected[n])]
         if wrong:
             return f"{', '.join(wrong)} of the mechanism changed"
         started = start_hook(model, self.entry) is not None
-        return None if started else "the hook that keeps forwards apart is gone"
+        return None if started else "the hook that separates forwards is missing"
 
     def reload(self, model: Any) -> None:
         """Nothing: no stock class loads a scheme inside attention."""
@@ -154,16 +154,16 @@ def start_hook(model: Any, entry: str) -> StartHook | None:
 
 def _constants(mechanism: Mechanism) -> dict[str, Tensor]:
     """Return the constant tensors of a mechanism: angles, slopes."""
-    found: dict[str, Tensor] = {}
+    constants: dict[str, Tensor] = {}
     for path, module in mechanism.named_modules():
         for name, value in vars(module).items():
             if value is getattr(module, "number", None):
-                continue  # which each copy has for itself
-            parts = value if isinstance(value, tuple) else (value,)
-            tensors = {f"{path}.{name}[{i}]": part for i, part in enumerate(parts) if isinstance(part, Tensor)}
-            found |= {name.lstrip("."): part for name, part in tensors.items()}
-    return found
+                continue  # each copy has its own
+            values = value if isinstance(value, tuple) else (value,)
+            tensors = {f"{path}.{name}[{i}]": tensor for i, tensor in enumerate(values) if isinstance(tensor, Tensor)}
+            constants |= {name.lstrip("."): tensor for name, tensor in tensors.items()}
+    return constants
 
 
-def _equal(found: Tensor, expected: Tensor) -> bool:
-    return bool(found.cpu().equal(expected.cpu()))
+def _equal(actual: Tensor, expected: Tensor) -> bool:
+    return bool(actual.cpu().equal(expected.cpu()))

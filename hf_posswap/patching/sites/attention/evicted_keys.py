@@ -1,4 +1,4 @@
-"""Evicting keys from a cache together with where they stand, so that every scheme goes on right."""
+"""Evict keys from a cache together with their positions, so that every scheme stays right."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from hf_posswap.patching.sites.attention.key_positions import CHANGED, UNKNOWN, 
 
 
 def evict_keys(cache: Any, keep: Tensor) -> None:
-    """Keep some keys and values of a cache, the same in all layers and heads, and forget the others.
+    """Keep some keys and values of a cache, the same in all layers and heads, and remove the others.
 
-    Eviction by hand (`layer.keys = layer.keys[:, :, keep]`) leaves schemes that need the positions of keys, as alibi,
-    t5 and self_extend do, without them, and they refuse the cache. This removes the positions, too. For schemes whose
-    keys carry their positions, as rope, and for stock models it is the same as eviction by hand.
+    Plain eviction (`layer.keys = layer.keys[:, :, keep]`) leaves wrong positions for schemes that need those of keys,
+    such as alibi, t5 and self_extend, which then refuse the cache. This function removes the positions too. For schemes
+    whose keys carry their positions, such as rope, and for stock models it equals plain eviction.
 
-    From then on the model counts the keys that are left, so tell it where new tokens stand: pass `position_ids`, and an
-    `attention_mask` with one column for each kept key and new token. Code of a stock class that goes by the index of a
-    key, such as the mask of a sliding window, takes the kept keys for neighbours, as it does after eviction by hand.
+    From then on the model counts only the remaining keys, so pass the `position_ids` of new tokens, and an
+    `attention_mask` with one column for each kept key and new token. Code of a stock class that uses the index of a
+    key, such as the mask of a sliding window, treats the kept keys as neighbours, as it does after plain eviction.
 
     Args:
-        cache: a `DynamicCache`, or an `EncoderDecoderCache` around one, of which the self-attention part is meant; it
-            is changed in place.
+        cache: a `DynamicCache`, or the self-attention cache of an `EncoderDecoderCache`; it is changed in
+            place.
         keep: which keys stay: their indices in the cache, ascending, [K], or [B, K] with other ones for each row; or
             bool [T], True for each of T keys that stays.
 
     Raises:
         PosswapError: `keep` does not fit the cache; the cache holds no tokens, or not as growing layers of full
-            attention; or its keys were replaced by other means before.
+            attention; or its keys were replaced before.
 
     Example:
         >>> import torch
@@ -51,9 +51,9 @@ def evict_keys(cache: Any, keep: Tensor) -> None:
     index = _index(keep, rows, length)
     kept = [(_selected(layer.keys, index), _selected(layer.values, index)) for layer in layers]
     positions = [_selected_positions(getattr(layer, "posswap_positions", None), index) for layer in layers]
-    part = self_attention_cache(cache)
+    self_cache = self_attention_cache(cache)
     for number, ((keys, values), at) in enumerate(zip(kept, positions, strict=True)):
-        layer = evictable_layer(part, number)
+        layer = evictable_layer(self_cache, number)
         layer.keys, layer.values = keys, values
         layer.posswap_keys, layer.posswap_positions, layer.posswap_is_evicted = keys, at, True
 

@@ -1,7 +1,7 @@
-"""What the layers of one forward share: where they stand, and the position ids that the model does not pass on.
+"""What the layers of one forward share: their positions, and position ids that the model does not pass on.
 
-Several threads may run one model at once, each on tokens of its own, and a hook may run it inside of its own forward:
-each forward has its own memo.
+Several threads may run one model at once, each on other tokens, and a hook may run it inside a forward: each forward
+has its own memo.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class ForwardMemo:
     """What the layers of one forward share: where they stand, and what the first of them made of it, as cos and sin.
 
     A span is found again only by the very cache, tensor and numbers it was made from, so a stale one cannot be used;
-    `clear` at the start and end of each forward frees it. Where layers are called by hand, or run again in the
-    backward, only what surely did not change since is found again. While a graph is being traced nothing is kept: the
+    `clear` at the start and end of each forward frees it. Where user code calls layers, or layers run again in
+    the backward, only values that surely did not change are reused. While a graph is being traced nothing is kept: the
     compiler merges equal work by itself.
     """
 
@@ -83,7 +83,7 @@ class ForwardMemo:
     runs_again: bool = False
     """Whether layers run again in the backward."""
     wrote_keys: bool = False
-    """Whether a layer put keys into a cache, through what changes them: other layers may read what it put there."""
+    """Whether a layer wrote changed keys into a cache, which other layers may read."""
     calls: int = 0
     """How often attention modules asked for it."""
     drops_bias: bool = False
@@ -105,16 +105,16 @@ class ForwardMemo:
         return self.in_forward or torch.compiler.is_compiling() or (cache is None and all(counted))
 
     def of_mask(self, mask: Tensor, read: Callable[[], Any]) -> Any:
-        """Return what `read` makes of `mask`, once in a forward as long as nothing is written into it."""
+        """Return `read()`, computed once in a forward as long as `mask` is not written to."""
         if not self.knows(None, mask):
             return read()
         version = version_of(mask)
-        for known, at, found in self.masks:
+        for known, at, value in self.masks:
             if known() is mask and at == version:
-                return found
-        found = read()
-        self.masks.append((weakref.ref(mask), version, found))
-        return found
+                return value
+        value = read()
+        self.masks.append((weakref.ref(mask), version, value))
+        return value
 
     def shared(self, key: tuple[Any, ...], make: Callable[[Any], Span]) -> Span:
         """Return the span that was kept under `key`, compared by identity for tensors, or what `make` gives.
@@ -138,10 +138,10 @@ class ForwardMemo:
 
 
 class ForwardMemos:
-    """The memo of each forward that runs through a stack: of several threads, or of one inside another.
+    """The memos of all forwards that run through a stack: of several threads, or nested.
 
-    What is compiled cannot ask which forward it is of: one memo, `traced`, is for all of it, and is told what the
-    memo of the last forward is told, as layers that are compiled by themselves stand in a forward that is not.
+    Compiled code cannot ask which forward it belongs to: it has one memo, `traced`, which is set like the memo of the
+    last forward, because single compiled layers run in a forward that is not compiled.
 
     Args:
         drops_bias, source, padding_id: as in `ForwardMemo`, for all forwards.
@@ -159,13 +159,13 @@ class ForwardMemos:
         """Return the memo of the forward that runs."""
         if torch.compiler.is_compiling():
             return self.traced
-        own = self.of_thread()
-        if self.begun_traced and not own.in_forward:  # a part that is not compiled, of a forward that is
+        memo = self.of_thread()
+        if self.begun_traced and not memo.in_forward:  # an uncompiled part of a compiled forward
             return replace(self.traced, entries=[], masks=[])
-        return own
+        return memo
 
     def of_thread(self) -> ForwardMemo:
-        """Return the memo of this thread's innermost forward; outside of any, that of layers called by hand."""
+        """Return the memo of this thread's innermost forward; outside of any, that of layers that user code calls."""
         return self._running()[-1][1]
 
     def begin(self, module: nn.Module, given: Tensor | None, *, by_caller: bool, runs_again: bool) -> None:
@@ -205,13 +205,13 @@ class ForwardMemos:
 
     def _running(self) -> list[tuple[int, ForwardMemo]]:
         """Return the memos of this thread, the innermost last, each with the forwards around it."""
-        found: list[tuple[int, ForwardMemo]] | None = getattr(self.own, "running", None)
-        if found is None:
-            found = self.own.running = [(-1, self.make())]
-        return found
+        memos: list[tuple[int, ForwardMemo]] | None = getattr(self.own, "running", None)
+        if memos is None:
+            memos = self.own.running = [(-1, self.make())]
+        return memos
 
     def _leave(self, depth: int) -> list[tuple[int, ForwardMemo]]:
-        """Forget the forwards of this thread but for the `depth` outermost, and what layers called by hand left."""
+        """Forget the forwards of this thread except the `depth` outermost, and what directly called layers left."""
         running = self._running()
         while running[-1][0] >= depth:
             running.pop()
@@ -226,12 +226,12 @@ class ForwardMemos:
 
 
 def _depth(module: nn.Module) -> int:
-    """Return how many forwards of `module` this thread is in the midst of."""
-    frame, found = inspect.currentframe(), 0
+    """Return how many forwards of `module` run in this thread."""
+    frame, depth = inspect.currentframe(), 0
     while frame is not None:
-        found += frame.f_code.co_name == "forward" and self_of(frame) is module
+        depth += frame.f_code.co_name == "forward" and self_of(frame) is module
         frame = frame.f_back
-    return found
+    return depth
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -54,14 +54,14 @@ def posswap_attention(
         kwargs.pop("position_bias", None)
     query, key = call.rotate(query, key)
     query = call.scaled(query)
-    if call.mechanism.biases and name == "sdpa":  # which takes masks of the dtype that autocast gives the rest
+    if call.mechanism.biases and name == "sdpa":  # sdpa takes masks of the dtype that autocast gives the rest
         query, key, value = map(as_attended, (query, key, value))
     if call.mechanism.watches:
         call.mechanism.watch(query, key, kwargs.get("scaling"), attention_mask, kwargs.get("sliding_window"))
-    if query.shape[2] > 1 and backends.backends_of(call.mechanism):  # of one query all ways are one
-        found = in_graph.attend(call, call.request(module, name, query, key, value, attention_mask, kwargs))
-        if found is not None:
-            return found, None
+    if query.shape[2] > 1 and backends.backends_of(call.mechanism):  # for one query all backends are the same
+        attended = in_graph.attend(call, call.request(module, name, query, key, value, attention_mask, kwargs))
+        if attended is not None:
+            return attended, None
     if call.mechanism.splits:
         return _split(call, module, name, query, key, value, attention_mask, kwargs)
     as_tensor = name != "flex_attention" or backends.is_learned(call.mechanism)

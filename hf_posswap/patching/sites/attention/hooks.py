@@ -158,7 +158,7 @@ class StartHook:
             found = cache_of_call(module, args, kwargs)
             position_ids = counted(source, self.memos.traced.padding_id, given, None if found is None else found[1])
         elif not takes:
-            check_fits(position_ids, given)  # no code of the model's own does
+            check_fits(position_ids, given)  # the model's code does not check
         if by_caller and self.masks_by_index and position_ids is not None:
             check_not_packed(type(module).__name__, position_ids, given)
         tells = position_ids is not None and takes and not by_caller and source == "mask"
@@ -167,7 +167,7 @@ class StartHook:
         self.memos.begin(module, None if tells else position_ids, by_caller=by_caller, runs_again=again)
         if not tells:
             return None
-        return (), {**given, "position_ids": position_ids}  # it tells its attention what it is given
+        return (), {**given, "position_ids": position_ids}  # it passes its ids on to its attention
 
     def stop(self, module: nn.Module, *_: Any) -> None:
         """End a forward of `module`.
@@ -186,7 +186,7 @@ class StartHook:
         if left < self.carriers:
             raise PosswapError(
                 f"{self.carriers - left} of {self.carriers} attention modules of {type(module).__name__} that were "
-                "given a scheme were exchanged for others since, which know nothing of it (set_attention_type does "
-                "that, for one): the result would be that of no positions, or of the native ones. What works: "
-                "hf_posswap.patch_model after the exchange, on a model that is loaded anew."
+                "swapped have been replaced since (set_attention_type does that, for example): the model would "
+                "compute without positions, or with the native ones. What works: load the model again, replace the "
+                "modules, and then call hf_posswap.patch_model."
             )

@@ -46,25 +46,25 @@ def attend(call: AttentionCall, request: Request) -> Tensor | None:
 
 
 def _is_held(request: Request) -> bool:
-    """Return whether a graph that is being traced is to hold `request` as the operator, not as the formula.
+    """Return whether a traced graph should contain `request` as the operator instead of the formula.
 
-    It is on a CPU, where a way other than the formula is open.
+    So it is on a CPU, where another backend than the formula applies.
     """
     if not torch.compiler.is_dynamo_compiling() or _exports() or request.mechanism.backend == "plain":
         return False
     if len(backends.backends_of(request.mechanism)) < 2 or request.alters or request.query.device.type != "cpu":
         return False
-    if type(request.query) is not Tensor or transforms_active():  # which know no rule for the operator
+    if type(request.query) is not Tensor or transforms_active():  # they have no rule for the operator
         return False
-    if request.mechanism.splits and torch.is_autocast_enabled("cpu"):  # what it rotates is narrowed only then
+    if request.mechanism.splits and torch.is_autocast_enabled("cpu"):  # rotated tensors are narrowed only then
         return False
     return request.mask is None or not request.mask.requires_grad
 
 
 def _exports() -> bool:
-    """Return whether the graph is to run without this package; torch before 2.7 does not say."""
-    asked = getattr(torch.compiler, "is_exporting", None)
-    return asked is None or asked()
+    """Return whether the graph will run without this package; unknown before torch 2.7."""
+    is_exporting = getattr(torch.compiler, "is_exporting", None)
+    return is_exporting is None or is_exporting()
 
 
 @torch.library.custom_op(OPERATOR, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
@@ -123,9 +123,9 @@ def _attend_backward(
         query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
         out = _attended(mechanism, query, key, value, mask, query_positions, key_positions, *settings)
         inputs = query, key, value, *learned.values()
-        found = torch.autograd.grad(out, inputs, grad, materialize_grads=True)
-    of_tokens = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found[:3]]
-    of_learned = dict(zip(learned, found[3:], strict=True))
+        gradients = torch.autograd.grad(out, inputs, grad, materialize_grads=True)
+    of_tokens = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in gradients[:3]]
+    of_learned = dict(zip(learned, gradients[3:], strict=True))
     others = [of_learned.get(name, torch.zeros_like(x)) for name, x in mechanism.named_parameters()]
     return [*of_tokens, *(x.contiguous() for x in others)]
 
@@ -168,20 +168,20 @@ def _attended(
     call = AttentionCall(mechanism, span, ForwardMemo(in_forward=True), cast("Keys", keys))
     arguments = {"is_causal": causal, "scaling": scaling}
     request = call.request(None, "sdpa", query, key, value, mask, arguments)
-    found = backends.attend(request, call.pieces)
-    return (_by_formula(call, request) if found is None else found).contiguous()
+    attended = backends.attend(request, call.pieces)
+    return (_by_formula(call, request) if attended is None else attended).contiguous()
 
 
 def _by_formula(call: AttentionCall, request: Request) -> Tensor:
     query, key, value, mask = request.query, request.key, request.value, request.mask
     if request.mechanism.splits:
-        found, _ = attend_split(
+        attended, _ = attend_split(
             query, key, value, call.pieces(), call.span.query, call.span.key, mask,
             causal=request.causal, scaling=request.scaling,
         )  # fmt: skip
-        return found
+        return attended
     bias = call.bias()
-    assert bias is not None, "a mechanism with ways of its own splits or biases"
+    assert bias is not None, "a mechanism with backends splits or biases"
     added = additive_mask(bias, mask, causal=request.causal, query=query, key=key)
     attended = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=added, scale=request.scaling, enable_gqa=request.share > 1
@@ -190,9 +190,9 @@ def _by_formula(call: AttentionCall, request: Request) -> Tensor:
 
 
 def _with_parameters(mechanism: Mechanism, parameters: list[Tensor]) -> Mechanism:
-    """Return `mechanism`, or a copy of it with other parameters where these are others, as of a functional call."""
-    own = list(mechanism.parameters())
-    if all(a.data_ptr() == b.data_ptr() for a, b in zip(own, parameters, strict=True)):
+    """Return `mechanism`, or a copy with `parameters` where those differ, as in a functional call."""
+    current = list(mechanism.parameters())
+    if all(a.data_ptr() == b.data_ptr() for a, b in zip(current, parameters, strict=True)):
         return mechanism
     other = copy.deepcopy(mechanism)
     for parameter, given in zip(other.parameters(), parameters, strict=True):

@@ -81,8 +81,7 @@ class AtPositionZero(nn.Module):
     """A module that makes angles, with every token at position 0: the identity rotation, at any length.
 
     Args:
-        native: the model's own module, which is called with zeros in the place of positions; `unpatch_model` puts it
-            back.
+        native: the model's own module, which is called with zeros instead of positions; `unpatch_model` restores it.
     """
 
     def __init__(self, native: nn.Module) -> None:

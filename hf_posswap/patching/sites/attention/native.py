@@ -37,25 +37,25 @@ def interface_edits(context: SwapContext, *, native_positions: bool) -> list[Edi
         UnsupportedSwapError: an attention module is of a class that no interface class is known to equal, or this
             release of transformers lacks what that class is made from.
     """
-    model, stack, own = context.model, context.stack, context.stack.spec.traits
-    if own is None:
+    model, stack, traits = context.model, context.stack, context.stack.spec.traits
+    if traits is None:
         return []
-    why = None if own.closed is None else own.closed(model.config)
+    why = None if traits.closed is None else traits.closed(model.config)
     if why is not None:
         raise UnsupportedSwapError(f"nothing can be put inside the attention of {context.model_name}: {why}.")
     edits: list[Edit] = []
     for path in () if native_positions else rows_of(context):
         _refuse_other_sinusoids(path, model.get_submodule(path))
-    if own.switch is not None and not native_positions:
-        edits.append(_switch_off(context, *own.switch))
-    if own.angles and not native_positions:
-        edits += _stop_rotation(context, own.angles)
-    for layer, path in enumerate(stack.attention if own.interface else ()):
-        found = _interface_of(own.interface, path, model.get_submodule(path))  # type: ignore[arg-type]
-        if isinstance(found, str):
-            raise UnsupportedSwapError(f"{path}: {found}")
-        if found is not type(model.get_submodule(path)):
-            edits.append(_through_interface(context, path, found, layer, native_positions=native_positions))
+    if traits.switch is not None and not native_positions:
+        edits.append(_switch_off(context, *traits.switch))
+    if traits.angles and not native_positions:
+        edits += _stop_rotation(context, traits.angles)
+    for layer, path in enumerate(stack.attention if traits.interface else ()):
+        interface_class = _interface_of(traits.interface, path, model.get_submodule(path))  # type: ignore[arg-type]
+        if isinstance(interface_class, str):
+            raise UnsupportedSwapError(f"{path}: {interface_class}")
+        if interface_class is not type(model.get_submodule(path)):
+            edits.append(_through_interface(context, path, interface_class, layer, native_positions=native_positions))
     return edits
 
 
@@ -108,10 +108,10 @@ def _through_interface(context: SwapContext, path: str, cls: type, layer: int, *
 
 def rows_of(context: SwapContext) -> list[str]:
     """Return the paths of the embeddings from which the positions native inside attention are made."""
-    own, base = context.stack.spec.traits, context.sites.base
-    if own is None or not own.made_from:
+    traits, base = context.stack.spec.traits, context.sites.base
+    if traits is None or not traits.made_from:
         return []
-    return [join(base, path) for path in matching(context.model.get_submodule(base), own.made_from)]
+    return [join(base, path) for path in matching(context.model.get_submodule(base), traits.made_from)]
 
 
 def is_native(context: SwapContext) -> bool:

@@ -57,13 +57,13 @@ def attend_one(
     """
     groups = value.shape[1]
     turned = rotate(query.expand(-1, -1, len(ranges), -1), turns.table, turns.layout)  # [B, H, P, D]
-    asked = turned.unflatten(1, (groups, -1))  # [B, G, H/G, P, D]
+    grouped = turned.unflatten(1, (groups, -1))  # [B, G, H/G, P, D]
     wide = torch.promote_types(query.dtype, torch.float32)
-    parts = [
-        torch.matmul(asked[:, :, :, number], piece.rotate_key(key[:, :, low:high], low, high).transpose(-1, -2))
+    scores_by_region = [
+        torch.matmul(grouped[:, :, :, number], piece.rotate_key(key[:, :, low:high], low, high).transpose(-1, -2))
         for number, (piece, low, high) in enumerate(ranges)
     ]
-    scores = torch.cat(parts, dim=-1).to(wide).mul_(scaling)  # [B, G, H/G, K]
+    scores = torch.cat(scores_by_region, dim=-1).to(wide).mul_(scaling)  # [B, G, H/G, K]
     if mask is not None:
         lowest = torch.finfo(torch.float32).min
         shown = mask[..., : scores.shape[-1]]

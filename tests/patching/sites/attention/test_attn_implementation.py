@@ -109,7 +109,7 @@ def test_taken_back_it_is_as_stock_has_it(kind: str) -> None:
         assert twin.config._attn_implementation == before
 
 
-@pytest.mark.parametrize(("kind", "ways"), [("bloom", "eager or sdpa"), ("mpt", "eager alone")])
+@pytest.mark.parametrize(("kind", "ways"), [("bloom", "eager or sdpa"), ("mpt", "only eager")])
 def test_the_plan_says_so(kind: str, ways: str) -> None:
     plan = swap_plan(patch_model(tiny_model(kind), "rope"))
     assert any(note.startswith(f"set_attn_implementation: {ways}.") for note in plan.notes)
