@@ -89,7 +89,7 @@ def test_a_scheme_beside_the_relative_part_or_in_its_place(kind: str, scheme: st
     same(logits(model), expected)
     verify_swap(model)
     assert plan.record.relative == relative
-    assert ('relative="drop" takes them away' in str(plan)) is (relative == "keep")
+    assert ('relative="drop" removes them' in str(plan)) is (relative == "keep")
     assert ("encoder.relative_attention" in str(plan)) is (relative == "drop")
 
 

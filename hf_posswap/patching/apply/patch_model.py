@@ -55,7 +55,7 @@ def patch_model(
         max_length: positions the swapped model is meant for, in tokens; None keeps the model's own (or what a given
             factor reaches).
         site: "auto" expresses the swap natively where it can be; "attention" always applies it inside attention.
-        relative: whether DeBERTa's relative positions inside attention stay beside the scheme, "keep", or go, "drop";
+        relative: "keep" DeBERTa's relative positions inside attention, or "drop" them;
             None keeps them, and is all that other models take.
         options: fields of the scheme, where it is given by name.
 

@@ -80,7 +80,9 @@ class CoordinateHook(PositionHook):
 
 
 def _span(places: Tensor, memo: ForwardMemo) -> Span:
-    return memo.shared(identity_of(places), lambda made: Span(places, places.shape[1], True, None, made))
+    return memo.shared(
+        identity_of(places), lambda shared_values: Span(places, places.shape[1], True, None, shared_values)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

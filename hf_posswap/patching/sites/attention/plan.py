@@ -1,4 +1,4 @@
-"""Planning the attention site: a scheme between projections and scores, in the place of what is native there."""
+"""Plan the attention site: a scheme between projections and scores that replaces the native mechanism there."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def zeros_suffice(context: SwapContext) -> bool:
 
 def plan_longer_masks(context: SwapContext, planned: list[Edit]) -> PlanDraft:
     """Return attention classes with the interface where a model's own causal mask ends at the original length."""
-    own = context.stack.spec.traits
-    goes_on = context.length > context.geometry.original_length or not context.scheme.table_part
-    if own is None or not own.ends or not goes_on:
+    traits = context.stack.spec.traits
+    exceeds_native = context.length > context.geometry.original_length or not context.scheme.table_part
+    if traits is None or not traits.ends or not exceeds_native:
         return PlanDraft()
     if any(isinstance(edit, AttendThroughInterface) for edit in planned):
         return PlanDraft()
@@ -130,9 +130,9 @@ def _coordinates(context: SwapContext) -> list[Edit]:
 
 def _patched(context: SwapContext, path: str, mechanism: Mechanism, layers: list[tuple[int, str]]) -> list[Edit]:
     stack, reads_text = context.stack, context.stack.inputs == "text"
-    kind = PatchAttention if reads_text else PatchImageAttention
+    edit_class = PatchAttention if reads_text else PatchImageAttention
     return [
-        kind(
+        edit_class(
             site="attention",
             path=module,
             before="raw q and k",
@@ -165,7 +165,7 @@ def _remove_rows(context: SwapContext, *, native: bool) -> PlanDraft:
 
 
 def effect_of(mechanism: Mechanism, *, cached: bool) -> str:
-    """Return in words what `mechanism` does to the attention of a layer.
+    """Return as text what `mechanism` does to the attention of a layer.
 
     Args:
         mechanism: of the layer.
@@ -173,7 +173,7 @@ def effect_of(mechanism: Mechanism, *, cached: bool) -> str:
     """
     effects = []
     if mechanism.splits:
-        effects.append("split scores, each part with rotations of its own")
+        effects.append("split scores, each region with its own rotations")
     if mechanism.rotates:
         effects.append("keys rotated" if mechanism.splits else "q and k rotated")
     if (mechanism.rotates or mechanism.splits) and cached:

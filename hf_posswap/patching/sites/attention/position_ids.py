@@ -1,4 +1,4 @@
-"""Position ids on their way to a stack whose model would drop them without a word: handed on, or refused.
+"""Position ids for a stack whose model would silently drop them: passed on, or refused.
 
 Some classes take any argument and pass few of them on: BLOOM's, MPT's and T5's whole models, Falcon's task heads. What
 is inside attention after a swap can go by position ids, so they are brought there; a table that its model counts by
@@ -30,8 +30,8 @@ ENTRY_ARGUMENT = "position_ids"
 class PendingIds:
     """Holds the position ids [B or 1, Q] that an outer module was given, until the stack takes them.
 
-    Each thread that runs the model has its own. What is compiled cannot ask which thread it runs in, and has one place
-    for all, which is filled beside: a stack that is compiled by itself stands in a model that is not.
+    Each thread that runs the model has its own. Compiled code cannot ask which thread it runs in: it has one place
+    for all threads, filled too, because a compiled stack may be in a model that is not compiled.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class PendingIds:
     def take(self) -> Tensor | None:
         """Return them, and keep them no more."""
         if torch.compiler.is_compiling() or self.put_traced:
-            found = self.traced
+            position_ids = self.traced
         else:
-            found = getattr(self.own, "position_ids", None)
+            position_ids = getattr(self.own, "position_ids", None)
         self.put(None)
-        return found
+        return position_ids
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PendingIds, ()
@@ -223,12 +223,14 @@ def _argument(model: Any, stack: Stack) -> str:
 
 def _around(model: Any, stack: Stack, argument: str) -> tuple[str, ...]:
     """Return the paths of the modules around `stack` that take `argument` and may drop it."""
-    parts = stack.entry.split(".") if stack.entry else []
-    paths = (".".join(parts[:depth]) for depth in range(len(parts)))
+    names = stack.entry.split(".") if stack.entry else []
+    paths = (".".join(names[:depth]) for depth in range(len(names)))
     return tuple(path for path in paths if _swallows(model.get_submodule(path), argument))
 
 
 def _swallows(module: nn.Module, argument: str) -> bool:
     """Return whether `module` takes any argument, and not this one by its name."""
     parameters = inspect.signature(type(module).forward).parameters
-    return argument not in parameters and any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return argument not in parameters and any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )

@@ -30,7 +30,7 @@ def check_not_packed(name: str, position_ids: Tensor, given: dict[str, Any]) -> 
     """Check that `position_ids` are not those of packed documents without a mask, for a class that knows none.
 
     transformers takes ids that begin anew, where there is no mask, for documents that do not see each other, and masks
-    them so where a class tells it of the ids. A class that has no ids of its own does not.
+    them so where a class passes the ids to it. A class without position ids does not.
 
     Raises:
         UnsupportedSwapError: they begin anew, and there is no mask.

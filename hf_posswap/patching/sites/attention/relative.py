@@ -1,4 +1,4 @@
-"""Positions inside attention that are no scheme of ours: they stay beside one, or go."""
+"""Relative positions inside attention that are not a scheme: they stay with a scheme, or are removed."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class LeaveOut(Edit):
         setattr(owner, leaf, None)
 
     def undo(self, model: Any, saved: Saved) -> None:
-        """Put the module back, its parameters where the model has moved meanwhile."""
+        """Put the module back, on the device to which the model has moved."""
         if "module" not in saved:
             return
         owner, leaf = owner_of(model, self.path)
-        beside = next(owner.parameters())
-        if holds_values(beside):
-            saved["module"].to(beside.device, beside.dtype)
+        neighbour = next(owner.parameters())
+        if holds_values(neighbour):
+            saved["module"].to(neighbour.device, neighbour.dtype)
         setattr(owner, leaf, saved["module"])
 
     def check(self, model: Any) -> str | None:
         owner, leaf = owner_of(model, self.path)
-        found = getattr(owner, leaf, None)
-        return None if found is None else f"a {type(found).__name__} is there again"
+        actual = getattr(owner, leaf, None)
+        return None if actual is None else f"a {type(actual).__name__} is there again"
 
     def reload(self, model: Any) -> None:
         """Nothing: the config says it."""
@@ -51,47 +51,47 @@ class LeaveOut(Edit):
 
 def relative_part(model: Any, stack: Stack) -> RelativePart | None:
     """Return the positions inside the attention of `stack` that are no scheme, or None."""
-    part = None if stack.spec.traits is None else stack.spec.traits.relative
-    return part if part is not None and part.is_in(config_at(model.config, stack.config)) else None
+    relative = None if stack.spec.traits is None else stack.spec.traits.relative
+    return relative if relative is not None and relative.is_in(config_at(model.config, stack.config)) else None
 
 
-def relative_choice(model: Any, sites: Sites, asked: Any) -> Any:
-    """Return what becomes of the relative positions of `model`: as `asked`, or None where it has none.
+def relative_choice(model: Any, sites: Sites, choice: Any) -> Any:
+    """Return "keep" or "drop" for the relative positions of `model`, or None where it has none.
 
     Raises:
-        UnsupportedSwapError: neither "keep" nor "drop" was asked, or it was and the model has none.
+        UnsupportedSwapError: `choice` is neither "keep" nor "drop", or the model has none.
     """
-    if asked not in (None, "keep", "drop"):
-        raise UnsupportedSwapError(f"relative must be 'keep' or 'drop', got {asked!r}.")
+    if choice not in (None, "keep", "drop"):
+        raise UnsupportedSwapError(f"relative must be 'keep' or 'drop', got {choice!r}.")
     if any(relative_part(model, stack) is not None for stack in sites.stacks):
-        return asked or "keep"
-    if asked is None:
+        return choice or "keep"
+    if choice is None:
         return None
     raise UnsupportedSwapError(
-        f"relative={asked!r} is for models with relative positions inside attention beside a position table (DeBERTa, "
+        f"relative={choice!r} is for models with relative positions inside attention and a position table (DeBERTa, "
         f"DeBERTa-v2); {type(model).__name__} has none. Leave it out."
     )
 
 
 def plan_relative(context: SwapContext) -> PlanDraft:
-    """Return what becomes of positions inside attention that are no scheme: they stay, or what makes them goes."""
-    part = None if context.relative is None else relative_part(context.model, context.stack)
-    if part is None:
+    """Plan the relative positions inside attention: they stay, or their modules are removed."""
+    relative = None if context.relative is None else relative_part(context.model, context.stack)
+    if relative is None:
         return PlanDraft()
     if context.relative == "keep":
-        return PlanDraft(notes=['Its relative positions stay beside the scheme; relative="drop" takes them away.'])
-    edits = [*_switched_off(context, part), *_left_out(context, part)]
+        return PlanDraft(notes=['Its relative positions stay with the scheme; relative="drop" removes them.'])
+    edits = [*_switched_off(context, relative), *_left_out(context, relative)]
     return PlanDraft(
         edits=edits,
-        values={part.config_name: False},
+        values={relative.config_name: False},
         unused=_parameters_left_out(context.model, edits),
         adaptation="required: the weights have never been without their relative positions",
     )
 
 
-def _switched_off(context: SwapContext, part: RelativePart) -> Iterator[Edit]:
-    name = part.config_name
-    for path in _paths(context, part.switches):
+def _switched_off(context: SwapContext, relative: RelativePart) -> Iterator[Edit]:
+    name = relative.config_name
+    for path in _paths(context, relative.switches):
         yield SetAttribute(
             site="attention",
             path=f"{path}.{name}",
@@ -104,8 +104,8 @@ def _switched_off(context: SwapContext, part: RelativePart) -> Iterator[Edit]:
         )
 
 
-def _left_out(context: SwapContext, part: RelativePart) -> Iterator[Edit]:
-    for path in _paths(context, part.weights):
+def _left_out(context: SwapContext, relative: RelativePart) -> Iterator[Edit]:
+    for path in _paths(context, relative.weights):
         before = type(context.model.get_submodule(path)).__name__
         yield LeaveOut(site="attention", path=path, before=before, after="left out", stack=context.stack.name)
 
@@ -118,5 +118,5 @@ def _paths(context: SwapContext, patterns: tuple[str, ...]) -> Iterator[str]:
 def _parameters_left_out(model: Any, edits: list[Edit]) -> dict[str, int]:
     """Return the parameters, by name, of what `edits` leave out of `model`: their numbers of elements."""
     paths = [edit.path for edit in edits if isinstance(edit, LeaveOut)]
-    found = ((path, *item) for path in paths for item in model.get_submodule(path).named_parameters())
-    return {f"{path}.{name}": parameter.numel() for path, name, parameter in found}
+    parameters = ((path, *item) for path in paths for item in model.get_submodule(path).named_parameters())
+    return {f"{path}.{name}": parameter.numel() for path, name, parameter in parameters}

@@ -42,7 +42,7 @@ class Division(NamedTuple):
 
     @property
     def gains(self) -> bool:
-        """Whether what is left is little beside what is taken."""
+        """Whether few pairs are left compared with those taken."""
         return _pairs(self.rest) <= MOST_REST * _pairs(self.fast)
 
 
@@ -129,23 +129,25 @@ class Request:
         return self.find_layout()
 
     def division(self, name: str) -> Division | None:
-        """Return the segments that the way called `name` takes; None: it takes none."""
+        """Return the segments that the backend `name` computes; None: it computes none."""
         layout = self.layout
         if layout is None:
             return None
-        (found,) = self.shared(("division", name, id(layout)), lambda: (_divided(name, layout),))
-        return found
+        (division,) = self.shared(("division", name, id(layout)), lambda: (_divided(name, layout),))
+        return division
 
 
 def _divided(name: str, layout: Layout) -> Division | None:
-    longest = sum(_pairs_of(one.queries) + _pairs_of(one.keys) for one in layout.regular)
-    # nothing as long as a jump of positions
-    fast = [one for one in layout.regular if -longest <= one.distances[0] and one.distances[1] <= longest]
+    longest = sum(_pairs_of(segment.queries) + _pairs_of(segment.keys) for segment in layout.regular)
+    # no distances as long as a jump of positions
+    fast = [
+        segment for segment in layout.regular if -longest <= segment.distances[0] and segment.distances[1] <= longest
+    ]
     if name == "hankel":
-        fast = [one for one, told in zip(fast, by_line(fast), strict=True) if told]
+        fast = [segment for segment, on_line in zip(fast, by_line(fast), strict=True) if on_line]
     elif name != "merge":
-        fast = [one for one in fast if one.distances[0] >= 0]
-    rest = [one for one in (*layout.regular, *layout.irregular) if one not in fast]
+        fast = [segment for segment in fast if segment.distances[0] >= 0]
+    rest = [segment for segment in (*layout.regular, *layout.irregular) if segment not in fast]
     return Division(tuple(fast), tuple(rest)) if fast else None
 
 
@@ -154,7 +156,7 @@ def _pairs_of(span: tuple[int, int]) -> int:
 
 
 def _pairs(segments: tuple[Segment, ...]) -> int:
-    return sum(_pairs_of(one.rows) * _pairs_of(one.queries) * _pairs_of(one.keys) for one in segments)
+    return sum(_pairs_of(segment.rows) * _pairs_of(segment.queries) * _pairs_of(segment.keys) for segment in segments)
 
 
 def seen_segments(
@@ -176,6 +178,6 @@ def lay_out(seen: tuple[Segment, ...], span: Span) -> Layout:
     """Return the segments of a mask with the positions of the queries and keys."""
     of_queries = span.query.cpu()
     of_keys = of_queries if span.is_prefill else span.key.cpu()
-    found = [one for segment in seen for one in placed(segment, of_queries, of_keys)]
-    regular = together([one for one, rises in found if rises])
-    return Layout(tuple(regular), tuple(one for one, rises in found if not rises))
+    pieces_placed = [piece for segment in seen for piece in placed(segment, of_queries, of_keys)]
+    regular = together([piece for piece, rises in pieces_placed if rises])
+    return Layout(tuple(regular), tuple(piece for piece, rises in pieces_placed if not rises))

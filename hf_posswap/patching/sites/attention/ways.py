@@ -1,7 +1,7 @@
 """The ways of computing attention that `backends` chooses from, each by its kernel, for the segments that it takes.
 
-What the mask or the positions leave of a call that a kernel cannot take is computed by the formula, in blocks, and put
-beside the kernel's: no query is in both.
+The part of a call that a kernel cannot compute, because of the mask or the positions, is computed by the formula in
+blocks and added to the kernel's output: no query is in both.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ def _row(request: Request, pieces: Pieces) -> Tensor:
 
     calls = request.shared(("row calls", id(division), dtype, request.share), make)
     tensors = [(request.query, request.key)], request.value
-    return _with_made(request, attend_calls(*tensors, calls, scaling=request.scaling), division.rest)
+    return _add_biased(request, attend_calls(*tensors, calls, scaling=request.scaling), division.rest)
 
 
 def _row_windowed(request: Request, pieces: Pieces) -> Tensor:
     division, slopes = _division(request, "row_windowed"), request.mechanism.slopes
     assert slopes is not None
-    found = attend_linear(
+    out = attend_linear(
         request.query, request.key, request.value, slopes, scaling=request.scaling, windowed=True,
         segments=division.fast,
     )  # fmt: skip
-    return _with_made(request, found, division.rest)
+    return _add_biased(request, out, division.rest)
 
 
 def _hankel(request: Request, pieces: Pieces) -> Tensor:
     division = _division(request, "hankel")
     least, most = seen_distances(division.fast)
     line = request.mechanism.distance_bias(torch.arange(least, most + 1, device=request.query.device))  # [H, N]
-    found = attend_by_distance(
+    out = attend_by_distance(
         request.query, request.key, request.value, line, scaling=request.scaling, segments=division.fast
     )  # fmt: skip
-    return _with_made(request, found, division.rest)
+    return _add_biased(request, out, division.rest)
 
 
 def _flex(request: Request, pieces: Pieces) -> Tensor:
@@ -72,7 +72,7 @@ def _flex(request: Request, pieces: Pieces) -> Tensor:
 
 def _chunked(request: Request, pieces: Pieces) -> Tensor:
     layout = request.layout
-    return _made(request, None if layout is None else (*layout.regular, *layout.irregular))
+    return _biased(request, None if layout is None else (*layout.regular, *layout.irregular))
 
 
 def _merge(request: Request, pieces: Pieces) -> Tensor:
@@ -82,16 +82,16 @@ def _merge(request: Request, pieces: Pieces) -> Tensor:
         ("merge calls", id(division)), lambda: numbered_anew(region_calls(regions, division.fast))
     )
     queries, keys = request.query.shape[2], request.key.shape[2]
-    turned: dict[Any, Tensor] = {}  # pieces may have their keys in common
-    parts, pairs = pieces(), []
-    for piece in (parts[number] for number in numbers):
+    turned: dict[Any, Tensor] = {}  # regions may share their keys
+    all_pieces, pairs = pieces(), []
+    for piece in (all_pieces[number] for number in numbers):
         if piece.key_identity not in turned:
             turned[piece.key_identity] = as_attended(piece.rotate_key(request.key, 0, keys))
         pairs.append((as_attended(piece.rotate_query(request.query, 0, queries)), turned[piece.key_identity]))
-    found = attend_calls(pairs, as_attended(request.value), calls, scaling=request.scaling)
+    out = attend_calls(pairs, as_attended(request.value), calls, scaling=request.scaling)
     for segment in division.rest:
-        found = _with_split(request, found, segment, parts)
-    return found
+        out = _with_split(request, out, segment, all_pieces)
+    return out
 
 
 def _division(request: Request, name: str) -> Division:
@@ -100,12 +100,12 @@ def _division(request: Request, name: str) -> Division:
     return division
 
 
-def _with_made(request: Request, found: Tensor, rest: Sequence[Segment]) -> Tensor:
-    """Return `found` [B, H, Q, D], zeros for the queries of `rest`, with attention under the bias for those."""
-    return found + _made(request, rest) if rest else found
+def _add_biased(request: Request, out: Tensor, rest: Sequence[Segment]) -> Tensor:
+    """Return `out` [B, H, Q, D], zero for the queries of `rest`, with their attention under the bias added."""
+    return out + _biased(request, rest) if rest else out
 
 
-def _made(request: Request, segments: Sequence[Segment] | None) -> Tensor:
+def _biased(request: Request, segments: Sequence[Segment] | None) -> Tensor:
     span, mechanism = request.span, request.mechanism
     of_queries, of_keys = span.query, span.key
 
@@ -118,8 +118,8 @@ def _made(request: Request, segments: Sequence[Segment] | None) -> Tensor:
     )  # fmt: skip
 
 
-def _with_split(request: Request, found: Tensor, segment: Segment, pieces: Sequence[Piece]) -> Tensor:
-    """Return `found` [B, H, Q, D], zeros for the queries of `segment`, with attention in pieces for those."""
+def _with_split(request: Request, total: Tensor, segment: Segment, pieces: Sequence[Piece]) -> Tensor:
+    """Return `total` [B, H, Q, D], zeros for the queries of `segment`, with their attention by regions added."""
     rows, queries, keys = (slice(*span) for span in (segment.rows, segment.queries, segment.keys))
     out, _ = attend_split(
         request.query[rows, :, queries],
@@ -132,7 +132,7 @@ def _with_split(request: Request, found: Tensor, segment: Segment, pieces: Seque
         causal=request.causal,
         scaling=request.scaling,
     )
-    whole = found.clone()
+    whole = total.clone()
     whole[rows, :, queries] = out.transpose(1, 2)
     return whole
 
