@@ -20,6 +20,7 @@ import torch
 import transformers
 import trl
 from packaging.version import Version
+from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
@@ -654,6 +655,36 @@ def test_transformers_own_loading_of_adapters(tmp_path: Path) -> None:
     stock = on_base(tmp_path / "plain", None)
     trained(hf_posswap.load(tmp_path / "plain"), KINDS["lora"]).save_pretrained(tmp_path / "stock")
     stock.load_adapter(str(tmp_path / "stock"))  # its own
+
+
+def test_an_adapter_is_exchanged_in_place_for_one_of_the_same_mechanism(tmp_path: Path) -> None:
+    """By PEFT's hotswap."""
+    base = stored_base("llama", tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=TARGETS)
+    for scheme in (None, "alibi", "kerple", "yarn"):
+        for number in range(2):
+            torch.manual_seed(number)
+            model = peft.get_peft_model(on_base(base, scheme), copy.deepcopy(config))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.add_(torch.randn_like(parameter) * (0.1 if "lora" in name else 0.0))
+            model.save_pretrained(tmp_path / f"{scheme}-{number}")
+    for scheme, other in ((None, "alibi"), ("alibi", "kerple"), ("alibi", "yarn"), ("yarn", "alibi")):
+        first, second = (
+            peft.PeftModel.from_pretrained(on_base(base, scheme), tmp_path / f"{scheme}-{n}").eval() for n in (0, 1)
+        )
+        before, after = logits(first, IDS), logits(second, IDS)
+        assert gap(before, after) > CHANGE
+        for folder, sidecar in ((f"{other}-1", True), (f"{other}-1", False)):
+            if not sidecar and other == "yarn":
+                continue  # then nothing says whose it is
+            (tmp_path / folder / SIDECAR).rename(tmp_path / folder / "set aside") if not sidecar else None
+            with pytest.raises(RecordError, match=f"swapped to {other}.*{scheme or 'not swapped'}"):
+                hotswap_adapter(first, str(tmp_path / folder), adapter_name="default", torch_device="cpu")
+            (tmp_path / folder / "set aside").rename(tmp_path / folder / SIDECAR) if not sidecar else None
+        assert torch.equal(logits(first, IDS), before)
+        hotswap_adapter(first, str(tmp_path / f"{scheme}-1"), adapter_name="default", torch_device="cpu")
+        assert torch.equal(logits(first, IDS), after)
 
 
 def test_a_sidecar_is_looked_at_by_transformers_own_loading(tmp_path: Path) -> None:
