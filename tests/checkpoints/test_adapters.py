@@ -262,6 +262,25 @@ def test_several_adapters_each_have_a_sidecar(tmp_path: Path) -> None:
     assert gap(logits(second, IDS), logits(model, IDS)) == 0
 
 
+def test_an_adapter_of_another_model_in_a_folder_below_is_left_alone(tmp_path: Path) -> None:
+    below = tmp_path / "adapter" / "older"
+    peft.get_peft_model(build("gpt2"), lora("gpt2")).save_pretrained(below)
+    before = {path.name: path.read_bytes() for path in below.iterdir()}
+    adapted("gpt2", "rope", tmp_path / "base").save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / SIDECAR).is_file()
+    assert {path.name: path.read_bytes() for path in below.iterdir()} == before
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 9999, "3", "\udcff"])
+def test_a_base_whose_config_was_damaged_since_is_one_clear_error(content: str, tmp_path: Path) -> None:
+    model = adapted("gpt2", "rope", tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text(content, errors="surrogateescape")
+    for save in (hf_posswap.save, lambda model, folder: model.save_pretrained(folder)):
+        with pytest.raises(CheckpointError, match="cannot read .*base.config.json, from whose folder the base of this"):
+            save(model, tmp_path / "adapter")
+        assert not (tmp_path / "adapter").exists()
+
+
 def test_the_adapters_of_transformers_itself_carry_it_too(tmp_path: Path) -> None:
     model = hf_posswap.load(stored_base("gpt2", tmp_path / "base"))
     patch_model(model, "rope", max_length=2 * LENGTH)
