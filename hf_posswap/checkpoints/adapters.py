@@ -8,7 +8,6 @@ onto the unswapped one silently. The weights carry the record too (`patching/rec
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from hf_posswap.compat.peft_wrappers import watch_adapters
 from hf_posswap.errors import MissingDependencyError, UnsupportedSwapError
 from hf_posswap.patching.record.adapter_marks import SIDECAR, refuse_misfit
 from hf_posswap.patching.record.training import NAME as TRAINING
-from hf_posswap.utils.atomic_io import write_json
+from hf_posswap.utils.atomic_io import read_object, write_json
 from hf_posswap.utils.threads import PROCESS
 
 SIDECAR_VERSION = 1
@@ -85,11 +84,15 @@ def _before_saving(model: Any, is_converted: bool) -> None:
     Raises:
         UnsupportedSwapError: PEFT is to convert weights, and those of this base are saved in other shapes; or the base
             has other weights in memory than where it is loaded from.
-        CheckpointError: position parameters that were trained would be lost.
+        CheckpointError: position parameters that were trained would be lost; or the config that the base was loaded
+            from cannot be read any more.
     """
     refuse_changed_base(model)
     refuse_lost_positions(model)
-    if is_converted and is_swapped(model) and swapped_base(model).config.posswap["route"] == "plugin":
+    if not is_swapped(model):
+        return
+    lies_on_disk(swapped_base(model))
+    if is_converted and swapped_base(model).config.posswap["route"] == "plugin":
         raise UnsupportedSwapError(
             "path_initial_model_for_weight_conversion is not supported for an adapter of a model that only hf_posswap "
             "runs: PEFT computes with weights that are saved in other shapes. Save the adapter without it, beside its "
@@ -112,7 +115,7 @@ def save_with_swap(model: Any, folder: Path) -> None:
 
 
 def write_sidecars(model: Any, folder: Path) -> None:
-    """Write the sidecar beside each adapter config in `folder`, if the base of `model` carries a swap.
+    """Write the sidecar beside the config of each adapter of `model` in `folder`, if its base carries a swap.
 
     Where the base was swapped after it had been loaded, the adapter config no longer names it: whatever loads the
     adapter without hf_posswap would put it on the unswapped base. What stands there instead says what to do, and is no
@@ -122,11 +125,12 @@ def write_sidecars(model: Any, folder: Path) -> None:
         return
     base = swapped_base(model)
     on_disk = lies_on_disk(base)
-    for path in [folder / ADAPTER_CONFIG, *folder.glob(f"*/{ADAPTER_CONFIG}")]:
+    names = getattr(model, "peft_config", None) or ()  # any other folder below is not of this save
+    for path in [folder / ADAPTER_CONFIG, *(folder / name / ADAPTER_CONFIG for name in names)]:
         if not path.is_file():
             continue
         refuse_changed_base(base)
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_object(path)
         name = base.name_or_path or None
         held = {"version": SIDECAR_VERSION, "base": name, "base_is_swapped": on_disk, "record": base.config.posswap}
         if (trained := getattr(base.config, TRAINING, None)) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from hf_posswap.patching.record.adapter_marks import base_of
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable
 from hf_posswap.patching.tools.centring import CENTRED
+from hf_posswap.utils.atomic_io import shown
+from hf_posswap.utils.untrusted import read_bounded_json
 
 
 def is_swapped(model: Any) -> bool:
@@ -35,11 +36,21 @@ def swapped_base(model: Any) -> Any:
 
 
 def lies_on_disk(base: Any) -> bool:
-    """Return whether the checkpoint that a swapped model was loaded from carries the swap itself."""
+    """Return whether the checkpoint that a swapped model was loaded from carries the swap itself.
+
+    Raises:
+        CheckpointError: its config.json cannot be read any more.
+    """
     if not base._posswap.can_undo:
         return True
     path = Path(base.name_or_path or "/nowhere") / "config.json"  # a blend keeps its undo when it is loaded
-    return path.is_file() and "posswap" in json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return path.is_file() and "posswap" in read_bounded_json(path)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"cannot read {shown(path)}, from whose folder the base of this adapter was loaded: {error}. Whether that "
+            "checkpoint carries the swap is not known: restore the file, and save again."
+        ) from error
 
 
 def position_modules(model: Any) -> list[str]:

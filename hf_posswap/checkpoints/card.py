@@ -13,6 +13,7 @@ from hf_posswap.checkpoints.hub import checked_repo_id
 from hf_posswap.errors import CheckpointError, PluginWarning
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta
 from hf_posswap.patching.record.remote_code import package_version
+from hf_posswap.utils.untrusted import read_bounded
 
 if TYPE_CHECKING:
     from hf_posswap.patching.plan.swap_plan import SwapPlan
@@ -149,7 +150,10 @@ def _card_of(base: str, token: str | None, local: bool) -> dict[str, Any]:
     if local and not (Path(base) / "README.md").is_file():
         return {}
     try:
-        card = ModelCard.load(Path(base) / "README.md" if local else base, token=token, ignore_metadata_errors=True)
+        if local:
+            card = ModelCard(read_bounded(Path(base) / "README.md"), ignore_metadata_errors=True)
+        else:
+            card = ModelCard.load(base, token=token, ignore_metadata_errors=True)
     except Exception as error:  # a card that cannot be had must not stop a push: what it lacks is said
         warnings.warn(
             f"the card of the base model {base} cannot be read, so its licence is not taken over: "

@@ -17,6 +17,7 @@ from hf_posswap.checkpoints.manifest import irregularity, walk
 from hf_posswap.compat.transformers_saved import WEIGHTS, saved_names
 from hf_posswap.errors import CheckpointError
 from hf_posswap.utils.atomic_io import read_json
+from hf_posswap.utils.untrusted import read_bounded
 
 CARD = "README.md"
 _SHARD = re.compile(r"(model|pytorch_model)-\d{5,}-of-\d{5,}\.(safetensors|bin)")
@@ -112,6 +113,6 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bounded(path)
     except (OSError, ValueError):
         return ""

@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,45 @@ def change_saved_weights(
 
     module.get_peft_model_state_dict = _get
     module.set_peft_model_state_dict = _set
+
+
+def watch_hotswaps(
+    module: Any, loading: Callable[[Any, Path], None], loaded: Callable[[Any, dict[str, Any]], Any]
+) -> None:
+    """Have two functions called before PEFT exchanges the weights of an adapter for those of another one.
+
+    Touches `load_peft_weights` and `hotswap_adapter_from_state_dict` as `hotswap_adapter` calls them, and the names of
+    their arguments (peft 0.18 to 0.21). Without it marked weights of the right base end in "unexpected keys found", and
+    weights of another base that are not marked are taken silently.
+
+    Args:
+        module: `peft.utils.hotswap`.
+        loading: given the PEFT model and the new adapter's folder or Hub id, its subfolder appended, where it was read
+            from one; it may raise.
+        loaded: given the PEFT model and what was read, returns the weights to take.
+    """
+    read, take = module.load_peft_weights, module.hotswap_adapter_from_state_dict
+    arguments = {each: inspect.signature(each) for each in (read, take)}
+    last: ContextVar[tuple[Path, dict[str, Any]] | None] = ContextVar("posswap_hotswap", default=None)
+
+    @functools.wraps(read)
+    def _read(*args: Any, **kwargs: Any) -> Any:
+        given, weights = arguments[read].bind(*args, **kwargs).arguments, read(*args, **kwargs)
+        hub = given.get("hf_hub_download_kwargs", {})
+        last.set((Path(given["model_id"], hub.get("subfolder") or ""), weights))
+        return weights
+
+    @functools.wraps(take)
+    def _take(*args: Any, **kwargs: Any) -> Any:
+        given = arguments[take].bind(*args, **kwargs).arguments
+        source, weights = last.get() or (None, {})
+        last.set(None)
+        if source is not None and not {*map(id, weights.values())}.isdisjoint(map(id, given["state_dict"].values())):
+            loading(given["model"], source)
+        given["state_dict"] = loaded(given["model"], given["state_dict"])
+        return take(**given)
+
+    module.load_peft_weights, module.hotswap_adapter_from_state_dict = _read, _take
 
 
 def watch_own_adapters(

@@ -20,6 +20,7 @@ import torch
 import transformers
 import trl
 from packaging.version import Version
+from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
@@ -259,6 +260,25 @@ def test_several_adapters_each_have_a_sidecar(tmp_path: Path) -> None:
     model.set_adapter("second")
     second = hf_posswap.load(tmp_path / "adapter" / "second").eval()
     assert gap(logits(second, IDS), logits(model, IDS)) == 0
+
+
+def test_an_adapter_of_another_model_in_a_folder_below_is_left_alone(tmp_path: Path) -> None:
+    below = tmp_path / "adapter" / "older"
+    peft.get_peft_model(build("gpt2"), lora("gpt2")).save_pretrained(below)
+    before = {path.name: path.read_bytes() for path in below.iterdir()}
+    adapted("gpt2", "rope", tmp_path / "base").save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / SIDECAR).is_file()
+    assert {path.name: path.read_bytes() for path in below.iterdir()} == before
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 9999, "3", "\udcff"])
+def test_a_base_whose_config_was_damaged_since_is_one_clear_error(content: str, tmp_path: Path) -> None:
+    model = adapted("gpt2", "rope", tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text(content, errors="surrogateescape")
+    for save in (hf_posswap.save, lambda model, folder: model.save_pretrained(folder)):
+        with pytest.raises(CheckpointError, match="cannot read .*base.config.json, from whose folder the base of this"):
+            save(model, tmp_path / "adapter")
+        assert not (tmp_path / "adapter").exists()
 
 
 def test_the_adapters_of_transformers_itself_carry_it_too(tmp_path: Path) -> None:
@@ -654,6 +674,36 @@ def test_transformers_own_loading_of_adapters(tmp_path: Path) -> None:
     stock = on_base(tmp_path / "plain", None)
     trained(hf_posswap.load(tmp_path / "plain"), KINDS["lora"]).save_pretrained(tmp_path / "stock")
     stock.load_adapter(str(tmp_path / "stock"))  # its own
+
+
+def test_an_adapter_is_exchanged_in_place_for_one_of_the_same_mechanism(tmp_path: Path) -> None:
+    """By PEFT's hotswap."""
+    base = stored_base("llama", tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=TARGETS)
+    for scheme in (None, "alibi", "kerple", "yarn"):
+        for number in range(2):
+            torch.manual_seed(number)
+            model = peft.get_peft_model(on_base(base, scheme), copy.deepcopy(config))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.add_(torch.randn_like(parameter) * (0.1 if "lora" in name else 0.0))
+            model.save_pretrained(tmp_path / f"{scheme}-{number}")
+    for scheme, other in ((None, "alibi"), ("alibi", "kerple"), ("alibi", "yarn"), ("yarn", "alibi")):
+        first, second = (
+            peft.PeftModel.from_pretrained(on_base(base, scheme), tmp_path / f"{scheme}-{n}").eval() for n in (0, 1)
+        )
+        before, after = logits(first, IDS), logits(second, IDS)
+        assert gap(before, after) > CHANGE
+        for folder, sidecar in ((f"{other}-1", True), (f"{other}-1", False)):
+            if not sidecar and other == "yarn":
+                continue  # then nothing says whose it is
+            (tmp_path / folder / SIDECAR).rename(tmp_path / folder / "set aside") if not sidecar else None
+            with pytest.raises(RecordError, match=f"swapped to {other}.*{scheme or 'not swapped'}"):
+                hotswap_adapter(first, str(tmp_path / folder), adapter_name="default", torch_device="cpu")
+            (tmp_path / folder / "set aside").rename(tmp_path / folder / SIDECAR) if not sidecar else None
+        assert torch.equal(logits(first, IDS), before)
+        hotswap_adapter(first, str(tmp_path / f"{scheme}-1"), adapter_name="default", torch_device="cpu")
+        assert torch.equal(logits(first, IDS), after)
 
 
 def test_a_sidecar_is_looked_at_by_transformers_own_loading(tmp_path: Path) -> None:

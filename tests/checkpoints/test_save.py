@@ -127,6 +127,15 @@ def test_overwriting_keeps_links_and_what_is_no_file(model: Any, tmp_path: Path)
     refused(model, folder, "empty (a folder that is empty or cannot be read)", "pipe (no regular file)", *links)
 
 
+@pytest.mark.parametrize("name", ["modeling_posswap.py", "README.md", "modules.json"])
+def test_overwriting_waits_for_no_pipe(model: Any, tmp_path: Path, name: str) -> None:
+    folder = hf_posswap.save(model, tmp_path / "saved")
+    (folder / "posswap_files.json").unlink()  # as save_pretrained leaves it: what is known goes by content
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    refused(model, folder, f"{name} (no regular file)")
+
+
 def test_overwriting_keeps_what_cannot_be_read(model: Any, tmp_path: Path) -> None:
     folder = hf_posswap.save(model, tmp_path / "saved")
     hold(folder, "closed/mine.txt")

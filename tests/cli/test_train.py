@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -133,3 +134,17 @@ def test_the_loss_at_lengths_is_the_models_own(tmp_path: Path) -> None:
         nll_at_lengths(model, documents, (16, 200), 2)
     long = [np.arange(200, dtype=np.int32) % 300] * 2
     assert list(nll_at_lengths(model, long, (16, 200), 2)) == [16]
+
+
+def test_a_recipe_from_a_pipe_is_refused_and_says_what_to_do() -> None:
+    """As the shell's process substitution, `posswap train <(...)`, gives it."""
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, b"include: yarn\n")
+        done = CliRunner().invoke(app, ["train", f"/dev/fd/{reading}", "--dry-run"])
+        assert done.exit_code == 2, done.output
+        assert says(done.stderr, f"/dev/fd/{reading} is a pipe, which can be read once")
+        assert says(done.stderr, "Write it to a file and give that")
+    finally:
+        os.close(reading)
+        os.close(writing)

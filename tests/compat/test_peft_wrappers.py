@@ -90,6 +90,10 @@ def test_watch_adapters(tmp_path: Path) -> None:
     assert found == ["1", "2", "3", "3"]  # from_pretrained loads by load_adapter
 
 
+def test_watch_hotswaps(tmp_path: Path) -> None:
+    assert seen(tmp_path, "import peft.utils.hotswap as h; watch_hotswaps(h, went(1), went(2)); hot = h") == ["1", "2"]
+
+
 def test_watch_own_adapters(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", OWN, str(tmp_path)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
@@ -141,7 +145,7 @@ HOOKED = """
 import sys
 import peft
 from torch import nn
-from hf_posswap.compat.peft_wrappers import change_saved_weights, watch_adapters
+from hf_posswap.compat.peft_wrappers import change_saved_weights, watch_adapters, watch_hotswaps
 
 class Net(nn.Module):
     def __init__(self):
@@ -152,9 +156,12 @@ seen = []
 def went(number):
     return lambda *given: (seen.append(number), given[-1])[1]
 
+hot = None
 exec(sys.argv[2])
 model = peft.get_peft_model(Net(), peft.LoraConfig(target_modules=["project"]))
 model.save_pretrained(sys.argv[1])
-peft.PeftModel.from_pretrained(Net(), sys.argv[1])
+loaded = peft.PeftModel.from_pretrained(Net(), sys.argv[1])
+if hot is not None:
+    hot.hotswap_adapter(loaded, sys.argv[1], adapter_name="default", torch_device="cpu")
 print(*seen)
 """

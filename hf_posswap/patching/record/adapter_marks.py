@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hf_posswap.compat.peft_wrappers import name_without_adapter
 from hf_posswap.errors import CheckpointError, PosswapError, RecordError
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.utils.untrusted import parse_json, read_bounded_json
@@ -32,8 +33,6 @@ _FLOATS = ("F", "BF")
 """What the kinds of floating-point numbers begin with, as safetensors calls them."""
 _LEARNED = re.compile(r"(weight|bias|prompt_embeddings)$|(^|\.)(lora|ia3|vera)_[^.]*$")
 """The names of what PEFT's methods learn, which are floating-point numbers; the most common ones."""
-_INSIDE = {"modules_to_save", "original_module", "base_layer"}
-"""Parts of the names of parameters in a PEFT model that its files leave out, as they do the adapter's name."""
 
 
 def mark_adapter(weights: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
@@ -142,10 +141,10 @@ def refuse_integers(model: Any, kinds: Mapping[str, str], source: str | None = N
     integers = {name: kind for name, kind in kinds.items() if not kind.startswith(_FLOATS) and not _is_record(name)}
     if not integers:
         return
-    dropped = _INSIDE | set(getattr(model, "peft_config", None) or ())
+    adapters = set(getattr(model, "peft_config", None) or ())
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    is_float = {_plain(name, dropped): tensor.is_floating_point() for name, tensor in tensors}
-    wrong = [name for name in sorted(integers) if is_float.get(_plain(name, dropped), bool(_LEARNED.search(name)))]
+    is_float = {_plain(name, adapters): tensor.is_floating_point() for name, tensor in tensors}
+    wrong = [name for name in sorted(integers) if is_float.get(_plain(name, adapters), bool(_LEARNED.search(name)))]
     if wrong:
         listed = ", ".join(f"{name} ({integers[name]})" for name in wrong[:4])
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
@@ -156,8 +155,9 @@ def refuse_integers(model: Any, kinds: Mapping[str, str], source: str | None = N
         )
 
 
-def _plain(name: str, dropped: set[str]) -> str:
-    return ".".join(part for part in name.removeprefix(_BASE).split(".") if part not in dropped)
+def _plain(name: str, adapters: set[str]) -> str:
+    """Return how a file of an adapter calls the parameter `name` of a PEFT model, less what all begin with."""
+    return ".".join(part for part in name_without_adapter(name).split(".") if part not in adapters)
 
 
 def refuse_misfit(model: Any, source: Path) -> None:

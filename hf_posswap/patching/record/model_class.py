@@ -18,7 +18,13 @@ from typing import Any
 from torch import nn
 
 from hf_posswap.compat.accelerate_hooks import hook_of
-from hf_posswap.compat.peft_wrappers import base_layer_of, change_saved_weights, original_of, read_adapter_weights
+from hf_posswap.compat.peft_wrappers import (
+    base_layer_of,
+    change_saved_weights,
+    original_of,
+    read_adapter_weights,
+    watch_hotswaps,
+)
 from hf_posswap.compat.torch_modules import give_class
 from hf_posswap.compat.transformers_auto import auto_mappings
 from hf_posswap.compat.transformers_loading import LoadingHooks
@@ -277,6 +283,11 @@ after_import(
     "peft.peft_model",
     ready="get_model_status",
     action=lambda module: change_saved_weights(module, _marked_adapter, _unmarked_adapter),
+)
+after_import(
+    "peft.utils.hotswap",
+    ready="hotswap_adapter",
+    action=lambda module: watch_hotswaps(module, refuse_misfit, _unmarked_adapter),
 )
 
 

@@ -8,6 +8,7 @@ from hf_posswap.errors import ConfigError
 from hf_posswap.training.config.reading import included_files
 from hf_posswap.training.config.shipped import SUFFIXES, shipped_recipe
 from hf_posswap.utils.atomic_io import write_text
+from hf_posswap.utils.untrusted import read_bounded
 
 
 def copy_recipe(name: str, target: Path) -> list[Path]:
@@ -50,6 +51,6 @@ def copy_recipe(name: str, target: Path) -> list[Path]:
 
 def _holds(path: Path, text: str) -> bool:
     try:
-        return path.read_text(encoding="utf-8") == text
-    except (OSError, UnicodeDecodeError):
+        return read_bounded(path) == text
+    except (OSError, ValueError):
         return False

@@ -17,6 +17,7 @@ from hf_posswap.errors import CheckpointError
 from hf_posswap.utils.atomic_io import write_text
 from hf_posswap.utils.format import human_bytes
 from hf_posswap.utils.progress import Reporter, Task
+from hf_posswap.utils.untrusted import parse_json
 
 _KEPT = ("loss", "grad_norm", "learning_rate")
 
@@ -39,15 +40,16 @@ class RunLog:
                 file.write(json.dumps(entry) + "\n")
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return the lines that are there; one that a kill cut off is no line."""
+        """Return the lines that are there; one that a kill cut off, or a crash of the system tore, is no line."""
         if not self.path.exists():
             return []
         found = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                found.append(json.loads(line))
+                entry = parse_json(line)
             except ValueError:
                 continue
+            found += [entry] if isinstance(entry, dict) and "step" in entry else []
         return found
 
     def go_back_to(self, step: int) -> None:

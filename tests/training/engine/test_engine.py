@@ -18,6 +18,7 @@ import hf_posswap
 from hf_posswap.errors import CheckpointError, ConfigError, UnsupportedSwapError
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.launch_refusals import refuse_silent_errors
+from hf_posswap.training.engine.log import RunLog
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.engine.preparing import prepare
 from hf_posswap.training.engine.services import Services
@@ -410,3 +411,14 @@ def test_bfloat16_computes_and_keeps_float32_weights(tmp_path: Path) -> None:
     assert {weight.dtype for weight in weights_of(done).values()} == {torch.float32}
     phase = done.report["phases"][0]
     assert phase["last_loss"] < phase["first_loss"] - 0.3
+
+
+def test_a_log_that_a_crash_tore_is_read_without_the_torn_lines(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    log.write({"step": 1, "loss": 2.0})
+    with log.path.open("ab") as file:
+        file.write(b'\x00\xff\xfe{"st\n' + b"[" * 9999 + b"\n3\n{}\n")
+    log.write({"step": 2, "loss": 1.0})
+    assert [entry["step"] for entry in log.entries()] == [1, 2]
+    log.go_back_to(1)
+    assert [entry["step"] for entry in log.entries()] == [1]
