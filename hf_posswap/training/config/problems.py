@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, all of it, and which of its values are therefore not known."""
+"""Collects the problems of a recipe, and the keys whose values are unknown because of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-        key: that it is about; "" for the recipe as a whole.
+        key: the key at fault; "" for the recipe as a whole.
         text: a sentence.
         needs: other keys whose values make it a problem.
     """
@@ -36,12 +36,12 @@ class Problems:
     doubted: set[str] = field(default_factory=set)
 
     def add(self, key: str, text: str, doubts: str | None = None) -> None:
-        """Note what is wrong with `key`, whose value, or that of `doubts`, is not known then."""
+        """Add a problem of `key`, and mark its value, or that of `doubts`, as unknown."""
         self.said.append(Problem(key, text))
         self.doubted.add(key if doubts is None else doubts)
 
-    def take(self, found: list[Problem]) -> None:
-        """Add those of `found` that rest on values which are known: the others may go with what has been said.
+    def take(self, problems: list[Problem]) -> None:
+        """Add those of `problems` whose values are all known: the others may disappear once earlier ones are fixed.
 
         Example:
             >>> problems = Problems()
@@ -51,7 +51,7 @@ class Problems:
             >>> [str(problem) for problem in problems.said]
             ["training.max_steps: expected a whole number, got 'many'.", 'out: give a folder.']
         """
-        self.said += [problem for problem in found if all(map(self._is_known, (problem.key, *problem.needs)))]
+        self.said += [problem for problem in problems if all(map(self._is_known, (problem.key, *problem.needs)))]
 
     def _is_known(self, key: str) -> bool:
         return not any(key == doubted or key.startswith((f"{doubted}.", f"{doubted}[")) for doubted in self.doubted)

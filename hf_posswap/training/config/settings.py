@@ -1,4 +1,4 @@
-"""What a recipe says: every argument of a training, documented once. Help, errors and docs are read from here."""
+"""The recipe's dataclasses: every training setting, documented once. Help, errors and docs are generated from here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_posswap.training.trainable import TrainableSettings
 
 SchemeValue = str | Mapping[str, Any] | None
 SENTENCES = ("embedding", "contrastive")
-"""Objectives that make one vector of a text."""
+"""Objectives that embed a text as one vector."""
 
 
 @dataclass(frozen=True)
