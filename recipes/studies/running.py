@@ -24,7 +24,7 @@ from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.training.config import Recipe, TrainingSettings, load_recipe, phases_of
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.reading import read_yaml
-from hf_posswap.training.config.theirs import has_a_part, with_a_part
+from hf_posswap.training.config.theirs import affects_weights, result_settings
 from hf_posswap.training.data.sources import source_identity
 from hf_posswap.utils.atomic_io import cache_folder, read_json, writable_folder, write_json
 
@@ -175,7 +175,7 @@ def make_run(config: Path, settings: Sequence[str], work: Path) -> Run:
     recipe = load_recipe(config, given)
     identity = _said(to_dict(recipe), to_dict(Recipe()))
     identity = {name: value for name, value in identity.items() if name not in ("out", "evaluation")}
-    identity |= {"training": with_a_part(recipe.training)}
+    identity |= {"training": result_settings(recipe.training)}
     return Run(config, given, recipe, work / "runs" / f"{config.stem}-{unit_key(identity)[:10]}")
 
 
@@ -245,7 +245,7 @@ def control_settings(recipe: Recipe, shared: Iterable[str], window: int) -> list
     batch = windows // batches if windows % batches == 0 else windows
     held = read_yaml(CONTROL)
     own = TrainingSettings(**held["training"])
-    wanted = {name: getattr(recipe.training, name) for name in with_a_part(own) | with_a_part(recipe.training)}
+    wanted = {name: getattr(recipe.training, name) for name in result_settings(own) | result_settings(recipe.training)}
     wanted |= {"max_steps": tokens_of(recipe) // per_step, "per_device_train_batch_size": batch}
     wanted |= {"gradient_accumulation_steps": windows // batch}
     more = [f"training.{k}={json.dumps(value)}" for k, value in wanted.items() if value != getattr(own, k)]
@@ -263,7 +263,7 @@ def control_settings(recipe: Recipe, shared: Iterable[str], window: int) -> list
 def _trains(setting: str) -> bool:
     """Return whether a setting of `training` has a part in the weights: the control has those of the recipe."""
     section, _, name = setting.partition("=")[0].partition(".")
-    return section == "training" and has_a_part(name)
+    return section == "training" and affects_weights(name)
 
 
 def swapped(base: Any, run: Run, model: Any) -> Any:

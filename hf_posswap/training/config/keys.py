@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hf_posswap.training.config.theirs import TrainingSettings, said
+from hf_posswap.training.config.theirs import TrainingSettings, non_default_settings
 
 
 @dataclass(frozen=True)
@@ -45,4 +45,9 @@ def keys_of(cls: type, above: str = "") -> Iterator[Key]:
             yield from keys_of(item_classes[0], f"{name}[].")  # type: ignore[arg-type]
         else:
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            yield Key(name, cls, field.name, said(default) if isinstance(default, TrainingSettings) else default)
+            yield Key(
+                name,
+                cls,
+                field.name,
+                non_default_settings(default) if isinstance(default, TrainingSettings) else default,
+            )

@@ -65,7 +65,7 @@ def make_recipe(values: Mapping[str, Any], where: str = "the recipe") -> Recipe:
     recipe = read(Recipe, _with_schemes(values, problems), problems)
     recipe = dataclasses.replace(recipe, peft=read_peft(recipe.peft, problems))
     problems.take(check(recipe))
-    all_problems = problems.said
+    all_problems = problems.entries
     if all_problems:
         count = "1 problem" if len(all_problems) == 1 else f"{len(all_problems)} problems"
         raise ConfigError(f"{where} has {count}: " + " ".join(f"({n}) {p}" for n, p in enumerate(all_problems, 1)))
@@ -99,10 +99,10 @@ def _with_scheme(values: Mapping[str, Any], key: str, problems: Problems) -> dic
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """Return `recipe` as JSON that `make_recipe` reads; `training` holds only what differs from transformers."""
-    from hf_posswap.training.config.theirs import said
+    from hf_posswap.training.config.theirs import non_default_settings
 
     fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-    return json.loads(json.dumps(fields | {"training": said(recipe.training)}, default=_as_json))
+    return json.loads(json.dumps(fields | {"training": non_default_settings(recipe.training)}, default=_as_json))
 
 
 def _as_json(value: Any) -> Any:

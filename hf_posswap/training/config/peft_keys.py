@@ -59,7 +59,7 @@ def read_peft(values: Mapping[str, Any] | None, problems: Problems) -> dict[str,
 
     Example:
         >>> problems = Problems()
-        >>> read_peft({"r": 4, "lora_alfa": 8}, problems), [str(problem) for problem in problems.said]
+        >>> read_peft({"r": 4, "lora_alfa": 8}, problems), [str(problem) for problem in problems.entries]
         ({'peft_type': 'LORA', 'r': 4}, ["peft.lora_alfa: no such key. Did you mean 'lora_alpha'?"])
     """
     if values is None:

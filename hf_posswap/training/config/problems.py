@@ -28,16 +28,16 @@ class Problems:
     """The problems found so far.
 
     Attributes:
-        said: all, in order.
+        entries: all, in order.
         doubted: keys whose values could not be read.
     """
 
-    said: list[Problem] = field(default_factory=list)
+    entries: list[Problem] = field(default_factory=list)
     doubted: set[str] = field(default_factory=set)
 
     def add(self, key: str, text: str, doubts: str | None = None) -> None:
         """Add a problem of `key`, and mark its value, or that of `doubts`, as unknown."""
-        self.said.append(Problem(key, text))
+        self.entries.append(Problem(key, text))
         self.doubted.add(key if doubts is None else doubts)
 
     def take(self, problems: list[Problem]) -> None:
@@ -48,10 +48,10 @@ class Problems:
             >>> problems.add("training.max_steps", "expected a whole number, got 'many'.")
             >>> warmup = Problem("training.warmup_steps", "2000 in 1000 steps.", needs=("training.max_steps",))
             >>> problems.take([warmup, Problem("out", "give a folder.")])
-            >>> [str(problem) for problem in problems.said]
+            >>> [str(problem) for problem in problems.entries]
             ["training.max_steps: expected a whole number, got 'many'.", 'out: give a folder.']
         """
-        self.said += [problem for problem in problems if all(map(self._is_known, (problem.key, *problem.needs)))]
+        self.entries += [problem for problem in problems if all(map(self._is_known, (problem.key, *problem.needs)))]
 
     def _is_known(self, key: str) -> bool:
         return not any(key == doubted or key.startswith((f"{doubted}.", f"{doubted}[")) for doubted in self.doubted)

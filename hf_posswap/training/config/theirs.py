@@ -148,11 +148,11 @@ THEIRS: dict[str, Any] = {
 """The defaults of transformers' TrainingArguments."""
 
 
-def said(settings: TrainingSettings) -> dict[str, Any]:
+def non_default_settings(settings: TrainingSettings) -> dict[str, Any]:
     """Return the settings that differ from what transformers does by default.
 
     Example:
-        >>> said(TrainingSettings(max_steps=5, optim="sgd"))["optim"]
+        >>> non_default_settings(TrainingSettings(max_steps=5, optim="sgd"))["optim"]
         'sgd'
     """
     our_defaults = vars(TrainingSettings())
@@ -163,17 +163,21 @@ def said(settings: TrainingSettings) -> dict[str, Any]:
     }
 
 
-def with_a_part(settings: TrainingSettings) -> dict[str, Any]:
+def result_settings(settings: TrainingSettings) -> dict[str, Any]:
     """Return the settings that affect the trained weights, and not how a run is logged, saved and executed.
 
     Example:
-        >>> with_a_part(TrainingSettings(max_steps=5, save_steps=7, weight_decay=0.1))
+        >>> result_settings(TrainingSettings(max_steps=5, save_steps=7, weight_decay=0.1))
         {'max_steps': 5, 'weight_decay': 0.1}
     """
     follows_evaluation = settings.lr_scheduler_type in _EVALUATION_SCHEDULES
-    return {name: value for name, value in said(settings).items() if has_a_part(name, measured=follows_evaluation)}
+    return {
+        name: value
+        for name, value in non_default_settings(settings).items()
+        if affects_weights(name, measured=follows_evaluation)
+    }
 
 
-def has_a_part(name: str, *, measured: bool = False) -> bool:
+def affects_weights(name: str, *, measured: bool = False) -> bool:
     """Return whether the field `name` affects the trained weights; `measured`: the schedule follows evaluations."""
     return not name.startswith(_NO_EFFECT_ON_WEIGHTS) or (measured and name.startswith(_EVALUATION_FIELDS))

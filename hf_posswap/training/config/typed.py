@@ -56,7 +56,7 @@ def read(cls: type[T], values: Any, problems: Problems, key: str = "") -> T:
         >>> problems = Problems()
         >>> read(TrainingSettings, {"max_stepz": 3, "weight_decay": "much", "warmup_steps": 4}, problems).warmup_steps
         4.0
-        >>> for problem in problems.said:
+        >>> for problem in problems.entries:
         ...     print(problem)
         max_stepz: no such key. Did you mean 'max_steps'?
         weight_decay: expected a number, got 'much'.

@@ -11,7 +11,7 @@ from transformers import TrainingArguments, get_scheduler
 from hf_posswap.compat.transformers_trainer import checkpointing_argument, use_one_gpu
 from hf_posswap.errors import ConfigError
 from hf_posswap.training.config import Recipe
-from hf_posswap.training.config.theirs import REFUSED, THEIRS, said
+from hf_posswap.training.config.theirs import REFUSED, THEIRS, non_default_settings
 from hf_posswap.training.engine.deepspeed_config import completed, configuration
 
 _OLD_NAME = "gradient_checkpointing"
@@ -48,7 +48,9 @@ def _try_schedule(arguments: TrainingArguments) -> None:
 def argument_values(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Return what TrainingArguments are made from: what differs from its defaults, so that no old name is touched."""
     fixed = {name: used for name, (used, _) in REFUSED.items() if used is not None and name in THEIRS}
-    values = fixed | {name: value for name, value in said(recipe.training).items() if value != THEIRS[name]}
+    values = fixed | {
+        name: value for name, value in non_default_settings(recipe.training).items() if value != THEIRS[name]
+    }
     values |= {"output_dir": str(folder), "data_seed": recipe.data.seed, "use_cpu": on_cpu(recipe)}
     values["optim"] = recipe.training.optim or ("adamw_torch" if on_cpu(recipe) else "adamw_torch_fused")
     if recipe.training.deepspeed:

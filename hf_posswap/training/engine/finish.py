@@ -14,7 +14,7 @@ from hf_posswap.patching.record.training import TrainingRecord
 from hf_posswap.patching.verify.verify_swap import verify_swap
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.load import to_dict
-from hf_posswap.training.config.theirs import with_a_part
+from hf_posswap.training.config.theirs import result_settings
 from hf_posswap.training.engine.log import RunLog
 from hf_posswap.training.engine.measuring import held_out_loss, held_out_vectors
 from hf_posswap.training.engine.phase import LOG, PhaseResult, Run
@@ -108,7 +108,7 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return what others may know of `recipe`: no path of this machine, and nothing of how it was watched and kept."""
     held = to_dict(recipe)
     told = ("name", "model", "swap", "data", "objective", "trainable", "peft", "stages")
-    public = {name: held[name] for name in told} | {"training": with_a_part(recipe.training)}
+    public = {name: held[name] for name in told} | {"training": result_settings(recipe.training)}
     del public["data"]["cache"]
     for owner, name in [(public["model"], "name"), (public["model"], "tokenizer")]:
         owner[name] = _without_folder(owner[name])

@@ -9,7 +9,7 @@ from hf_posswap.compat.transformers_models import without_origin
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.load import to_dict
-from hf_posswap.training.config.theirs import with_a_part
+from hf_posswap.training.config.theirs import result_settings
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.utils.weights_digest import weights_digest
 
@@ -20,7 +20,7 @@ def identity_of(recipe: Recipe, launch: Launch) -> dict[str, Any]:
     for name in ("name", "out", "evaluation", "gates"):
         del held[name]
     del held["data"]["cache"]
-    held |= {"training": with_a_part(recipe.training), "processes": launch.processes}
+    held |= {"training": result_settings(recipe.training), "processes": launch.processes}
     return held | ({"sharding": launch.sharding} if launch.sharding else {})
 
 

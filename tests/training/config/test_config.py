@@ -225,7 +225,10 @@ IMPOSSIBLE = [
     ({"training": {"save_steps": -1}}, r"training.save_steps: expected a number above 0, got -1"),
     ({"training": {"bf16": True, "fp16": True}}, r"training.fp16: bf16 is set too"),
     ({"training": {"optim": "galore_adamw"}}, r"training.optim: galore_adamw builds its own parameter groups"),
-    ({"training": {"optim": "schedule_free_sgd"}}, r"training.optim: schedule_free_sgd evaluates a model at other weights"),
+    (
+        {"training": {"optim": "schedule_free_sgd"}},
+        r"training.optim: schedule_free_sgd evaluates a model at other weights",
+    ),
     (
         {"training": {"eval_strategy": "steps"}, "objective": {"kind": "masked"}},
         r"eval_strategy: .* an encoder has not",
@@ -244,7 +247,7 @@ IMPOSSIBLE = [
     ({"peft": {"peft_type": "PREFIX_TUNING"}}, r"PREFIX_TUNING: virtual tokens shift the positions"),
     ({"peft": {"peft_type": "ADALORA"}}, r"ADALORA: its ranks need an extra loss and schedule"),
     ({"peft": {"init_lora_weights": "pissa"}}, r"init_lora_weights: pissa cannot be used: it changes the weights of"),
-    ({"peft": {"revision": "main"}}, r"peft.revision: leave it out: hf_posswap says it"),
+    ({"peft": {"revision": "main"}}, r"peft.revision: leave it out: hf_posswap sets it"),
     ({"stages": [{"scheme": "kerple"}]}, r"its scheme cannot have weights .* got bias"),
     ({"stages": [{"max_steps": 2, "least_steps": 3}]}, r"stages\[0\]: expected .* least_steps from 0 to max_steps"),
     ({"stages": [{"length": 1}]}, r"stages\[0\].length: expected at least 4 tokens, got 1"),
