@@ -27,7 +27,7 @@ import hf_posswap
 from hf_posswap.patching.inspect.describe import read_config
 from hf_posswap.training.config import Recipe, make_recipe
 from hf_posswap.training.dryrun import CARDS, Card, card_of, dry_run
-from hf_posswap.training.dryrun.windows import made_windows
+from hf_posswap.training.dryrun.windows import synthetic_windows
 from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.objectives import make_objective
 from hf_posswap.training.engine.trainer import PosswapTrainer
@@ -188,7 +188,7 @@ def trainer_of(recipe: Recipe, folder: Path, *, steps: int) -> PosswapTrainer:
     hf_posswap.patch_model(model, recipe.swap.scheme, max_length=recipe.swap.max_length)
     plan = hf_posswap.swap_plan(model)
     model = prepare_trainable(model, recipe.trainable, recipe.peft)
-    data = made_windows(
+    data = synthetic_windows(
         recipe.data, config, causal=True, scheme_length=plan.max_length, first_position=0, dtype=model.dtype
     )
     rows = recipe.training.per_device_train_batch_size * recipe.training.gradient_accumulation_steps

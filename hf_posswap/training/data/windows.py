@@ -65,7 +65,7 @@ class TokenWindows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return dataclasses.replace(self, count=count)
 
     def __getitem__(self, item: int) -> dict[str, Tensor]:
-        """Return `input_ids` and `labels`, int64 [L], with `attention_mask` and `position_ids` if the packing needs them."""
+        """Return `input_ids`, `labels` and, if needed, `attention_mask` and `position_ids`, int64 [L] each."""
         if not 0 <= item < self.count:
             raise IndexError(f"window {item} of {self.count}")
         source, window = self.order.at(item)
