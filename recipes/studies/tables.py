@@ -16,7 +16,7 @@ _ROUTES = {"native": "stock transformers", "plugin": "hf_posswap"}
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the results of `recipes.studies.effects` for people: the rows, the bases, and every command."""
+    """Return the results of `recipes.studies.effects` as Markdown: the rows, the bases, and every command."""
     rows = result["rows"]
     lines = [
         "# What each recipe does, on small models",
@@ -44,14 +44,14 @@ def markdown(result: dict[str, Any]) -> str:
 
 def _about(result: dict[str, Any]) -> list[str]:
     """Return the paragraphs above the table: what was trained, and what the columns mean."""
-    rows, sizes, held = result["rows"], result["sizes"], result["versions"]
+    rows, sizes, installed = result["rows"], result["sizes"], result["versions"]
     pretrained = ", ".join(f"{kind} {tokens / 1e6:.1f} M tokens" for kind, tokens in sizes["tokens"])
     texts = rows[0]["texts"]
     few = f" Under {LEAST_DOCUMENTS} documents: read no order into them." if _few(rows) else ""
     return [
-        f"Made by `python -m recipes.studies.effects`, torch {held['torch']}, transformers {held['transformers']}, "
-        f"seed {result['seed']}. Bases: {sizes['layers']} layers, width {sizes['width']}, window {sizes['window']}, "
-        f"trained on Python's own text ({pretrained}). All recipes read about "
+        f"Made by `python -m recipes.studies.effects`, torch {installed['torch']}, "
+        f"transformers {installed['transformers']}, seed {result['seed']}. "
+        f"Bases: {sizes['layers']} layers, width {sizes['width']}, window {sizes['window']}, trained on Python's own text ({pretrained}). All recipes read about "
         f"{sizes['steps'] * sizes['step']:,} tokens at a learning rate of {sizes['rate']:g}, and their controls as "
         "many, without a swap. One seed, one corpus, bases that are far from done: a guide to what to expect of a "
         "recipe, no ranking of methods.",
@@ -99,13 +99,13 @@ def _number(value: float, digits: int) -> str:
     return f"{value if abs(value) >= 0.5 * 10**-digits else 0.0:.{digits}f}"  # rounding has no sign
 
 
-def _interval(found: dict[str, Any], digits: int) -> str:
-    return f"{found['difference']:+.{digits}f} [{interval_text(found, f'+.{digits}f', ', ')}]"
+def _interval(change: dict[str, Any], digits: int) -> str:
+    return f"{change['difference']:+.{digits}f} [{interval_text(change, f'+.{digits}f', ', ')}]"
 
 
 def _lengths(row: dict[str, Any], name: str) -> list[str]:
     digits = _digits(row)
-    return [_number(found[name]["nll"], digits) if name in found else "–" for found in row["lengths"]]
+    return [_number(cell[name]["nll"], digits) if name in cell else "–" for cell in row["lengths"]]
 
 
 def _notes(rows: list[dict[str, Any]]) -> list[str]:
@@ -119,7 +119,7 @@ def _notes(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _plain(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of bases and controls, each once, with the recipes that they belong to."""
+    """Return the lines of bases and controls, each once, with their recipes."""
     lines: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         for name in ("base", "control"):
@@ -132,13 +132,13 @@ def _plain(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _commands(rows: list[dict[str, Any]], remark: str | None) -> list[str]:
-    """Return all commands, bases and controls once, $WORK being a folder of your choice, after what a person adds."""
-    lines, said = [], set()
+    """Return an optional remark and all commands, those of bases and controls once, with $WORK for the work folder."""
+    lines, listed = [], set()
     for row in rows:
-        for what in ("base", "search", "recipe", "control"):
-            command = row["commands"].get(what)
-            if command is not None and command not in said:
-                said.add(command)
-                name = row["base"] if what == "base" else row["recipe"]
-                lines.append(f"- {what} {name if what != 'control' else 'of ' + name}: `{command}`")
+        for role in ("base", "search", "recipe", "control"):
+            command = row["commands"].get(role)
+            if command is not None and command not in listed:
+                listed.add(command)
+                name = row["base"] if role == "base" else row["recipe"]
+                lines.append(f"- {role} {name if role != 'control' else 'of ' + name}: `{command}`")
     return [" ".join(filter(None, ("$WORK is a folder of your choice.", remark))), "", *lines]
