@@ -89,7 +89,7 @@ def main(
     work_dir = work_folder(work)
     folder = base_folder(base)
     model = hf_posswap.load(folder).eval()
-    tokenizer = load_tokenizer(folder, instead="save it beside the model")
+    tokenizer = load_tokenizer(folder, instead="save it with the model")
     window = reach_of(model).window
     corpus = read_documents(valid, tokenizer, length=pieces * MULTIPLES[-1] * window, limit=documents)
     texts = Texts(corpus, window, tokenizer)
@@ -178,8 +178,8 @@ def _pairs(case: Case, shared: Sequence[str], sizes: tuple[int, int, int], work_
         own_settings.append(f"swap.max_length={longest}")
     if not tokens - step_tokens(recipe) < tokens_of(recipe) <= tokens:
         raise ConfigError(
-            f"{config.name} reads {tokens_of(recipe)} tokens, and the study is of {tokens}: it has stages, or settings "
-            "of its own; set them so that both agree."
+            f"{config.name} reads {tokens_of(recipe)} tokens, and the study {tokens}: the recipe has stages or other "
+            "settings; set them so that both agree."
         )
     pairs = []
     for seed in range(seeds):
@@ -221,7 +221,7 @@ def _row(case: Case, pairs: list[tuple[Run, Run]], base: Subject, texts: Texts, 
 def _name(record: dict[str, Any]) -> str:
     """Return the name of a record's scheme in the goals.
 
-    Layers with one scheme and different fields count as that scheme; RoPE in place of RoPE is a base change, "abf".
+    Layers with one scheme and different fields count as that scheme; replacing RoPE by RoPE is a base change, "abf".
     """
     scheme, rotary = record["scheme"], "rope_parameters" in record["original"]
     names = {layer["name"] for layer in scheme["layers"].values()} if scheme["name"] == "per_layer" else set()

@@ -90,7 +90,7 @@ def save(result: dict[str, Any], out: Path) -> None:
 def measure(training: Training, sizes: Sizes, store: RunStore) -> dict[str, Any]:
     """Return the measurements of a finished training: its curve and losses, or its shares of right answers."""
     model = hf_posswap.load(training.run.model).eval()
-    tokenizer = load_tokenizer(training.run.model, instead="save it beside the model")
+    tokenizer = load_tokenizer(training.run.model, instead="save it with the model")
     if isinstance(training.run, Run) and training.material == "text":
         documents = read_documents(None, tokenizer, length=sizes.longest, limit=sizes.documents)
         texts = Texts(documents, sizes.window, tokenizer)

@@ -82,7 +82,7 @@ def _over_texts(result: dict[str, Any]) -> str:
 def _left_out(result: dict[str, Any]) -> Iterator[str]:
     """Yield the claims that are not judged because their trainings were left out or are not finished."""
     if result["left out"]:
-        yield f"**Not run, not judged:** {'; '.join(result['left out'])}. The command goes on where it stopped."
+        yield f"**Not run, not judged:** {'; '.join(result['left out'])}. The same command resumes."
         yield ""
 
 

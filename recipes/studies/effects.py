@@ -191,7 +191,7 @@ def make_base(kind: str, sizes: Sizes, work_dir: Path) -> Base:
     ]
     arguments += ["--set", "training.report_to=none"]
     run_script(RECIPES / "pretrain.py", arguments)  # reuses a finished run; refuses one with other settings
-    tokenizer = load_tokenizer(folder / "model", instead="save it beside the model")
+    tokenizer = load_tokenizer(folder / "model", instead="save it with the model")
     documents = read_documents(None, tokenizer, length=MULTIPLES[-1] * sizes.window, limit=sizes.documents)
     command = command_line("recipes/pretrain.py", arguments, {work_dir: "$WORK"})
     return Base(kind, folder / "model", command, Texts(documents, sizes.window, tokenizer))

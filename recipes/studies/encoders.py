@@ -138,7 +138,7 @@ def main(
     reach = reach_of(model)
     if reach.causal or reach.limit is None:
         raise UnsupportedModelError(f"the study is of encoders with a learned table, got {type(model).__name__}.")
-    tokenizer = load_tokenizer(folder, instead="save it beside the model")
+    tokenizer = load_tokenizer(folder, instead="save it with the model")
     longest = MULTIPLES[-1] * reach.window
     texts = read_documents(valid, tokenizer, length=needed(longest, QUESTIONS), limit=sizes.documents)
     tasks = list(_tasks(tokenizer, texts.tokens, reach.window, sizes.documents))

@@ -112,7 +112,7 @@ def main(
     work_dir = work_folder(work)
     folder = base_folder(base)
     model = hf_posswap.load(folder).eval()
-    tokenizer = load_tokenizer(folder, instead="save it beside the model")
+    tokenizer = load_tokenizer(folder, instead="save it with the model")
     window = reach_of(model).window
     corpus = read_documents(valid, tokenizer, length=FACTOR * window, limit=documents)
     texts = Texts(corpus, window, tokenizer)

@@ -67,10 +67,12 @@ def _from(change: dict[str, Any]) -> dict[str, Any]:
 
 def _adaptation(name: str) -> Iterator[Figure]:
     source, result = _load_result(name)
-    kinds = {candidate.recipe: kind for kind, candidates in CANDIDATES.items() for candidate in candidates}
+    mechanisms = {
+        candidate.recipe: mechanism for mechanism, candidates in CANDIDATES.items() for candidate in candidates
+    }
     for row in result["rows"]:
         base = Base(
-            result["base"]["name"], kinds[row["recipe"]], result["base"]["parameters"], result["base"]["window"]
+            result["base"]["name"], mechanisms[row["recipe"]], result["base"]["parameters"], result["base"]["window"]
         )
         windows = result["texts"]["tokens of a piece"] // base.window
         shared: dict[str, Any] = {"source": source, "subject": row["recipe"], "base": base, "tokens": result["tokens"]}
@@ -87,8 +89,8 @@ def _effects() -> Iterator[Figure]:
     for row in result["rows"]:
         if row["measure"] == "1 - cosine":  # no loss in nats
             continue
-        texts, kind = row["texts"], _KINDS[row["base"]]
-        base = Base(f"a small {row['base']}", kind, row["parameters"], texts["window"])
+        texts, mechanism = row["texts"], _KINDS[row["base"]]
+        base = Base(f"a small {row['base']}", mechanism, row["parameters"], texts["window"])
         shared: dict[str, Any] = {"source": source, "subject": row["recipe"], "base": base, "tokens": row["tokens"]}
         shared["remark"] = f"a demonstration: {row['demonstration']}" if row["demonstration"] else ""
         yield Figure(against="control in the window", windows=1, **_from(row["in_window"]), **shared)

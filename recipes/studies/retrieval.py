@@ -74,7 +74,7 @@ def main(
     folder = base_folder(base)
     model = hf_posswap.load(folder).eval()
     window = reach_of(model).window
-    task = PasskeyTask(load_tokenizer(folder, instead="save it beside the model"), header=False)
+    task = PasskeyTask(load_tokenizer(folder, instead="save it with the model"), header=False)
     if window < task.shortest:
         raise DataError(f"a passkey takes {task.shortest} tokens here, and the window of {base} has {window}.")
     configs = recipe or [RECIPES / "yarn.yaml", RECIPES / "abf.yaml"]

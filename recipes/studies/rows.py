@@ -73,7 +73,7 @@ class Row:
 
     Attributes:
         name: of its file.
-        base: what it starts from.
+        base: the base model.
         demonstration: why it proves nothing at this size; "": it is not a demonstration.
     """
 
@@ -167,7 +167,7 @@ def _stages(stages: list[dict[str, Any]], sizes: Sizes, batch: int) -> list[str]
     settings: list[str] = []
     left, longest = sizes.steps * sizes.step, max((stage["length"] for stage in stages), default=0)
     numbered = sorted(enumerate(stages), key=lambda item: -item[1]["length"])
-    for done, (number, stage) in enumerate(numbered):  # the longest first: what it leaves, shorter windows fill
+    for done, (number, stage) in enumerate(numbered):  # the longest first; shorter windows use the remaining tokens
         length = REACH * sizes.window * stage["length"] // longest
         steps = left // (len(stages) - done) // (batch * length)
         left -= steps * batch * length

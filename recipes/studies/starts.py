@@ -93,7 +93,7 @@ def main(
     """Measure the base and every start, and write the table."""
     work_dir = work_folder(work)
     folder = base if (base / "config.json").is_file() else base / "model"
-    tokenizer = load_tokenizer(folder, instead="save it beside the model")
+    tokenizer = load_tokenizer(folder, instead="save it with the model")
     model = hf_posswap.load(folder).eval()
     window = reach_of(model).window
     corpus = read_documents(valid, tokenizer, length=pieces * MULTIPLES[-1] * window, limit=documents)

@@ -45,13 +45,14 @@ def markdown(result: dict[str, Any]) -> str:
 def _about(result: dict[str, Any]) -> list[str]:
     """Return the paragraphs above the table: what was trained, and what the columns mean."""
     rows, sizes, installed = result["rows"], result["sizes"], result["versions"]
-    pretrained = ", ".join(f"{kind} {tokens / 1e6:.1f} M tokens" for kind, tokens in sizes["tokens"])
+    pretrained = ", ".join(f"{base_name} {tokens / 1e6:.1f} M tokens" for base_name, tokens in sizes["tokens"])
     texts = rows[0]["texts"]
     few = f" Under {LEAST_DOCUMENTS} documents: read no order into them." if _few(rows) else ""
     return [
         f"Made by `python -m recipes.studies.effects`, torch {installed['torch']}, "
-        f"transformers {installed['transformers']}, seed {result['seed']}. "
-        f"Bases: {sizes['layers']} layers, width {sizes['width']}, window {sizes['window']}, trained on Python's own text ({pretrained}). All recipes read about "
+        f"transformers {installed['transformers']}, seed {result['seed']}. Bases: {sizes['layers']} layers, "
+        f"width {sizes['width']}, window {sizes['window']}, trained on Python's own text ({pretrained}). "
+        "All recipes read about "
         f"{sizes['steps'] * sizes['step']:,} tokens at a learning rate of {sizes['rate']:g}, and their controls as "
         "many, without a swap. One seed, one corpus, bases that are far from done: a guide to what to expect of a "
         "recipe, no ranking of methods.",

@@ -73,7 +73,7 @@ class TaskRun:
         """
         if (self.folder / _REPORT).is_file():
             return
-        model, tokenizer = hf_posswap.load(self.start), load_tokenizer(self.start, instead="save it beside the model")
+        model, tokenizer = hf_posswap.load(self.start), load_tokenizer(self.start, instead="save it with the model")
         if self.scheme != "learned":
             hf_posswap.patch_model(model, self.scheme, max_length=self.max_length)
         losses = self._train(model.train(), tokenizer)

@@ -6,7 +6,7 @@
 
 The base is a folder with a causal model of learned positions or RoPE, or a run of recipes/pretrain.py. It is swapped to
 each scheme for 2, 4 and 8 windows, which are read at once. The baseline needs no swap: the base reads the same tokens
-by half-overlapping windows of its own length. Schemes for a learned table are fitted to it if possible, on separate
+by half-overlapping windows of its length. Schemes for a learned table are fitted to it if possible, on separate
 texts. Nothing is trained. Rows of other bases in the results are kept, and the same command resumes an interrupted run.
 """
 
@@ -89,7 +89,7 @@ def main(
     """Measure every start on one base, and write all rows."""
     work_dir = work_folder(work)
     folder = base if (base / "config.json").is_file() else base / "model"
-    tokenizer = load_tokenizer(folder, instead="save it beside the model")
+    tokenizer = load_tokenizer(folder, instead="save it with the model")
     window = reach_of(hf_posswap.load(folder)).window
     corpus = read_documents(valid, tokenizer, length=MULTIPLES[-1] * window, limit=documents)
     texts = Texts(corpus, window, tokenizer)

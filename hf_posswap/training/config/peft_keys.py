@@ -94,7 +94,7 @@ def _peft_configs() -> dict[str, Any]:
     import_peft()
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    return {str(kind.value): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    return {str(peft_type.value): config for peft_type, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
 
 
 @cache
@@ -102,6 +102,6 @@ def _settings_class(peft_type: str) -> Any:
     return settings_like(f"{peft_type.title()}Settings", _peft_configs()[peft_type], {})
 
 
-def config_class(kind: str) -> Any:
-    """Return PEFT's config class for the type `kind`."""
-    return _peft_configs()[kind]
+def config_class(peft_type: str) -> Any:
+    """Return PEFT's config class for the type `peft_type`."""
+    return _peft_configs()[peft_type]

@@ -61,7 +61,7 @@ class Meter(Watch):
 
     def settle(self) -> Memory:
         """Return the peak since `begin`, by kinds, and stop watching tensors."""
-        self._look()
+        self._record_peak()
         for watch in self._watched.values():
             watch.detach()
         return self.memory
@@ -94,7 +94,7 @@ class Meter(Watch):
     def _count(self, key: int, size: int) -> None:
         change = size - self._sizes[key]
         if change < 0:
-            self._look()
+            self._record_peak()
         self._sizes[key] = size
         self.memory.now += change
         if self.memory.now > self.memory.peak:

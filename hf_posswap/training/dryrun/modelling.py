@@ -110,9 +110,9 @@ def objective_of(recipe: Recipe, fake: FakeModel) -> Objective:
     Raises:
         ConfigError: the objective does not fit the model, or cannot be dry-run.
     """
-    kind = recipe.objective.kind
-    if kind in SENTENCES:
-        raise ConfigError(f"objective.kind {kind} cannot be dry-run: next-token, masked and distill can.")
+    objective_name = recipe.objective.kind
+    if objective_name in SENTENCES:
+        raise ConfigError(f"objective.kind {objective_name} cannot be dry-run: next-token, masked and distill can.")
     geometry = fake.sites.geometry
     return make_objective(
         recipe.objective,

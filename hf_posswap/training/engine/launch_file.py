@@ -25,8 +25,8 @@ _PRECISION = "ACCELERATE_MIXED_PRECISION"
 def as_launched(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """Return `recipe` with the settings of the accelerate launch file, and a line for each difference.
 
-    A mixed precision of "no", accelerate's default, keeps the recipe's. So does a value that is missing from a
-    configuration of DeepSpeed.
+    A mixed precision of "no", accelerate's default, keeps the recipe's, as do values that a configuration of DeepSpeed
+    leaves out.
 
     Args:
         recipe: as a whole.
