@@ -65,9 +65,9 @@ def render(rows: list[Row]) -> str:
     supported = [row for row in rows if _outcomes(row) != {"no"}]
     cells = sum(cell["outcome"] != "no" for row in supported for cell in row["schemes"].values())
     head = (
-        f"**{len(supported)} of {len(rows)} classes** for causal, masked and sequence-to-sequence language modelling "
-        f"in transformers {_minor(rows[0]['transformers'])} can be patched, {cells} pairs of a class and a scheme. Each "
-        f"pair was run on a tiny model by the light contract (`pytest -m slow tests/contract/test_light.py`), with "
+        f"**{len(supported)} of {len(rows)} classes** for causal, masked and sequence-to-sequence language "
+        f"modelling in transformers {_minor(rows[0]['transformers'])} can be patched, {cells} pairs of a class and a "
+        f"scheme. Each pair was run on a tiny model by the light contract (`pytest -m slow tests/contract/test_light.py`), with "
         f"torch {rows[0]['torch'].partition('+')[0]}."
     )
     sections = [_schemes_table(), PROMISES, head, _pairs_table(supported), WORDS, _refusals(supported)]

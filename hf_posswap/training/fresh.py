@@ -147,9 +147,8 @@ def fresh_model(settings: FreshSettings, tokenizer: PreTrainedTokenizerBase) -> 
             no_dropout: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
             return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shared, **sizes, **no_dropout)).eval()
         if settings.kind == "llama":
-            intermediate_size = (
-                -(-8 * settings.width // 3 // 32) * 32
-            )  # three matrices have as many parameters as two of 4 E
+            # three matrices have as many parameters as two of 4 E
+            intermediate_size = -(-8 * settings.width // 3 // 32) * 32
             return transformers.LlamaForCausalLM(
                 transformers.LlamaConfig(**shared, **sizes, intermediate_size=intermediate_size)
             ).eval()

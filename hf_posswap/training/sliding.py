@@ -147,9 +147,8 @@ def _begins_of_mask(mask: Tensor) -> Tensor:
     if mask.shape[-2] == mask.shape[-1]:
         begins = torch.where(any_seen, head_mask.int().argmax(dim=-1), index)
         expected = (index >= begins[..., None]) & (index <= index[:, None]) & any_seen[..., None]
-        is_valid_begin = (begins[:, 1:] == begins[:, :-1]) | (
-            begins[:, 1:] == index[1:]
-        )  # same document as the previous token, or a new one
+        # same document as the previous token, or a new one
+        is_valid_begin = (begins[:, 1:] == begins[:, :-1]) | (begins[:, 1:] == index[1:])
         if bool((seen == expected[:, None]).all()) and bool(is_valid_begin.all()):
             return begins
     raise DataError(

@@ -84,9 +84,8 @@ def llama(scheme: str, sizes: Sizes, window: int | None = None) -> Any:
 def rows(smoke: bool) -> list[dict[str, Any]]:
     """Return a row for each situation, and one for memory: see `measured`."""
     sizes = SMALL if smoke else FULL
-    selected = (
-        [situation.name for situation in situations(sizes)] if smoke else None
-    )  # memory is measured at full size only
+    # memory is measured at full size only
+    selected = [situation.name for situation in situations(sizes)] if smoke else None
     return list(measured(sizes, tuple(SCHEMES), selected, 1 if smoke else 7))
 
 

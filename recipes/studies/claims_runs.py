@@ -244,9 +244,8 @@ def _source(material: Material, amount: Amount, work_dir: Path) -> str:
     if not (folder / _DONE_FILE).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         puzzles.write_documents(folder, amount.examples, puzzles.IN_A_WINDOW, seed=0)
-        write_json(
-            folder / _DONE_FILE, {"examples": amount.examples}
-        )  # written last, so that it marks a complete folder
+        # written last, so that it marks a complete folder
+        write_json(folder / _DONE_FILE, {"examples": amount.examples})
     return str(folder)
 
 

@@ -164,9 +164,8 @@ def _embedded(model: Any, teacher: Any, texts: Texts) -> Means:
         return embed(encoder, [[*before, *row, *after] for row in rows.tolist()]).double().numpy()  # [rows, E]
 
     def distances(rows: np.ndarray) -> np.ndarray:
-        piece_count = -(
-            -rows.shape[1] // texts.window
-        )  # pieces of the teacher's window, shortened by the special tokens
+        # pieces of the teacher's window, shortened by the special tokens
+        piece_count = -(-rows.shape[1] // texts.window)
         pieces = [rows[:, i * texts.window : (i + 1) * texts.window] for i in range(piece_count)]
         inside = texts.window - len(before) - len(after)
         wanted = sum(vectors(teacher, piece[:, :inside]) for piece in pieces)

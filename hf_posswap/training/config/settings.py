@@ -51,8 +51,8 @@ class SwapSettings:
         centre: move the mean of the position table into the token embeddings first, so that the swap removes only
             positions: see hf_posswap.centre_table.
         fit: windows of the training text on which the new mechanism is fitted to the position table before training; 0:
-            no fit. alibi and t5 start with the nearest bias (hf_posswap.fit_bias), and rotary schemes with partial below
-            1 with the nearest queries and keys (hf_posswap.fit_rotation).
+            no fit. alibi and t5 start with the nearest bias (hf_posswap.fit_bias), and rotary schemes with partial
+            below 1 with the nearest queries and keys (hf_posswap.fit_rotation).
         gradual_steps: steps over which the share of the new mechanism grows from 0 to 1; 0: a full swap at once.
     """
 
@@ -71,9 +71,9 @@ class ObjectiveSettings:
 
     Attributes:
         kind: next-token: cross-entropy of a causal model; masked: of an encoder on masked tokens; distill: next-token
-            plus the divergence from the unswapped model, in its window or in sliding windows; embedding: the distance of
-            text vectors to those of the unswapped encoder; contrastive: the two halves of a text against other texts, by
-            sentence-transformers.
+            plus the divergence from the unswapped model, in its window or in sliding windows; embedding: the distance
+            of text vectors to those of the unswapped encoder; contrastive: the two halves of a text against other
+            texts, by sentence-transformers.
         chunk: tokens whose logits are held at once; 0: those of the whole batch, like the model itself.
         distill: settings of distill.
         scale: of the cosines for contrastive: one over the temperature.

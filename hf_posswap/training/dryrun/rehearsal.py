@@ -126,7 +126,7 @@ def _run(recipe: Recipe, fake: FakeModel, launch: Launch, on_gpu: bool) -> Marks
         dtype=fake.model.dtype,
     )
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * launch.replicas
-    unreal = FakeStep(fake.mode)
+    fake_step = FakeStep(fake.mode)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         trainer = _DryTrainer(
             fake.model,
@@ -139,16 +139,15 @@ def _run(recipe: Recipe, fake: FakeModel, launch: Launch, on_gpu: bool) -> Marks
             data_collator=data.collate,
             train_dataset=data.steps(training.max_steps, rows),
         )
-        trainer.unreal = unreal
+        trainer.fake_step = fake_step
         marks = Marks(trainer, fake.teacher)
         trainer.add_callback(marks)
-        stack.enter_context(
-            warnings.catch_warnings()
-        )  # accelerate reads pointers of fake weights: see create_scheduler
+        # accelerate reads pointers of fake weights: see create_scheduler
+        stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         if on_gpu:
             stack.enter_context(as_on_gpu())
-        stack.enter_context(unreal)
+        stack.enter_context(fake_step)
         stack.enter_context(resized_storages(marks.meter.resized))
         stack.enter_context(marks.meter)
         trainer.train()
@@ -158,7 +157,7 @@ def _run(recipe: Recipe, fake: FakeModel, launch: Launch, on_gpu: bool) -> Marks
 class _DryTrainer(PosswapTrainer):
     """The engine's Trainer, without checks of the loss, which is fake."""
 
-    unreal: FakeStep
+    fake_step: FakeStep
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the schedule, after giving the optimizer the sharded weights.
@@ -171,7 +170,7 @@ class _DryTrainer(PosswapTrainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self.unreal.in_step():
+        with self.fake_step.in_step():
             return super().training_step(*args, **kwargs)
 
     def compute_loss(

@@ -14,12 +14,7 @@ from hf_posswap.utils.format import human_bytes
 # Values per token that a layer keeps for its backward, in multiples of the hidden and the inner width, as measured on
 # small models (tests/training/engine/test_memory.py); frozen matrices do not keep their inputs.
 _STATES, _FROZEN_STATES = (10, 4), (7, 3)
-_COMPOSED = (
-    "gelu_new",
-    "gelu_fast",
-    "gelu_python",
-    "quick_gelu",
-)  # activations of several operations, each of which keeps a tensor
+_COMPOSED = ("gelu_new", "gelu_fast", "gelu_python", "quick_gelu")  # each of several operations, which keep tensors
 _LOGITS = 3  # copies: logits, their logarithms, their gradient
 _SCORES = 4  # copies of a bias: bias, scores, softmax, gradient
 _ADAM_STATES = 2

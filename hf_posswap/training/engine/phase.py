@@ -137,9 +137,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     if recipe.swap.gradual_steps:
         prepared.plan = swap_plan(finish_blend(prepared.model, max_length=recipe.swap.max_length))
     if prepared.plan is not None and prepared.tokenizer.model_max_length == prepared.window:
-        prepared.tokenizer.model_max_length = (
-            prepared.plan.max_length
-        )  # otherwise it would truncate texts at the old length
+        prepared.tokenizer.model_max_length = prepared.plan.max_length  # otherwise it truncates at the old length
     _write_model(trainer, prepared, folder, recipe, run)
     steps = trainer.state.global_step
     result = _result(phase, prepared, steps, steps * _step_tokens(recipe, run), watch.seconds, log)
