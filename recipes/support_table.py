@@ -67,7 +67,8 @@ def render(rows: list[Row]) -> str:
     head = (
         f"**{len(supported)} of {len(rows)} classes** for causal, masked and sequence-to-sequence language "
         f"modelling in transformers {_minor(rows[0]['transformers'])} can be patched, {cells} pairs of a class and a "
-        f"scheme. Each pair was run on a tiny model by the light contract (`pytest -m slow tests/contract/test_light.py`), with "
+        "scheme. Each pair was run on a tiny model by the light contract (`pytest -m slow "
+        "tests/contract/test_light.py`), with "
         f"torch {rows[0]['torch'].partition('+')[0]}."
     )
     sections = [_schemes_table(), PROMISES, head, _pairs_table(supported), WORDS, _refusals(supported)]

@@ -26,9 +26,9 @@ def markdown(result: dict[str, Any]) -> str:
             "",
             "## Their numbers",
             "",
-            "A part holds where its whole interval lies where it should, and does not where none of it does. Other "
-            "rate: the estimate of seed 0 at the other learning rate; a verdict that it contradicts is none. Nor is "
-            "there one where the models have not learned inside what they are asked beyond.",
+            "A part holds if its whole interval is in the asked range, and does not hold if none of it is. Other rate: "
+            "the estimate of seed 0 at the other learning rate. There is no verdict if the other rate contradicts it, "
+            "or if the models have not learned the task within the trained lengths.",
             "",
             *_table(("claim", "unit", "what", "estimate", "asked", "other rate", "verdict"), _parts(result)),
             "## What was measured",
@@ -43,21 +43,22 @@ def markdown(result: dict[str, Any]) -> str:
 def _about(result: dict[str, Any]) -> list[str]:
     installed, texts, trained = result["versions"], result["texts"], result["trained"]
     return [
-        f"GPT-2s with a window of {result['window']}, trained from random weights with each scheme, {result['seeds']} "
-        "seeds each. Trainings of one seed begin with the same weights, as far as they share them, and read the same "
-        f"tokens in the same order. torch {installed['torch']}, transformers {installed['transformers']}.",
+        f"GPT-2 models with a window of {result['window']}, trained from random weights with each scheme, "
+        f"{result['seeds']} seeds each. Trainings of one seed start with the same weights, as far as they share them, "
+        f"and read the same tokens in the same order. torch {installed['torch']}, "
+        f"transformers {installed['transformers']}.",
         "",
         *_table(("material", "parameters", "read in a training", "learning rate", "other rate"), _amounts(trained)),
         *_read(texts),
-        "Needles are passkeys, and the text around them asks back at "
-        f"every turn. Tasks have 1 to {result['longest']} letters in training and up to twice as many when asked, "
-        "right to the end. Intervals are of 95 %: Student's over seeds, paired. "
-        f"{_over_texts(result)} One of no width: all seeds agree.",
+        "Needles are passkeys in text that requires looking back everywhere. Tasks have "
+        f"1 to {result['longest']} letters in training and up to twice as many in tests, where the whole answer must "
+        "be right. Intervals are 95 %, Student's over seeds, paired. "
+        f"{_over_texts(result)} A width of 0 means that all seeds agree.",
         "",
         *_left_out(result),
-        "What the papers did is larger and other: figure 3 of RoFormer is of a masked BERT, Vaswani's table of "
-        "translation, Press's of WikiText-103, Kazemnejad's of 107 M parameters. A claim that does not hold here may "
-        "hold there, and the other way round; the verdicts are about models and budgets of this size.",
+        "The papers' experiments are larger and different: RoFormer's figure 3 uses a masked BERT, Vaswani's table "
+        "translation, Press's WikiText-103, and Kazemnejad's 107 M parameters. A claim that does not hold here may "
+        "hold there, and vice versa; the verdicts are about models and budgets of this size.",
         "",
     ]
 
@@ -65,17 +66,17 @@ def _about(result: dict[str, Any]) -> list[str]:
 def _read(texts: dict[str, Any] | None) -> Iterator[str]:
     if texts:
         yield (
-            f"Text is Python's own; its losses are nats a token of {texts['documents']} held-out documents, "
-            f"{texts['tokens of a piece']} tokens of each."
+            f"Text is Python's own; losses are nats/token on {texts['documents']} held-out documents, "
+            f"{texts['tokens of a piece']} tokens each."
         )
 
 
 def _over_texts(result: dict[str, Any]) -> str:
     if result.get("intervals") == INTERVALS:
-        return f"Of losses, distances to the ends over seeds and over documents ({INTERVALS}) are added in squares."
+        return f"For losses, distances to the ends over seeds and over documents ({INTERVALS}) are added in squares."
     return (
-        "Of losses they also cover the percentile bootstrap over documents, an older method that is too narrow for few "
-        "documents; the scores of each document, from which others could be made, were not kept."
+        "For losses they also include the percentile bootstrap over documents, an older method that is too narrow for "
+        "few documents; the scores of each document were not kept, so they cannot be recomputed."
     )
 
 
@@ -107,9 +108,9 @@ def _in_words(result: dict[str, Any]) -> Iterator[str]:
             measurements["rope converges", f"rope less {rival}"]["estimate"] for rival in ("sinusoidal", "learned")
         ]
         yield (
-            f"Convergence: in the mean over the training RoPE stands {_apart(gains[0])} sinusoidal positions and "
-            f"{_apart(gains[1])} learned ones. It is where they end after {_needed(result['needed']['sinusoidal'])} "
-            f"and {_needed(result['needed']['learned'])} of the tokens."
+            f"Convergence: averaged over the training, RoPE is {_apart(gains[0])} sinusoidal positions and "
+            f"{_apart(gains[1])} learned ones. It reaches their final loss after "
+            f"{_needed(result['needed']['sinusoidal'])} and {_needed(result['needed']['learned'])} of the tokens."
         )
     if "tables end close" in judged:
         close = measurements["tables end close", "learned less sinusoidal, in the window"]
@@ -162,8 +163,8 @@ def interval(part: Mapping[str, Any]) -> str:
 def _measured(result: dict[str, Any]) -> Iterator[str]:
     text, shares, window = result["text"], result["shares"], result["window"]
     if text:
-        yield "Loss by how many windows are read at once, the same tokens each time, and the share of the tokens after"
-        yield "which RoPE was as low in training as the scheme at its end. Mean over seeds (least to most)."
+        yield "Loss by windows read at once, on the same tokens, and the share of the tokens after which RoPE's"
+        yield "training loss reached the scheme's final one. Mean over seeds (least to most)."
         yield ""
         windows = sorted({windows for scheme_result in text.values() for windows in scheme_result["losses"]}, key=int)
         rows = [

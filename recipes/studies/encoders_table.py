@@ -22,12 +22,12 @@ def markdown(result: dict[str, Any]) -> str:
         f"# One vector for a long text: {base['name']}, {base['parameters'] / 1e6:.1f} M parameters, window "
         f"{base['window']}",
         "",
-        f"Distilled: {result['tokens']:,} tokens in texts of one window, {result['seeds']} seeds; all else without "
-        f"training. torch {installed['torch']}, transformers {installed['transformers']}, size "
+        f"Distilled: {result['tokens']:,} tokens in texts of one window, {result['seeds']} seeds; all others are not "
+        f"trained. torch {installed['torch']}, transformers {installed['transformers']}, size "
         f"{result['size']}. Differences are paired. {intervals_said(result)}",
         "",
-        "- Accuracy: the share of questions whose document is the nearest by cosine. nDCG at 10 likewise.",
-        "- Beyond: the accuracy on questions whose answer stands beyond the first window, at the longest length.",
+        "- Accuracy: the share of questions whose document is the nearest by cosine. nDCG at 10 uses the same ranks.",
+        "- Beyond: the accuracy on questions whose answer is beyond the first window, at the longest length.",
         f"- Real text: {texts['source']}; {texts['said']}.",
         "",
         *_answers(result),

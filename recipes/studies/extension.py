@@ -230,9 +230,9 @@ def markdown(result: dict[str, Any]) -> str:
         f"# extension: {result['tokens']:,} tokens on {base['name']}, {base['parameters'] / 1e6:.1f} M parameters, "
         f"window {base['window']}",
         "",
-        f"Nats a token of {texts['documents']} documents ({texts['source']}), read from their start, so many windows "
-        f"at once, by the mean of {result['seeds']} seed(s); every method is made for {FACTOR}. Later text may be "
-        "easier than the start: compare within a column.",
+        f"Nats/token on {texts['documents']} documents ({texts['source']}), read from their start, with 1 to "
+        f"{FACTOR} windows at once; mean of {result['seeds']} seed(s). Every method is for {FACTOR} windows. Later "
+        "text may be easier than the start: compare within a column.",
         "",
         "| method | state | " + " | ".join(f"{m}x" for m in MULTIPLES) + " |",
         "|---" * (2 + len(MULTIPLES)) + "|",
@@ -240,7 +240,12 @@ def markdown(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         cells = [f"{cell['nll']:.3f}" for cell in row["lengths"]] + ["–"] * (len(MULTIPLES) - len(row["lengths"]))
         lines.append(f"| {row['method']} | {row['state']} | {' | '.join(cells)} |")
-    lines += ["", "Orders that papers print: the first less the second, and its interval.", intervals_said(result), ""]
+    lines += [
+        "",
+        "Orders that papers report: the first less the second, with its interval.",
+        intervals_said(result),
+        "",
+    ]
     lines += ["| order | windows | source | difference | verdict |", "|---|---|---|---|---|"]
     for order in result["orders"]:
         first, second = (", ".join(order[key]) for key in ("lower", "higher"))

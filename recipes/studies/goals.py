@@ -122,9 +122,9 @@ def markdown(result: dict[str, Any]) -> str:
         f"# {result['study']}: {result['tokens']:,} tokens on {base['name']}, {base['parameters'] / 1e6:.1f} M "
         f"parameters, window {texts['window']}",
         "",
-        f"Read: {texts['documents']} documents ({texts['source']}), {texts['pieces of a document']} x "
-        f"{texts['tokens of a piece']} tokens of each; {result['seeds']} seed(s). Nats a token: the recipe less the "
-        f"other, the interval and the upper bound that the goals ask for. {intervals_said(result)}",
+        f"Measured on {texts['documents']} documents ({texts['source']}), {texts['pieces of a document']} x "
+        f"{texts['tokens of a piece']} tokens each; {result['seeds']} seed(s). Nats/token: the recipe less the "
+        f"other, its interval, and the upper bound that the goals use. {intervals_said(result)}",
         "",
         f"| recipe | in the window, less the control | less the untouched base | last of {top} windows after the "
         f"others less alone | {top} windows less the control's sliding window | less the base's sliding window |",

@@ -209,9 +209,9 @@ def intervals_said(result: Mapping[str, Any]) -> str:
     if result.get("intervals") == INTERVALS:
         return f"Intervals of 95 % over documents: {INTERVALS}."
     return (
-        "Intervals are of an older method, the percentile bootstrap over documents, which is too narrow: called 95 %, "
-        "they hold the truth in 84 to 89 % of cases with 8 documents, 90 to 93 % with 16 and 93 to 95 % with 50. "
-        "The scores of each document, from which others could be made, were not kept."
+        "Intervals use an older method, the percentile bootstrap over documents, which is too narrow: nominally 95 %, "
+        "they cover the true value in 84 to 89 % of cases with 8 documents, 90 to 93 % with 16 and 93 to 95 % with 50. "
+        "They cannot be recomputed, because the scores of each document were not kept."
     )
 
 

@@ -208,8 +208,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"# retrieval: {result['tokens']:,} tokens on {base['name']}, {base['parameters'] / 1e6:.1f} M parameters, "
         f"window {base['window']}",
         "",
-        f"Passkeys found of {needles} for each length, at five depths, the mean of {result['seeds']} seed(s). In "
-        f"brackets the 95 % interval (Wilson) of {needles} needles: seeds are asked for the same ones.",
+        f"Passkeys found of {needles} per length, at five depths; mean of {result['seeds']} seed(s). Brackets: the "
+        f"95 % Wilson interval for {needles} needles, because all seeds have the same ones.",
         "",
         "| recipe | state | " + " | ".join(f"{m} x {base['window']}" for m in columns) + " | effective length |",
         "|---" * (3 + len(columns)) + "|",

@@ -177,16 +177,18 @@ def markdown(result: dict[str, Any]) -> str:
             "# Where a swap of a learned table starts",
             "",
             f"A GPT-2 of {base['parameters'] / 1e6:.1f} M parameters and {base['window']} positions, not trained after "
-            f"the swap; its own loss in the window is {base['nll']:.4f} nats a token. Read: {texts['documents']} "
-            f"documents ({texts['source']}), {texts['pieces of a document']} x {texts['tokens of a piece']} tokens of "
-            f"each; torch {installed['torch']}, transformers {installed['transformers']}. Brackets: paired. "
+            f"the swap; the base's loss in the window is {base['nll']:.4f} nats/token. Measured on "
+            f"{texts['documents']} documents ({texts['source']}), {texts['pieces of a document']} x "
+            f"{texts['tokens of a piece']} tokens each; torch {installed['torch']}, transformers {installed['transformers']}. Brackets: paired intervals. "
             f"{intervals_said(result)}",
             "",
-            "- Residual: of a ridge fit, by the table's spread. Growth: the longest row beyond by the longest inside.",
+            "- Residual: of a ridge fit, relative to the table's spread. Growth: the largest norm of a row beyond the "
+            "window, relative to the largest inside.",
             f"- Fitted: to attention scores on {fit['documents']} other documents ({fit['source']}), "
-            f"{fit['tokens of a document']} tokens of each.",
-            f"- 1x to 8x: so many windows read at once. Plain: {PLAIN}.",
-            "- 8th window: its tokens after the seven windows before them, less the same alone; above 0 length harms.",
+            f"{fit['tokens of a document']} tokens each.",
+            f"- 1x to 8x: number of windows read at once. Plain: {PLAIN}.",
+            "- 8th window: the loss of its tokens after seven windows of context, less their loss alone; above 0, "
+            "length harms.",
             "",
             _line(head),
             _line(["---"] * len(head)),

@@ -47,25 +47,25 @@ def _about(result: dict[str, Any]) -> list[str]:
     rows, sizes, installed = result["rows"], result["sizes"], result["versions"]
     pretrained = ", ".join(f"{base_name} {tokens / 1e6:.1f} M tokens" for base_name, tokens in sizes["tokens"])
     texts = rows[0]["texts"]
-    few = f" Under {LEAST_DOCUMENTS} documents: read no order into them." if _few(rows) else ""
+    few = f" With fewer than {LEAST_DOCUMENTS} documents, do not rank the recipes." if _few(rows) else ""
     return [
         f"Made by `python -m recipes.studies.effects`, torch {installed['torch']}, "
         f"transformers {installed['transformers']}, seed {result['seed']}. Bases: {sizes['layers']} layers, "
         f"width {sizes['width']}, window {sizes['window']}, trained on Python's own text ({pretrained}). "
         "All recipes read about "
         f"{sizes['steps'] * sizes['step']:,} tokens at a learning rate of {sizes['rate']:g}, and their controls as "
-        "many, without a swap. One seed, one corpus, bases that are far from done: a guide to what to expect of a "
-        "recipe, no ranking of methods.",
+        "many, without a swap. One seed, one corpus and undertrained bases: a guide to what to expect of a recipe, not "
+        "a ranking of methods.",
         "",
-        f"Loss in nats a token on {texts['documents']} held-out documents, {texts['tokens of a piece']} tokens of "
-        f"each; brackets: paired. {intervals_said(result)}{few}",
+        f"Loss in nats/token on {texts['documents']} held-out documents, {texts['tokens of a piece']} tokens "
+        f"each; brackets: paired intervals. {intervals_said(result)}{few}",
         "",
-        "- Trained at: the longest windows of the training, in those of the base.",
-        "- From base's loss to the difference: in the window. Eight windows of each document, each by itself.",
-        "- 1x to 8x: after training, so many windows read at once from the start of each document; a dash: the model "
-        "ends before. Later text may be easier than the start, so these fall by themselves.",
-        "- 8th window: its tokens read after the seven windows before them, less the same tokens read alone. Below 0 "
-        "the model uses the far text, above 0 the length harms it.",
+        "- Trained at: the longest training windows, in windows of the base.",
+        "- From base's loss to the difference: in the window, over eight separate windows of each document.",
+        "- 1x to 8x: after training, with that many windows read at once from the start of each document; a dash: "
+        "beyond the model's limit. Later text may be easier than the start, so the loss may fall anyway.",
+        "- 8th window: the loss of its tokens after seven windows of context, less their loss alone. Below 0 the model "
+        "uses the far text; above 0 length harms it.",
         "",
     ]
 
@@ -113,8 +113,8 @@ def _notes(rows: list[dict[str, Any]]) -> list[str]:
     notes = [f"- {row['recipe']} is a demonstration: {row['demonstration']}." for row in rows if row["demonstration"]]
     if any(row["measure"] == "1 - cosine" for row in rows):
         notes.append(
-            "- 1 - cosine: of the pooled states and those of the unswapped encoder, which reads a longer text window "
-            "by window."
+            "- 1 - cosine: between the pooled states and those of the unswapped encoder, which reads longer texts in "
+            "windows."
         )
     return [*notes, ""] if notes else []
 

@@ -15,12 +15,12 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         "# Reading on without training",
         "",
-        f"Nothing is trained; torch {installed['torch']}, transformers {installed['transformers']}. Nats a token; "
-        f"brackets: paired. {intervals_said(result)}",
+        f"Nothing is trained; torch {installed['torch']}, transformers {installed['transformers']}. Nats/token; "
+        f"brackets: paired intervals. {intervals_said(result)}",
         "",
-        "- 2x, 4x, 8x: the swap made for so many windows of the base, and as many read at once, less the base that "
-        "reads the same tokens by half-overlapping windows of its own length. Below 0 the swap is worth it.",
-        "- In the window: of the swap made for 8 windows, less the base, on the first window.",
+        "- 2x, 4x, 8x: a swap for that many windows, which are read at once, less the base with half-overlapping "
+        "sliding windows of its length on the same tokens. Below 0, the swap is better.",
+        "- In the window: the swap for 8 windows less the base, on the first window.",
     ]
     for base in result["bases"]:
         lines += ["", *_base(base)]
@@ -38,7 +38,7 @@ def _base(base: dict[str, Any]) -> list[str]:
         f"## {base['name']}: {base['kind']}, {base['parameters'] / 1e6:.2f} M parameters, {base['window']} positions",
         "",
         f"{texts['documents']} rows of {texts['source']}: {base['protocol']}. The base's loss is {base['nll']:.3f} in "
-        f"the window, and by sliding {sliding_text} windows.",
+        f"the window, and with the sliding window {sliding_text} windows.",
         "",
         _line(head),
         _line(["---"] * len(head)),
