@@ -179,7 +179,8 @@ def markdown(result: dict[str, Any]) -> str:
             f"A GPT-2 of {base['parameters'] / 1e6:.1f} M parameters and {base['window']} positions, not trained after "
             f"the swap; the base's loss in the window is {base['nll']:.4f} nats/token. Measured on "
             f"{texts['documents']} documents ({texts['source']}), {texts['pieces of a document']} x "
-            f"{texts['tokens of a piece']} tokens each; torch {installed['torch']}, transformers {installed['transformers']}. Brackets: paired intervals. "
+            f"{texts['tokens of a piece']} tokens each; torch {installed['torch']}, "
+            f"transformers {installed['transformers']}. Brackets: paired intervals. "
             f"{intervals_said(result)}",
             "",
             "- Residual: of a ridge fit, relative to the table's spread. Growth: the largest norm of a row beyond the "
