@@ -1,10 +1,10 @@
-"""Write the tables of what serving programs make of positions: the claims, and what the tests of them saw.
+"""Writes the tables on positions in serving programs: the claims, and the results of their tests.
 
 python recipes/claims_table.py              # rewrites the regions of .docs/pages/serving.md
-python recipes/claims_table.py --check      # changes nothing; exit code 1: the page is stale
-python recipes/claims_table.py a.xml b.xml  # what pytest --junitxml=a.xml tests/serving/... saw is put in first
+python recipes/claims_table.py --check      # changes nothing; exit code 1 if the page is stale
+python recipes/claims_table.py a.xml b.xml  # first adds the results of pytest --junitxml=a.xml tests/serving/...
 
-`.ci/serving table` installs the programs, runs their tests and this.
+`.ci/serving table` installs the programs, runs their tests and this script.
 """
 
 from __future__ import annotations
@@ -22,55 +22,55 @@ from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 
 PAGE = Path(__file__).resolve().parents[1] / ".docs" / "pages" / "serving.md"
 SEEN = Path(__file__).parent / "studies" / "results" / "served.json"
-"""What the tests saw, by engine: a list of rows as `tests/serving/seen.py` has them."""
+"""Results of the tests, by engine: lists of rows of `tests/serving/seen.py`."""
 _COLUMNS = ("program", "model", "swap", "texts of tokens", "nats apart", "greedy tokens alike")
 Rows = dict[str, list[dict[str, Any]]]
 
 
 def seen_in(report: Path) -> Rows:
-    """Return what the tests saw whose report by `pytest --junitxml` is `report`.
+    """Return the test results in `report`, written by `pytest --junitxml`.
 
     Raises:
-        SystemExit: a test failed: the table shows whole runs.
+        SystemExit: a test failed, and the table shows only complete runs.
     """
     root = ElementTree.parse(report).getroot()
     if root.find(".//failure") is not None or root.find(".//error") is not None:
         raise SystemExit(f"{report} has tests that failed: nothing was written")
-    found: Rows = {}
+    rows_by_engine: Rows = {}
     for item in root.iterfind(".//property[@name='seen']"):
         row = json.loads(item.attrib["value"])
-        found.setdefault(row["engine"], []).append(row)
-    return found
+        rows_by_engine.setdefault(row["engine"], []).append(row)
+    return rows_by_engine
 
 
-def merged(held: Rows, *reports: Rows) -> Rows:
-    """Return `held` with what `reports` have in the place of what their programs did, in whatever version, before."""
-    found: Rows = {}
+def merged(rows_by_engine: Rows, *reports: Rows) -> Rows:
+    """Return `rows_by_engine`, with all rows of the programs in `reports`, of any version, replaced by theirs."""
+    new_rows: Rows = {}
     for report in reports:
         for engine, rows in report.items():
-            found.setdefault(engine, []).extend(rows)
-    programs = {_program(engine) for engine in found}
-    kept = {engine: rows for engine, rows in held.items() if _program(engine) not in programs}
-    return dict(sorted({**kept, **found}.items()))
+            new_rows.setdefault(engine, []).extend(rows)
+    programs = {_program(engine) for engine in new_rows}
+    kept = {engine: rows for engine, rows in rows_by_engine.items() if _program(engine) not in programs}
+    return dict(sorted({**kept, **new_rows}.items()))
 
 
 def _program(engine: str) -> str:
     return engine.split()[0]
 
 
-def seen_markdown(held: Rows) -> str:
-    """Return the table of what was seen."""
+def seen_markdown(rows_by_engine: Rows) -> str:
+    """Return the table of test results."""
     lines = [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
-    for engine, rows in held.items():
+    for engine, rows in rows_by_engine.items():
         for row in rows:
             lengths = ", ".join(map(str, row["lengths"]))
-            alike = f"{row['same']} of {row['tokens']}" if row["tokens"] else "-"
-            lines.append(_line([engine, row["model"], row["swap"], lengths, _below(row["apart"]), alike]))
+            matches = f"{row['same']} of {row['tokens']}" if row["tokens"] else "-"
+            lines.append(_line([engine, row["model"], row["swap"], lengths, _below(row["apart"]), matches]))
     return "\n".join(lines)
 
 
 def _below(apart: float) -> str:
-    """Return the power of ten that a difference is below: its digits are other ones on other machines.
+    """Return the power of ten above a difference, because its digits vary between machines.
 
     Example:
         >>> _below(4.3e-5), _below(0.0)
@@ -83,16 +83,16 @@ def _line(cells: Any) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def placed(page: str, held: Rows) -> str:
-    """Return `page`, the text of a page, with the regions between the marks made anew."""
-    return _region(_region(page, "claims table", claims_markdown()), "seen table", seen_markdown(held))
+def placed(page: str, rows_by_engine: Rows) -> str:
+    """Return the text `page` with the regions between the markers regenerated."""
+    return _region(_region(page, "claims table", claims_markdown()), "seen table", seen_markdown(rows_by_engine))
 
 
 def _region(page: str, name: str, text: str) -> str:
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    before, found, rest = page.partition(begin)
-    _, ended, after = rest.partition(end)
-    if not found or not ended:
+    before, begin_found, rest = page.partition(begin)
+    _, end_found, after = rest.partition(end)
+    if not begin_found or not end_found:
         raise SystemExit(f"{PAGE.name} lacks the lines {begin} and {end}")
     return f"{before}{begin}\n{text}\n{end}{after}"
 
@@ -102,14 +102,14 @@ def main(
     check: Annotated[bool, typer.Option("--check", help="Change nothing.")] = False,
 ) -> None:
     """Rewrite the regions of the page."""
-    held: Rows = merged(read_json(SEEN), *map(seen_in, reports or ()))
+    rows_by_engine: Rows = merged(read_json(SEEN), *map(seen_in, reports or ()))
     page = PAGE.read_text(encoding="utf-8")
-    made = placed(page, held)
-    if check and made != page:
+    new_page = placed(page, rows_by_engine)
+    if check and new_page != page:
         raise SystemExit(f"{PAGE.name} has an old table of claims: run python recipes/claims_table.py")
     if not check:
-        write_json(SEEN, held)
-        write_text(PAGE, made)
+        write_json(SEEN, rows_by_engine)
+        write_text(PAGE, new_page)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Sweep schemes over one model, without training: which one carries it farthest? The Python way of `posswap compare`.
+"""Compares schemes on one model without training: which one extrapolates best? The Python form of `posswap compare`.
 
     python recipes/compare.py meta-llama/Llama-3.2-1B results yarn ntk self_extend --lengths 8192,16384,32768
     python recipes/compare.py gpt2 results rope alibi --text books/
     accelerate launch --multi_gpu recipes/compare.py gpt2 results rope alibi  # documents and prompts shared
     torchrun --nproc_per_node 4 recipes/compare.py gpt2 results rope alibi    # the same, on CPUs too
 
-The weights are loaded once and shared by all candidates. The folder keeps every finished unit: the same command goes on
-after a stop, and a scheme more costs only its own measurement.
+The weights are loaded once and shared by all candidates. The folder keeps every finished unit: the same command resumes
+an interrupted run, and another scheme costs only its own measurement.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def main(
     chosen = None if lengths is None else tuple(int(length) for length in lengths.split(","))
     candidates = [hf_posswap.Candidate(model), *(hf_posswap.Candidate(model, scheme) for scheme in schemes)]
     settings = hf_posswap.EvalSettings(chosen, tuple(metrics.split(",")), documents)
-    found = hf_posswap.compare(
+    results = hf_posswap.compare(
         candidates, documents=text, out=out, settings=settings, trust_remote_code=trust_remote_code
     )
     if is_main_process():
-        typer.echo(str(found))
+        typer.echo(str(results))
 
 
 app = script(main)

@@ -1,10 +1,10 @@
-"""Measure a model before and after a swap, without training: the Python way of `posswap eval`.
+"""Measures a model before and after a swap, without training: the Python form of `posswap eval`.
 
     python recipes/evaluate.py gpt2 rope results
     python recipes/evaluate.py gpt2 rope results --text books/ --lengths 512,1024,2048
     accelerate launch --multi_gpu recipes/evaluate.py gpt2 rope results  # documents and prompts shared among the GPUs
 
-The folder keeps results.json, tables, pictures, and every finished unit: the same command goes on after a stop.
+The folder keeps results.json, tables, plots and every finished unit: the same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def main(
     """Measure MODEL as it is and with SCHEME put in, on the same tokens, and print the table."""
     chosen = None if lengths is None else tuple(int(length) for length in lengths.split(","))
     settings = hf_posswap.EvalSettings(lengths=chosen, documents=documents)
-    found = hf_posswap.evaluate(
+    results = hf_posswap.evaluate(
         model, scheme, documents=text, out=out, settings=settings, trust_remote_code=trust_remote_code
     )
     if not is_main_process():
         return
-    typer.echo(str(found))
-    short = found.results["models"][list(found.results["models"])[-1]].get("short_reg")
+    typer.echo(str(results))
+    short = results.results["models"][list(results.results["models"])[-1]].get("short_reg")
     if short is not None:
         typer.echo(f"Within the window: {short['loss']['verdict']}, KL {short['divergence']:.4f} nats a token.")
 

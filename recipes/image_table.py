@@ -1,8 +1,8 @@
-"""Print the table of models that see images: their classes, and what each scheme becomes in them.
+"""Prints the table of vision models: their classes, and the route of each scheme in them.
 
     python recipes/image_table.py
 
-It is made by planning, on models without weights; what a plan says of them is held to by tests/families/test_vision.py.
+The routes come from plans on models without weights; tests/families/test_vision.py checks these plans.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_posswap.schemes import schemes_for
 
 
 def table() -> str:
-    """Return the table as Markdown: one line for all classes that fare alike."""
+    """Return the table as Markdown: one line per group of classes with equal routes."""
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for entry in census(image_classes()):
         alike[tuple(entry.routes.values())].append(f"`{entry.name}`")
@@ -27,7 +27,7 @@ def table() -> str:
 
 
 def main() -> None:
-    """Print the table of models that see images."""
+    """Print the table of vision models."""
     typer.echo(table())
 
 

@@ -1,12 +1,12 @@
-"""Pretrain a small model from any text: the bases that tests and studies start from.
+"""Pretrains a small model on any text: the bases of tests and studies.
 
     python recipes/pretrain.py gpt2 my-gpt2                               # learned positions, on Python's own text
     python recipes/pretrain.py llama my-llama --text books/ --tokens 14000000 --window 512
     python recipes/pretrain.py bert my-bert --text deepmind/pg19 --documents 2000
     accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/pretrain.py gpt2 my-gpt2
 
-The folder keeps `start` (random weights and the tokenizer), checkpoints, the log, the report and `model`, the finished
-one. The same command goes on after a stop, even by SIGKILL, and ends with the same weights.
+The folder keeps `start` (random weights and the tokenizer), checkpoints, the log, the report and the finished `model`.
+The same command resumes after an interruption, even by SIGKILL, and ends with the same weights.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(
         list[str] | None, typer.Option("--set", help="KEY=VALUE of a recipe, as posswap train's.")
     ] = None,
 ) -> None:
-    """Make a small model and train it from nothing, saying what it costs."""
+    """Create a small model, train it from scratch, and print the cost."""
     from hf_posswap.adapting import run_recipe
     from hf_posswap.cli.output import console
     from hf_posswap.training.config import load_recipe
@@ -79,14 +79,19 @@ def main(
     }
     recipe = load_recipe(values, settings or ())
     size = _start(shape, recipe, out / "start")
-    wanted = recipe.training
-    trained = wanted.per_device_train_batch_size * wanted.gradient_accumulation_steps * recipe.data.length * _PROCESSES
-    trained *= wanted.max_steps
+    training_settings = recipe.training
+    trained = (
+        training_settings.per_device_train_batch_size
+        * training_settings.gradient_accumulation_steps
+        * recipe.data.length
+        * _PROCESSES
+    )
+    trained *= training_settings.max_steps
     main_process = int(os.environ.get("RANK", "0")) == 0
     if main_process:
         typer.echo(
-            f"{kind}: {size / 1e6:.2f} M parameters, {trained / 1e6:.2f} M tokens in {wanted.max_steps} steps, "
-            f"about {6 * size * trained:.1e} floating point operations"
+            f"{kind}: {size / 1e6:.2f} M parameters, {trained / 1e6:.2f} M tokens in {training_settings.max_steps} "
+            f"steps, about {6 * size * trained:.1e} floating point operations"
         )
     started = time.monotonic()
     finished = run_recipe(recipe, reporter=Reporter(console()))
@@ -95,10 +100,10 @@ def main(
 
 
 def _start(shape: FreshSettings, recipe: Recipe, folder: Path) -> int:
-    """Write random weights and a tokenizer to `folder`, unless they are there, and return how many weights.
+    """Write random weights and a tokenizer to `folder`, unless they are there; return the number of parameters.
 
     Raises:
-        CheckpointError: what is there is another pretraining's start.
+        CheckpointError: the folder belongs to another pretraining.
     """
     from filelock import FileLock
 
@@ -107,19 +112,19 @@ def _start(shape: FreshSettings, recipe: Recipe, folder: Path) -> int:
     from hf_posswap.utils.atomic_io import read_json, write_json
 
     sources = [dataclasses.asdict(source) for source in recipe.data.sources]
-    wanted: dict[str, Any] = {"model": dataclasses.asdict(shape), "sources": sources}
+    settings: dict[str, Any] = {"model": dataclasses.asdict(shape), "sources": sources}
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):  # one of several processes makes it
-        held = read_json(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else None
-        if held is None:
+    with FileLock(f"{folder}.lock"):  # only one of several processes creates it
+        saved_settings = read_json(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else None
+        if saved_settings is None:
             tokenizer = fresh_tokenizer(shape, _texts(recipe))
             model = fresh_model(shape, tokenizer)
             hf_posswap.save(model, folder, tokenizer=tokenizer, overwrite=True)
-            held = wanted | {"parameters": model.num_parameters()}
-            write_json(folder / _SETTINGS, held)  # last: it says that all is there
-    if any(held.get(name) != value for name, value in wanted.items()):
-        raise CheckpointError(f"{folder.parent} holds another pretraining, of {held}: choose another folder.")
-    return int(held["parameters"])
+            saved_settings = settings | {"parameters": model.num_parameters()}
+            write_json(folder / _SETTINGS, saved_settings)  # written last, so that it marks a complete folder
+    if any(saved_settings.get(name) != value for name, value in settings.items()):
+        raise CheckpointError(f"{folder.parent} holds another pretraining, of {saved_settings}: choose another folder.")
+    return int(saved_settings["parameters"])
 
 
 def _texts(recipe: Recipe) -> Iterator[str]:

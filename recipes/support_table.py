@@ -1,10 +1,10 @@
-"""Write the table of what works with what, from what the light contract found.
+"""Writes the support table from the results of the light contract.
 
     pytest -m slow tests/contract/test_light.py   # writes support/, one file a model class
     python recipes/support_table.py               # rewrites the region of .docs/pages/support.md
-    python recipes/support_table.py --check       # changes nothing; exit code 1: the page is stale
+    python recipes/support_table.py --check       # changes nothing; exit code 1 if the page is stale
 
-Exit code 2: the files or the page cannot be used; the message says why.
+Exit code 2: the files or the page are invalid; the message says why.
 """
 
 from __future__ import annotations
@@ -62,21 +62,24 @@ def _outcomes(row: Row) -> set[str]:
 
 def render(rows: list[Row]) -> str:
     """Return the region's Markdown: the schemes, classes x schemes with the count, and the classes left out."""
-    able = [row for row in rows if _outcomes(row) != {"no"}]
-    cells = sum(cell["outcome"] != "no" for row in able for cell in row["schemes"].values())
+    supported = [row for row in rows if _outcomes(row) != {"no"}]
+    cells = sum(cell["outcome"] != "no" for row in supported for cell in row["schemes"].values())
     head = (
-        f"**{len(able)} of {len(rows)} classes** for causal, masked and sequence-to-sequence language modelling in "
-        f"transformers {_minor(rows[0]['transformers'])} can be patched, {cells} pairs of a class and a scheme. Each "
-        f"pair was run on a tiny model by the light contract (`pytest -m slow tests/contract/test_light.py`), with "
+        f"**{len(supported)} of {len(rows)} classes** for causal, masked and sequence-to-sequence language "
+        f"modelling in transformers {_minor(rows[0]['transformers'])} can be patched, {cells} pairs of a class and a "
+        "scheme. Each pair was run on a tiny model by the light contract (`pytest -m slow "
+        "tests/contract/test_light.py`), with "
         f"torch {rows[0]['torch'].partition('+')[0]}."
     )
-    parts = [_schemes_table(), PROMISES, head, _pairs_table(able), WORDS, _refusals(able)]
-    left = _folded(f"Classes that cannot be patched, and why ({len(rows) - len(able)})", _left_out(rows, able))
-    return "\n\n".join([*parts, left])
+    sections = [_schemes_table(), PROMISES, head, _pairs_table(supported), WORDS, _refusals(supported)]
+    left_out = _folded(
+        f"Classes that cannot be patched, and why ({len(rows) - len(supported)})", _left_out(rows, supported)
+    )
+    return "\n\n".join([*sections, left_out])
 
 
 def _minor(version: str) -> str:
-    """Return "5.24" of "5.24.1": the page holds for every patch release that the contract has the same results with."""
+    """Return "5.24" of "5.24.1": the page is valid for every patch release with the same results."""
     return ".".join(version.split(".")[:2])
 
 
@@ -88,7 +91,7 @@ def _schemes_table() -> str:
 
 
 def _pairs_table(rows: list[Row]) -> str:
-    """Return one line for all classes that fare alike, one column for all schemes that do."""
+    """Return a table with one line per group of equal classes, and one column per group of equal schemes."""
     columns: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for scheme in schemes_for("text"):
         columns[tuple(row["schemes"][scheme]["outcome"] for row in rows)].append(scheme)
@@ -104,20 +107,20 @@ def _pairs_table(rows: list[Row]) -> str:
 
 
 def _refusals(rows: list[Row]) -> str:
-    """Return a folded list of the pairs that are refused in classes that can be patched otherwise."""
-    kept_out: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    """Return a folded list of refused pairs in classes that support other schemes."""
+    reasons: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for row in rows:
         for scheme, cell in row["schemes"].items():
             if cell["outcome"] == "no":
                 reason = _flat(cell["reason"].replace(row["class"], "the model").replace(f"{scheme} ", "it ", 1))
-                kept_out[reason][scheme].update(row["model_types"])
-    items = [f"- {_who(schemes)}: {reason}" for reason, schemes in sorted(kept_out.items())]
+                reasons[reason][scheme].update(row["model_types"])
+    items = [f"- {_who(schemes)}: {reason}" for reason, schemes in sorted(reasons.items())]
     return _folded(f"Why the pairs marked – are refused ({len(items)} reasons)", items)
 
 
 def _who(schemes: dict[str, set[str]]) -> str:
-    """Return schemes and model types of one reason: those of all schemes together."""
-    types = sorted({f"`{model_type}`" for found in schemes.values() for model_type in found})
+    """Return the schemes and model types of one reason."""
+    types = sorted({f"`{model_type}`" for model_types in schemes.values() for model_type in model_types})
     return f"{', '.join(sorted(schemes))} in {', '.join(types)}"
 
 
@@ -139,7 +142,7 @@ def _line(cells: list[str]) -> str:
 
 
 def _flat(text: str) -> str:
-    """Return `text` in one line, without what helps to add a family."""
+    """Return `text` in one line, without hints on adding a family."""
     return " ".join(text.partition("\nNear names: ")[0].partition("\n`posswap families`")[0].split())
 
 
@@ -161,7 +164,7 @@ def main(
     page: Annotated[Path, typer.Option(help="The file to rewrite.")] = ROOT / ".docs" / "pages" / "support.md",
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit code 1 where it is stale.")] = False,
 ) -> None:
-    """Write the support table from what the light contract found."""
+    """Write the support table from the results of the light contract."""
     try:
         old = page.read_text(encoding="utf-8")
         new = replace_region(old, render(read_rows(support)))

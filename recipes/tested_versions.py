@@ -1,8 +1,8 @@
-"""Keep the list of tested versions, and the README's line of it, as the checks have run them.
+"""Maintains the list of tested versions and the README's sentence on it.
 
-    python recipes/tested_versions.py           # tell what of this environment is not in the list yet
-    python recipes/tested_versions.py --write   # put it there: `.ci/run --record` does, once everything passed
-    python recipes/tested_versions.py --next    # tell which versions lie beyond what pyproject.toml takes
+    python recipes/tested_versions.py           # shows the installed versions that are not in the list yet
+    python recipes/tested_versions.py --write   # adds them: `.ci/run --record` does so after all checks passed
+    python recipes/tested_versions.py --next    # shows the versions that pyproject.toml does not accept
 
 The list is hf_posswap/tested_versions.json; hf_posswap/versions.py reads it.
 """
@@ -26,23 +26,23 @@ from hf_posswap.versions import FILE, is_tested, tested, tested_range
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("transformers", "torch", "peft", "accelerate")
-"""Packages whose versions are recorded: a swap rests on them."""
+"""Packages whose versions are recorded, because swaps depend on them."""
 BEGIN, END = "<!-- tested versions -->", "<!-- /tested versions -->"
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of `PACKAGES` in this environment, without build tags; what is not installed is left out."""
-    found = {}
+    """Return the versions of `PACKAGES` in this environment, without build tags; missing packages are left out."""
+    versions = {}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package).partition("+")[0]
+            versions[package] = importlib.metadata.version(package).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def untested(versions: dict[str, str]) -> dict[str, str]:
-    """Return those of `versions` that are not in the list; pre-releases never go there."""
+    """Return those of `versions` that are not in the list; pre-releases are never added."""
     return {
         package: version
         for package, version in versions.items()
@@ -51,39 +51,43 @@ def untested(versions: dict[str, str]) -> dict[str, str]:
 
 
 def add(versions: dict[str, str]) -> str:
-    """Return the list with `versions` added, as it is written: a line for each package, the oldest version first."""
+    """Return the JSON of the list with `versions` added: a line per package, the oldest version first."""
     added = {package: [version] for package, version in versions.items()}
-    both = {package: {*tested().get(package, []), *added.get(package, [])} for package in PACKAGES}
-    lines = [f'  "{package}": {json.dumps(sorted(found, key=Version))}' for package, found in both.items() if found]
+    merged = {package: {*tested().get(package, []), *added.get(package, [])} for package in PACKAGES}
+    lines = [
+        f'  "{package}": {json.dumps(sorted(known_versions, key=Version))}'
+        for package, known_versions in merged.items()
+        if known_versions
+    ]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def sentence() -> str:
-    """Return what the README says of the tested versions."""
+    """Return the README's sentence on the tested versions."""
     ranges = [f"{package} {tested_range(package)}" for package in PACKAGES if package in tested()]
     return f"Tested with {', '.join(ranges[:-1])} and {ranges[-1]}; `posswap --version` prints these and your versions."
 
 
 def accepted() -> dict[str, SpecifierSet]:
-    """Return which versions pyproject.toml takes, by package: of the core or of an extra."""
+    """Return the versions that pyproject.toml accepts, by package, in the core or an extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
-    needed = [Requirement(line) for line in lines]
-    return {one.name: one.specifier for one in needed if one.name in PACKAGES}
+    requirements = [Requirement(line) for line in lines]
+    return {requirement.name: requirement.specifier for requirement in requirements if requirement.name in PACKAGES}
 
 
 def beyond(versions: dict[str, str]) -> dict[str, str]:
-    """Return those of `versions` that pyproject.toml does not take."""
-    taken = accepted()
+    """Return those of `versions` that pyproject.toml does not accept."""
+    specifiers = accepted()
     return {
         package: version
         for package, version in versions.items()
-        if not taken[package].contains(version, prereleases=True) or Version(version).is_prerelease
+        if not specifiers[package].contains(version, prereleases=True) or Version(version).is_prerelease
     }
 
 
 def in_readme(page: str) -> str:
-    """Return the README's text with the sentence of today's list between its markers."""
+    """Return the README's text with the current sentence between its markers."""
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     assert len(pattern.findall(page)) == 1, f"README.md needs {BEGIN} and {END} once each"
     return pattern.sub(lambda _: f"{BEGIN}\n{sentence()}\n{END}", page)
@@ -95,24 +99,24 @@ def main(
 ) -> None:
     """Tell which installed versions are not in the list of tested ones, or put them there."""
     if following:
-        taken, found = accepted(), beyond(installed())
-        for package, version in found.items():
-            typer.echo(f"beyond pyproject.toml: {package} {version}, which takes {package}{taken[package]}")
-        if not found:
+        specifiers, not_accepted = accepted(), beyond(installed())
+        for package, version in not_accepted.items():
+            typer.echo(f"beyond pyproject.toml: {package} {version}, which takes {package}{specifiers[package]}")
+        if not not_accepted:
             typer.echo("nothing is beyond pyproject.toml")
         return
     new = untested(installed())
     if not new:
         typer.echo(f"all installed versions are in {FILE.name}")
         return
-    words = ", ".join(f"{package} {version}" for package, version in new.items())
+    version_text = ", ".join(f"{package} {version}" for package, version in new.items())
     if not write:
-        typer.echo(f"not in {FILE.name} yet: {words}")
+        typer.echo(f"not in {FILE.name} yet: {version_text}")
         return
     write_text(FILE, add(new))
     readme = ROOT / "README.md"
     write_text(readme, in_readme(readme.read_text(encoding="utf-8")))
-    typer.echo(f"added to {FILE.name}: {words}. Commit it, and README.md.")
+    typer.echo(f"added to {FILE.name}: {version_text}. Commit it, and README.md.")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Adapt a model to a new position mechanism: the Python way of `posswap train`, and what launchers start.
+"""Adapts a model to a new position mechanism: the Python form of `posswap train`, also for launchers.
 
     python recipes/train.py yarn model.name=my-llama out=my-run
     accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train.py yarn ...
     torchrun --nproc_per_node 8 recipes/train.py yarn ...
 
-The same command goes on after a stop, even by SIGKILL, and ends with the same weights.
+The same command resumes after an interruption, even by SIGKILL, and ends with the same weights.
 """
 
 from __future__ import annotations

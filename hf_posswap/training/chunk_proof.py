@@ -1,4 +1,4 @@
-"""Proof, on the model itself, that a loss in chunks is the model's own loss."""
+"""Tests on the model itself that the chunked loss equals the model's own loss."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LARGEST = 1 << 27  # elements of one of them
 
 
 def chunking_problem(model: Any, inputs: dict[str, Any], *, chunk: int, causal: bool) -> str | None:
-    """Return why the loss in chunks is not this model's own loss, or None where loss and gradients are proved equal.
+    """Return how the chunked loss differs from this model's own loss, or None if loss and gradients are equal.
 
-    Runs both on a few tokens of `inputs`, without dropout and without touching gradients: once, before a run.
+    Runs both on a few tokens of `inputs`, without dropout and without touching stored gradients: once, before a run.
 
     Args:
-        model: possibly around a PEFT adapter, not yet wrapped for several processes.
+        model: with or without a PEFT adapter, not yet wrapped for several processes.
         inputs: a batch with `labels`.
-        chunk: that the run will use; here at most a quarter of the tokens, so that there are several.
+        chunk: chunk size of the run; at most a quarter of the tokens is used here, so that there are several chunks.
         causal: whether the model predicts the next token.
 
     Example:
@@ -43,63 +43,70 @@ def chunking_problem(model: Any, inputs: dict[str, Any], *, chunk: int, causal: 
     training = model.training
     model.eval()
     try:
-        own = model(**batch | without_cache(inner)).loss
-        ours = loss(model, batch, chunk=max(1, min(chunk, batch["input_ids"].numel() // 4)))
-        gap = _relative(ours, own)
-        if not gap <= _allowed(inner):
-            return f"{type(inner).__name__} gives a loss of {own:.6g} and the same in chunks {ours:.6g}"
-        gradients = [torch.autograd.grad(value, list(parameters.values()), allow_unused=True) for value in (own, ours)]
+        model_loss = model(**batch | without_cache(inner)).loss
+        chunked_loss = loss(model, batch, chunk=max(1, min(chunk, batch["input_ids"].numel() // 4)))
+        difference = _relative_error(chunked_loss, model_loss)
+        if not difference <= _tolerance(inner):
+            return f"{type(inner).__name__} has a loss of {model_loss:.6g}, and {chunked_loss:.6g} in chunks"
+        gradients = [
+            torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+            for value in (model_loss, chunked_loss)
+        ]
     except UnsupportedModelError as error:
         return str(error)
     finally:
         model.train(training)
-    wrong = _another_gradient(list(parameters), *gradients, tolerance=10 * _allowed(inner))
-    return wrong and f"{type(inner).__name__} in chunks gives {wrong} another gradient than its own loss does"
+    parameter = _differing_gradient(list(parameters), *gradients, tolerance=10 * _tolerance(inner))
+    return parameter and f"{type(inner).__name__} in chunks gives {parameter} a different gradient than its own loss"
 
 
-def _another_gradient(
-    names: list[str], own: tuple[Tensor | None, ...], ours: tuple[Tensor | None, ...], *, tolerance: float
+def _differing_gradient(
+    names: list[str],
+    model_gradients: tuple[Tensor | None, ...],
+    chunked_gradients: tuple[Tensor | None, ...],
+    *,
+    tolerance: float,
 ) -> str | None:
-    """Return the name of a parameter whose gradients differ; those that are zero but for noise count as equal."""
-    largest = max((float(gradient.float().norm()) for gradient in own if gradient is not None), default=0.0)
-    for name, one, other in zip(names, own, ours, strict=True):
-        if (one is None) != (other is None):
+    """Return the name of a parameter whose gradients differ by more than noise, or None."""
+    largest = max((float(gradient.float().norm()) for gradient in model_gradients if gradient is not None), default=0.0)
+    for name, expected, actual in zip(names, model_gradients, chunked_gradients, strict=True):
+        if (expected is None) != (actual is None):
             return name
-        if one is not None and other is not None:
-            gap = float((one.float() - other.float()).norm())
-            if not gap <= tolerance * (float(one.float().norm()) + 0.01 * largest):
+        if expected is not None and actual is not None:
+            difference = float((expected.float() - actual.float()).norm())
+            if not difference <= tolerance * (float(expected.float().norm()) + 0.01 * largest):
                 return name
     return None
 
 
 def _few_tokens(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the first tokens of the row that counts most of them."""
+    """Return the first tokens of the row with the most labels among them."""
     labels = inputs["labels"]
     row = int((labels[:, :_TOKENS] != IGNORED).sum(-1).argmax())
-    held: dict[str, Any] = {}
+    batch: dict[str, Any] = {}
     for name, value in inputs.items():
         if not isinstance(value, Tensor):
-            held[name] = value
+            batch[name] = value
         elif value.ndim == 4:  # a mask of packed documents
-            held[name] = value[row : row + 1, :, :_TOKENS, :_TOKENS].to(device)
+            batch[name] = value[row : row + 1, :, :_TOKENS, :_TOKENS].to(device)
         else:
-            held[name] = value[row : row + 1, :_TOKENS].to(device)
-    return held
+            batch[name] = value[row : row + 1, :_TOKENS].to(device)
+    return batch
 
 
 def _some_parameters(model: Any) -> dict[str, Tensor]:
-    """Return up to 24 trained parameters from the first to the last; those of the head are the first or the last."""
-    learned = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() <= _LARGEST}
-    names = list(learned)
+    """Return up to 24 trained parameters, half from the start and half from the end, so that the head is included."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() <= _LARGEST}
+    names = list(trained)
     half = _PARAMETERS // 2
     chosen = names if len(names) <= _PARAMETERS else [*names[:half], *names[-half:]]
-    return {name: learned[name] for name in chosen}
+    return {name: trained[name] for name in chosen}
 
 
-def _relative(one: Tensor, other: Tensor) -> float:
-    one, other = one.detach().float(), other.detach().float()
-    return float((one - other).norm() / other.norm().clamp_min(1e-6))
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.detach().float(), expected.detach().float()
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-6))
 
 
-def _allowed(inner: Any) -> float:
+def _tolerance(inner: Any) -> float:
     return 1e-4 if inner.dtype == torch.float32 else 1e-2

@@ -1,4 +1,4 @@
-"""Losses that hold the logits of a chunk of tokens at a time, never [L, V]: forward and backward."""
+"""Losses that materialize the logits of one chunk of tokens at a time, never [L, V], in forward and backward."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_posswap.errors import DataError, OptionError
-from hf_posswap.training.head import Apart, run_apart
+from hf_posswap.training.head import BodyAndHead, run_body_and_head
 
 IGNORED = -100
 ChunkLoss = Callable[[Tensor, slice], Tensor]
-"""From some of the states [C, E], and which of them all they are, to the sum of their tokens' losses."""
+"""From a chunk of states [C, E], and its slice of all states, to the sum of its tokens' losses."""
 
 
 def causal_loss(model: Any, inputs: dict[str, Any], *, chunk: int, num_items: Tensor | int | None = None) -> Tensor:
-    """Return the next-token loss of a causal model, a scalar with a gradient, as `model(**inputs).loss` does.
+    """Return the next-token loss of a causal model, a scalar with a gradient, equal to `model(**inputs).loss`.
 
-    The body runs once. The head then runs on `chunk` tokens at a time and its gradients are taken at once, as in
+    The body runs once. The head then runs on `chunk` tokens at a time and computes their gradients directly, as in
     https://arxiv.org/abs/2410.10989, section 3.2, so that neither forward nor backward holds all logits.
 
     Args:
         model: a causal model, or a PEFT, DDP or FSDP2 wrapper around one.
-        inputs: arguments of its forward, with `labels` [B, L], or `shift_labels` [B, L] that are shifted already; -100
-            is not counted.
+        inputs: arguments of its forward, with `labels` [B, L], or already shifted `shift_labels` [B, L]; -100 is
+            ignored.
         chunk: tokens whose logits are held at a time.
-        num_items: what the sum is divided by; None: the counted tokens. With gradient accumulation: those of all
-            micro-batches, so that the gradients add up to the big batch's.
+        num_items: divisor of the sum; None: the counted tokens. With gradient accumulation, the counted tokens of all
+            micro-batches, so that the gradients add up to those of the whole batch.
 
     Raises:
         OptionError: `chunk` is not positive.
-        DataError: there is no label, or none is counted and `num_items` is not given.
-        UnsupportedModelError: the model's body cannot be told from its head.
+        DataError: there are no labels, or all are -100 and `num_items` is not given.
+        UnsupportedModelError: the model's body cannot be separated from its head.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -52,15 +52,15 @@ def causal_loss(model: Any, inputs: dict[str, Any], *, chunk: int, num_items: Te
 
 
 def masked_loss(model: Any, inputs: dict[str, Any], *, chunk: int, num_items: Tensor | int | None = None) -> Tensor:
-    """Return the loss of a masked language model: as `causal_loss`, each label being its own token's.
+    """Return the loss of a masked language model, as `causal_loss` but without shifting the labels.
 
-    The head runs on the tokens that are to be guessed alone.
+    The head runs only on the masked tokens.
 
     Args:
         model: an encoder with a masked language modelling head, possibly wrapped.
-        inputs: arguments of its forward, with `labels` [B, L]; -100 is not counted.
+        inputs: arguments of its forward, with `labels` [B, L]; -100 is ignored.
         chunk: tokens whose logits are held at a time.
-        num_items: what the sum is divided by; None: the counted tokens.
+        num_items: divisor of the sum; None: the counted tokens.
 
     Raises:
         OptionError, DataError, UnsupportedModelError: as `causal_loss`.
@@ -76,28 +76,28 @@ def _labels(inputs: dict[str, Any]) -> Tensor:
 
 
 def _loss(model: Any, inputs: dict[str, Any], targets: Tensor, chunk: int, num_items: Tensor | int | None) -> Tensor:
-    given = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+    model_inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
     counted = targets.flatten() != IGNORED  # [B * L]
-    wanted = targets.flatten()[counted]  # [N]
-    if num_items is None and not len(wanted):
+    chosen_targets = targets.flatten()[counted]  # [N]
+    if num_items is None and not len(chosen_targets):
         raise DataError("no token of this batch is counted: its labels are all -100. Give text to predict.")
 
-    def use(apart: Apart) -> Tensor:
+    def use(apart: BodyAndHead) -> Tensor:
         states = apart.states
 
-        def chunk_loss(some: Tensor, where: slice) -> Tensor:
-            return summed_cross_entropy(apart.head(some).float(), wanted[where].to(some.device))
+        def chunk_loss(chunk_states: Tensor, span: slice) -> Tensor:
+            return summed_cross_entropy(apart.head(chunk_states).float(), chosen_targets[span].to(chunk_states.device))
 
         total = sum_in_chunks(chunk_loss, states.flatten(0, 1)[counted.to(states.device)], chunk)
-        return total / (len(wanted) if num_items is None else _on(num_items, total))
+        return total / (len(chosen_targets) if num_items is None else _to_device_of(num_items, total))
 
-    return run_apart(model, given, use)
+    return run_body_and_head(model, model_inputs, use)
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the sum of the cross-entropies of `logits` [C, V], float32, at `targets` [C].
 
-    On a GPU liger-kernel computes it where it is installed: loss and gradient in one pass, in the memory of the logits.
+    On a GPU, an installed liger-kernel computes it: loss and gradient in one pass, in the memory of the logits.
     """
     if logits.is_cuda and find_spec("liger_kernel") is not None:
         from liger_kernel.transformers.functional import liger_cross_entropy
@@ -107,34 +107,34 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits, targets, reduction="sum")
 
 
-def _on(number: Tensor | int, other: Tensor) -> Tensor | int:
+def _to_device_of(number: Tensor | int, other: Tensor) -> Tensor | int:
     return number.to(other.device) if isinstance(number, Tensor) else number
 
 
 def sum_in_chunks(loss: ChunkLoss, states: Tensor, chunk: int) -> Tensor:
-    """Return the sum of `loss` over `states`, float32, a chunk at a time; its gradients are taken along with it.
+    """Return the sum of `loss` over `states`, float32, a chunk at a time; its gradients are computed in the forward.
 
     Args:
         loss: of a chunk; it may use any parameters.
         states: [N, E].
-        chunk: states that are used at a time.
+        chunk: states per call of `loss`.
 
     Raises:
         OptionError: `chunk` is not positive.
 
     Example:
         >>> states = torch.arange(6.0).view(3, 2).requires_grad_()
-        >>> sum_in_chunks(lambda some, where: (some**2).sum(), states, 2).backward()
+        >>> sum_in_chunks(lambda chunk, span: (chunk**2).sum(), states, 2).backward()
         >>> states.grad.flatten().tolist()
         [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
     """
     if chunk < 1:
         raise OptionError(f"chunk is a whole number of at least 1 token, got {chunk!r}.")
-    if not len(states):  # a process whose share of the batch counts nothing
+    if not len(states):  # a process whose share of the batch has no labels
         return states.float().sum()
     if not torch.is_grad_enabled():
-        parts = [loss(states[start : start + chunk], slice(start, start + chunk)) for start in _starts(states, chunk)]
-        return torch.stack([part.float() for part in parts]).sum()
+        losses = [loss(states[start : start + chunk], slice(start, start + chunk)) for start in _starts(states, chunk)]
+        return torch.stack([loss_value.float() for loss_value in losses]).sum()
     parameters = _parameters_of(loss(states[:1].detach(), slice(0, 1)))
     total: Tensor = _SumInChunks.apply(loss, states, chunk, *parameters)
     return total
@@ -145,8 +145,8 @@ def _starts(states: Tensor, chunk: int) -> range:
 
 
 def _parameters_of(value: Tensor) -> list[Tensor]:
-    """Return the leaves that `value` has a gradient for, each once, in a fixed order."""
-    found: dict[int, Tensor] = {}
+    """Return the leaves that `value` depends on, each once, in a fixed order."""
+    leaves: dict[int, Tensor] = {}
     open_nodes, seen = [value.grad_fn], set()
     while open_nodes:
         node = open_nodes.pop()
@@ -155,9 +155,9 @@ def _parameters_of(value: Tensor) -> list[Tensor]:
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found.setdefault(id(leaf), leaf)
+            leaves.setdefault(id(leaf), leaf)
         open_nodes += [following for following, _ in node.next_functions]
-    return list(found.values())
+    return list(leaves.values())
 
 
 class _SumInChunks(torch.autograd.Function):
@@ -166,29 +166,29 @@ class _SumInChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: ChunkLoss, states: Tensor, chunk: int, *parameters: Tensor) -> Tensor:
         total = torch.zeros((), device=states.device)
-        wanted = states.requires_grad
-        along = torch.empty_like(states) if wanted else None  # [N, E]
-        # many chunks are added up: in float32 they lose nothing
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+        needs_grad = states.requires_grad
+        states_grad = torch.empty_like(states) if needs_grad else None  # [N, E]
+        # many chunks are added up: float32 keeps the precision
+        parameter_sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
         for start in _starts(states, chunk):
-            where = slice(start, start + chunk)
-            some = states[where].detach().requires_grad_(wanted)
+            span = slice(start, start + chunk)
+            chunk_states = states[span].detach().requires_grad_(needs_grad)
             with torch.enable_grad():
-                part = loss(some, where)
-            inputs = [*([some] if wanted else []), *parameters]
-            gradients = list(torch.autograd.grad(part, inputs)) if inputs else []
-            if along is not None:
-                along[where] = gradients.pop(0)
-            for held, gradient in zip(sums, gradients, strict=True):
-                held += gradient
-            total += part.detach()
-        ctx.save_for_backward(*([along] if along is not None else []), *sums)
-        ctx.has_states, ctx.dtypes = wanted, [p.dtype for p in parameters]
+                chunk_loss = loss(chunk_states, span)
+            inputs = [*([chunk_states] if needs_grad else []), *parameters]
+            gradients = list(torch.autograd.grad(chunk_loss, inputs)) if inputs else []
+            if states_grad is not None:
+                states_grad[span] = gradients.pop(0)
+            for parameter_sum, gradient in zip(parameter_sums, gradients, strict=True):
+                parameter_sum += gradient
+            total += chunk_loss.detach()
+        ctx.save_for_backward(*([states_grad] if states_grad is not None else []), *parameter_sums)
+        ctx.has_states, ctx.dtypes = needs_grad, [p.dtype for p in parameters]
         return total
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        held = list(ctx.saved_tensors)
-        along = held.pop(0) if ctx.has_states else None
-        scaled = None if along is None else along * outer[0].to(along.dtype)
-        return None, scaled, None, *((g * outer[0]).to(dtype) for g, dtype in zip(held, ctx.dtypes, strict=True))
+        saved = list(ctx.saved_tensors)
+        states_grad = saved.pop(0) if ctx.has_states else None
+        scaled = None if states_grad is None else states_grad * outer[0].to(states_grad.dtype)
+        return None, scaled, None, *((g * outer[0]).to(dtype) for g, dtype in zip(saved, ctx.dtypes, strict=True))

@@ -1,4 +1,4 @@
-"""Staying close to the unswapped model: its next-token distributions as targets, within its window or sliding on."""
+"""Distillation from the unswapped model: its next-token distributions as targets, in its window or sliding windows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_posswap.families import locate
 from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.training.chunked_loss import IGNORED, sum_in_chunks
-from hf_posswap.training.head import Apart, chosen, run_apart, split
+from hf_posswap.training.head import BodyAndHead, chosen, run_body_and_head, split
 from hf_posswap.training.sliding import document_begins, sliding_states
 
 Teacher = Literal["window", "sliding"]
@@ -28,17 +28,17 @@ class DistillSettings:
     """How to stay close to the unswapped model.
 
     Attributes:
-        weight: share of the divergence in the loss, the rest being cross-entropy; above 0 and at most 1.
-        temperature: both distributions are flattened by it; the divergence is multiplied by its square
+        weight: weight of the divergence in the loss, the rest being cross-entropy; above 0 and at most 1.
+        temperature: softens both distributions; the divergence is multiplied by its square
             (https://arxiv.org/abs/1503.02531).
-        teacher: what the unswapped model teaches. window: the tokens of its first window, beyond which cross-entropy is
-            alone. sliding: all tokens, from windows of its own length that overlap by half, so that the model learns
-            to do with one long text what the old one does with windows; where texts are longer than a window it reads
-            nearly two tokens for each.
+        teacher: which tokens the unswapped model teaches. window: those of its first window; beyond it the loss is
+            cross-entropy alone. sliding: all tokens, from windows of its length that overlap by half, so that the model
+            learns to match windows of the old model on one long text; for texts longer than a window, the teacher
+            reads nearly two tokens per token.
         states: weight of the distance between both models' states after each layer but the last, added to the loss
-            (https://arxiv.org/abs/1909.10351, equation 8): squared, as a share of the variance of the teacher's over
-            the batch, the mean of layers and tokens. It tells every layer what to do, where the divergence tells the
-            last one alone. 0: none.
+            (https://arxiv.org/abs/1909.10351, equation 8): the squared distance divided by the variance of the
+            teacher's states over the batch, averaged over layers and tokens. It gives every layer a target; the
+            divergence gives only the last layer one. 0: none.
     """
 
     weight: float = 0.5
@@ -67,7 +67,7 @@ def make_teacher(model: Any) -> Any:
         model: swapped in this process, its weights not yet trained, without adapters.
 
     Raises:
-        ConfigError: it carries no swap, was loaded with one, or was fitted: what was there before is not known.
+        ConfigError: the model has no swap, was loaded with one, or was fitted, so the unswapped model is not known.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -81,10 +81,10 @@ def make_teacher(model: Any) -> Any:
     """
     patch = getattr(unwrap(model), "_posswap", None)
     if patch is None or not patch.can_undo:
-        held = "carries no swap" if patch is None else "was loaded with its swap, and its old positions are gone"
+        problem = "has no swap" if patch is None else "was loaded with its swap, so its old positions are unknown"
         raise ConfigError(
-            f"distillation learns from the unswapped model, and {type(unwrap(model)).__name__} {held}: start from the "
-            "unswapped checkpoint."
+            f"distillation learns from the unswapped model, and {type(unwrap(model)).__name__} {problem}: start from "
+            "the unswapped checkpoint."
         )
     if patch.fitted:
         raise ConfigError(
@@ -106,71 +106,72 @@ def distillation_loss(
     chunk: int,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """Return cross-entropy on all tokens, mixed with KL(teacher || model) on those that the teacher reads.
+    """Return cross-entropy on all tokens, mixed with KL(teacher || model) on the tokens that the teacher reads.
 
-    These are the first `window` tokens of each row; under `settings.teacher` "sliding" all of them. For each counted
-    token (1 - w) CE + w T^2 KL where the teacher reads, with `settings.states` times the distance of the states beside,
-    and CE beyond; both summed over the tokens and divided by their number. Neither model holds the logits of more than
+    The teacher reads the first `window` tokens of each row, or all tokens if `settings.teacher` is "sliding". There the
+    loss of a token is (1 - w) CE + w T^2 KL, plus `settings.states` times the distance of the states; elsewhere it is
+    CE. The losses are summed and divided by the number of counted tokens. Neither model holds the logits of more than
     `chunk` tokens.
 
     Args:
-        model: that learns: a causal model, or a wrapper around one.
-        teacher: a causal model of the same vocabulary, from `make_teacher` or another. It reads the rows' tokens at
-            ordinary positions, behind padding from its end on, and of packed documents each from its beginning.
-            Sliding, each window begins at position 0.
+        model: the student: a causal model, or a wrapper around one.
+        teacher: a causal model of the same vocabulary, from `make_teacher` or another. It reads the tokens at their
+            usual positions: from 0 after padding, and from 0 in each packed document or sliding window.
         inputs: arguments of the forward, with `labels` [B, L].
-        settings: how much, how flat.
+        settings: weights and temperature.
         window: tokens that the teacher can read.
         chunk: tokens whose logits are held at a time.
-        num_items: what sums are divided by; None: the counted tokens.
+        num_items: divisor of the sums; None: the counted tokens.
 
     Raises:
         OptionError: `chunk` is not positive.
-        DataError: no token is counted, or the teacher cannot read the mask (see `document_begins`).
+        DataError: all labels are -100, or the teacher cannot read the mask (see `document_begins`).
         ConfigError: the two models have vocabularies of different sizes.
-        UnsupportedModelError: a body cannot be told from its head.
+        UnsupportedModelError: a body cannot be separated from its head.
     """
     labels = inputs["labels"]
     targets = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]  # [B, L]
     counted = targets != IGNORED
     if num_items is None and not counted.any():
         raise DataError("no token of this batch is counted: its labels are all -100. Give text to predict.")
-    given = {name: value for name, value in inputs.items() if name != "labels"}
+    model_inputs = {name: value for name, value in inputs.items() if name != "labels"}
     taught = counted if settings.teacher == "sliding" else _first(counted, window)  # [B, L]
-    beyond = counted & ~taught
+    untaught = counted & ~taught
     hidden = settings.states > 0
     if settings.teacher == "sliding":
-        known = sliding_states(teacher, given, taught, window, hidden=hidden)
+        teacher_out = sliding_states(teacher, model_inputs, taught, window, hidden=hidden)
     else:
-        known = _window_states(teacher, given, taught, window, hidden=hidden)
-    near_targets, far_targets = targets[taught], targets[beyond]
+        teacher_out = _window_states(teacher, model_inputs, taught, window, hidden=hidden)
+    taught_targets, untaught_targets = targets[taught], targets[untaught]
 
-    def use(apart: Apart) -> Tensor:
-        def near(some: Tensor, where: slice) -> Tensor:
+    def use(apart: BodyAndHead) -> Tensor:
+        def taught_loss(chunk_states: Tensor, span: slice) -> Tensor:
             with torch.no_grad():
-                wanted = known.head(known.states[where])
-            return _mixed(apart.head(some), wanted, near_targets[where], settings)
+                teacher_logits = teacher_out.head(teacher_out.states[span])
+            return _mixed_loss(apart.head(chunk_states), teacher_logits, taught_targets[span], settings)
 
-        def far(some: Tensor, where: slice) -> Tensor:
-            return functional.cross_entropy(apart.head(some).float(), far_targets[where], reduction="sum")
+        def untaught_loss(chunk_states: Tensor, span: slice) -> Tensor:
+            return functional.cross_entropy(apart.head(chunk_states).float(), untaught_targets[span], reduction="sum")
 
-        ours = chosen(apart, taught)
-        total = sum_in_chunks(near, ours.states, chunk) + sum_in_chunks(far, apart.states[beyond], chunk)
+        student_out = chosen(apart, taught)
+        total = sum_in_chunks(taught_loss, student_out.states, chunk) + sum_in_chunks(
+            untaught_loss, apart.states[untaught], chunk
+        )
         if hidden:
-            total = total + settings.states * _apart_by(ours.hidden, known.hidden)
+            total = total + settings.states * _state_distance(student_out.hidden, teacher_out.hidden)
         return total / (counted.sum() if num_items is None else num_items)
 
-    return run_apart(model, given, use, hidden=hidden)
+    return run_body_and_head(model, model_inputs, use, hidden=hidden)
 
 
-def _apart_by(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
-    """Return the sum over tokens of the squared distance of states [N, E], by their variance, the mean over layers."""
+def _state_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
+    """Return the squared distance of states [N, E] over their variance, summed over tokens, averaged over layers."""
     distances = []
-    for states, known in zip(ours, theirs, strict=True):
-        wanted = known.float()
-        variance = (wanted - wanted.mean(dim=0)).square().sum(dim=1).mean().clamp_min(torch.finfo(torch.float32).tiny)
-        distances.append((states.float() - wanted).square().sum() / variance)
-    return torch.stack(distances).mean() if len(ours[0]) else ours[0].sum()
+    for states, teacher_states in zip(student, teacher, strict=True):
+        target = teacher_states.float()
+        variance = (target - target.mean(dim=0)).square().sum(dim=1).mean().clamp_min(torch.finfo(torch.float32).tiny)
+        distances.append((states.float() - target).square().sum() / variance)
+    return torch.stack(distances).mean() if len(student[0]) else student[0].sum()
 
 
 def _first(counted: Tensor, window: int) -> Tensor:
@@ -178,50 +179,55 @@ def _first(counted: Tensor, window: int) -> Tensor:
     return counted & (torch.arange(counted.shape[1], device=counted.device) < window)
 
 
-def _window_states(teacher: Any, given: dict[str, Any], taught: Tensor, window: int, *, hidden: bool) -> Apart:
+def _window_states(
+    teacher: Any, model_inputs: dict[str, Any], taught: Tensor, window: int, *, hidden: bool
+) -> BodyAndHead:
     """Return the teacher's states of the tokens `taught`, [N, E] each, all in its first window, and its head."""
-    read = min(window, taught.shape[1])
+    length = min(window, taught.shape[1])
     with torch.no_grad():
-        return chosen(split(teacher, _teacher_inputs(teacher, given, read), hidden=hidden), taught[:, :read])
+        return chosen(split(teacher, _teacher_inputs(teacher, model_inputs, length), hidden=hidden), taught[:, :length])
 
 
-def _teacher_inputs(teacher: Any, given: dict[str, Any], read: int) -> dict[str, Any]:
-    """Return the first `read` tokens, their mask, and their positions where those are not what a forward counts.
+def _teacher_inputs(teacher: Any, model_inputs: dict[str, Any], length: int) -> dict[str, Any]:
+    """Return the first `length` tokens, their mask, and their positions if a forward would not compute the same ones.
 
-    Positions of the model that learns may jump (data.packing pose), so under a mask they are counted again: behind
-    padding, or from the beginning of each document. Without a mask they are what tells packed documents apart.
+    The student's positions may jump (data.packing pose), so with a mask they are recomputed: after padding, or from
+    the beginning of each document. Without a mask they are kept, because they separate packed documents.
     """
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
-    found = {"input_ids": given["input_ids"][:, :read]}
+    mask, positions = model_inputs.get("attention_mask"), model_inputs.get("position_ids")
+    teacher_inputs = {"input_ids": model_inputs["input_ids"][:, :length]}
     if mask is None:
-        return found if positions is None else found | {"position_ids": positions[:, :read]}
+        return teacher_inputs if positions is None else teacher_inputs | {"position_ids": positions[:, :length]}
     if mask.ndim == 2:
-        found["attention_mask"] = mask[:, :read]
+        teacher_inputs["attention_mask"] = mask[:, :length]
         if positions is None or not bool((mask.diff(dim=1) > 0).any()):
-            return found
+            return teacher_inputs
         counted = (mask.cumsum(dim=1) - 1).clamp_min(0)
     elif positions is None:
-        document_begins(given)
-        return found | {"attention_mask": mask[..., :read, :read]}
+        document_begins(model_inputs)
+        return teacher_inputs | {"attention_mask": mask[..., :length, :length]}
     else:
-        found["attention_mask"] = mask[..., :read, :read]
-        index = torch.arange(given["input_ids"].shape[1], device=given["input_ids"].device)
-        counted = index - document_begins(given)
+        teacher_inputs["attention_mask"] = mask[..., :length, :length]
+        index = torch.arange(model_inputs["input_ids"].shape[1], device=model_inputs["input_ids"].device)
+        counted = index - document_begins(model_inputs)
     original = unwrap(teacher)
-    if not any("position_ids" in forward_parameters(type(part)) for part in (original, original.base_model)):
-        return found  # its distances come from the mask or need no positions
-    return found | {"position_ids": counted[:, :read] + locate(original).first_position}
+    if not any("position_ids" in forward_parameters(type(module)) for module in (original, original.base_model)):
+        return teacher_inputs  # its distances come from the mask or need no positions
+    return teacher_inputs | {"position_ids": counted[:, :length] + locate(original).first_position}
 
 
-def _mixed(ours: Tensor, wanted: Tensor, targets: Tensor, settings: DistillSettings) -> Tensor:
-    """Return the sum of (1 - w) CE + w T^2 KL over some tokens, from logits [C, V] of both."""
-    if ours.shape != wanted.shape:
+def _mixed_loss(student_logits: Tensor, teacher_logits: Tensor, targets: Tensor, settings: DistillSettings) -> Tensor:
+    """Return the sum of (1 - w) CE + w T^2 KL over a chunk of tokens, from both models' logits [C, V]."""
+    if student_logits.shape != teacher_logits.shape:
         raise ConfigError(
-            f"distillation compares distributions over the same vocabulary; the model's has {ours.shape[-1]} tokens "
-            f"and the teacher's {wanted.shape[-1]}: use a teacher with the same tokenizer."
+            "distillation compares distributions over the same vocabulary; the model's has "
+            f"{student_logits.shape[-1]} tokens and the teacher's {teacher_logits.shape[-1]}: use a teacher with the "
+            "same tokenizer."
         )
-    ours, heat, share = ours.float(), settings.temperature, settings.weight
-    learned = (ours / heat).log_softmax(-1)
-    known = (wanted.float() / heat).log_softmax(-1)
-    divergence = functional.kl_div(learned, known, reduction="sum", log_target=True)
-    return (1 - share) * functional.cross_entropy(ours, targets, reduction="sum") + share * heat**2 * divergence
+    student_logits, temperature, weight = student_logits.float(), settings.temperature, settings.weight
+    student_logprobs = (student_logits / temperature).log_softmax(-1)
+    teacher_logprobs = (teacher_logits.float() / temperature).log_softmax(-1)
+    divergence = functional.kl_div(student_logprobs, teacher_logprobs, reduction="sum", log_target=True)
+    return (1 - weight) * functional.cross_entropy(
+        student_logits, targets, reduction="sum"
+    ) + weight * temperature**2 * divergence

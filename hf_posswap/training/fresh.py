@@ -1,4 +1,4 @@
-"""Small models with random weights, and tokenizers made from text: what a pretraining starts from."""
+"""Small models with random weights and tokenizers trained on text, to start a pretraining from."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class FreshSettings:
 def fresh_tokenizer(settings: FreshSettings, texts: Iterable[str]) -> PreTrainedTokenizerBase:
     """Return a byte-level BPE tokenizer whose merges are learned from the first 20 million characters of `texts`.
 
-    A causal model's begins and ends texts with one symbol; an encoder's wraps them in [CLS] and [SEP], and has [MASK].
+    For a causal model, one symbol begins and ends texts; for an encoder, [CLS] and [SEP] do, and there is a [MASK].
 
     Args:
         settings: of the model.
@@ -96,10 +96,10 @@ def fresh_tokenizer(settings: FreshSettings, texts: Iterable[str]) -> PreTrained
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(_some(texts), trainer)
+    tokenizer.train_from_iterator(_first_texts(texts), trainer)
     if tokenizer.get_vocab_size() < size:
         raise DataError(
-            f"this text has merges for {tokenizer.get_vocab_size()} tokens only, {size} were asked for: give more text "
+            f"the text yields merges for only {tokenizer.get_vocab_size()} of {size} requested tokens: give more text "
             "or a smaller vocabulary."
         )
     if not masked:
@@ -113,7 +113,7 @@ def fresh_tokenizer(settings: FreshSettings, texts: Iterable[str]) -> PreTrained
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **_SPECIAL)
 
 
-def _some(texts: Iterable[str]) -> Iterable[str]:
+def _first_texts(texts: Iterable[str]) -> Iterable[str]:
     read = 0
     for text in islice(texts, _DOCUMENTS):
         yield text[: _CHARACTERS - read]
@@ -144,13 +144,14 @@ def fresh_model(settings: FreshSettings, tokenizer: PreTrainedTokenizerBase) -> 
     with PROCESS, torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         if settings.kind == "gpt2":
-            none: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-            return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shared, **sizes, **none)).eval()
+            no_dropout: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+            return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shared, **sizes, **no_dropout)).eval()
         if settings.kind == "llama":
-            inner = -(-8 * settings.width // 3 // 32) * 32  # so that three matrices weigh what two of 4 E do
+            # three matrices have as many parameters as two of 4 E
+            intermediate_size = -(-8 * settings.width // 3 // 32) * 32
             return transformers.LlamaForCausalLM(
-                transformers.LlamaConfig(**shared, **sizes, intermediate_size=inner)
+                transformers.LlamaConfig(**shared, **sizes, intermediate_size=intermediate_size)
             ).eval()
-        off: dict[str, Any] = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-        config = transformers.BertConfig(**shared, **sizes, **off, intermediate_size=4 * settings.width)
+        no_dropout_bert: dict[str, Any] = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+        config = transformers.BertConfig(**shared, **sizes, **no_dropout_bert, intermediate_size=4 * settings.width)
         return transformers.BertForMaskedLM(config).eval()

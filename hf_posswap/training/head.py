@@ -1,8 +1,8 @@
-"""A model's body and head run apart, without a copy of its forward: softcaps, scales and transforms stay its own.
+"""Runs a model's body and head separately through its own forward, so that softcaps, scales and transforms apply.
 
-The forward of transformers models runs the body, hands its states to the head, and does to the logits what the family
-does. Run once, it gives the body's states; run again with those states in the body's place, a chunk at a time, it gives
-the logits of that chunk alone.
+The forward of a transformers model runs the body, passes its hidden states to the head, and post-processes the logits.
+One run gives the hidden states. Further runs, with the body replaced by a chunk of those states, give the logits of
+that chunk alone.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Head = Callable[[Tensor], Tensor]
 """From states [N, E] to logits [N, V]."""
 
 
-class Apart(NamedTuple):
-    """What a forward gives before its head.
+class BodyAndHead(NamedTuple):
+    """The hidden states of a forward, and the head that turns them into logits.
 
     Attributes:
         states: of the body, [B, L, E].
-        head: makes logits of them.
-        hidden: states after each layer but the last, [B, L, E] each, where they were asked for.
+        head: computes logits from states.
+        hidden: states after each layer but the last, [B, L, E] each, if requested.
     """
 
     states: Tensor
@@ -42,37 +42,39 @@ def inner_model(model: Any) -> Any:
     """Return the transformers model inside DDP, DeepSpeed and PEFT.
 
     Raises:
-        UnsupportedModelError: the whole model is compiled, or in DataParallel: it cannot be taken apart.
+        UnsupportedModelError: the whole model is compiled, or in DataParallel, so body and head cannot be separated.
     """
     original = compiled_original(model)
     if original is not None:
         raise UnsupportedModelError(
             f"{type(original).__name__} is compiled as a whole, so its head cannot be run a chunk at a time: "
-            "compile its layers alone, or hold all logits at once."
+            "compile only its layers, or hold all logits at once."
         )
     if isinstance(model, nn.DataParallel):
         raise UnsupportedModelError(
-            f"{type(model.module).__name__} is in DataParallel, whose copies cannot be taken apart: start one process "
-            "for each GPU, by torchrun or accelerate launch, or let the process see one GPU."
+            f"{type(model.module).__name__} is in DataParallel, whose replicas cannot be split into body and head: "
+            "start one process per GPU with torchrun or accelerate launch, or let the process see one GPU."
         )
-    around = isinstance(model, nn.parallel.DistributedDataParallel) or is_deepspeed_engine(model)
-    return inner_model(model.module) if around else unwrap(model)
+    is_wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or is_deepspeed_engine(model)
+    return inner_model(model.module) if is_wrapped else unwrap(model)
 
 
-def run_apart(model: Any, inputs: dict[str, Any], use: Callable[[Apart], Tensor], *, hidden: bool = False) -> Tensor:
-    """Return what `use` makes of the body's states and the head, computed inside the model's own forward.
+def run_body_and_head(
+    model: Any, inputs: dict[str, Any], use: Callable[[BodyAndHead], Tensor], *, hidden: bool = False
+) -> Tensor:
+    """Return the loss that `use` computes from the body's states and the head, inside the model's own forward.
 
-    So whatever stands around the forward (DDP, FSDP, autocast, PEFT) does its work.
+    Wrappers of the forward (DDP, FSDP, autocast, PEFT) therefore still apply.
 
     Args:
         model: with a language modelling head, possibly wrapped.
         inputs: arguments of its forward, without labels.
         use: called once.
-        hidden: whether it is given the states after each layer, too.
+        hidden: whether it also gets the states after each layer.
 
     Raises:
-        UnsupportedModelError: its body cannot be told from its head, or it adds a loss of its own, or it does not tell
-            the states after its layers.
+        UnsupportedModelError: the body cannot be separated from the head, or the model adds another loss, or it does
+            not return the states after its layers.
     """
     inner = inner_model(model)
     original = inner.forward
@@ -83,19 +85,19 @@ def run_apart(model: Any, inputs: dict[str, Any], use: Callable[[Apart], Tensor]
         return CausalLMOutput(loss=use(_split(inner, original, args, kwargs)))
 
     with _attribute(inner, "forward", forward):
-        return model(**inputs | _asked(inner, hidden)).loss
+        return model(**inputs | _forward_options(inner, hidden)).loss
 
 
-def split(model: Any, inputs: dict[str, Any], *, hidden: bool = False) -> Apart:
-    """Return the body's states and the head of a model that nothing stands around but PEFT.
+def split(model: Any, inputs: dict[str, Any], *, hidden: bool = False) -> BodyAndHead:
+    """Return the body's states and the head of a model without wrappers other than PEFT.
 
     Args:
         model: with a language modelling head.
         inputs: arguments of its forward, without labels.
-        hidden: whether the states after each layer are wanted, too.
+        hidden: whether to return the states after each layer too.
 
     Raises:
-        UnsupportedModelError: as `run_apart`.
+        UnsupportedModelError: as `run_body_and_head`.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -105,14 +107,14 @@ def split(model: Any, inputs: dict[str, Any], *, hidden: bool = False) -> Apart:
         (torch.Size([1, 10, 8]), torch.Size([3, 11]))
     """
     inner = inner_model(model)
-    return _split(inner, inner.forward, (), inputs | _asked(inner, hidden))
+    return _split(inner, inner.forward, (), inputs | _forward_options(inner, hidden))
 
 
-def _asked(inner: Any, hidden: bool) -> dict[str, Any]:
+def _forward_options(inner: Any, hidden: bool) -> dict[str, Any]:
     return without_cache(inner) | ({"output_hidden_states": True} if hidden else {})
 
 
-def _split(inner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Apart:
+def _split(inner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BodyAndHead:
     with _captured(inner) as captured:
         result = original(*args, **kwargs)
     if not captured:
@@ -128,28 +130,28 @@ def _split(inner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwar
     path, output, states = captured[0]
     head = _make_head(inner, original, path, output)
     if not kwargs.get("output_hidden_states"):
-        return Apart(states, head)
-    told = getattr(output, "hidden_states", None)
-    if told is None or len(told) < 3:
-        has = "does not tell the states after its layers" if told is None else "has one layer, and none before the last"
-        raise UnsupportedModelError(f"{type(inner).__name__} {has}: distill with states=0.")
-    return Apart(states, head, tuple(told[1:-1]))
+        return BodyAndHead(states, head)
+    hidden_states = getattr(output, "hidden_states", None)
+    if hidden_states is None or len(hidden_states) < 3:
+        problem = "does not return the states after its layers" if hidden_states is None else "has only one layer"
+        raise UnsupportedModelError(f"{type(inner).__name__} {problem}: distill with states=0.")
+    return BodyAndHead(states, head, tuple(hidden_states[1:-1]))
 
 
-def chosen(apart: Apart, tokens: Tensor) -> Apart:
-    """Return what `apart` holds of `tokens`, bool [B, L]: states [N, E] each."""
-    return Apart(apart.states[tokens], apart.head, tuple(states[tokens] for states in apart.hidden))
+def chosen(apart: BodyAndHead, tokens: Tensor) -> BodyAndHead:
+    """Return `apart` restricted to `tokens`, bool [B, L]: states [N, E] each."""
+    return BodyAndHead(apart.states[tokens], apart.head, tuple(states[tokens] for states in apart.hidden))
 
 
 def without_cache(inner: Any) -> dict[str, Any]:
-    """Return the arguments that keep a forward from filling a cache: one switches the masks of packed documents off."""
+    """Return the arguments that disable the cache, which would disable the masks of packed documents."""
     return {"use_cache": False} if getattr(inner.config.get_text_config(), "use_cache", False) else {}
 
 
 @contextmanager
 def _captured(inner: Any) -> Iterator[list[tuple[str, Any, Tensor]]]:
-    """Keep the body's output, its path and its states, and hand on one token of it: that head's run is thrown away."""
-    found: list[tuple[str, Any, Tensor]] = []
+    """Capture the body's path, output and states, and pass one token on to the head, whose result is discarded."""
+    captured: list[tuple[str, Any, Tensor]] = []
     running: list[str] = []
 
     def keep(path: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,10 +161,10 @@ def _captured(inner: Any) -> Iterator[list[tuple[str, Any, Tensor]]]:
                 output = run(*args, **kwargs)
             finally:
                 running.pop()
-            if running or found:  # a decoder inside the body
+            if running or captured:  # a decoder inside the body
                 return output
             states = output[0]
-            found.append((path, output, states))
+            captured.append((path, output, states))
             return _with_states(output, states[:, -1:].detach())
 
         return forward
@@ -170,18 +172,18 @@ def _captured(inner: Any) -> Iterator[list[tuple[str, Any, Tensor]]]:
     prefix = inner.base_model_prefix
     bodies = [path for path in (prefix, f"{prefix}.decoder") if prefix and _has(inner, path)]
     with _each_forward(inner, bodies, keep):
-        yield found
+        yield captured
 
 
 def _make_head(inner: Any, original: Callable[..., Any], path: str, output: Any) -> Head:
-    above, _, name = path.rpartition(".")
-    parent = inner.get_submodule(above)
+    parent_path, _, name = path.rpartition(".")
+    parent = inner.get_submodule(parent_path)
     body = parent.get_submodule(name)
 
     def head(states: Tensor) -> Tensor:
         ids = torch.zeros((1, states.shape[0]), dtype=torch.long, device=states.device)
-        stands_in = _GivenStates(body, _with_states(output, states[None]))
-        setattr(parent, name, stands_in)
+        placeholder = _FixedOutputBody(body, _with_states(output, states[None]))
+        setattr(parent, name, placeholder)
         try:
             return original(input_ids=ids).logits[0]
         finally:
@@ -190,8 +192,8 @@ def _make_head(inner: Any, original: Callable[..., Any], path: str, output: Any)
     return head
 
 
-class _GivenStates(nn.Module):
-    """Stands where a body was and gives what it gave before; all else is the body's own."""
+class _FixedOutputBody(nn.Module):
+    """Replaces a body and returns a fixed output; all other attributes are the body's."""
 
     def __init__(self, body: nn.Module, output: Any) -> None:
         super().__init__()
@@ -234,14 +236,14 @@ def _each_forward(
 
 @contextmanager
 def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Give one instance an attribute, and take it away or put the instance's own back."""
-    held = vars(module)
-    before = held.get(name)
-    held[name] = value
+    """Set an attribute on one instance within the block, then restore or delete it."""
+    attributes = vars(module)
+    previous = attributes.get(name)
+    attributes[name] = value
     try:
         yield
     finally:
-        if before is None:
-            held.pop(name, None)
+        if previous is None:
+            attributes.pop(name, None)
         else:
-            held[name] = before
+            attributes[name] = previous

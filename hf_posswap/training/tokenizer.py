@@ -1,4 +1,4 @@
-"""A byte-level tokenizer: 256 symbols and an end of text, no merges, a real Hugging Face fast tokenizer."""
+"""A byte-level Hugging Face fast tokenizer: 256 symbols and an end of text, no merges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ END_OF_TEXT = "<|endoftext|>"
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer whose ids are the bytes of the UTF-8 text, and 256 for the end of a text.
 
-    Saved with a checkpoint it loads again by `AutoTokenizer`.
+    Saved with a checkpoint, it loads with `AutoTokenizer`.
 
     Example:
         >>> tokenizer = byte_tokenizer()
@@ -30,7 +30,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
-    # cleaning up would change the text: " ." into "."
+    # cleaning up would change " ." into "."
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

@@ -11,7 +11,7 @@ from hf_posswap.checkpoints.adapters import add_adapter, import_peft, without_pe
 from hf_posswap.errors import ConfigError, TrainingError
 from hf_posswap.families.locating import locate
 from hf_posswap.training.trainable_parts import (
-    KeepsRows,
+    FreezeRowsHook,
     base_name,
     block_of,
     embedding_path,
@@ -35,14 +35,14 @@ class TrainableSettings:
     """Which parameters training may change, and at which rates.
 
     Attributes:
-        what: "full": all; with adapters these, and what the swap added in full. "positions": what the swap added
-            alone. "norms_qk": norms, query and key projections, and what the swap added. "new_rows": the rows that the
-            swap added to a position table; the rows that were there stay bit for bit.
-        embeddings: train the token embeddings too, beside adapters, positions or norms
+        what: "full": all parameters; with adapters, the adapters and all parameters that the swap added. "positions":
+            only what the swap added. "norms_qk": norms, query and key projections, and what the swap added.
+            "new_rows": the rows that the swap added to a position table; the old rows stay bit-identical.
+        embeddings: also train the token embeddings, with adapters, positions or norms_qk
             (https://arxiv.org/abs/2309.12307).
-        norms: train the norms too, likewise.
+        norms: also train the norms, likewise.
         positions_rate: learning rate of what the swap added, as a multiple of the run's.
-        layer_decay: each layer's learning rate as a multiple of the next one's; 1: all the same.
+        layer_decay: each layer's learning rate as a multiple of the next layer's; 1: the same for all.
     """
 
     what: What = "full"
@@ -64,17 +64,17 @@ class TrainableSettings:
 
 
 def prepare_trainable(model: Any, settings: TrainableSettings, peft: Mapping[str, Any] | None = None) -> Any:
-    """Return `model` with exactly the parameters of `settings` left to train; adapters come as a PEFT model around it.
+    """Return `model` with exactly the parameters of `settings` trainable; with adapters, wrapped in a PEFT model.
 
-    Tied weights stay tied. What the swap froze for good, such as a sinusoidal table, stays frozen.
+    Tied weights stay tied. What the swap froze permanently, such as a sinusoidal table, stays frozen.
 
     Args:
         model: a transformers model, swapped or not, without adapters.
         settings: which parameters.
-        peft: fields of a PEFT config, its `peft_type` among them; None: no adapters.
+        peft: fields of a PEFT config, including `peft_type`; None: no adapters.
 
     Raises:
-        ConfigError: the model has none of what `settings` asks for, or PEFT cannot adapt it so.
+        ConfigError: the model has none of the requested parameters, or PEFT refuses the model or the config.
         MissingDependencyError: adapters need peft.
 
     Example:
@@ -95,7 +95,7 @@ def prepare_trainable(model: Any, settings: TrainableSettings, peft: Mapping[str
         only(model, set(tables))
         for name, rows in tables.items():
             table: Any = model.get_parameter(name)
-            table.posswap_rows = table.register_hook(KeepsRows(rows))
+            table.posswap_rows = table.register_hook(FreezeRowsHook(rows))
         return model
     names = set(position_names(model))
     if settings.what == "norms_qk":
@@ -103,7 +103,7 @@ def prepare_trainable(model: Any, settings: TrainableSettings, peft: Mapping[str
     elif not names:
         raise ConfigError(
             f"trainable.what is positions, and {type(model).__name__} has no parameters that a swap added: swap to "
-            "a scheme that learns, such as kerple, fire, t5_bias or learned, or train something else."
+            "a scheme with parameters, such as kerple, fire, t5_bias or learned, or train something else."
         )
     names |= set(_parameters_in(model, _extra_paths(model, settings)))
     only(model, names)
@@ -116,26 +116,26 @@ def _with_adapters(model: Any, settings: TrainableSettings, peft: Mapping[str, A
     extra = {path.rpartition(".")[2] for path in _extra_paths(model, settings)}
     tied = settings.embeddings and is_tied(model)
     if tied:
-        extra = extra - {embedding_path(model).rpartition(".")[2]} | {_name_that_ties(model)}
+        extra = extra - {embedding_path(model).rpartition(".")[2]} | {_tied_layer_name(model)}
         config.ensure_weight_tying = True
     config.modules_to_save = sorted({*(config.modules_to_save or ()), *extra}) or None
     try:
         swapped = getattr(model, "_posswap", None) is not None
-        wrapped = add_adapter(model, config) if swapped else _wrapped(model, config)
+        wrapped = add_adapter(model, config) if swapped else _wrap_unswapped(model, config)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"peft: {peft['peft_type']} on {type(model).__name__}: {error}") from error
-    if tied:  # PEFT forgets the name it knows, and would not tie what it loads again
-        held = wrapped.peft_config["default"]
-        held.modules_to_save = sorted({*held.modules_to_save, *extra})
+    if tied:  # PEFT drops the name from its config, and would not tie the weights when it loads
+        adapter_config = wrapped.peft_config["default"]
+        adapter_config.modules_to_save = sorted({*adapter_config.modules_to_save, *extra})
     return wrapped
 
 
 def peft_config(model: Any, fields: Mapping[str, Any]) -> Any:
-    """Return the PEFT config of `fields` for `model`: on the projections of attention where they name no modules.
+    """Return the PEFT config of `fields` for `model`; by default it targets the projections of attention.
 
     Args:
         model: a transformers model.
-        fields: of the config, its `peft_type` among them.
+        fields: of the config, including `peft_type`.
 
     Raises:
         ConfigError: PEFT refuses the values.
@@ -143,28 +143,28 @@ def peft_config(model: Any, fields: Mapping[str, Any]) -> Any:
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     from peft.utils import PeftType
 
-    kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(fields["peft_type"])]
+    config_cls = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(fields["peft_type"])]
     values: dict[str, Any] = {name: value for name, value in fields.items() if name != "peft_type"}
-    known = {field.name for field in dataclasses.fields(kind)}
+    known = {field.name for field in dataclasses.fields(config_cls)}
     if values.get("target_modules") is None and values.get("target_parameters") is None:
         values["target_modules"] = linear_layers(model)
-    if "feedforward_modules" in known:  # of IA3, which must know which of the modules these are
+    if "feedforward_modules" in known:  # IA3 must know which modules these are
         values.setdefault("feedforward_modules", [])
     if "fan_in_fan_out" in known:
-        values.setdefault("fan_in_fan_out", any(type(part).__name__ == "Conv1D" for part in model.modules()))
+        values.setdefault("fan_in_fan_out", any(type(module).__name__ == "Conv1D" for module in model.modules()))
     try:
-        return kind(**values)
+        return config_cls(**values)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"peft: {error}") from error
 
 
-def _wrapped(model: Any, config: Any) -> Any:
+def _wrap_unswapped(model: Any, config: Any) -> Any:
     with without_peft_warning():
         return import_peft().get_peft_model(model, config)
 
 
-def _name_that_ties(model: Any) -> str:
-    """Return which of the names that PEFT knows of tied layers brings the token embeddings and the head along, tied."""
+def _tied_layer_name(model: Any) -> str:
+    """Return the name of the tied embeddings or head that PEFT recognizes, and so keeps tied."""
     head = model.get_output_embeddings()
     names = [embedding_path(model), *(path for path, module in model.named_modules() if module is head)]
     for name in (path.rpartition(".")[2] for path in names):
@@ -187,10 +187,10 @@ def _parameters_in(model: Any, paths: list[str]) -> list[str]:
 def parameter_groups(
     model: Any, settings: TrainableSettings, *, learning_rate: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return the groups for an optimizer: no decay on vectors, rates by layer and for what the swap added.
+    """Return the optimizer's groups: no weight decay on vectors, rates by layer and for what the swap added.
 
-    With `layer_decay` d, of n layers layer i has d^(n - 1 - i) of the rate, the token embeddings and the old position
-    table d^n, the head and the last norm all of it. What the swap added is no layer's.
+    With `layer_decay` d and n layers, layer i has d^(n - 1 - i) of the rate, the token embeddings and the old position
+    table d^n, and the head and the last norm the full rate. What the swap added belongs to no layer.
 
     Args:
         model: as `prepare_trainable` returned it, possibly wrapped since.
@@ -200,7 +200,7 @@ def parameter_groups(
 
     Raises:
         ConfigError: no parameter is left to train.
-        TrainingError: a wrapper took the place of a table whose old rows are to stay.
+        TrainingError: a wrapper replaced a table whose old rows must stay.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -211,28 +211,28 @@ def parameter_groups(
     """
     base = transformers_model(model)
     added = {base_name(name) for name in position_names(base)}
-    depth = _Depth(base, settings.layer_decay)
-    rows = settings.what == "new_rows"
-    found: dict[tuple[float, float], list[Any]] = {}
+    depth = _LayerDecay(base, settings.layer_decay)
+    only_new_rows = settings.what == "new_rows"
+    groups: dict[tuple[float, float], list[Any]] = {}
     for name, parameter in model.named_parameters():  # each once, tied or not
         if not parameter.requires_grad:
             continue
-        if rows and not hasattr(parameter, "posswap_rows"):
+        if only_new_rows and not hasattr(parameter, "posswap_rows"):
             raise TrainingError(
                 f"trainable.what is new_rows, and {name} was replaced when the model was sharded, so its old rows "
                 "would be trained too: use a single process or DDP, or train 'positions'."
             )
-        own = base_name(name)
-        rate = settings.positions_rate if own in added else depth.share(own)
-        decay = 0.0 if rows or parameter.ndim < 2 else weight_decay  # decay would move the old rows
-        found.setdefault((learning_rate * rate, decay), []).append(parameter)
-    if not found:
-        raise ConfigError(f"no parameter of {type(base).__name__} is left to train: all are frozen.")
-    return [{"params": found[key], "lr": key[0], "weight_decay": key[1]} for key in sorted(found)]
+        parameter_name = base_name(name)
+        rate = settings.positions_rate if parameter_name in added else depth.share(parameter_name)
+        decay = 0.0 if only_new_rows or parameter.ndim < 2 else weight_decay  # decay would move the old rows
+        groups.setdefault((learning_rate * rate, decay), []).append(parameter)
+    if not groups:
+        raise ConfigError(f"no parameter of {type(base).__name__} is trainable: all are frozen.")
+    return [{"params": groups[key], "lr": key[0], "weight_decay": key[1]} for key in sorted(groups)]
 
 
-class _Depth:
-    """Says what share of the learning rate a parameter has by the layer it is in."""
+class _LayerDecay:
+    """Computes the share of the learning rate for a parameter by its layer."""
 
     def __init__(self, base: Any, decay: float) -> None:
         self.decay = decay

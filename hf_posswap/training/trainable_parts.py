@@ -1,4 +1,4 @@
-"""Parts of a model by what they are: what the swap added, norms, embeddings, projections, layers."""
+"""Finds the parameters and modules to train: those that the swap added, norms, embeddings, projections, layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable
 
 _NEW_ROWS = " (new rows)"
 _KEEP_ROWS = ("tile", "hierarchical", "random")  # rules that leave the old rows as they were
-# What transformers calls the projections of queries and keys, and those that make both at once.
+# transformers' names for query and key projections, separate and fused.
 _QUERY_KEY = {
     "q_proj", "k_proj", "query", "key", "q", "k", "q_lin", "k_lin", "q_norm", "k_norm", "query_layernorm",
     "key_layernorm", "query_proj", "key_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
@@ -26,53 +26,55 @@ _QUERY_KEY = {
 
 
 def position_names(base: Any) -> list[str]:
-    """Return the names of the parameters that the swap of `base` added, or whose rows it wrote; [] where none."""
+    """Return the names of the parameters that the swap of `base` added, or whose rows it rewrote."""
     patch = getattr(base, "_posswap", None)
     if patch is None:
         return []
     tables = [edit for edit in patch.plan.edits if isinstance(edit, ReplaceTable)]
-    written = {f"{table.path}.weight" for table in tables if table.scheme.trainable}
-    added = {name.removesuffix(_NEW_ROWS) for name in patch.plan.added if not name.endswith(".old")}  # which fades
-    return [name for name, _ in base.named_parameters() if base_name(name) in added | written]
+    rewritten = {f"{table.path}.weight" for table in tables if table.scheme.trainable}
+    added = {
+        name.removesuffix(_NEW_ROWS) for name in patch.plan.added if not name.endswith(".old")
+    }  # the old table fades out
+    return [name for name, _ in base.named_parameters() if base_name(name) in added | rewritten]
 
 
 def grown_tables(base: Any) -> dict[str, int]:
-    """Return the names of the tables to which the swap of `base` added rows, and how many rows were there before.
+    """Return the names of the tables to which the swap of `base` added rows, and how many rows they had before.
 
     Raises:
-        ConfigError: there is none, or its rule changed the rows that were there.
+        ConfigError: there is none, or its rule changed the old rows.
     """
     patch = getattr(base, "_posswap", None)
-    found: dict[str, int] = {}
+    kept_rows: dict[str, int] = {}
     for table in patch.plan.edits if patch is not None else ():
         if not isinstance(table, ReplaceTable) or not table.scheme.trainable:
             continue
         rule, old = getattr(table.scheme, "extend", None), table.geometry.original_length
         if rule not in _KEEP_ROWS:
             raise ConfigError(
-                f"trainable.what is new_rows, and {table.scheme} changed the rows that were there too: swap with "
-                f"extend one of {', '.join(_KEEP_ROWS)}, or train 'positions', which is the whole table."
+                f"trainable.what is new_rows, and {table.scheme} also changed the old rows: swap with "
+                f"extend one of {', '.join(_KEEP_ROWS)}, or train 'positions', the whole table."
             )
         if table.rows > old:
-            found[f"{table.path}.weight"] = old + table.offset
-    if not found:
-        held = "carries no swap" if patch is None else f"was swapped to {patch.plan.scheme}"
+            kept_rows[f"{table.path}.weight"] = old + table.offset
+    if not kept_rows:
+        swap_state = "carries no swap" if patch is None else f"was swapped to {patch.plan.scheme}"
         raise ConfigError(
-            f"trainable.what is new_rows, and {type(base).__name__} {held}: no table has new rows. Swap to 'learned' "
-            "with a larger max_length, or train something else."
+            f"trainable.what is new_rows, and {type(base).__name__} {swap_state}: no table has new rows. Swap to "
+            "'learned' with a larger max_length, or train something else."
         )
-    return found
+    return kept_rows
 
 
 def norm_paths(base: nn.Module) -> list[str]:
-    """Return the paths of the norms: modules without children whose own parameters are vectors alone."""
-    found = []
+    """Return the paths of the norms: modules without children, with a weight, whose parameters are all vectors."""
+    paths = []
     for path, module in base.named_modules():
-        own = list(module.parameters(recurse=False))
-        vectors = own and all(p.ndim == 1 for p in own) and getattr(module, "weight", None) is not None
-        if vectors and not list(module.children()):
-            found.append(path)
-    return found
+        parameters = list(module.parameters(recurse=False))
+        is_norm = parameters and all(p.ndim == 1 for p in parameters) and getattr(module, "weight", None) is not None
+        if is_norm and not list(module.children()):
+            paths.append(path)
+    return paths
 
 
 def embedding_path(base: Any) -> str:
@@ -88,23 +90,23 @@ def is_tied(base: Any) -> bool:
 
 
 def query_key_names(base: Any) -> list[str]:
-    """Return the names of the parameters of the query and key projections, of fused ones the whole.
+    """Return the names of the parameters of the query and key projections, fused or not.
 
     Raises:
         ConfigError: an attention module has no projection of a known name.
     """
-    found: list[str] = []
+    names: list[str] = []
     for path in attention_paths(base):
         attention = base.get_submodule(path)
-        inside = [name for name, _ in attention.named_parameters() if _QUERY_KEY & set(name.split("."))]
-        if not inside:
-            held = ", ".join(sorted({name.rpartition(".")[0] for name, _ in attention.named_parameters()}))
+        projections = [name for name, _ in attention.named_parameters() if _QUERY_KEY & set(name.split("."))]
+        if not projections:
+            modules = ", ".join(sorted({name.rpartition(".")[0] for name, _ in attention.named_parameters()}))
             raise ConfigError(
-                f"trainable.what is norms_qk, and which of {held} in {path} make queries and keys is not known: train "
-                "'full', or adapters (peft) instead."
+                f"trainable.what is norms_qk, and hf_posswap cannot tell which of {modules} in {path} project queries "
+                "and keys: train 'full', or adapters (peft) instead."
             )
-        found += [f"{path}.{name}" for name in inside]
-    return found
+        names += [f"{path}.{name}" for name in projections]
+    return names
 
 
 def attention_paths(base: Any) -> list[str]:
@@ -124,23 +126,23 @@ def linear_layers(base: Any) -> list[str]:
         >>> linear_layers(model)
         ['attn.c_attn', 'attn.c_proj']
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for path in attention_paths(base):
-        start = path.removeprefix(block_of(path)).strip(".")
-        parts = base.get_submodule(path).named_modules()
-        found |= {".".join(filter(None, (start, name))) for name, part in parts if is_linear(part)}
-    if not found:
+        prefix = path.removeprefix(block_of(path)).strip(".")
+        modules = base.get_submodule(path).named_modules()
+        names |= {".".join(filter(None, (prefix, name))) for name, module in modules if is_linear(module)}
+    if not names:
         raise ConfigError(
-            f"peft: the attention of {type(base).__name__} has no linear layer that adapters know: name "
+            f"peft: the attention of {type(base).__name__} has no linear layer that adapters support: name "
             "peft.target_modules, or train 'full' or 'positions' instead."
         )
-    return sorted(found)
+    return sorted(names)
 
 
 def block_of(path: str) -> str:
     """Return the path of the block, "transformer.h.3", that holds the attention module at `path`."""
-    found = re.match(r"(.*\.\d+)(\.|$)", path)
-    return found[1] if found else path
+    match = re.match(r"(.*\.\d+)(\.|$)", path)
+    return match[1] if match else path
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -151,7 +153,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Return what the transformers model calls the parameter that a wrapper calls `name`.
+    """Return the name in the transformers model of the parameter that a wrapper calls `name`.
 
     Example:
         >>> base_name("module.base_model.model.transformer.wte.modules_to_save.default.weight")
@@ -161,7 +163,7 @@ def base_name(name: str) -> str:
 
 
 def only(base: nn.Module, names: set[str]) -> None:
-    """Leave the parameters called `names` to train, and freeze the others."""
+    """Make exactly the parameters in `names` trainable, and freeze the others."""
     for name, parameter in base.named_parameters():
         parameter.requires_grad_(name in names)
 
@@ -174,8 +176,8 @@ def transformers_model(model: Any) -> Any:
     return unwrap(model if original is None else original)
 
 
-class KeepsRows:
-    """A gradient hook that leaves the first rows of a table without a gradient.
+class FreezeRowsHook:
+    """A gradient hook that zeroes the gradient of the first rows of a table.
 
     Args:
         rows: how many.

@@ -1,4 +1,4 @@
-"""Angles that are exact modulo a turn, against the product of a position and theta in float32, as stock has it."""
+"""Angles that are exact modulo a turn, compared with transformers' float32 product of a position and theta."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN = "product in float32"
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Give tables of cos and sin near the start and far from it, and one step of a model after a text."""
+    """Yield tables of cos and sin near position 0 and far from it, and one decoding step of a model."""
     frequencies = Frequencies.of(default_inv_freq(10000.0, 64, torch.float64)).to("cpu")
     for tokens in (1, 64) if smoke else (1, 1024, 8192):
         for start in (0, 100_000):
@@ -44,10 +44,10 @@ def product(positions: Tensor, frequencies: Frequencies) -> CosSin:
 
 
 def _with_product(step: Callable[[], Any]) -> Any:
-    """Return what `step` gives where the mechanism takes products in float32."""
-    ours = rope.cos_sin  # type: ignore[attr-defined]
+    """Return the result of `step` with angles from float32 products."""
+    original = rope.cos_sin  # type: ignore[attr-defined]
     rope.cos_sin = product  # type: ignore[attr-defined]
     try:
         return step()
     finally:
-        rope.cos_sin = ours  # type: ignore[attr-defined]
+        rope.cos_sin = original  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The ways in which people run a model: whole texts, padded and packed batches, upon caches, token by token."""
+"""Typical uses of a model: whole texts, padded and packed batches, cached prefill, and decoding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DECODING = "decoding after "
 
 
 class Sizes(NamedTuple):
-    """How large everything is; the models were made for half the tokens."""
+    """Sizes of a benchmark; the models are made for half the tokens."""
 
     length: int
     width: int
@@ -26,9 +26,9 @@ class Sizes(NamedTuple):
 
 
 class Situation(NamedTuple):
-    """One way of running a model: what `make` returns gives numbers, of which those where `real` is are compared.
+    """One use of a model: `make` returns a function whose results are compared where `real` is true.
 
-    `window`: the model's layers are to see as many tokens only; None: all.
+    `window`: sliding window of the model's layers; None: full attention.
     """
 
     name: str
@@ -38,21 +38,23 @@ class Situation(NamedTuple):
 
 
 def situations(sizes: Sizes) -> Iterator[Situation]:
-    """Give the situations of the table."""
+    """Yield the situations of the table."""
     length = sizes.length
-    one, two = ids_of(1, length), ids_of(2, length)
-    yield Situation("one row", lambda model: forward(model, one))
+    single, pair = ids_of(1, length), ids_of(2, length)
+    yield Situation("one row", lambda model: forward(model, single))
     left, right = padded(length)
-    yield Situation("left-padded", lambda model: forward(model, two, **left), left["attention_mask"].bool())
-    yield Situation("right-padded", lambda model: forward(model, two, **right), right["attention_mask"].bool())
+    yield Situation("left-padded", lambda model: forward(model, pair, **left), left["attention_mask"].bool())
+    yield Situation("right-padded", lambda model: forward(model, pair, **right), right["attention_mask"].bool())
     at, mask = packed(length)
-    yield Situation("packed by position_ids", lambda model: forward(model, one, position_ids=at))
-    yield Situation("packed by a block mask", lambda model: forward(model, one, position_ids=at, attention_mask=mask))
-    yield Situation("prefill in two chunks", lambda model: in_chunks(model, one))
-    yield Situation("static cache in two chunks", lambda model: in_chunks(model, one, static=True))
-    yield Situation("sliding-window layers", lambda model: forward(model, one), window=length // 4)
-    yield Situation("gradients of packed", lambda model: gradients(model, one, position_ids=at))
-    yield Situation("gradients of right-padded", lambda model: gradients(model, two, **right))
+    yield Situation("packed by position_ids", lambda model: forward(model, single, position_ids=at))
+    yield Situation(
+        "packed by a block mask", lambda model: forward(model, single, position_ids=at, attention_mask=mask)
+    )
+    yield Situation("prefill in two chunks", lambda model: in_chunks(model, single))
+    yield Situation("static cache in two chunks", lambda model: in_chunks(model, single, static=True))
+    yield Situation("sliding-window layers", lambda model: forward(model, single), window=length // 4)
+    yield Situation("gradients of packed", lambda model: gradients(model, single, position_ids=at))
+    yield Situation("gradients of right-padded", lambda model: gradients(model, pair, **right))
     for after in sizes.after:
         yield Situation(f"{DECODING}{after}", functools.partial(step_after, past=after))
     prompts, mask = ids_of(8, length // 8), padded_prompts(8, length // 8)
@@ -67,7 +69,7 @@ def ids_of(rows: int, length: int) -> Tensor:
 
 
 def padded(length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return what goes with two rows of which one lacks a quarter: on the left as `generate` has it, on the right."""
+    """Return the inputs of two rows, one padded by a quarter: on the left as in `generate`, and on the right."""
     left, right = torch.ones(2, length, dtype=torch.long), torch.ones(2, length, dtype=torch.long)
     left[1, : length // 4] = 0
     right[1, -(length // 4) :] = 0
@@ -84,7 +86,7 @@ def packed(length: int) -> tuple[Tensor, Tensor]:
 
 
 def forward(model: Any, ids: Tensor, **arguments: Any) -> Callable[[], Tensor]:
-    """Return what runs a whole text."""
+    """Return a function that runs a whole text."""
     return lambda: model(ids, use_cache=False, **arguments).logits
 
 
@@ -95,35 +97,35 @@ def padded_prompts(rows: int, length: int) -> Tensor:
 
 
 def gradients(model: Any, ids: Tensor, attention_mask: Tensor | None = None, **arguments: Any) -> Callable[[], Tensor]:
-    """Return what runs forward and backward of a training step, and gives the gradients of the last layer's queries."""
+    """Return a function that runs forward and backward, and returns the gradients of the last layer's queries."""
     labels = ids if attention_mask is None else ids.masked_fill(attention_mask == 0, -100)
 
     def run() -> Tensor:
         with torch.enable_grad():
             loss = model(ids, attention_mask=attention_mask, labels=labels, use_cache=False, **arguments).loss
             loss.backward()
-        found = model.model.layers[-1].self_attn.q_proj.weight.grad
+        gradient = model.model.layers[-1].self_attn.q_proj.weight.grad
         model.zero_grad()
-        return found
+        return gradient
 
     return run
 
 
 def generating(model: Any, ids: Tensor, mask: Tensor, tokens: int) -> Callable[[], Tensor]:
-    """Return what writes `tokens` tokens after each of a batch of prompts, and gives their logits."""
+    """Return a function that generates `tokens` tokens for each of a batch of prompts, and returns their logits."""
 
     def run() -> Tensor:
-        done = model.generate(
+        output = model.generate(
             ids, attention_mask=mask, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False,
             pad_token_id=0, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
-        return torch.stack(done.logits)
+        return torch.stack(output.logits)
 
     return run
 
 
 def in_chunks(model: Any, ids: Tensor, *, static: bool = False) -> Callable[[], Tensor]:
-    """Return what runs a text in two halves, the second upon the cache of the first."""
+    """Return a function that runs a text in two halves, the second with the cache of the first."""
     half = ids.shape[1] // 2
 
     def run() -> Tensor:
@@ -136,7 +138,7 @@ def in_chunks(model: Any, ids: Tensor, *, static: bool = False) -> Callable[[], 
 
 
 def step_after(model: Any, past: int, steps: int = 8) -> Callable[[], Tensor]:
-    """Return what decodes `steps` tokens, one by one, after a text of `past`."""
+    """Return a function that decodes `steps` tokens one by one after a text of `past`."""
     ids = ids_of(1, past + steps)
     with torch.no_grad():
         cache = cache_in(model(ids[:, :past], use_cache=True))

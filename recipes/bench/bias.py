@@ -1,4 +1,4 @@
-"""Attention with a bias, against attention without one and against a dense bias."""
+"""Attention with a bias, compared with attention without one and with a dense bias."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NO_BIAS, DENSE, X = "sdpa without bias", "dense bias", "x-transformers"
 T5_DENSE = "transformers' position_bias="
 FIRE_DENSE = "dense bias, as the paper prints it"
 ONCE = 32_768
-"""Tokens that go through attention for its memory alone."""
+"""Tokens for measurements of memory alone."""
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Give ALiBi, T5, KERPLE and FIRE, forward and with gradients."""
+    """Yield ALiBi, T5, KERPLE and FIRE, forward and with gradients."""
     for length in (48,) if smoke else (1024, 2048, 4096, 8192):
         yield from _alibi(length)
     for length in (48,) if smoke else (2048, 4096, 8192):
@@ -61,12 +61,12 @@ def _alibi(length: int) -> Iterator[Case]:
 
     ways = {"ours": lambda: row(*inputs), NO_BIAS: lambda: _plain(*inputs)}
     if length <= 4096 and peers.missing("x_transformers") is None:
-        theirs = peers.x_transformers_alibi(HEADS)
-        ways[X] = lambda: theirs(*inputs)
-    missing = peers.told("x_transformers")
+        x_attention = peers.x_transformers_alibi(HEADS)
+        ways[X] = lambda: x_attention(*inputs)
+    missing = peers.missing_peers("x_transformers")
     yield Case(f"ALiBi forward, {length}", ways, {NO_BIAS: 1.08}, unlike=frozenset({NO_BIAS}), missing=missing)
-    both = {"ours": with_gradients(row, *inputs), NO_BIAS: with_gradients(_plain, *inputs)}
-    yield Case(f"ALiBi forward and backward, {length}", both, {NO_BIAS: 1.08}, unlike=frozenset({NO_BIAS}))
+    with_backward = {"ours": with_gradients(row, *inputs), NO_BIAS: with_gradients(_plain, *inputs)}
+    yield Case(f"ALiBi forward and backward, {length}", with_backward, {NO_BIAS: 1.08}, unlike=frozenset({NO_BIAS}))
     windowed = {
         "ours": lambda: attend_linear(*inputs, slope, scaling=SCALING, windowed=True),
         "not windowed": lambda: row(*inputs),
@@ -86,19 +86,19 @@ def _forward(name: str, scheme: Any, length: int, smoke: bool) -> Case:
     ways: dict[str, Callable[[], Tensor]] = {"ours": ours, NO_BIAS: lambda: _plain(*inputs)}
     goals, missing = {NO_BIAS: 1.2}, {}
     if length <= 4096 and name == "T5":
-        goals[T5_DENSE], missing = 0.2, peers.told("x_transformers")
+        goals[T5_DENSE], missing = 0.2, peers.missing_peers("x_transformers")
         dense = peers.transformers_t5(mechanism.table.detach(), SCALING)
         ways[T5_DENSE] = lambda: dense(*inputs)
         if not missing:
-            theirs = peers.x_transformers_t5(mechanism.table)
-            ways[X] = lambda: theirs(*inputs)
+            x_attention = peers.x_transformers_t5(mechanism.table)
+            ways[X] = lambda: x_attention(*inputs)
     elif length <= 4096:
         ways[DENSE] = lambda: _with_dense(*inputs, mechanism.bias(at, at))
     return Case(f"{name} forward, {length}", ways, goals, unlike=frozenset({NO_BIAS}), missing=missing)
 
 
 def _learned(length: int, smoke: bool) -> Case:
-    """Return T5 with gradients, of its table too."""
+    """Return T5 with gradients, including its table's."""
     inputs, table = attention_inputs(length, HEADS), torch.randn(32, HEADS, generator=torch.Generator().manual_seed(1))
     row = _mechanism(T5Bias()).bucket[128:].clone()  # of distances 0 to 128, and all beyond
     of_distance = row[torch.arange(length).clamp(max=128)]
@@ -144,7 +144,7 @@ def _fire_way(way: str, length: int) -> Callable[[], Tensor]:
 
 
 def apart(way: str, length: int, fire: int = 0) -> Callable[[], Any]:
-    """Return what runs in a process of its own for its memory."""
+    """Return the function whose memory is measured in a separate process."""
     run = _fire_way(way, length) if fire else _learned(length, True).ways[way]
 
     def without_gradients() -> Any:

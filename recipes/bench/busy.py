@@ -1,7 +1,7 @@
-"""Training beside other programs: torch's threads spin while they wait, unless OMP_WAIT_POLICY says PASSIVE.
+"""Training on a busy machine: torch's threads spin while they wait, unless OMP_WAIT_POLICY is PASSIVE.
 
-`posswap` sets it (cli/app.py). Here both take turns, as processes of their own on two threads: on an idle machine, and
-beside one program that computes on each core.
+`posswap` sets it (cli/app.py). Both policies alternate here in separate processes on two threads: on an idle machine,
+and with one other program computing on each core.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ print((time.perf_counter() - started) / steps)
 
 
 def rows(smoke: bool) -> list[dict[str, Any]]:
-    """Return the time of a step of training by each policy, and its ratio, by the number of other programs."""
+    """Return the time of a training step by each policy, and their ratio, by the number of other programs."""
     return [_row(programs, smoke) for programs in (0, os.cpu_count() or 1)]
 
 
@@ -51,22 +51,22 @@ def _row(programs: int, smoke: bool) -> dict[str, Any]:
     times: dict[str, list[float]] = {PASSIVE: [], DEFAULT: []}
     with _others(programs):
         for _ in range(turns):
-            for policy, taken in times.items():
-                taken.append(_step(policy, length, seconds))
-    ours, theirs = times.values()
-    ratio = statistics.median(ours) / statistics.median(theirs)
+            for policy, policy_times in times.items():
+                policy_times.append(_step(policy, length, seconds))
+    passive_times, default_times = times.values()
+    ratio = statistics.median(passive_times) / statistics.median(default_times)
     return {
         "name": f"a step of training on two threads beside {programs} other programs, {POLICY}={PASSIVE}",
         "wrong": [],
         "most_seconds": None,
         "missing": {},
         "turns": turns,
-        "seconds": {policy: statistics.median(taken) for policy, taken in times.items()},
+        "seconds": {policy: statistics.median(policy_times) for policy, policy_times in times.items()},
         "ratios": {
             DEFAULT: {
                 "of medians": ratio,
-                "of minima": min(ours) / min(theirs),
-                "interval": interval(ours, theirs)[1:],
+                "of minima": min(passive_times) / min(default_times),
+                "interval": interval(passive_times, default_times)[1:],
                 "goal": None if programs else 1.02,
             }
         },
@@ -85,10 +85,10 @@ def _others(count: int) -> Iterator[None]:
 
 
 def _step(policy: str, length: int, seconds: float) -> float:
-    """Return the seconds of a step, in a process of its own."""
+    """Return the seconds of a step, in a separate process."""
     environment = {name: value for name, value in os.environ.items() if name != POLICY} | {"HF_HUB_OFFLINE": "1"}
     if policy == PASSIVE:
         environment[POLICY] = PASSIVE
     command = [sys.executable, "-c", TRAIN, str(length), str(seconds)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return float(json.loads(done.stdout.splitlines()[-1]))
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return float(json.loads(process.stdout.splitlines()[-1]))

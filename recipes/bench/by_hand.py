@@ -1,4 +1,4 @@
-"""What people do without this package, for `recipes.bench.waiting`: plain transformers, as its documentation has it.
+"""The baseline of `recipes.bench.waiting`: plain transformers, as in its documentation.
 
 python -m recipes.bench.by_hand evaluate MODEL FOLDER LENGTH
 python -m recipes.bench.by_hand train MODEL FOLDER LENGTH OUT
@@ -35,7 +35,7 @@ def train(model_path: str, texts: str, length: str, out: str) -> None:
 
 
 def first_token(model_path: str, scheme: str = "") -> None:
-    """Load, swap where a scheme is named, and write the first token after a prompt of 16."""
+    """Load, swap if a scheme is given, and print the first token after a prompt of 16."""
     model = LlamaForCausalLM.from_pretrained(model_path, trust_remote_code=False, dtype=torch.bfloat16).eval()
     if scheme:
         from hf_posswap import patch_model
@@ -47,9 +47,9 @@ def first_token(model_path: str, scheme: str = "") -> None:
 
 
 def _windows(model_path: str, texts: str, length: int) -> list[torch.Tensor]:
-    said = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(texts).iterdir()))
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(texts).iterdir()))
     ids = PreTrainedTokenizerFast.from_pretrained(model_path, trust_remote_code=False)(
-        said, return_tensors="pt"
+        text, return_tensors="pt"
     ).input_ids[0]
     return list(ids[: len(ids) // length * length].split(length))
 

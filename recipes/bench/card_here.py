@@ -1,10 +1,10 @@
-"""Inductor, lowering for a GPU that is not here: what is given in its place, and what is left to the real compiler.
+"""Makes inductor compile for an absent GPU: emulates the device, and leaves the rest to the real compiler.
 
-Given: the answers of `torch.cuda` and of Triton's driver that inductor asks for (`_said`), those of the named card.
-Tensors are fake, and Dynamo and autograd trace them as a CPU's, for the autograd engine takes no CUDA tensor where
-there is no driver; the traced graph goes to inductor with the card in place of the CPU (`_on_card`). flex_attention has
-no gradient on a CPU: its check of that is off, and its forward is told to keep the log-sum-exp, as on a GPU
-(`_trained`). Everything else is PyTorch's and Triton's.
+`_emulated_cuda` returns the named card's answers of `torch.cuda` and of Triton's driver to inductor. Tensors are fake,
+and Dynamo and autograd trace them as CPU tensors, because the autograd engine accepts no CUDA tensors without a driver;
+inductor gets the traced graph with the card instead of the CPU (`_on_card`). flex_attention has no gradient on a CPU:
+that check is off, and the forward keeps the log-sum-exp as on a GPU (`_keeping_logsumexp`). Everything else is
+PyTorch's and Triton's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLACE = torch.device("cuda", 0)
 
 @dataclass(frozen=True)
 class Card:
-    """What inductor asks of a GPU.
+    """The properties of a GPU that inductor reads.
 
     Attributes:
         name: the card's.
@@ -50,7 +50,7 @@ class Card:
     cache: int
 
     def properties(self) -> SimpleNamespace:
-        """Return what inductor reads of `torch.cuda.get_device_properties`."""
+        """Return the fields of `torch.cuda.get_device_properties` that inductor reads."""
         major, minor = self.capability
         return SimpleNamespace(
             name=self.name, major=major, minor=minor, multi_processor_count=self.processors, warp_size=32,
@@ -67,7 +67,7 @@ CARDS = {
 
 
 @dataclass(frozen=True)
-class Made:
+class CompiledKernel:
     """A compiled kernel.
 
     Attributes:
@@ -88,10 +88,10 @@ class Made:
 
 
 @contextmanager
-def lowering(card: Card, made: list[Made]) -> Iterator[None]:
-    """Have `attend_read` of fake tensors of a CPU lowered for `card` in the block, and its kernels added to `made`.
+def lowering(card: Card, kernels: list[CompiledKernel]) -> Iterator[None]:
+    """Lower `attend_read` of fake CPU tensors for `card` within the block, and append its kernels to `kernels`.
 
-    Leaves Triton's driver, and what PyTorch remembers of the card, behind: for a process of its own.
+    Leaves Triton's driver and PyTorch's cached card changed, so use a separate process.
     """
     import triton
     from torch._inductor import compile_fx, config
@@ -101,7 +101,7 @@ def lowering(card: Card, made: list[Made]) -> Iterator[None]:
     major, minor = card.capability
     target = GPUTarget("cuda", 10 * major + minor, 32)
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
-    lower: Any = partial(_lower, card, made)
+    lower: Any = partial(_lower, card, kernels)
     backend = partial(compile_fx.compile_fx, inner_compile=lower)
     call = torch.compile(flex_attention.flex_attention, backend=backend)  # dynamic=None, as for a GPU
     with ExitStack() as stack:
@@ -109,35 +109,37 @@ def lowering(card: Card, made: list[Made]) -> Iterator[None]:
         stack.enter_context(config.patch(settings))
         stack.enter_context(patch.object(flex, "_compiled", lambda device: call))
         stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *tensors: None))
-        options = _trained(flex_attention._apply_kernel_options)
+        options = _keeping_logsumexp(flex_attention._apply_kernel_options)
         stack.enter_context(patch.object(flex_attention, "_apply_kernel_options", options))
         stack.callback(flex._causal_blocks.cache_clear)  # they are fake
         stack.enter_context(FakeTensorMode())
         yield
 
 
-def _trained(original: Callable[..., Any]) -> Callable[..., Any]:
+def _keeping_logsumexp(original: Callable[..., Any]) -> Callable[..., Any]:
     def options(*arguments: Any, **named: Any) -> Any:
-        found = original(*arguments, **named)
-        found["OUTPUT_LOGSUMEXP"] = torch.is_grad_enabled()
-        return found
+        kernel_options = original(*arguments, **named)
+        kernel_options["OUTPUT_LOGSUMEXP"] = torch.is_grad_enabled()
+        return kernel_options
 
     return options
 
 
-def _lower(card: Card, made: list[Made], graph: GraphModule, inputs: list[Any], **settings: Any) -> Callable[..., Any]:
-    """Compile `graph` for `card`, and return what runs it as it came, on fake tensors."""
+def _lower(
+    card: Card, kernels: list[CompiledKernel], graph: GraphModule, inputs: list[Any], **settings: Any
+) -> Callable[..., Any]:
+    """Compile `graph` for `card`, and return a function that runs the original graph on fake tensors."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.compile_fx import compile_fx_inner
 
     direction = "backward" if settings.get("is_backward") else "forward"
 
     def compile_one(self: Any, name: str, source: str, device_str: str = "cuda") -> Any:
-        kernel, found = _compile(name, source, direction)
-        made.extend(found)
+        kernel, compiled = _compile(name, source, direction)
+        kernels.extend(compiled)
         return kernel
 
-    with _said(card), patch.object(AsyncCompile, "triton", compile_one):
+    with _emulated_cuda(card), patch.object(AsyncCompile, "triton", compile_one):
         compile_fx_inner(*_on_card(graph, inputs), **settings)
 
     def run(arguments: list[Any]) -> Any:
@@ -147,8 +149,8 @@ def _lower(card: Card, made: list[Made], graph: GraphModule, inputs: list[Any], 
     return run
 
 
-def _compile(name: str, source: str, direction: str) -> tuple[Any, list[Made]]:
-    """Compile a kernel as a worker process of inductor does, for each config, and load none."""
+def _compile(name: str, source: str, direction: str) -> tuple[Any, list[CompiledKernel]]:
+    """Compile a kernel for each config as inductor's worker process does, without loading it."""
     from torch._inductor.async_compile import _load_triton_kernel_from_source
     from torch._inductor.runtime import triton_helpers
 
@@ -156,20 +158,25 @@ def _compile(name: str, source: str, direction: str) -> tuple[Any, list[Made]]:
     with unset():
         kernel = _load_triton_kernel_from_source(name, source)
         kernel.precompile(warm_cache_only=True)
-    found = []
-    fixed = kernel.inductor_meta.get("config_args", {})  # what a template has written into its source
-    blocks = {key: size for key, size in fixed.items() if key.startswith("BLOCK_")}
+    kernels = []
+    template_args = kernel.inductor_meta.get("config_args", {})  # constants in the template's source
+    blocks = {key: size for key, size in template_args.items() if key.startswith("BLOCK_")}
     for result in kernel.compile_results:
-        chosen = result.config
-        config = {**blocks, **chosen.kwargs, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+        launch_config = result.config
+        config = {
+            **blocks,
+            **launch_config.kwargs,
+            "num_warps": launch_config.num_warps,
+            "num_stages": launch_config.num_stages,
+        }
         binary = result.kernel
-        found.append(Made(name, direction, config, binary.metadata.shared, binary.asm["cubin"], source))
-    return kernel, found
+        kernels.append(CompiledKernel(name, direction, config, binary.metadata.shared, binary.asm["cubin"], source))
+    return kernel, kernels
 
 
 @contextmanager
-def _said(card: Card) -> Iterator[None]:
-    """Have `torch.cuda` answer as beside `card` in the block."""
+def _emulated_cuda(card: Card) -> Iterator[None]:
+    """Make `torch.cuda` report `card` within the block."""
     from torch._dynamo.device_interface import CudaInterface
 
     state = torch.zeros(16, dtype=torch.uint8)
@@ -187,25 +194,27 @@ def _said(card: Card) -> Iterator[None]:
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
-            if hasattr(CudaInterface, name):  # which took torch's own as they were
+            if hasattr(CudaInterface, name):  # it copied torch's functions
                 stack.enter_context(patch.object(CudaInterface, name, staticmethod(answer)))
         yield
 
 
 def _on_card(graph: GraphModule, inputs: list[Any]) -> tuple[GraphModule, list[Any]]:
     """Return a copy of `graph` and `inputs` whose fake tensors are the card's."""
-    mode = next(one.fake_mode for one in inputs if isinstance(one, FakeTensor))
+    mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
 
     def moved(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=PLACE)
 
-    moving = copy.deepcopy(graph)
+    moved_graph = copy.deepcopy(graph)
     with mode:
-        for node in (node for part in moving.modules() if isinstance(part, GraphModule) for node in part.graph.nodes):
+        for node in (
+            node for module in moved_graph.modules() if isinstance(module, GraphModule) for node in module.graph.nodes
+        ):
             if "val" in node.meta:
                 node.meta["val"] = tree_map(moved, node.meta["val"])
             if "device" in node.kwargs:
                 node.kwargs = {**node.kwargs, "device": PLACE}
-        return moving, [moved(one) for one in inputs]
+        return moved_graph, [moved(value) for value in inputs]

@@ -1,4 +1,4 @@
-"""Compiled models beside the compiled unswapped one: forward, gradients, decoding into a static cache."""
+"""Compiled swapped models compared with the compiled unswapped one: forward, gradients, static-cache decoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FULL, SMALL = Sizes(1024, 512, 3, 0, ()), Sizes(64, 64, 1, 0, ())
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Give a case for each way of running and each scheme, all of one graph whose lengths are fixed."""
+    """Yield a case for each kind of run and each scheme, each as one graph of fixed lengths."""
     sizes = SMALL if smoke else FULL
     runs: dict[str, Callable[..., Callable[[], Tensor]]] = {
         "forward": forward,
@@ -29,7 +29,7 @@ def cases(smoke: bool) -> Iterator[Case]:
     }
     for name, run in runs.items():
         for scheme in SCHEMES[1:3] if smoke else SCHEMES:
-            torch.compiler.reset()  # code that was compiled for other models counts towards dynamo's limit
+            torch.compiler.reset()  # code compiled for other models counts towards dynamo's limit
             ids = ids_of(1, sizes.length)
             eager = llama(scheme, sizes)
             ways = {"ours": run(compiled(scheme, sizes), ids), EAGER: run(eager, ids)}
@@ -47,7 +47,7 @@ def compiled(scheme: str, sizes: Sizes) -> Any:
 
 
 def steps(model: Any, ids: Tensor, count: int = 8) -> Callable[[], Tensor]:
-    """Return what decodes the last `count` of `ids`, one by one, into a static cache that holds those before them."""
+    """Return a function that decodes the last `count` of `ids` one by one, after a static cache of the earlier ones."""
     past = ids.shape[1] - count
     cache = StaticCache(config=model.config, max_cache_len=ids.shape[1])
     with torch.no_grad():
@@ -59,7 +59,7 @@ def steps(model: Any, ids: Tensor, count: int = 8) -> Callable[[], Tensor]:
                 model(ids[:, n : n + 1], **{cache_argument(model): cache}).logits.clone()
                 for n in range(past, past + count)
             ]
-        for layer in cast("Any", cache).layers:  # a static cache has no crop: what lies beyond is written anew
+        for layer in cast("Any", cache).layers:  # a static cache has no crop: later entries are overwritten
             layer.cumulative_length.sub_(count)
         return torch.cat(logits, dim=1)
 

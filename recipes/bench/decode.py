@@ -1,4 +1,4 @@
-"""Decoding one token after a long text: a swapped model, itself before the swap, and a native rotary one."""
+"""Decoding one token after a long text: a swapped model, the unswapped one, and a native rotary one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEFORE, NATIVE, ON_READ = "unpatched", "GPT-NeoX of the same size", "all keys ro
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Give one step after 512 and 2048 tokens."""
+    """Yield one step after 512 and 2048 tokens."""
     for past in (24,) if smoke else (512, 2048):
         ways = {
             "ours": step_after(gpt2(smoke, scheme="rope"), past),
@@ -33,19 +33,19 @@ def cases(smoke: bool) -> Iterator[Case]:
 
 
 def _copies(scheme: str, past: int, smoke: bool, **options: Any) -> Case:
-    """Return the case of a scheme that needs keys in two rotations: both cached, against rotating all on reading."""
+    """Return the case of a scheme with keys in two rotations: both cached, compared with rotating all when read."""
     on_read = gpt2(smoke, scheme=scheme, **options)
     for module in on_read.modules():
         if isinstance(module, Mechanism):
             module.keys_per_token = 1
-    kept, unpatched = step_after(gpt2(smoke, scheme=scheme, **options), past), step_after(gpt2(smoke), past)
-    ways = {"ours": kept, ON_READ: step_after(on_read, past), BEFORE: unpatched}
+    cached_rotations, unpatched = step_after(gpt2(smoke, scheme=scheme, **options), past), step_after(gpt2(smoke), past)
+    ways = {"ours": cached_rotations, ON_READ: step_after(on_read, past), BEFORE: unpatched}
     name = f"one token after {past}, {scheme}"
     return Case(name, ways, {ON_READ: 1.0}, tolerance=1e-3, unlike=frozenset({BEFORE}), repetitions=21)
 
 
 def step_after(model: Any, past: int) -> Callable[[], Any]:
-    """Return what runs one step of `model` after `past` tokens, again and again."""
+    """Return a function that runs one step of `model` after `past` tokens, repeatedly."""
     ids = torch.randint(0, 512, (1, past + 1), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         cache = cache_in(model(ids[:, :past], use_cache=True))

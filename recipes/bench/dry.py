@@ -1,4 +1,4 @@
-"""What recipes would hold and do on GPUs, by the dry run: from configs alone, on any machine.
+"""Predicted memory and work of recipes on GPUs, by dry runs: from configs alone, on any machine.
 
 python -m recipes.bench.dry
 
@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[str, Any]] = {
         ),
     ),
 }  # fmt: skip
-"""Shapes, by the names of their folders."""
+"""Architecture and config, by folder name."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Run:
     """One dry run.
 
     Attributes:
-        what: in words.
+        what: description.
         recipe: its name.
-        settings: what differs from it.
+        settings: changes to it.
         gpu: the card.
         accelerate: file of the launch, by name; None: none.
-        processes: None: as the file says.
+        processes: None: the file's.
     """
 
     what: str
@@ -67,11 +67,11 @@ class Run:
 
     @property
     def command(self) -> str:
-        """What gives the same on the command line."""
-        said = ["posswap", "train", self.recipe, *self.settings, "--dry-run", "--gpu", self.gpu]
-        said += [] if self.accelerate is None else ["--accelerate", self.accelerate]
-        said += [] if self.processes is None else ["--processes", str(self.processes)]
-        return shlex.join(said)
+        """The equivalent command line."""
+        arguments = ["posswap", "train", self.recipe, *self.settings, "--dry-run", "--gpu", self.gpu]
+        arguments += [] if self.accelerate is None else ["--accelerate", self.accelerate]
+        arguments += [] if self.processes is None else ["--processes", str(self.processes)]
+        return shlex.join(arguments)
 
 
 RUNS = (
@@ -99,21 +99,21 @@ def main(
     names: Annotated[list[str] | None, typer.Argument(help="Of RUNS, by number from 1; none: all.")] = None,
     out: Annotated[Path, typer.Option(help="The folder for the results.")] = Path(__file__).parent / "results",
 ) -> None:
-    """Run all dry and write down what came out; rows that are not run again stay as they are."""
+    """Dry-run all and save the results; rows that are not run again are kept."""
     chosen = [RUNS[int(name) - 1] for name in names or map(str, range(1, len(RUNS) + 1))]
     file = out / "dry.json"
-    held = {row["what"]: row for row in json.loads(file.read_text(encoding="utf-8"))} if file.exists() else {}
+    row_by_name = {row["what"]: row for row in json.loads(file.read_text(encoding="utf-8"))} if file.exists() else {}
     for run in chosen:
         typer.echo(run.command)
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        held[run.what] = {"what": run.what, "command": run.command, **versions, **_found(run).to_dict()}
-        rows = [held[one.what] for one in RUNS if one.what in held]
+        row_by_name[run.what] = {"what": run.what, "command": run.command, **versions, **_dry_run(run).to_dict()}
+        rows = [row_by_name[listed.what] for listed in RUNS if listed.what in row_by_name]
         write_text(file, json.dumps(rows, indent=1) + "\n")
         write_text(out / "dry.md", table(rows))
     typer.echo(table(rows))
 
 
-def _found(run: Run) -> DryRun:
+def _dry_run(run: Run) -> DryRun:
     with tempfile.TemporaryDirectory() as folder:
         settings = [setting for setting in run.settings if not setting.startswith("model.name=")]
         name = next(setting.partition("=")[2] for setting in run.settings if setting.startswith("model.name="))
@@ -130,16 +130,16 @@ def _found(run: Run) -> DryRun:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the results as Markdown."""
-    parts = ["# Dry runs\n\nWritten by `python -m recipes.bench.dry`, without a GPU. No row was measured on one."]
+    sections = ["# Dry runs\n\nWritten by `python -m recipes.bench.dry`, without a GPU. No row was measured on one."]
     for row in rows:
-        parts.append(f"## {row['what']}\n\n`{row['command']}`\n\ntorch {row['torch']}, transformers "
+        sections.append(f"## {row['what']}\n\n`{row['command']}`\n\ntorch {row['torch']}, transformers "
                      f"{row['transformers']}")  # fmt: skip
-        parts.append("\n".join([*_HEAD, *(_line("as it stands", one) for one in row["phases"]),
-                                *(_line(f"`{row['change']}`", one) for one in row["changed"])]))  # fmt: skip
+        sections.append("\n".join([*_HEAD, *(_line("as it stands", phase) for phase in row["phases"]),
+                                *(_line(f"`{row['change']}`", phase) for phase in row["changed"])]))  # fmt: skip
         if row["fits"] is False and row["change"] is None:
-            parts.append("No change that the dry run knows makes it fit.")
+            sections.append("No change that the dry run knows makes it fit.")
     sources = "\n".join(f"- {card.name}: {card.source}" for card in CARDS.values())
-    return "\n\n".join(parts) + f"\n\nThe cards' numbers:\n\n{sources}\n"
+    return "\n\n".join(sections) + f"\n\nThe cards' numbers:\n\n{sources}\n"
 
 
 _KINDS = ("weights", "gathered weights", "teacher", "gradients", "optimizer", "activations")
@@ -149,13 +149,13 @@ _HEAD = (
 )
 
 
-def _line(change: str, one: dict[str, Any]) -> str:
+def _line(change: str, phase: dict[str, Any]) -> str:
     gib = 1 << 30
-    kinds = (f"{one['held_bytes'].get(kind, 0) / gib:.2f}" for kind in _KINDS)
+    kind_cells = (f"{phase['held_bytes'].get(name, 0) / gib:.2f}" for name in _KINDS)
     cells = [
-        change, "yes" if one["fits"] else "no", f"{one['peak_bytes'] / gib:.2f}", *kinds,
-        f"{one['flops_a_token'] / 1e9:.3g}", f"{one['moved_bytes_a_token'] / 1e6:.3g}",
-        f"{one['least_seconds_a_step']:.3g}", f"{one['processes']} x {one['tokens_a_step']}",
+        change, "yes" if phase["fits"] else "no", f"{phase['peak_bytes'] / gib:.2f}", *kind_cells,
+        f"{phase['flops_a_token'] / 1e9:.3g}", f"{phase['moved_bytes_a_token'] / 1e6:.3g}",
+        f"{phase['least_seconds_a_step']:.3g}", f"{phase['processes']} x {phase['tokens_a_step']}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 

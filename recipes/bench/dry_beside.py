@@ -1,10 +1,10 @@
-"""What a dry run predicts beside what a GPU measures of the same training: memory, and the time of a step.
+"""Compares a dry run's prediction with a GPU's measurement of the same training: memory, and the time of a step.
 
     python -m recipes.bench.dry_beside --out results
 
-Weights are random: neither memory nor time asks for others. Memory is the peak of what torch's allocator gives; the
-prediction is to be within 10 %. The predicted time is the least that the card's data sheet allows, and lies below: the
-ratio says how far from it the training runs.
+Weights are random, because memory and time do not depend on them. Memory is the peak of torch's allocator; the
+prediction should be within 10 %. The predicted time is a lower bound by the card's data sheet, and the ratio shows how
+far the training is from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import hf_posswap
 from hf_posswap.patching.inspect.describe import read_config
 from hf_posswap.training.config import Recipe, make_recipe
 from hf_posswap.training.dryrun import CARDS, Card, card_of, dry_run
-from hf_posswap.training.dryrun.windows import made_windows
+from hf_posswap.training.dryrun.windows import synthetic_windows
 from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.objectives import make_objective
 from hf_posswap.training.engine.trainer import PosswapTrainer
@@ -38,7 +38,7 @@ from recipes.bench.harness import machine
 
 WARM_UPS, STEPS = 2, 5
 NEAR = 0.1
-"""How far the predicted peak may lie from the measured one, as a share of it."""
+"""Allowed relative difference of the predicted peak from the measured one."""
 _SHAPES: dict[str, tuple[str, Any]] = {
     "gpt2-124m": ("GPT2LMHeadModel", GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)),
     "llama-1b": (
@@ -60,7 +60,7 @@ _SHAPES: dict[str, tuple[str, Any]] = {
 
 
 def recipes(smoke: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Give what is measured: in words, the name of a shape, and how its recipe differs from that of all."""
+    """Yield the trainings: a description, the name of a shape, and the difference from the common recipe."""
     if smoke:
         yield "a small Llama, yarn", "small", {"data": {"length": 128}, "training": {"use_cpu": True}}
         return
@@ -83,15 +83,15 @@ def main(
     smoke: Annotated[bool, typer.Option("--smoke", help="One tiny training, on the CPU if there is no GPU.")] = False,
     out: Annotated[Path, typer.Option(help="The folder for the results.")] = Path(__file__).parent / "results",
 ) -> None:
-    """Predict, train and write down both."""
+    """Predict, train and save both results."""
     if not (smoke or torch.cuda.is_available()):
         raise typer.BadParameter("there is no CUDA device here; --smoke trains a tiny model without one.")
     rows = []
-    for what, shape, values in recipes(smoke):
+    for description, shape, values in recipes(smoke):
         try:
-            rows.append({"what": what, **_row(shape, values)})
-        except Exception as error:  # memory that is too small for one row, say
-            rows.append({"what": what, "error": f"{type(error).__name__}: {said_by(error)}"})
+            rows.append({"what": description, **_row(shape, values)})
+        except Exception as error:  # such as too little memory for one row
+            rows.append({"what": description, "error": f"{type(error).__name__}: {said_by(error)}"})
         typer.echo(_line(rows[-1]))
         write_text(out / "dry_beside.json", json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
         write_text(out / "dry_beside.md", table(rows))
@@ -113,12 +113,12 @@ def recipe_of(folder: Path, shape: str, values: dict[str, Any]) -> Recipe:
     Args:
         folder: that exists.
         shape: a name of `_SHAPES`.
-        values: of sections of a recipe, beside those that all have.
+        values: sections of a recipe, in addition to the common ones.
     """
     architecture, config = _SHAPES[shape]
     config.architectures = [architecture]
     config.save_pretrained(folder / shape)
-    held: dict[str, Any] = {
+    base_values: dict[str, Any] = {
         "model": {"name": str(folder / shape)},
         "swap": {"scheme": {"name": "yarn", "factor": 8.0}},
         "training": {
@@ -126,11 +126,11 @@ def recipe_of(folder: Path, shape: str, values: dict[str, Any]) -> Recipe:
             "save_strategy": "no", "logging_strategy": "no", "report_to": "none",
         },
     }  # fmt: skip
-    return make_recipe(held | {key: held.get(key, {}) | value for key, value in values.items()})
+    return make_recipe(base_values | {key: base_values.get(key, {}) | value for key, value in values.items()})
 
 
 def _card() -> Card | None:
-    """Return the card of this machine: by its name where its speed is known, otherwise by its memory."""
+    """Return the card of this machine: by name if its speed is known, otherwise by memory."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name(0).lower()
@@ -139,27 +139,27 @@ def _card() -> Card | None:
 
 
 def _measure(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Return the peak in bytes, None: there is no GPU, and the seconds of a step, the median."""
+    """Return the peak in bytes (None without a GPU) and the median seconds of a step."""
     on_gpu = torch.cuda.is_available()
     gc.collect()
-    before = 0
+    baseline = 0
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        baseline = torch.cuda.memory_allocated()
     clock = _Clock(on_gpu)
     trainer = trainer_of(recipe, folder, steps=WARM_UPS + STEPS)
     trainer.add_callback(clock)
     trainer.train()
-    peak = torch.cuda.max_memory_allocated() - before if on_gpu else None
-    return {"peak_bytes": peak, "seconds_a_step": statistics.median(clock.taken[WARM_UPS:])}
+    peak = torch.cuda.max_memory_allocated() - baseline if on_gpu else None
+    return {"peak_bytes": peak, "seconds_a_step": statistics.median(clock.durations[WARM_UPS:])}
 
 
 class _Clock(TrainerCallback):
-    """Takes the time of each step, of its forward, backward and optimizer."""
+    """Records the time of each step: forward, backward and optimizer."""
 
     def __init__(self, on_gpu: bool) -> None:
-        self.on_gpu, self.taken, self.started = on_gpu, list[float](), 0.0
+        self.on_gpu, self.durations, self.started = on_gpu, list[float](), 0.0
 
     def _now(self) -> float:
         if self.on_gpu:
@@ -170,11 +170,11 @@ class _Clock(TrainerCallback):
         self.started = self._now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.taken.append(self._now() - self.started)
+        self.durations.append(self._now() - self.started)
 
 
 def trainer_of(recipe: Recipe, folder: Path, *, steps: int) -> PosswapTrainer:
-    """Return what trains a swapped model with random weights by `recipe`, on made up tokens.
+    """Return a trainer of a swapped model with random weights by `recipe`, on synthetic tokens.
 
     Args:
         recipe: for next tokens; its model is a folder with a config.
@@ -188,7 +188,7 @@ def trainer_of(recipe: Recipe, folder: Path, *, steps: int) -> PosswapTrainer:
     hf_posswap.patch_model(model, recipe.swap.scheme, max_length=recipe.swap.max_length)
     plan = hf_posswap.swap_plan(model)
     model = prepare_trainable(model, recipe.trainable, recipe.peft)
-    data = made_windows(
+    data = synthetic_windows(
         recipe.data, config, causal=True, scheme_length=plan.max_length, first_position=0, dtype=model.dtype
     )
     rows = recipe.training.per_device_train_batch_size * recipe.training.gradient_accumulation_steps
@@ -196,7 +196,7 @@ def trainer_of(recipe: Recipe, folder: Path, *, steps: int) -> PosswapTrainer:
         model,
         training_arguments(recipe, folder),
         objective=make_objective(recipe.objective, causal=True, teacher=None, window=0, chunk=recipe.objective.chunk),
-        groups=lambda one: parameter_groups(one, recipe.trainable, learning_rate=1e-4, weight_decay=0.0),
+        groups=lambda wrapped: parameter_groups(wrapped, recipe.trainable, learning_rate=1e-4, weight_decay=0.0),
         identity={},
         data_collator=data.collate,
         train_dataset=data.steps(steps, rows),
@@ -209,9 +209,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| training | predicted peak, GiB | measured | ratio | within 10 % | least s a step | measured | ratio |",
         "|---|---|---|---|---|---|---|---|",
     )
-    made = "Written by `python -m recipes.bench.dry_beside`"
+    origin = "Written by `python -m recipes.bench.dry_beside`"
     return (
-        "\n".join([f"# Dry runs beside a GPU\n\n{made}: `{json.dumps(machine())}`\n", *head, *map(_line, rows)]) + "\n"
+        "\n".join(
+            [f"# Dry runs compared with a GPU\n\n{origin}: `{json.dumps(machine())}`\n", *head, *map(_line, rows)]
+        )
+        + "\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show, in bfloat16: CUDA events, and the allocator's own peaks. Without one: tiny, on the CPU.
+"""Benchmarks for a GPU in bfloat16, by CUDA events and the allocator's peaks; without one, tiny sizes on the CPU.
 
 python -m recipes.bench.run gpu --out results
 """
@@ -30,7 +30,7 @@ THEIRS = "model(ids, labels=ids)"
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Give the rows of the GPU; on a machine without one the same code at sizes of a smoke run."""
+    """Yield the GPU's cases; on a machine without one, the same code at smoke-run sizes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     small = smoke or device == "cpu"
     if device == "cpu" and not smoke:
@@ -52,7 +52,7 @@ def _noise(device: str, *shape: int) -> Tensor:
 
 
 def _rope(device: str, small: bool) -> Case:
-    """Return RoPE against a copy: 70 % of the copy's bandwidth is a ratio of 1.43."""
+    """Return RoPE compared with a copy: 70 % of the copy's bandwidth is a ratio of 1.43."""
     length = 64 if small else 32768
     q, k = _noise(device, 1, 32, length, 128), _noise(device, 1, 8, length, 128)
     angles = Frequencies(default_inv_freq(10000.0, 128).to(device))
@@ -77,7 +77,7 @@ def _rope(device: str, small: bool) -> Case:
 
 
 def _flex(name: str, device: str, length: int) -> Iterator[Case]:
-    """Give a bias read from positions, forward and with backward, against flex_attention without one."""
+    """Yield a bias computed from positions, forward and with backward, compared with flex_attention without one."""
     q, k, v = (_noise(device, 1, 16, length, 64) for _ in range(3))
     attend: Any = torch.compile(flex_attention)
     mask: BlockMask = create_block_mask(_causal, 1, None, length, length, device=device)
@@ -92,14 +92,14 @@ def _flex(name: str, device: str, length: int) -> Iterator[Case]:
     ways = {"ours": lambda: ours(q, k, v), NO_MOD: lambda: without(q, k, v)}
     settings: dict[str, Any] = {"unlike": frozenset({NO_MOD}), "device": device}
     if device == "cuda":
-        # of order L: as much as without a bias, and what [H, L] takes
+        # O(L): the memory without a bias, plus [H, L]
         settings |= {"memory": {}, "memory_beyond": {NO_MOD: 64.0}}
     else:
         ways["the formula"] = lambda: _formula(q, k, v, bias)
     yield Case(f"{name} forward, {length}", ways, {NO_MOD: 1.15}, **settings)
     if device == "cuda":  # flex has no backward on a CPU
-        both = {"ours": with_gradients(ours, q, k, v), NO_MOD: with_gradients(without, q, k, v)}
-        yield Case(f"{name} forward and backward, {length}", both, {NO_MOD: 1.4}, **settings)
+        with_backward = {"ours": with_gradients(ours, q, k, v), NO_MOD: with_gradients(without, q, k, v)}
+        yield Case(f"{name} forward and backward, {length}", with_backward, {NO_MOD: 1.4}, **settings)
 
 
 def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, bias: Any) -> Tensor:
 
 
 def _pieces(device: str, length: int) -> Case:
-    """Return two rotations in one attention against one fused call."""
+    """Return two rotations in one attention, compared with one fused call."""
     inv = tuple(default_inv_freq(10000.0, 128).tolist())
     geometry = Geometry(1024, 8, 8, 128, 12, length // 4, True, 128, "half", 10000.0, inv)
     mechanism: Any = SelfExtend().resolve(geometry, length).mechanism(geometry)
@@ -133,7 +133,9 @@ def _pieces(device: str, length: int) -> Case:
     at = torch.arange(length, device=device)[None]
 
     def ours() -> Tensor:
-        pairs = [(one.rotate_query(q, 0, length), one.rotate_key(k, 0, length)) for one in mechanism.pieces(at, at)]
+        pairs = [
+            (region.rotate_query(q, 0, length), region.rotate_key(k, 0, length)) for region in mechanism.pieces(at, at)
+        ]
         return attend_regions(pairs, v, mechanism.regions, scaling=128**-0.5)
 
     ways = {"ours": ours, FLASH: lambda: sdpa(q, k, v, is_causal=True)}
@@ -145,7 +147,7 @@ def _pieces(device: str, length: int) -> Case:
 
 
 def _training(device: str, small: bool) -> Case:
-    """Return a training step of a swapped GPT-NeoX against the native class, of 125 million parameters."""
+    """Return a training step of a swapped GPT-NeoX of 125 M parameters, compared with the native class."""
     batch, length = (1, 32) if small else (8, 2048)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     steps = {}
@@ -171,7 +173,7 @@ def _neox(small: bool) -> Any:
 
 
 def _perplexity(device: str, small: bool) -> Case:
-    """Return the loss of one long text with a vocabulary of 128k, in chunks, against transformers' own."""
+    """Return the chunked loss of one long text with a vocabulary of 128k, compared with transformers' own."""
     length, vocabulary = (64, 64) if small else (32768, 131072)
     model = llama(small, vocabulary).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     source = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
-"""How time and memory grow with the length of the text, for each scheme, beside the same model without a swap.
+"""Growth of time and memory with the length of the text, for each scheme and for the unswapped model.
 
-A causal model of one layer runs over 1k, 2k, ... 32k tokens; the peaks come from a process of each scheme's own. The
-exponent is the slope of log(time) on log(tokens) from 4k on: attention's own is 2 at most, and memory's 1.
+A causal model of one layer runs over 1k, 2k, ... 32k tokens; peaks are measured in a separate process per scheme. The
+exponent is the slope of log(time) on log(tokens) from 4k on: at most 2 for attention, and 1 for memory.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ SCHEMES: dict[str, dict[str, Any]] = {
 }
 LENGTHS = 1024, 2048, 4096, 8192, 16384, 32768
 BEYOND_MIB = {"t5": 100.0, "alibi": 100.0}
-"""By how much the peak at the longest text may lie above that of the unpatched model."""
+"""Most MiB by which the peak at the longest text may exceed the unpatched model's."""
 FITTED_FROM = 4096
 TOLERANCE = 1e-3
-"""Between logits by the backend that is chosen and by the formula, of models with weights of size 0.1."""
+"""Largest difference of logits between the chosen backend and the formula, for weights of size 0.1."""
 
 
 def rows(smoke: bool) -> list[dict[str, Any]]:
     """Return for each scheme seconds and peaks at each length, and the exponents."""
     lengths = (32, 64, 128) if smoke else LENGTHS
-    found = [_row(scheme, lengths, smoke) for scheme in SCHEMES]
-    for row in found:
-        row["exponent"] = {what: _exponent(row[what]) for what in ("seconds", "peak_mib") if what in row}
-    return found
+    scheme_rows = [_row(scheme, lengths, smoke) for scheme in SCHEMES]
+    for row in scheme_rows:
+        row["exponent"] = {
+            quantity: _exponent(row[quantity]) for quantity in ("seconds", "peak_mib") if quantity in row
+        }
+    return scheme_rows
 
 
 def _row(scheme: str, lengths: tuple[int, ...], smoke: bool) -> dict[str, Any]:
@@ -58,24 +60,24 @@ def _row(scheme: str, lengths: tuple[int, ...], smoke: bool) -> dict[str, Any]:
         run = _forward(model, length)
         if length <= 8192:
             run()
-        taken = [_timed(run) for _ in range(1 if smoke or length > 8192 else 3)]
-        row["seconds"][str(length)] = statistics.median(taken)
+        durations = [_timed(run) for _ in range(1 if smoke or length > 8192 else 3)]
+        row["seconds"][str(length)] = statistics.median(durations)
     if not smoke and sys.platform == "linux":
         row["peak_mib"] = in_a_process(__name__, scheme, {str(length): length for length in lengths})
     return row
 
 
 def _wrong(model: Any, scheme: str, length: int) -> list[str]:
-    """Return what is wrong with the way that is chosen by itself, if anything."""
+    """Return what is wrong with the automatically chosen backend, if anything."""
     if scheme in (UNPATCHED, "rope", "dynamic"):
         return []  # rotated, and then the model's own attention
     run = _forward(model, length)
-    found = run()
+    logits = run()
     set_backend(model, "plain")
     expected = run()
     set_backend(model, "auto")
-    far = float((found - expected).abs().max())
-    return [] if far <= TOLERANCE else [f"auto and plain differ by {far:.2e}, allowed is {TOLERANCE:.0e}"]
+    difference = float((logits - expected).abs().max())
+    return [] if difference <= TOLERANCE else [f"auto and plain differ by {difference:.2e}, allowed is {TOLERANCE:.0e}"]
 
 
 def _model(scheme: str, positions: int) -> Any:
@@ -107,7 +109,7 @@ def _timed(run: Callable[[], Any]) -> float:
 
 
 def apart(scheme: str, **lengths: int) -> dict[str, Callable[[], Any]]:
-    """Return what runs, one after the other, in a process of its own for its memory."""
+    """Return the functions whose memory is measured in order in a separate process."""
     model = _model(scheme, max(lengths.values()))
     return {name: _forward(model, length) for name, length in lengths.items()}
 
@@ -125,12 +127,12 @@ def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:
     """Return time and memory at each length as Markdown, with the exponents, and whether the goals are reached."""
     lengths = list(rows[0]["seconds"])
     text = []
-    for what, unit in (("seconds", "s"), ("peak_mib", "MiB")):
-        if what in rows[0]:
+    for quantity, unit in (("seconds", "s"), ("peak_mib", "MiB")):
+        if quantity in rows[0]:
             text += [f"| {unit} | {' | '.join(lengths)} | exponent |", "|---" * (len(lengths) + 2) + "|"]
             for row in rows:
-                shown = " | ".join(f"{row[what][length]:.3g}" for length in lengths)
-                text.append(f"| {row['name']} | {shown} | {row['exponent'][what]:.2f} |")
+                shown = " | ".join(f"{row[quantity][length]:.3g}" for length in lengths)
+                text.append(f"| {row['name']} | {shown} | {row['exponent'][quantity]:.2f} |")
             text.append("")
     if "peak_mib" in rows[0]:
         text += _beyond({row["name"]: row["peak_mib"][lengths[-1]] for row in rows}, lengths[-1], smoke)
@@ -140,9 +142,9 @@ def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:
 def _beyond(peaks: dict[str, float], length: str, smoke: bool) -> list[str]:
     lines = ["| what | against | more | goal | |", "|---|---|---|---|---|"]
     for scheme, most in BEYOND_MIB.items():
-        more = peaks[scheme] - peaks[UNPATCHED]
-        said = "reached" if more <= most * (LOOSER if smoke else 1.0) else "missed"
+        extra = peaks[scheme] - peaks[UNPATCHED]
+        verdict = "reached" if extra <= most * (LOOSER if smoke else 1.0) else "missed"
         lines.append(
-            f"| {length} tokens with {scheme}: peak memory | unpatched | {more:+.0f} MiB | <= {most:.0f} | {said} |"
+            f"| {length} tokens with {scheme}: peak memory | unpatched | {extra:+.0f} MiB | <= {most:.0f} | {verdict} |"
         )
     return lines

@@ -1,6 +1,6 @@
-"""How the benchmarks measure: all ways of one thing in one process, in turns, on one thread; memory in a process apart.
+"""The benchmarks' harness: interleaved timing of all alternatives on one thread; memory in a separate process.
 
-A case passes only if all ways give the same numbers; how fast they are is a report, beside the goal of each ratio.
+A case passes only if all alternatives give the same numbers; times are only reported, next to the goal of each ratio.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hf_posswap.utils.format import said_by
 
 WARM_UPS = 2
 NARROW = 0.02
-"""How far the ends of a ratio's interval may lie from it, as a share of it: then no more turns are needed."""
+"""Relative half-width of a ratio's interval at which measuring stops."""
 MOST_TURNS = 5
-"""How often the turns of a case are repeated for that, at most."""
+"""Most repetitions of a case's turns to reach it."""
 BUSY = 0.05
-"""Share of its time that a way may wait for a core before its numbers are doubted."""
+"""Share of the time without a free core above which numbers are unreliable."""
 LOOSER = 1.3
-"""What goals are multiplied by in smoke runs."""
+"""Factor on goals in smoke runs."""
 _MIB = 1 << 20
 _RUN_APART = """
 import importlib, json, sys
@@ -53,21 +53,21 @@ print(json.dumps(peaks))
 
 @dataclass(frozen=True)
 class Case:
-    """Several ways of computing one thing, ours first.
+    """Several implementations of one computation, ours first.
 
     Attributes:
         name: of the row.
-        ways: name to what runs it.
-        goals: name of another way to the highest ratio of our time to its.
-        tolerance: largest difference of any way's result from ours; None: the results are not to be compared.
-        unlike: ways whose results are something else, such as attention without a bias.
-        repetitions: of each way, after the warm-ups, at least: see `NARROW`.
-        memory: sizes for `apart` of the module, whose ways are measured in processes of their own; None: no memory.
-        memory_goals: name of another way to the highest ratio of our peak to its.
-        memory_beyond: name of another way to the most MiB by which our peak may lie above its.
-        missing: peers that cannot run here, to the reason.
-        seconds: most that ours may take; None: only ratios count.
-        device: "cuda": CUDA events tell the time, and the allocator the peaks of all ways, if `memory` is not None.
+        ways: implementations by name.
+        goals: highest ratio of our time to another implementation's, by its name.
+        tolerance: largest difference of any result from ours; None: results are not compared.
+        unlike: implementations with other results, such as attention without a bias.
+        repetitions: least repetitions of each implementation after the warm-ups: see `NARROW`.
+        memory: sizes for the module's `apart`, measured in separate processes; None: memory is not measured.
+        memory_goals: highest ratio of our peak to another implementation's, by its name.
+        memory_beyond: most MiB by which our peak may exceed another implementation's, by its name.
+        missing: peers that cannot run here, with the reason.
+        seconds: most seconds for ours; None: only ratios count.
+        device: "cuda": times by CUDA events, and peaks of all by the allocator if `memory` is not None.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Case:
 
 
 def measure(case: Case, module: str, *, smoke: bool) -> dict[str, Any]:
-    """Return the numbers of one case as JSON; `wrong` names the ways whose results differ from ours."""
+    """Return the measurements of one case as JSON; `wrong` names implementations whose results differ from ours."""
     wrong = _wrong(case)
     seconds = _seconds_of_gpu if case.device == "cuda" else _seconds
     times, waited = in_turns(case.ways, 1 if smoke else case.repetitions, seconds)
@@ -97,7 +97,7 @@ def measure(case: Case, module: str, *, smoke: bool) -> dict[str, Any]:
         "missing": dict(case.missing),
         "turns": len(times[ours]),
         "waited": 0.0 if case.device == "cuda" else waited,
-        "seconds": {way: statistics.median(taken) for way, taken in times.items()},
+        "seconds": {way: statistics.median(way_times) for way, way_times in times.items()},
         "ratios": {
             way: {
                 "of medians": statistics.median(times[ours]) / statistics.median(times[way]),
@@ -120,9 +120,9 @@ def measure(case: Case, module: str, *, smoke: bool) -> dict[str, Any]:
 
 def broken(name: str, error: Exception) -> dict[str, Any]:
     """Return the row of a case that raised `error`."""
-    said = f"{type(error).__name__}: {said_by(error)}"
-    traced = "".join(traceback.format_exception(error))
-    return {"name": name, "wrong": [traced], "missing": {"everything": said}, "seconds": {}, "ratios": {}}
+    message = f"{type(error).__name__}: {said_by(error)}"
+    trace = "".join(traceback.format_exception(error))
+    return {"name": name, "wrong": [trace], "missing": {"everything": message}, "seconds": {}, "ratios": {}}
 
 
 def _wrong(case: Case) -> list[str]:
@@ -130,13 +130,13 @@ def _wrong(case: Case) -> list[str]:
     if case.tolerance is None or not others:
         return []
     expected = _tensors(case.ways[ours]())
-    wrong = []
+    problems = []
     for way in others:
-        found = _tensors(case.ways[way]())
-        far = max(float((a.double() - b.double()).abs().max()) for a, b in zip(expected, found, strict=True))
+        result = _tensors(case.ways[way]())
+        far = max(float((a.double() - b.double()).abs().max()) for a, b in zip(expected, result, strict=True))
         if not far <= case.tolerance:
-            wrong.append(f"{way}: differs by {far:.2e}, allowed is {case.tolerance:.0e}")
-    return wrong
+            problems.append(f"{way}: differs by {far:.2e}, allowed is {case.tolerance:.0e}")
+    return problems
 
 
 def _tensors(result: Any) -> list[Tensor]:
@@ -149,51 +149,54 @@ def in_turns(
     seconds: Callable[[Callable[[], Any]], float],
     most: int = MOST_TURNS,
 ) -> tuple[dict[str, list[float]], float]:
-    """Return what `seconds` says of each way, and the share of all the time in which no core was free.
+    """Return the times of each implementation by `seconds`, and the share of all time without a free core.
 
-    The ways are run in turns, so that what else the machine does falls on all alike, and until each ratio to the first
-    way stands, or for `most` times the repetitions; with one repetition once, after one warm-up.
+    Implementations are interleaved, so that other load affects all alike, until the ratios to the first one are stable
+    or `most` times the repetitions are done; with one repetition they run once, after one warm-up.
     """
     times: dict[str, list[float]] = {way: [] for way in ways}
-    started, used = time.perf_counter(), _core_seconds()
+    started, core_seconds = time.perf_counter(), _core_seconds()
     warm_ups, turns = (WARM_UPS, most * repetitions) if repetitions > 1 else (1, 1)
     for turn in range(warm_ups + turns):
         for way, run in ways.items():
-            taken = seconds(run)
+            duration = seconds(run)
             if turn >= warm_ups:
-                times[way].append(taken)
-        if turn + 1 >= warm_ups + repetitions and _stand(times):
+                times[way].append(duration)
+        if turn + 1 >= warm_ups + repetitions and _are_stable(times):
             break
-    waited = 1 - (_core_seconds() - used) / (time.perf_counter() - started)
+    waited = 1 - (_core_seconds() - core_seconds) / (time.perf_counter() - started)
     return times, max(0.0, waited)
 
 
-def _stand(times: Mapping[str, Sequence[float]]) -> bool:
+def _are_stable(times: Mapping[str, Sequence[float]]) -> bool:
     """Return whether the interval of each ratio of the first way's times to another's is narrow."""
     ours, *others = times.values()
-    return all(high - low <= 2 * NARROW * middle for middle, low, high in (interval(ours, one) for one in others))
+    return all(
+        high - low <= 2 * NARROW * middle
+        for middle, low, high in (interval(ours, times_of_other) for times_of_other in others)
+    )
 
 
 def _core_seconds() -> float:
-    """Return the seconds for which this process and those that it waited for had a core."""
+    """Return the CPU seconds of this process and of its finished children."""
     try:
         import resource
-    except ImportError:  # Windows: what waits there is not told from what runs elsewhere
+    except ImportError:  # Windows: waiting cannot be measured
         return time.perf_counter()
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def interval(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Return the median of the ratios of each turn, and the ends of its interval of 95 %, by order statistics.
+def interval(ours: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return the median of the turns' ratios and the ends of its 95 % interval, by order statistics.
 
     Example:
         >>> interval([2.0, 4.0, 3.0], [1.0, 1.0, 1.0])
         [3.0, 2.0, 4.0]
     """
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    ratios = sorted(a / b for a, b in zip(ours, others, strict=True))
     count, outside, out = len(ratios), 0.0, 0
-    # the chance that fewer than `out` + 1 of the ratios lie on one side of the true median
+    # the probability that at most `out` ratios are on one side of the true median
     while (outside := outside + math.comb(count, out) / 2**count) <= 0.025:
         out += 1
     low = max(0, out - 1)
@@ -217,17 +220,17 @@ def _seconds_of_gpu(run: Callable[[], Any]) -> float:
 
 
 def _peak_on_gpu(run: Callable[[], Any]) -> float:
-    """Return the peak of the memory that PyTorch takes on the GPU beyond what was taken before, in MiB."""
+    """Return the peak of PyTorch's GPU memory in MiB above the memory before the run."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    baseline = torch.cuda.memory_allocated()
     run()
     torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / _MIB
+    return (torch.cuda.max_memory_allocated() - baseline) / _MIB
 
 
 def peak_mib(module: str, way: str, sizes: Mapping[str, int]) -> float:
-    """Return the peak of `apart(way, **sizes)` of a module beyond what was there before, in a process of its own.
+    """Return the peak memory in MiB of a module's `apart(way, **sizes)` in a separate process.
 
     Raises:
         RuntimeError: that process failed.
@@ -236,31 +239,33 @@ def peak_mib(module: str, way: str, sizes: Mapping[str, int]) -> float:
 
 
 def in_a_process(module: str, way: str, sizes: Mapping[str, int]) -> dict[str, float]:
-    """Return the peaks in MiB of what `apart(way, **sizes)` of a module gives: by name, or one, called "".
+    """Return the peaks in MiB of the functions from a module's `apart(way, **sizes)`: by name, or "" for one.
 
     Raises:
         RuntimeError: that process failed.
     """
     root = Path(__file__).resolve().parents[2]
-    # glibc keeps what was freed, and hides the peaks, unless large blocks go back to the system
+    # glibc keeps freed memory, which hides peaks, unless large blocks are returned to the system
     environment = os.environ | {
         "MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)
     }  # fmt: skip
     command = [sys.executable, "-c", _RUN_APART, module, way, json.dumps(dict(sizes))]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{module}: {way} at {dict(sizes)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(
+            f"{module}: {way} at {dict(sizes)} ended with {process.returncode}:\n{process.stderr[-2000:]}"
+        )
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def status(name: str) -> int:
-    """Return a number of bytes from what Linux says of this process."""
+    """Return a number of bytes from Linux's status of this process."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def machine() -> dict[str, Any]:
-    """Return what the numbers depend on: versions, threads and load."""
+    """Return what the measurements depend on: versions, threads and load."""
     import transformers
 
     return {
@@ -275,63 +280,70 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:
-    """Return the rows of `measure` as a Markdown table: one line a ratio, a peak, or a peer that is not there."""
+    """Return the rows of `measure` as a Markdown table: a line per ratio, peak or missing peer."""
     lines = ["| what | against | ratio of medians | of minima | goal | |", "|---|---|---|---|---|---|"]
     slack = LOOSER if smoke else 1.0
     for row in rows:
         name = row["name"]
         for way, ratio in row["ratios"].items():
-            goal, found = ratio["goal"], ratio["of medians"]
-            shown = "" if goal is None else f"<= {goal:.4g}"
-            said = _verdict(found, goal, slack)
-            lines.append(f"| {name} | {way} | {_shown(ratio)} | {ratio['of minima']:.3f} | {shown} | {said} |")
+            goal, median_ratio = ratio["goal"], ratio["of medians"]
+            goal_text = "" if goal is None else f"<= {goal:.4g}"
+            verdict = _verdict(median_ratio, goal, slack)
+            lines.append(f"| {name} | {way} | {_shown(ratio)} | {ratio['of minima']:.3f} | {goal_text} | {verdict} |")
         lines += _peaks(row, slack)
-        lines += [f"| {name} | {peer} | NOT MEASURED | | | {why} |" for peer, why in row.get("missing", {}).items()]
+        lines += [
+            f"| {name} | {peer} | NOT MEASURED | | | {reason} |" for peer, reason in row.get("missing", {}).items()
+        ]
         if row["seconds"] and not row["ratios"]:
-            (way, taken), most = next(iter(row["seconds"].items())), row["most_seconds"]
-            shown = "" if most is None else f"< {most:g} s"
-            lines.append(f"| {name} | {way}: {taken:.4f} s | | | {shown} | {_verdict(taken, most, 1.0)} |")
+            (way, median_seconds), limit = next(iter(row["seconds"].items())), row["most_seconds"]
+            goal_text = "" if limit is None else f"< {limit:g} s"
+            lines.append(
+                f"| {name} | {way}: {median_seconds:.4f} s | | | {goal_text} | {_verdict(median_seconds, limit, 1.0)} |"
+            )
         if row.get("waited", 0.0) > BUSY:
             lines.append(f"| {name} | | | | | {doubt(row)} |")
     return "\n".join(lines)
 
 
 def _shown(ratio: Mapping[str, Any]) -> str:
-    if "interval" not in ratio:  # of results that were measured before there was one
+    if "interval" not in ratio:  # older results have none
         return f"{ratio['of medians']:.3f}"
     low, high = ratio["interval"]
     return f"{ratio['of medians']:.3f} ({low:.3f} to {high:.3f})"
 
 
 def doubt(row: Mapping[str, Any]) -> str:
-    """Return why the numbers of `row` are not to be believed."""
+    """Return why the numbers of `row` are unreliable."""
     return f"the machine was busy: {row['waited']:.0%} of the time no core was free; measure it again"
 
 
-def _verdict(found: float, goal: float | None, slack: float) -> str:
-    return "" if goal is None else "reached" if found <= goal * slack else "missed"
+def _verdict(value: float, goal: float | None, slack: float) -> str:
+    return "" if goal is None else "reached" if value <= goal * slack else "missed"
 
 
 def _peaks(row: dict[str, Any], slack: float) -> list[str]:
-    """Return the lines of a row of `table` that tell of memory."""
+    """Return the lines of `table` on a row's memory."""
     if "peak_mib" not in row:
         return []
-    ours, lines = next(iter(row["peak_mib"].values())), []
-    name = f"{row['name']}: peak memory, {ours:.0f} MiB"
+    our_peak, lines = next(iter(row["peak_mib"].values())), []
+    name = f"{row['name']}: peak memory, {our_peak:.0f} MiB"
     for way, goal in row["peak_goals"].items():
-        theirs = row["peak_mib"][way]
-        found = ours / max(theirs, 1e-9)
-        said = _verdict(found, goal, slack)
-        lines.append(f"| {name} | {way}, {theirs:.0f} MiB | {found:.3f} | | <= {goal:.3g} | {said} |")
+        other_peak = row["peak_mib"][way]
+        ratio = our_peak / max(other_peak, 1e-9)
+        verdict = _verdict(ratio, goal, slack)
+        lines.append(f"| {name} | {way}, {other_peak:.0f} MiB | {ratio:.3f} | | <= {goal:.3g} | {verdict} |")
     for way, most in row.get("peak_beyond", {}).items():
-        theirs = row["peak_mib"][way]
-        said = _verdict(ours - theirs, most, slack)
-        lines.append(f"| {name} | {way}, {theirs:.0f} MiB | {ours - theirs:+.0f} MiB | | <= {most:+.0f} MiB | {said} |")
+        other_peak = row["peak_mib"][way]
+        verdict = _verdict(our_peak - other_peak, most, slack)
+        lines.append(
+            f"| {name} | {way}, {other_peak:.0f} MiB | {our_peak - other_peak:+.0f} MiB | | <= {most:+.0f} MiB "
+            f"| {verdict} |"
+        )
     return lines
 
 
 def attention_inputs(length: int, heads: int = 12, width: int = 64) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value [1, H, L, D] laid out as a model's are, of random numbers."""
+    """Return random query, key and value [1, H, L, D] in a model's memory layout."""
     source = torch.Generator().manual_seed(0)
     return tuple(  # type: ignore[return-value]
         torch.randn(1, length, heads, width, generator=source).transpose(1, 2) for _ in range(3)
@@ -339,7 +351,7 @@ def attention_inputs(length: int, heads: int = 12, width: int = 64) -> tuple[Ten
 
 
 def with_gradients(run: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], list[Tensor]]:
-    """Return what runs forward and backward, and gives the gradients of `inputs`."""
+    """Return a function that runs forward and backward, and returns the gradients of `inputs`."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
 
     def both() -> list[Tensor]:

@@ -1,12 +1,12 @@
-"""What the kernels of flex_attention for a GPU compute, by Triton's interpreter on a CPU, beside the formula.
+"""Results of the GPU's flex_attention kernels in Triton's interpreter on a CPU, compared with the formula.
 
 python -m recipes.bench.interpreted
 
-Inductor writes them as for `python -m recipes.bench.kernels`, of 100 tokens, which fill no block. They are run as they
-stand, forward and backward, by NumPy: each operation's numbers, and not a GPU's order, tensor cores or races. The two
-small kernels beside them (the sum of output times its gradient, the line's zeros) are torch's here.
+Inductor generates them as for `python -m recipes.bench.kernels`, for 100 tokens, which fill no block. They run
+unchanged, forward and backward, in NumPy, which checks the values of operations but not a GPU's order, tensor cores or
+races. The two small kernels (the sum of output times its gradient, the zeros of the bias) are replaced by torch.
 
-Writes results/interpreted.json: the largest difference of the output and of each gradient, over the largest number.
+Writes results/interpreted.json: the largest relative difference of the output and of each gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hf_posswap.kernels.flex import _causal_blocks
 from hf_posswap.utils.atomic_io import write_text
-from recipes.bench.card_here import CARDS, Made, lowering
+from recipes.bench.card_here import CARDS, CompiledKernel, lowering
 from recipes.bench.kernels import Call, missing
 
 LENGTH, WIDTH = 100, 16
@@ -40,13 +40,13 @@ MOST = 1e-5
 def main(
     out: Annotated[Path, typer.Option(help="The folder for the results.")] = Path(__file__).parent / "results",
 ) -> None:
-    """Run both kinds of bias, write down how far they are from the formula, and fail beyond 1e-5."""
+    """Run both kinds of bias, save the differences from the formula, and fail above 1e-5."""
     if (reason := missing()) is not None:
         raise typer.BadParameter(reason)
     rows = []
     for bias in CALLS:
-        sources = _elsewhere(written, bias)
-        errors = _elsewhere(errors_of, bias, sources, TRITON_INTERPRET="1")
+        sources = _in_fresh_process(kernel_sources, bias)
+        errors = _in_fresh_process(errors_of, bias, sources, TRITON_INTERPRET="1")
         rows.append({"bias": bias, "torch": torch.__version__, "triton": version("triton"), **errors})
         typer.echo(f"{bias}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     write_text(out / "interpreted.json", json.dumps(rows, indent=1) + "\n")
@@ -54,8 +54,8 @@ def main(
         raise typer.Exit(1)
 
 
-def _elsewhere(work: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
-    """Return what `work` gives in a fresh process: Triton interprets in all of a process, or compiles."""
+def _in_fresh_process(work: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
+    """Return the result of `work` in a fresh process, because Triton either interprets or compiles in a process."""
     os.environ.update(environment)
     try:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
@@ -65,21 +65,21 @@ def _elsewhere(work: Callable[..., Any], *arguments: Any, **environment: str) ->
             del os.environ[name]
 
 
-def written(bias: str) -> dict[str, tuple[str, str]]:
+def kernel_sources(bias: str) -> dict[str, tuple[str, str]]:
     """Return the name and source of attention's kernel by direction."""
-    made: list[Made] = []
-    with lowering(CARDS["sm80"], made):
+    kernels: list[CompiledKernel] = []
+    with lowering(CARDS["sm80"], kernels):
         CALLS[bias].run(LENGTH)
-    return {one.direction: (one.name, one.source) for one in made if "_tem_" in one.name}
+    return {kernel.direction: (kernel.name, kernel.source) for kernel in kernels if "_tem_" in kernel.name}
 
 
 def errors_of(bias: str, sources: dict[str, tuple[str, str]]) -> dict[str, float]:
-    """Return how far output and gradients lie from the formula, over its largest number."""
+    """Return the relative differences of output and gradients from the formula."""
     torch.manual_seed(0)
     query, key, value, grad = (torch.randn(2, heads, LENGTH, WIDTH) for heads in (8, 2, 2, 8))
     numbers = torch.randn(8, LENGTH) if bias == "t5" else torch.rand(8)  # a line, or slopes
     blocks = _causal_blocks(LENGTH, LENGTH, torch.device("cpu"))
-    held: dict[str, Any] = {
+    kernel_arguments: dict[str, Any] = {
         "arg_Q": query, "arg_K": key, "arg_V": value, "arg_LSE": torch.empty(2, 8, LENGTH), "arg_DO": grad,
         "arg_MAX": torch.empty(2, 8, LENGTH), "arg_DQ": torch.full_like(query, torch.nan),
         "arg_DV": torch.full_like(value, torch.nan),
@@ -89,19 +89,25 @@ def errors_of(bias: str, sources: dict[str, tuple[str, str]]) -> dict[str, float
         "arg_FULL_Q_NUM_BLKS": blocks.full_q_num_blocks, "arg_FULL_Q_IDX": blocks.full_q_indices,
     }  # fmt: skip
     output, key_grad, line_grad = torch.full_like(query, torch.nan), torch.full_like(key, torch.nan), numbers * 0
-    _interpret(*sources["forward"], held, [numbers], output)
-    held["arg_DELTA"] = (output * grad).sum(-1)
-    _interpret(*sources["backward"], held, [numbers, line_grad], key_grad)
-    found = {"output": output, "query": held["arg_DQ"], "key": key_grad, "value": held["arg_DV"], "line": line_grad}
+    _interpret(*sources["forward"], kernel_arguments, [numbers], output)
+    kernel_arguments["arg_DELTA"] = (output * grad).sum(-1)
+    _interpret(*sources["backward"], kernel_arguments, [numbers, line_grad], key_grad)
+    results = {
+        "output": output,
+        "query": kernel_arguments["arg_DQ"],
+        "key": key_grad,
+        "value": kernel_arguments["arg_DV"],
+        "line": line_grad,
+    }
     expected = formula(bias, query, key, value, numbers, grad)
     return {
-        name: float((found[name] - right).abs().max() / right.abs().max())
+        name: float((results[name] - right).abs().max() / right.abs().max())
         for name, right in expected.items()
     }  # fmt: skip
 
 
-def _interpret(name: str, source: str, held: dict[str, Any], floats: list[Tensor], last: Tensor) -> None:
-    """Run a kernel on tensors of a CPU: `held` by name; what the bias reads by its dtype; then `last`."""
+def _interpret(name: str, source: str, kernel_arguments: dict[str, Any], floats: list[Tensor], last: Tensor) -> None:
+    """Run a kernel on CPU tensors: `kernel_arguments` by name, the bias's inputs by dtype, then `last`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{name}.py"
         file.write_text(source)
@@ -111,16 +117,16 @@ def _interpret(name: str, source: str, held: dict[str, Any], floats: list[Tensor
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         kernel = getattr(module, name)
-        kinds, blocks = kernel.triton_meta["signature"], kernel.inductor_meta["config_args"]
+        types, blocks = kernel.triton_meta["signature"], kernel.inductor_meta["config_args"]
         positions, rest = torch.arange(LENGTH, dtype=torch.int32).repeat(2, 1), iter(floats)
         arguments = []
         for argument in kernel.fn.arg_names:
-            read = argument.startswith("in_ptr")
-            other = (positions if kinds[argument] == "*i32" else next(rest)) if read else last
-            arguments.append(held.get(argument, other))
+            is_bias_input = argument.startswith("in_ptr")
+            other = (positions if types[argument] == "*i32" else next(rest)) if is_bias_input else last
+            arguments.append(kernel_arguments.get(argument, other))
         if "BLOCK_M" in blocks:
             grid = math.ceil(LENGTH / blocks["BLOCK_M"]), 2, 8
-        else:  # a program for each block of queries of the 4 heads of a group, and for each of keys
+        else:  # a program for each block of queries of a group's 4 heads, and for each block of keys
             grid = 4 * math.ceil(LENGTH / blocks["BLOCK_M2"]) + math.ceil(LENGTH / blocks["BLOCK_N1"]), 2, 2
         kernel.fn[grid](*arguments)
 
@@ -129,14 +135,14 @@ def formula(bias: str, query: Tensor, key: Tensor, value: Tensor, numbers: Tenso
     """Return the output and, by name, the gradients of causal attention, written out in float64."""
     leaves = [x.double().requires_grad_() for x in (query, key, value, numbers)]
     rows = torch.arange(LENGTH)
-    apart = rows[:, None] - rows[None]  # [Q, K]
-    added = leaves[3][:, apart.clamp(min=0)] if bias == "t5" else -leaves[3][:, None, None] * apart
+    distance = rows[:, None] - rows[None]  # [Q, K]
+    added = leaves[3][:, distance.clamp(min=0)] if bias == "t5" else -leaves[3][:, None, None] * distance
     keys, values = (x.repeat_interleave(4, dim=1) for x in leaves[1:3])
     scores = leaves[0] @ keys.mT / math.sqrt(WIDTH) + added
-    output = scores.masked_fill(apart < 0, -torch.inf).softmax(-1) @ values
-    wanted = ["query", "key", "value", "line"][: 4 if bias == "t5" else 3]
-    grads = torch.autograd.grad(output, leaves[: len(wanted)], grad.double())
-    return {"output": output.detach(), **dict(zip(wanted, grads, strict=True))}
+    output = scores.masked_fill(distance < 0, -torch.inf).softmax(-1) @ values
+    gradient_names = ["query", "key", "value", "line"][: 4 if bias == "t5" else 3]
+    grads = torch.autograd.grad(output, leaves[: len(gradient_names)], grad.double())
+    return {"output": output.detach(), **dict(zip(gradient_names, grads, strict=True))}
 
 
 if __name__ == "__main__":

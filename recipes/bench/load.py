@@ -1,4 +1,4 @@
-"""What comes before the first token: importing the package, and swapping a model of seven billion parameters."""
+"""Startup cost: importing the package, and swapping a 7B model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Give imports in fresh processes, and swaps of a Llama that has no weights, only shapes."""
+    """Yield imports in fresh processes, and swaps of a Llama without weights."""
     if not smoke:
         bare = "import transformers"
         ways = {"ours": _importing(f"{bare}, hf_posswap"), bare: _importing(bare)}

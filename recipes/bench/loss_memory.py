@@ -3,8 +3,8 @@
     python recipes/bench/loss_memory.py                       # 16,384 tokens, writes results/loss_memory.json
     python recipes/bench/loss_memory.py --tokens 2048 --vocabulary 8192 --out small.json
 
-Each step (forward, backward, AdamW) runs in a process of its own, on one thread, by the system's own high-water mark:
-Linux alone has it. The model is a RoPE-swapped GPT-2 of four layers with random weights; both processes have the same.
+Each step (forward, backward, AdamW) runs in a separate process on one thread; the peak is Linux's high-water mark. The
+model is a RoPE-swapped GPT-2 of four layers with the same random weights in both processes.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def main(
         typer.echo(json.dumps(_step(way, tokens, vocabulary, width, chunk)))
         return
     sizes = {"tokens": tokens, "vocabulary": vocabulary, "width": width, "chunk": chunk}
-    found = {name: _in_a_process(name, sizes) for name in _WAYS}
-    ratio = found["chunks"]["peak_mib"] / found["whole"]["peak_mib"]
-    result = {"ratio": round(ratio, 3), "sizes": sizes, **found, "torch": torch.__version__, "threads": 1}
-    for name, numbers in found.items():
+    results = {name: _in_a_process(name, sizes) for name in _WAYS}
+    ratio = results["chunks"]["peak_mib"] / results["whole"]["peak_mib"]
+    result = {"ratio": round(ratio, 3), "sizes": sizes, **results, "torch": torch.__version__, "threads": 1}
+    for name, numbers in results.items():
         typer.echo(f"{name:7} {numbers['peak_mib']:8.0f} MiB  {numbers['seconds']:6.1f} s  loss {numbers['loss']:.6f}")
     typer.echo(f"peak memory of the loss in chunks: {result['ratio']:.2f} of the whole loss's")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -50,15 +50,15 @@ def main(
 
 
 def _in_a_process(way: str, sizes: dict[str, int]) -> dict[str, float]:
-    options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    # glibc keeps what was freed, and hides the peaks, unless large blocks go back to the system
+    options = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
+    # glibc keeps freed memory, which hides peaks, unless large blocks are returned to the system
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--way", way, *options]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if run.returncode:
-        typer.echo(f"error: the {way} step ended with {run.returncode}:\n{run.stderr[-2000:]}", err=True)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if process.returncode:
+        typer.echo(f"error: the {way} step ended with {process.returncode}:\n{process.stderr[-2000:]}", err=True)
         raise typer.Exit(2)
-    return json.loads(run.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def _step(way: str, tokens: int, vocabulary: int, width: int, chunk: int) -> dict[str, float]:
@@ -68,14 +68,14 @@ def _step(way: str, tokens: int, vocabulary: int, width: int, chunk: int) -> dic
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    baseline = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     started = time.perf_counter()
     loss = causal_loss(model, inputs, chunk=chunk) if way == "chunks" else model(**inputs, use_cache=False).loss
     loss.backward()
     optimizer.step()
     seconds = time.perf_counter() - started
-    return {"peak_mib": (_status("VmHWM") - before) / _MIB, "seconds": seconds, "loss": loss.item()}
+    return {"peak_mib": (_status("VmHWM") - baseline) / _MIB, "seconds": seconds, "loss": loss.item()}
 
 
 def _model(tokens: int, vocabulary: int, width: int) -> Any:
@@ -94,7 +94,7 @@ def _model(tokens: int, vocabulary: int, width: int) -> Any:
 
 
 def _status(name: str) -> int:
-    """Return a number of bytes from what Linux says of this process."""
+    """Return a number of bytes from Linux's status of this process."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 

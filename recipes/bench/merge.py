@@ -1,4 +1,4 @@
-"""Two and three rotations in one attention, merged, against one causal attention and against the blocked scores."""
+"""Two and three rotations in one merged attention, compared with one causal attention and with blocked scores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE, EAGER = "sdpa, one rotation", "blocked scores"
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Give the three schemes; an original length of a quarter of the text."""
+    """Yield the three schemes, with an original length of a quarter of the text."""
     for length in (64,) if smoke else (1024, 4096, 8192):
         for scheme in (SelfExtend(), ReRope(), DualChunk()):
             yield _case(scheme, length)
@@ -40,8 +40,8 @@ def _case(scheme: Scheme, length: int) -> Case:
         return attend_regions(pairs, v, regions, scaling=SCALING)
 
     def blocked() -> Tensor:
-        found, _ = attend_split(q, k, v, pieces, at, at, None, causal=True, scaling=SCALING)
-        return found.transpose(1, 2)
+        output, _ = attend_split(q, k, v, pieces, at, at, None, causal=True, scaling=SCALING)
+        return output.transpose(1, 2)
 
     ways = {"ours": merged, ONE: lambda: sdpa(q, k, v, is_causal=True), EAGER: blocked}
     goals = {ONE: 1.3, EAGER: 1 / 6} if length >= 4096 else {}

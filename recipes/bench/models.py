@@ -11,7 +11,7 @@ from hf_posswap import patch_model
 
 
 def gpt2(smoke: bool, *, scheme: str | None = None, positions: int = 4096, **options: Any) -> Any:
-    """Return a GPT-2 of the size of "small", its position table replaced by `scheme` where one is given."""
+    """Return a GPT-2 of size "small", its position table replaced by `scheme` if given."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {"n_embd": 48, "n_layer": 2, "n_head": 4} if smoke else {}
     config = GPT2Config(
@@ -25,7 +25,7 @@ def gpt2(smoke: bool, *, scheme: str | None = None, positions: int = 4096, **opt
 
 
 def gpt_neox(smoke: bool, positions: int = 4096) -> Any:
-    """Return a GPT-NeoX of the size of GPT-2 small: the same work with rotary positions of its own."""
+    """Return a GPT-NeoX of the size of GPT-2 small: the same work with native rotary positions."""
     torch.manual_seed(0)
     width, layers, heads = (48, 2, 4) if smoke else (768, 12, 12)
     config = GPTNeoXConfig(

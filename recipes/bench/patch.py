@@ -1,4 +1,4 @@
-"""A swapped model against itself before the swap: prefill and a training step."""
+"""A swapped model compared with itself before the swap: prefill and a training step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BEFORE, NATIVE = "unpatched", "GPT-NeoX of the same size"
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Give prefills with RoPE and ALiBi, and a training step with RoPE."""
+    """Yield prefills with RoPE and ALiBi, and a training step with RoPE."""
     lengths = (32,) if smoke else (512, 1024)
     for scheme in ("rope", "alibi"):
         swapped, before, native = gpt2(smoke, scheme=scheme), gpt2(smoke), gpt_neox(smoke)

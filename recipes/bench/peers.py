@@ -1,4 +1,4 @@
-"""Other packages' ways of doing the same, from PyPI: `pip install -e ".[bench]"`. One that cannot run here is told."""
+"""Equivalents in other packages: `pip install -e ".[bench]"`. Packages that cannot run here are reported."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ PEERS = {
     "x_transformers": "x-transformers",
     "liger_kernel.ops.rope": "liger-kernel",
 }
-"""What is imported, to the name of its package."""
+"""Module names to package names."""
 
 
 def missing(module: str) -> str | None:
-    """Return why the package that has `module` cannot run here, in words; None: it can."""
+    """Return why the package of `module` cannot run here, or None if it can."""
     try:
         importlib.import_module(module)
     except ImportError as error:
         return f"{error}; pip install -e '.[bench]'"
     if module.startswith("liger") and not torch.cuda.is_available():
-        return "its kernels are Triton's, for a GPU alone, and there is none here"
+        return "its Triton kernels need a GPU, and there is none here"
     return None
 
 
-def told(*modules: str) -> dict[str, str]:
-    """Return those packages of `modules` that cannot run here, to the reason."""
+def missing_peers(*modules: str) -> dict[str, str]:
+    """Return the packages of `modules` that cannot run here, with the reason."""
     return {PEERS[module]: reason for module in modules if (reason := missing(module)) is not None}
 
 
@@ -56,7 +56,7 @@ def x_transformers_alibi(heads: int) -> Callable[[Tensor, Tensor, Tensor], Tenso
     attend = _x_attend(heads)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        bias.bias = None  # it would keep the first one: each call makes its own, as ours does
+        bias.bias = None  # otherwise it caches the first one; ours builds the bias in each call
         return attend(q, k, v, bias)
 
     return run
@@ -102,10 +102,10 @@ def fire_dense(mechanism: Any) -> Callable[[int], Tensor]:
 
 
 def transformers_t5(table: Tensor, scaling: float) -> Callable[..., Tensor]:
-    """Return what a T5 decoder of transformers does with its bias: made dense, and given to sdpa as `position_bias`.
+    """Return transformers' T5 decoder attention: a dense bias, passed to sdpa as `position_bias`.
 
-    Releases whose T5 has no sdpa add it to the scores. The function takes q, k, v [1, H, L, D] and, where gradients are
-    wanted, the table [buckets, H].
+    Releases whose T5 has no sdpa add it to the scores. The function takes q, k, v [1, H, L, D] and, for gradients, the
+    table [buckets, H].
     """
     from transformers import T5Config
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -1,4 +1,4 @@
-"""Perplexity of one long text and over sliding windows, against transformers' own loss and its documents' loop."""
+"""Perplexity of one long text and over sliding windows, compared with transformers' loss and its documented loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THEIRS, LOOP = "model(ids, labels=ids)", "transformers' documented loop"
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Give one pass over a text, and the mean loss over windows with a stride."""
+    """Yield one pass over a text, and the mean loss over windows with a stride."""
     length = 96 if smoke else 8192
     ways = {way: _pass(way, length, smoke) for way in ("ours", THEIRS)}
     yield Case(
@@ -33,10 +33,10 @@ def cases(smoke: bool) -> Iterator[Case]:
 
     def loop() -> Tensor:
         means = []
-        for one in windows:
-            read = ids[:, one.start : one.stop]
+        for window_span in windows:
+            read = ids[:, window_span.start : window_span.stop]
             targets = read.clone()
-            targets[:, : -one.scored] = -100
+            targets[:, : -window_span.scored] = -100
             means.append(model(read, labels=targets).loss)
         return torch.stack(means)
 
@@ -56,7 +56,7 @@ def _pass(way: str, length: int, smoke: bool) -> Callable[[], Tensor]:
 
 
 def apart(way: str, length: int) -> Callable[[], Any]:
-    """Return what runs in a process of its own for its memory."""
+    """Return the function whose memory is measured in a separate process."""
     run = _pass(way, length, False)
 
     def without_gradients() -> Any:

@@ -1,4 +1,4 @@
-"""What this machine can do at most: products of matrices and copies."""
+"""The peak performance of this machine: matrix products and copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recipes.bench.harness import Case
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Give a product of square matrices of n and a copy of n^2 numbers; operations and bytes are in the names."""
+    """Yield a product of square matrices and a copy; operations and bytes are in the names."""
     side = 128 if smoke else 1024
     left, right, target = torch.randn(side, side), torch.randn(side, side), torch.empty(side, side)
     yield Case(f"product, {2 * side**3:.3g} operations", {"matmul": lambda: torch.mm(left, right, out=target)})

@@ -1,4 +1,4 @@
-"""Rotating queries and keys, against transformers' own way, a package's, and a plain copy."""
+"""Rotating queries and keys, compared with transformers, another package and a plain copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes.bench.harness import Case, attention_inputs
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Give contiguous tensors, and views of a fused projection as GPT-2 has it."""
+    """Yield contiguous tensors, and views of a fused projection as in GPT-2."""
     for length in (64,) if smoke else (1024, 8192):
         q, k, _ = attention_inputs(length)
         fused = torch.randn(1, length, 3, 12, 64)
@@ -58,7 +58,7 @@ def _case(name: str, q: torch.Tensor, k: torch.Tensor) -> Case:
     }
     unlike = {"copy", "rotary-embedding-torch"}
     if peers.missing("rotary_embedding_torch") is None:
-        theirs = peers.rotary_embedding(q.shape[3])
-        ways["rotary-embedding-torch"] = lambda: (theirs(q), theirs(k))
-    missing = peers.told("rotary_embedding_torch", "liger_kernel.ops.rope")
+        peer_rotation = peers.rotary_embedding(q.shape[3])
+        ways["rotary-embedding-torch"] = lambda: (peer_rotation(q), peer_rotation(k))
+    missing = peers.missing_peers("rotary_embedding_torch", "liger_kernel.ops.rope")
     return Case(name, ways, {"transformers": 0.75}, tolerance=0.0, unlike=frozenset(unlike), missing=missing)

@@ -1,14 +1,14 @@
-"""Runs the benchmarks: what each swap costs beside the same model without it, and beside other packages.
+"""Runs the benchmarks: the cost of each swap compared with the unswapped model and with other packages.
 
     python -m recipes.bench.run                       # all, on a quiet machine: about two hours
     python -m recipes.bench.run bias merge            # some
-    python -m recipes.bench.run --smoke --out small   # tiny sizes: a check that all ways agree, and a report
+    python -m recipes.bench.run --smoke --out small   # tiny sizes: checks that all results agree, and a report
 
-Each case is repeated until its ratios stand: their intervals are printed. Where no core was free for a part of the time
-the row says that its numbers are not to be believed.
+Each case is repeated until its ratios are stable; their intervals are printed. If no core was free for part of the
+time, the row is marked as unreliable.
 
-Writes NAME.json, one row a line, and table.md of all that the folder holds. It ends with 1 where two ways of computing
-the same thing differ, or a benchmark breaks; a goal that is missed is said in the table and fails nothing.
+Writes NAME.json, one row per line, and table.md of all results in the folder. The exit code is 1 if two implementations
+disagree or a benchmark fails; a missed goal is only reported in the table.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def main(
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes, one repetition.")] = False,
     out: Annotated[Path, typer.Option(help="The folder for the results.")] = Path(__file__).parent / "results",
 ) -> None:
-    """Measure and write down."""
+    """Run the benchmarks and save the results."""
     unknown = sorted(set(names or ()) - set(NAMES))
     if unknown:
         raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(NAMES)}.")
     torch.set_num_threads(1)
     wrong: list[str] = []
     for name in names or NAMES:
-        about = machine() | {"smoke": smoke}
+        header = machine() | {"smoke": smoke}
         try:
             rows = _rows(name, smoke)
-        except Exception:  # the others are worth having all the same
+        except Exception:  # the other benchmarks still run
             wrong.append(f"{name}: {traceback.format_exc()}")
             continue
-        write_text(out / f"{name}.json", "\n".join(map(json.dumps, [about, *rows])) + "\n")
+        write_text(out / f"{name}.json", "\n".join(map(json.dumps, [header, *rows])) + "\n")
         write_text(out / "table.md", report(out))
         wrong += [f"{name}: {row['name']}: {problem}" for row in rows for problem in row["wrong"]]
     typer.echo(report(out))
@@ -57,7 +57,7 @@ def main(
 
 
 def _rows(name: str, smoke: bool) -> list[dict[str, Any]]:
-    """Return the rows of one benchmark, and say each as it is measured."""
+    """Return the rows of one benchmark, and print each as it is measured."""
     module: Any = importlib.import_module(f"recipes.bench.{name}")
     if hasattr(module, "rows"):
         return module.rows(smoke)
@@ -66,25 +66,25 @@ def _rows(name: str, smoke: bool) -> list[dict[str, Any]]:
         try:
             with torch.no_grad():
                 rows.append(measure(case, module.__name__, smoke=smoke))
-        except Exception as error:  # memory that is too small for one case, say
+        except Exception as error:  # such as too little memory for one case
             rows.append(broken(case.name, error))
         typer.echo(f"{name}: {case.name}")
         if rows[-1].get("waited", 0.0) > BUSY and not smoke:
             typer.echo(f"{name}: {case.name}: {doubt(rows[-1])}", err=True)
-        for what, why in rows[-1]["missing"].items():
-            typer.echo(f"{name}: {case.name}: {what} NOT MEASURED: {why}", err=True)
+        for peer, reason in rows[-1]["missing"].items():
+            typer.echo(f"{name}: {case.name}: {peer} NOT MEASURED: {reason}", err=True)
     return rows
 
 
 def report(folder: Path) -> str:
-    """Return a table of each of the benchmarks whose results `folder` holds, in Markdown."""
-    parts = []
+    """Return the tables of all benchmarks with results in `folder`, in Markdown."""
+    sections = []
     for name in NAMES:
         if (path := folder / f"{name}.json").exists():
-            about, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+            header, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
             tables = getattr(importlib.import_module(f"recipes.bench.{name}"), "table", table)
-            parts += [f"## {name}", f"`{json.dumps(about)}`", tables(rows, smoke=about["smoke"])]
-    return "\n\n".join(parts) + "\n"
+            sections += [f"## {name}", f"`{json.dumps(header)}`", tables(rows, smoke=header["smoke"])]
+    return "\n\n".join(sections) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What a swap costs where people run it: padded, packed and cached batches, each beside the same model unswapped.
+"""The cost of a swap in typical use, compared with the unswapped model: padded, packed and cached batches.
 
     python -m recipes.bench.situations                                   # all: about 40 minutes
     python -m recipes.bench.situations --schemes alibi,t5 --cases "left-padded,decoding after 512"
-    python -m recipes.bench.situations --small                           # tiny sizes: a check that it runs
-    python -m recipes.bench.situations --out rows.json --resume          # goes on where a run was cut off
+    python -m recipes.bench.situations --small                           # tiny sizes: checks that it runs
+    python -m recipes.bench.situations --out rows.json --resume          # resumes an interrupted run
 
-All models of a case run in turns on one thread. What counts is the thread's own time, so that what else the machine
-does falls out, and the ratio of each turn to the unswapped model's in that turn; the median of these is printed with
-an interval that holds the true median with a chance of 95 %. Memory is the peak of a process of its own.
+All models of a case are interleaved on one thread. The measure is the thread's CPU time, which excludes other load, as
+a ratio to the unswapped model's in the same turn; the median ratio is printed with its 95 % interval. Memory is the
+peak of a separate process.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ GOALS = {
     **dict.fromkeys(("alibi", "t5", "kerple"), (1.15, 1.03)), "fire": (1.5, 1.03),
     **dict.fromkeys(("self_extend", "rerope", "dual_chunk"), (1.4, 1.25)),
 }  # fmt: skip
-"""The highest ratio of a forward, and of a decoded token; without an entry: none is set."""
+"""Highest ratio of a forward, and of a decoded token; schemes without an entry have no goal."""
 MOST_TURNS = 2
-"""How often the turns are repeated for ratios that stand, at most: a turn is of ten models."""
+"""Most repetitions of the turns for stable ratios: a turn runs ten models."""
 TOLERANCE = 1e-3
-"""Between logits by the backend that is chosen and by the formula, of models with weights of size 0.1."""
+"""Largest difference of logits between the chosen backend and the formula, for weights of size 0.1."""
 
 
 FULL, SMALL = Sizes(2048, 512, 3, 4096, (512, 2048, 8192)), Sizes(64, 32, 1, 64, (24,))
 
 
 def models_of(schemes: Sequence[str], sizes: Sizes, window: int | None) -> dict[str, Any]:
-    """Return a model without a swap and one for each scheme."""
+    """Return an unswapped model and one for each scheme."""
     return {name: llama(name, sizes, window) for name in (UNPATCHED, *schemes)}
 
 
 def llama(scheme: str, sizes: Sizes, window: int | None = None) -> Any:
     """Return a Llama with random weights, made for half the length of the text, and swapped to `scheme`.
 
-    With `window` it is a Mistral, which is a Llama whose layers see as many tokens.
+    With `window` it is a Mistral, a Llama with sliding-window layers.
     """
     torch.manual_seed(0)
     heads = max(1, sizes.width // 64)
@@ -84,68 +84,75 @@ def llama(scheme: str, sizes: Sizes, window: int | None = None) -> Any:
 def rows(smoke: bool) -> list[dict[str, Any]]:
     """Return a row for each situation, and one for memory: see `measured`."""
     sizes = SMALL if smoke else FULL
-    wanted = [one.name for one in situations(sizes)] if smoke else None  # memory is told of large sizes only
-    return list(measured(sizes, tuple(SCHEMES), wanted, 1 if smoke else 7))
+    # memory is measured at full size only
+    selected = [situation.name for situation in situations(sizes)] if smoke else None
+    return list(measured(sizes, tuple(SCHEMES), selected, 1 if smoke else 7))
 
 
 def measured(
     sizes: Sizes, schemes: Sequence[str], wanted: Sequence[str] | None, repetitions: int
 ) -> Iterator[dict[str, Any]]:
-    """Give a row for each situation that is `wanted`, None: for all, and for memory.
+    """Yield a row for each situation in `wanted` (None: all), and for memory.
 
-    A row has seconds of the unpatched model and of each scheme, the ratios to it (median, and ends of its interval),
-    and under `wrong` the schemes whose chosen way and formula differ.
+    A row has the seconds of the unpatched model and of each scheme, the ratios to it (median and interval), and under
+    `wrong` the schemes whose chosen backend differs from the formula.
     """
     with torch.no_grad():
-        made = functools.cache(functools.partial(models_of, schemes, sizes))
-        for one in situations(sizes):
-            if wanted is None or one.name in wanted:
-                yield _row(one, made(one.window), repetitions)
+        build_models = functools.cache(functools.partial(models_of, schemes, sizes))
+        for situation in situations(sizes):
+            if wanted is None or situation.name in wanted:
+                yield _row(situation, build_models(situation.window), repetitions)
     if wanted is None or MEMORY in wanted:
         yield _memory(sizes, schemes)
 
 
-def _row(one: Situation, models: Mapping[str, Any], repetitions: int) -> dict[str, Any]:
-    runs = {name: one.make(model) for name, model in models.items()}
-    wrong = [f"{name}: {far}" for name in runs if name != UNPATCHED and (far := _far(one, models[name], runs[name]))]
+def _row(situation: Situation, models: Mapping[str, Any], repetitions: int) -> dict[str, Any]:
+    runs = {name: situation.make(model) for name, model in models.items()}
+    problems = [
+        f"{name}: {problem}"
+        for name in runs
+        if name != UNPATCHED and (problem := _far(situation, models[name], runs[name]))
+    ]
     times, waited = in_turns(runs, repetitions, _seconds, most=MOST_TURNS)
     return {
-        "name": one.name,
-        "wrong": wrong,
+        "name": situation.name,
+        "wrong": problems,
         "missing": {},
         "turns": len(times[UNPATCHED]),
         "waited": waited,
-        "seconds": {name: statistics.median(taken) for name, taken in times.items()},
-        "ratios": {name: interval(taken, times[UNPATCHED]) for name, taken in times.items() if name != UNPATCHED},
+        "seconds": {name: statistics.median(durations) for name, durations in times.items()},
+        "ratios": {
+            name: interval(durations, times[UNPATCHED]) for name, durations in times.items() if name != UNPATCHED
+        },
     }
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """Return the seconds for which this thread had a core: what else the machine does counts less."""
+    """Return the CPU seconds of this thread, which other load affects less."""
     started = time.thread_time()
     run()
     return time.thread_time() - started
 
 
-def _far(one: Situation, model: Any, run: Callable[[], Tensor]) -> str | None:
-    """Return how far the chosen way lies from the formula, where that is too far."""
+def _far(situation: Situation, model: Any, run: Callable[[], Tensor]) -> str | None:
+    """Return the difference of the chosen backend from the formula if it is too large."""
     if not any(isinstance(module, Mechanism) for module in model.modules()):
-        return None  # stock transformers runs it
-    found = run()
+        return None  # stock transformers computes it
+    logits = run()
     set_backend(model, "plain")
     try:
-        expected = one.make(model)()
+        expected = situation.make(model)()
     finally:
         set_backend(model, "auto")
-    apart = (found - expected).abs()
-    far = float((apart if one.real is None else apart[one.real]).max())
-    return None if far <= TOLERANCE else f"auto and plain differ by {far:.2e}, allowed is {TOLERANCE:.0e}"
+    differences = (logits - expected).abs()
+    largest = float((differences if situation.real is None else differences[situation.real]).max())
+    return None if largest <= TOLERANCE else f"auto and plain differ by {largest:.2e}, allowed is {TOLERANCE:.0e}"
 
 
 def _memory(sizes: Sizes, schemes: Sequence[str]) -> dict[str, Any]:
     row: dict[str, Any] = {"name": f"memory of {sizes.memory}, left-padded", "wrong": [], "missing": {}, "seconds": {}}
     if sys.platform != "linux":
-        return row | {"ratios": {}, "missing": {"memory": "only Linux tells it"}}
+        return row | {"ratios": {}, "missing": {"memory": "only Linux measures it"}}
     chosen = {"length": sizes.memory, "width": sizes.width, "layers": sizes.layers}
     peaks = {name: in_a_process(MODULE, name, chosen)[""] for name in (UNPATCHED, *schemes)}
     ratios = {name: [peak / peaks[UNPATCHED]] * 3 for name, peak in peaks.items() if name != UNPATCHED}
@@ -153,11 +160,11 @@ def _memory(sizes: Sizes, schemes: Sequence[str]) -> dict[str, Any]:
 
 
 def apart(scheme: str, length: int, width: int, layers: int) -> Callable[[], Any]:
-    """Return what runs two rows, one left-padded, in a process of its own for its memory."""
+    """Return a function that runs two rows, one left-padded, to measure its memory in a separate process."""
     sizes = Sizes(length, width, layers, length, ())
     run = forward(llama(scheme, sizes), ids_of(2, length), **padded(length)[0])
     with torch.no_grad():
-        forward(llama(scheme, sizes._replace(length=64)), ids_of(1, 64))()  # what loads with the first call
+        forward(llama(scheme, sizes._replace(length=64)), ids_of(1, 64))()  # loads what the first call needs
 
     def without_gradients() -> Any:
         with torch.no_grad():
@@ -166,14 +173,14 @@ def apart(scheme: str, length: int, width: int, layers: int) -> Callable[[], Any
     return without_gradients
 
 
-def held(path: Path) -> list[dict[str, Any]]:
-    """Return the rows that a run has written to `path` so far."""
+def load_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows written to `path` so far."""
     _, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return rows
 
 
 def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:
-    """Return the rows as a Markdown table: a line a situation, a column a scheme; goals that are missed stand out."""
+    """Return the rows as a Markdown table: a line per situation, a column per scheme; missed goals are bold."""
     schemes = list(rows[0]["ratios"])
     lines = [f"| ratio to unswapped | {' | '.join(schemes)} |", "|---" * (len(schemes) + 1) + "|"]
     for row in rows:
@@ -204,23 +211,23 @@ def main(
     out: Annotated[Path | None, typer.Option(help="A file for the rows, as JSON; none: they are printed only.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that the file has.")] = False,
 ) -> None:
-    """Measure some of it and print the table."""
+    """Measure the selected cases and print the table."""
     torch.set_num_threads(1)
-    wanted = [name.strip() for name in cases.split(",")] if cases else None
-    sizes, named, turns = (SMALL if small else FULL), schemes.split(","), 1 if small else repetitions
-    known = [*(one.name for one in situations(sizes)), MEMORY]
-    if unknown := sorted({*named} - {*SCHEMES}) or sorted({*(wanted or ())} - {*known}):
+    selected = [name.strip() for name in cases.split(",")] if cases else None
+    sizes, scheme_names, turns = (SMALL if small else FULL), schemes.split(","), 1 if small else repetitions
+    known = [*(situation.name for situation in situations(sizes)), MEMORY]
+    if unknown := sorted({*scheme_names} - {*SCHEMES}) or sorted({*(selected or ())} - {*known}):
         raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join([*SCHEMES, *known])}.")
-    about = machine() | {"smoke": small}
-    found = held(out) if resume and out is not None and out.exists() else []
-    done = {MEMORY if "peak_mib" in row else row["name"] for row in found}
-    for row in measured(sizes, named, [name for name in wanted or known if name not in done], turns):
-        found.append(row)
+    header = machine() | {"smoke": small}
+    collected = load_rows(out) if resume and out is not None and out.exists() else []
+    done_names = {MEMORY if "peak_mib" in row else row["name"] for row in collected}
+    for row in measured(sizes, scheme_names, [name for name in selected or known if name not in done_names], turns):
+        collected.append(row)
         typer.echo(table([row], smoke=small).splitlines()[2])
         if out is not None:
-            write_text(out, "\n".join(map(json.dumps, [about, *found])) + "\n")
-    typer.echo(f"\n`{json.dumps(about | {'load after': machine()['load']})}`\n\n{table(found, smoke=small)}")
-    if wrong := [f"{row['name']}: {problem}" for row in found for problem in row["wrong"]]:
+            write_text(out, "\n".join(map(json.dumps, [header, *collected])) + "\n")
+    typer.echo(f"\n`{json.dumps(header | {'load after': machine()['load']})}`\n\n{table(collected, smoke=small)}")
+    if wrong := [f"{row['name']}: {problem}" for row in collected for problem in row["wrong"]]:
         typer.echo("\n".join(["different numbers:", *wrong]), err=True)
         raise typer.Exit(1)
 

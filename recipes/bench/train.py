@@ -1,4 +1,4 @@
-"""A training step against the roof: the time that its products alone would take in one large product of matrices."""
+"""A training step compared with the time of its operations as large matrix products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOF = "the same operations in large products"
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Give a step of AdamW on a RoPE-swapped GPT-2; 0.62 of the roof is a ratio of 1.61."""
+    """Yield an AdamW step on a RoPE-swapped GPT-2; 0.62 of the peak is a ratio of 1.61."""
     length, batch = (32, 2) if smoke else (512, 4)
     model = gpt2(smoke, scheme="rope").train()
     operations = 3 * batch * forward_operations(model, length)

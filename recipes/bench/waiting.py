@@ -1,6 +1,6 @@
-"""What a user waits for, as whole processes, each beside the same by hand in transformers (`recipes.bench.by_hand`).
+"""Latency of whole processes, compared with the same task in plain transformers (`recipes.bench.by_hand`).
 
-The first token of a swapped model, and how soon an evaluation and a training have done a little.
+The first token of a swapped model, a short evaluation and a training of one step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCRIPT = (sys.executable, "-m", "recipes.bench.by_hand")
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Give the first token of layers of the size of seven billion parameters, an evaluation and a training."""
+    """Yield the first token of a model with 7B-sized layers, an evaluation and a training."""
     with tempfile.TemporaryDirectory() as folder:
         large = _saved(Path(folder) / "large", smoke)
         for scheme in ("yarn",) if smoke else ("yarn", "alibi"):
@@ -40,7 +40,7 @@ def cases(smoke: bool) -> Iterator[Case]:
             )
         count = itertools.count()
 
-        def fresh() -> Path:  # what was measured or trained once is not done again
+        def fresh() -> Path:  # finished measurements and trainings are not repeated
             return Path(folder) / str(next(count))
 
         text = _texts(Path(folder) / "texts")
@@ -60,7 +60,7 @@ def cases(smoke: bool) -> Iterator[Case]:
 
 
 def _saved(folder: Path, smoke: bool) -> Path:
-    """Return the folder of a Llama with a quarter of the layers of one of seven billion parameters, in bfloat16."""
+    """Return the folder of a Llama with a quarter of the layers of a 7B model, in bfloat16."""
     width, layers = (64, 1) if smoke else (4096, 8)
     heads, inner = max(4, width // 128), width * 43 // 16
     config = LlamaConfig(
@@ -77,24 +77,26 @@ def _saved(folder: Path, smoke: bool) -> Path:
 
 
 def _texts(folder: Path, documents: int = 40) -> Path:
-    """Return a folder with the source of a module of Python's, in pieces."""
+    """Return a folder with the source of a standard-library module, split into files."""
     folder.mkdir()
-    said = inspect.getsource(argparse)
-    size = len(said) // documents
+    source = inspect.getsource(argparse)
+    size = len(source) // documents
     for number in range(documents):
-        (folder / f"{number}.txt").write_text(said[number * size : (number + 1) * size], encoding="utf-8")
+        (folder / f"{number}.txt").write_text(source[number * size : (number + 1) * size], encoding="utf-8")
     return folder
 
 
 def _run(*command: object) -> Callable[[], None]:
-    """Return what runs a command, and raises with its last words where it fails."""
+    """Return a function that runs a command, and raises with the end of its stderr if it fails."""
 
     def run() -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
+        process = subprocess.run(
             [*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        if process.returncode:
+            raise RuntimeError(
+                f"{' '.join(map(str, command))} ended with {process.returncode}:\n{process.stderr[-2000:]}"
+            )
 
     return run

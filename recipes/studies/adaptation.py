@@ -1,4 +1,4 @@
-"""Context that pays: after few tokens of adaptation, what is lost in the window, and what far text is worth.
+"""Adaptation to long context: the loss in the window and the value of far text after few tokens of training.
 
     python -m recipes.studies.adaptation --base my-gpt2 --train books/ --valid other/ --tokens 421000 --out results
     python -m recipes.studies.adaptation --base my-llama --recipe recipes/yarn.yaml --set swap.scheme.factor=8 \\
@@ -6,19 +6,19 @@
     python -m recipes.studies.adaptation --base my-gpt2 --tokens 50000 --tokens 140000 --tokens 421000 --out curve
     python -m recipes.studies.adaptation --base my-gpt2 --tokens 421000 --ablate swap.fit=0 --out without
 
-The base is a folder with a causal model, or that of a run of recipes/pretrain.py. Each recipe and the control are
-trained by recipes/train.py on equal tokens, on each seed; the control at its own learning rate, so that no rate which
-suits the swap alone makes it worse. Then all read the same documents. Three goals, each with an interval over
-documents, a document's loss being the mean over seeds:
+The base is a folder with a causal model, or a run of recipes/pretrain.py. Each recipe and the control are trained with
+recipes/train.py on equal tokens, for each seed; the control uses its own learning rate, so that a rate tuned for the
+swap does not disadvantage it. Then all read the same documents. There are three goals, each with an interval over
+documents; a document's loss is the mean over seeds:
 
 1. in the window: the upper 95 % bound of the difference from the control is at most 0.02 nats, and the difference from
    the untouched base at most 0.005 (rope, sinusoidal) or 0.01;
 2. far text helps: the last of 8 windows after the seven before it, less the same window alone: an upper bound below 0,
    and at most -0.02 (rope, alibi, yarn), below 0 (others), at most 0.02 (sinusoidal, without the bound);
-3. it beats the trivial way: the loss over 8 windows at once less that of the control which reads them by half-
-   overlapping windows of the original length: an upper bound below 0. The base's own sliding window stands beside it.
+3. it beats the baseline: the loss over 8 windows at once, less that of the control with half-overlapping sliding
+   windows of the original length: an upper bound below 0. The base's own sliding window is reported too.
 
-A run that was stopped goes on by the same command, and what did not change is not trained again.
+The same command resumes an interrupted run, and trains only what changed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from recipes.studies.running import (
 
 NAME = "adaptation"
 WARMUP = 0.05
-"""Share of the steps: those of the recipes are for a thousand steps."""
+"""Share of the steps; the recipes' warm-up is meant for a thousand steps."""
 
 
 def main(
@@ -86,25 +86,25 @@ def main(
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
 ) -> None:
     """Train recipes and control at equal tokens, and say which goals are reached."""
-    place = work_folder(work)
+    work_dir = work_folder(work)
     folder = base_folder(base)
     model = hf_posswap.load(folder).eval()
-    tokenizer = load_tokenizer(folder, instead="save it beside the model")
+    tokenizer = load_tokenizer(folder, instead="save it with the model")
     window = reach_of(model).window
-    found = read_documents(valid, tokenizer, length=pieces * MULTIPLES[-1] * window, limit=documents)
-    texts = Texts(found, window, tokenizer)
+    corpus = read_documents(valid, tokenizer, length=pieces * MULTIPLES[-1] * window, limit=documents)
+    texts = Texts(corpus, window, tokenizer)
     shared = [f"model.name={folder}", source_settings(train or ["python"])]
     cases = list(_cases(recipe or [RECIPES / "learned-to-rope.yaml"], settings or [], ablate or [], tokens))
-    pairs = {case: _pairs(case, shared, (window, step, seeds), place) for case in cases}
+    pairs = {case: _pairs(case, shared, (window, step, seeds), work_dir) for case in cases}
     for run in (run for of_case in pairs.values() for pair in of_case for run in pair):
         typer.echo(f"{run.config.stem}, seed {run.recipe.training.seed}: {tokens_of(run.recipe):,} tokens")
         run.finish()
-    with RunStore(place / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
-        plain = _measured(model, texts, store)
-        rows = [_row(case, of_case, plain, texts, store) for case, of_case in pairs.items()]
-    named = [Path(path) for path in (*(train or ()), *(valid or ()))]
-    texts_in = {path.parent: "$TEXT" for path in named if path.parent.parts}
-    places = {place: "$WORK", folder: "$BASE", base: "$BASE", **texts_in}
+    with RunStore(work_dir / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
+        base_subject = _measured(model, texts, store)
+        rows = [_row(case, of_case, base_subject, texts, store) for case, of_case in pairs.items()]
+    text_paths = [Path(path) for path in (*(train or ()), *(valid or ()))]
+    text_places = {path.parent: "$TEXT" for path in text_paths if path.parent.parts}
+    places = {work_dir: "$WORK", folder: "$BASE", base: "$BASE", **text_places}
     result = {
         "study": NAME,
         "intervals": INTERVALS,
@@ -112,7 +112,7 @@ def main(
         "base": {"name": base.name, "parameters": model.num_parameters(), "window": window},
         "tokens": max(row["tokens"] for row in rows),
         "seeds": seeds,
-        "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or found.source},
+        "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or corpus.source},
         "rows": rows,
         "command": study_command(NAME, context.params, places),
         "commands": [run.command(places) for of_case in pairs.values() for run in of_case[0]],
@@ -125,13 +125,13 @@ def main(
 
 @dataclass(frozen=True)
 class Case:
-    """What a row is of.
+    """One row of the study.
 
     Attributes:
         config: of the recipe.
-        settings: KEY=VALUE of it.
+        settings: KEY=VALUE of the recipe.
         tokens: to train on.
-        variant: how it differs from the other rows of the recipe; "": it is the only one, or as it is.
+        variant: the difference from other rows of the recipe; "": it is the only row, or the unchanged recipe.
     """
 
     config: Path
@@ -143,7 +143,7 @@ class Case:
 def _cases(
     configs: Sequence[Path], settings: Sequence[str], ablations: Sequence[str], tokens: Sequence[int]
 ) -> Iterator[Case]:
-    """Give every recipe at each number of tokens, and with each ablation at the last."""
+    """Yield every recipe at each number of tokens, and each ablation at the last number."""
     for config in configs:
         for count in tokens:
             yield Case(config, (*settings,), count, f"{count:,} tokens" if len(tokens) > 1 else "")
@@ -151,43 +151,43 @@ def _cases(
             yield Case(config, (*settings, ablation), tokens[-1], ablation)
 
 
-def _pairs(case: Case, shared: Sequence[str], sizes: tuple[int, int, int], place: Path) -> list[tuple[Run, Run]]:
+def _pairs(case: Case, shared: Sequence[str], sizes: tuple[int, int, int], work_dir: Path) -> list[tuple[Run, Run]]:
     """Return the trainings of a case and of its controls, by seed.
 
     Args:
-        case: the recipe, and what it reads.
+        case: the recipe and its tokens.
         shared: settings of both.
         sizes: window, tokens of a step, seeds.
-        place: where they lie.
+        work_dir: folder for trainings.
     """
     (window, step, seeds), config, settings, tokens = sizes, case.config, case.settings, case.tokens
-    said = load_recipe(config, [*shared, *settings]).data
-    given = any(setting.startswith("data.length=") for setting in settings)
-    length, steps = said.length if given else max(said.cut) * window, tokens // step
+    data_settings = load_recipe(config, [*shared, *settings]).data
+    has_length = any(setting.startswith("data.length=") for setting in settings)
+    length, steps = data_settings.length if has_length else max(data_settings.cut) * window, tokens // step
     if steps < 1 or step % length:
         raise DataError(
             f"{tokens} tokens in steps of {step}: give at least one step, and as --step a multiple of the {length} "
             f"tokens of a window of {config.name}."
         )
-    mine = [f"data.length={length}", f"training.per_device_train_batch_size={step // length}"]
-    mine += ["training.gradient_accumulation_steps=1", f"training.max_steps={steps}"]
-    mine += [f"training.warmup_steps={int(WARMUP * steps)}", *settings]
+    own_settings = [f"data.length={length}", f"training.per_device_train_batch_size={step // length}"]
+    own_settings += ["training.gradient_accumulation_steps=1", f"training.max_steps={steps}"]
+    own_settings += [f"training.warmup_steps={int(WARMUP * steps)}", *settings]
     longest = MULTIPLES[-1] * window
-    recipe = load_recipe(config, [*shared, *mine])
+    recipe = load_recipe(config, [*shared, *own_settings])
     if recipe.swap.max_length is not None and recipe.swap.max_length < longest:
-        mine.append(f"swap.max_length={longest}")
+        own_settings.append(f"swap.max_length={longest}")
     if not tokens - step_tokens(recipe) < tokens_of(recipe) <= tokens:
         raise ConfigError(
-            f"{config.name} reads {tokens_of(recipe)} tokens, and the study is of {tokens}: it has stages, or settings "
-            "of its own; set them so that both agree."
+            f"{config.name} reads {tokens_of(recipe)} tokens, and the study {tokens}: the recipe has stages or other "
+            "settings; set them so that both agree."
         )
     pairs = []
     for seed in range(seeds):
         seeded = [*shared, f"data.seed={seed}", f"training.seed={seed}"]
-        run = make_run(config, [*seeded, *mine], place)
-        same = control_settings(run.recipe, [*seeded, *settings], window)
-        own_rate = [setting for setting in same if not setting.startswith("training.learning_rate")]
-        pairs.append((run, make_run(CONTROL, [*own_rate, f"training.seed={seed}"], place)))
+        run = make_run(config, [*seeded, *own_settings], work_dir)
+        control_options = control_settings(run.recipe, [*seeded, *settings], window)
+        own_rate = [setting for setting in control_options if not setting.startswith("training.learning_rate")]
+        pairs.append((run, make_run(CONTROL, [*own_rate, f"training.seed={seed}"], work_dir)))
     return pairs
 
 
@@ -196,7 +196,7 @@ def _measured(model: Any, texts: Texts, store: RunStore) -> Subject:
 
 
 def _row(case: Case, pairs: list[tuple[Run, Run]], base: Subject, texts: Texts, store: RunStore) -> dict[str, Any]:
-    """Return what came of one case, over its seeds."""
+    """Return the results of one case over its seeds."""
     name = case.config.stem
     models = [hf_posswap.load(run.model).eval() for run, _ in pairs]
     after = [document_means(model, texts, store) for model in models]
@@ -208,20 +208,20 @@ def _row(case: Case, pairs: list[tuple[Run, Run]], base: Subject, texts: Texts, 
     controls = [_measured(hf_posswap.load(control.model).eval(), texts, store) for _, control in pairs]
     mean = {key: np.mean([means[key] for means in after], axis=0) for key in after[0]}
     control = Subject(
-        {key: np.mean([one.means[key] for one in controls], axis=0) for key in controls[0].means},
-        np.mean([one.sliding for one in controls], axis=0),
+        {key: np.mean([subject.means[key] for subject in controls], axis=0) for key in controls[0].means},
+        np.mean([subject.sliding for subject in controls], axis=0),
     )
     scheme = _name(models[0].config.posswap)
-    others = any(setting.startswith("swap.scheme=") for setting in case.settings if setting != case.variant)
-    recipe = f"{name} with {scheme}" if others else name
-    said = {"recipe": recipe, "variant": case.variant, "scheme": scheme, "tokens": tokens_of(pairs[0][0].recipe)}
-    return {**said, **judge(scheme, base, control, mean, after)}
+    has_other_scheme = any(setting.startswith("swap.scheme=") for setting in case.settings if setting != case.variant)
+    recipe = f"{name} with {scheme}" if has_other_scheme else name
+    header = {"recipe": recipe, "variant": case.variant, "scheme": scheme, "tokens": tokens_of(pairs[0][0].recipe)}
+    return {**header, **judge(scheme, base, control, mean, after)}
 
 
 def _name(record: dict[str, Any]) -> str:
-    """Return the name that the scheme of a record goes by in the goals.
+    """Return the name of a record's scheme in the goals.
 
-    Of layers that differ in numbers alone it is theirs; RoPE where RoPE was is another base, "abf".
+    Layers with one scheme and different fields count as that scheme; replacing RoPE by RoPE is a base change, "abf".
     """
     scheme, rotary = record["scheme"], "rope_parameters" in record["original"]
     names = {layer["name"] for layer in scheme["layers"].values()} if scheme["name"] == "per_layer" else set()

@@ -1,7 +1,7 @@
-"""Small tasks with one right answer and a length: copying and sorting, to learn on short ones and ask for longer ones.
+"""Small tasks with one right answer and a length, copying and sorting: train on short examples, test on longer ones.
 
-Two of those of Kazemnejad et al. 2023 (https://arxiv.org/abs/2305.19466), as they have them: each example stands alone
-at positions from 0 on, and the right answer ends where it ends.
+Two tasks of Kazemnejad et al. 2023 (https://arxiv.org/abs/2305.19466) in their format: each example is a sequence of
+its own at positions from 0, and the answer includes its end.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 import numpy as np
 
 Example = tuple[str, str]
-"""What is asked, and the answer with its end."""
+"""The question, and the answer with its end."""
 
 
 def copy(random: np.random.Generator, length: int) -> Example:
-    """Return so many letters, to be said again.
+    """Return `length` letters, to be repeated.
 
     Example:
         >>> question, answer = copy(np.random.default_rng(0), 4)
@@ -28,7 +28,7 @@ def copy(random: np.random.Generator, length: int) -> Example:
 
 
 def sorting(random: np.random.Generator, length: int) -> Example:
-    """Return so many letters, some of them more than once, to be said in the order of the alphabet.
+    """Return `length` letters, possibly repeated, to be sorted alphabetically.
 
     Example:
         >>> question, answer = sorting(np.random.default_rng(0), 4)
@@ -43,6 +43,6 @@ TASKS: dict[str, Callable[[np.random.Generator, int], Example]] = {"copy": copy,
 
 
 def examples(task: str, count: int, length: int, seed: int) -> list[Example]:
-    """Return `count` examples of one length, which follow from the arguments alone."""
+    """Return `count` examples of one length, which depend only on the arguments."""
     random = np.random.default_rng((seed, length))
     return [TASKS[task](random, length) for _ in range(count)]

@@ -1,12 +1,12 @@
-"""Famous claims about positions, held against small models that are trained from random weights with each scheme.
+"""Tests famous claims about positions on small models trained from random weights with each scheme.
 
     python -m recipes.studies.claims --out results                 # an hour of one CPU core
     python -m recipes.studies.claims --size gpu --out results      # larger models, longer trainings, 5 seeds
 
-Four materials: Python's own text; puzzles and passkeys (recipes/studies/puzzles.py); copying; sorting. On each a model
-is trained from scratch with learned positions, sinusoids, RoPE, ALiBi and none, on each seed, and on seed 0 at a second
-learning rate. Then the claims are judged, each by intervals over seeds and, where documents were read, over documents:
-it holds, it does not hold, or these trainings cannot decide it. A run that was stopped goes on by the same command.
+There are four materials: Python's own text; puzzles and passkeys (recipes/studies/puzzles.py); copying; sorting. On
+each, a model is trained from scratch with learned positions, sinusoids, RoPE, ALiBi and none, for each seed, and for
+seed 0 also at a second learning rate. Each claim is then judged by intervals over seeds and, for text, over documents:
+it holds, it does not hold, or these trainings cannot decide it. The same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ def main(
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
 ) -> None:
     """Train with each scheme, measure, and judge the claims."""
-    place = writable_folder((work or cache_folder(None) / "studies" / NAME).expanduser().resolve())
+    work_dir = writable_folder((work or cache_folder(None) / "studies" / NAME).expanduser().resolve())
     for name in only or ():
         if name not in MATERIALS:
             raise UnknownNameError("material", name, MATERIALS)
     sizes = SIZES[size]
-    done = []
-    for training in trainings(sizes, place, [name for name in MATERIALS if not only or name in only]):
+    finished_trainings = []
+    for training in trainings(sizes, work_dir, [name for name in MATERIALS if not only or name in only]):
         if not finished:
             other = ", at the other rate" if training.other else ""
             typer.echo(f"{training.material}, {training.scheme}, seed {training.seed}{other}")
             training.run.finish()
         if (training.run.folder / "report.json").is_file():
-            done.append(training)
-    with RunStore(place / "measured" / size) as store:
-        measured = [measure(training, sizes, store) for training in done]
-    command = study_command(NAME, context.params, {place: "$WORK"})
-    save(result_of(sizes, done, measured) | {"size": str(size), "command": command}, out)
+            finished_trainings.append(training)
+    with RunStore(work_dir / "measured" / size) as store:
+        measured = [measure(training, sizes, store) for training in finished_trainings]
+    command = study_command(NAME, context.params, {work_dir: "$WORK"})
+    save(result_of(sizes, finished_trainings, measured) | {"size": str(size), "command": command}, out)
 
 
 def save(result: dict[str, Any], out: Path) -> None:
@@ -88,9 +88,9 @@ def save(result: dict[str, Any], out: Path) -> None:
 
 
 def measure(training: Training, sizes: Sizes, store: RunStore) -> dict[str, Any]:
-    """Return what a finished training is judged by: its curve and losses, or the shares of its right answers."""
+    """Return the measurements of a finished training: its curve and losses, or its shares of right answers."""
     model = hf_posswap.load(training.run.model).eval()
-    tokenizer = load_tokenizer(training.run.model, instead="save it beside the model")
+    tokenizer = load_tokenizer(training.run.model, instead="save it with the model")
     if isinstance(training.run, Run) and training.material == "text":
         documents = read_documents(None, tokenizer, length=sizes.longest, limit=sizes.documents)
         texts = Texts(documents, sizes.window, tokenizer)
@@ -101,34 +101,36 @@ def measure(training: Training, sizes: Sizes, store: RunStore) -> dict[str, Any]
         limit = reach_of(model).limit
         lengths = {f"{m:g}": round(m * sizes.window) for m in _NEEDLE_WINDOWS}
         runs = {m: n for m, n in lengths.items() if n >= task.shortest and (limit is None or n <= limit)}
-        found = needles(model, task, runs, sizes.trials, store)
-        return {"shares": {m: number / (sizes.trials * len(DEPTHS)) for m, number in found.items()}}
+        hits = needles(model, task, runs, sizes.trials, store)
+        return {"shares": {m: number / (sizes.trials * len(DEPTHS)) for m, number in hits.items()}}
     longest, trials = sizes.tasks.longest, sizes.tasks.trials
-    right = answers(model, tokenizer, training.material, range(1, 2 * longest + 1), trials, store)
-    shares = {length: number / trials for length, number in right.items()}
-    parts = {INSIDE: range(1, longest + 1), BEYOND: range(longest + 1, 2 * longest + 1)}
-    return {"shares": shares | {name: float(np.mean([shares[str(n)] for n in ns])) for name, ns in parts.items()}}
+    right_counts = answers(model, tokenizer, training.material, range(1, 2 * longest + 1), trials, store)
+    shares = {length: number / trials for length, number in right_counts.items()}
+    length_ranges = {INSIDE: range(1, longest + 1), BEYOND: range(longest + 1, 2 * longest + 1)}
+    return {
+        "shares": shares | {name: float(np.mean([shares[str(n)] for n in ns])) for name, ns in length_ranges.items()}
+    }
 
 
 def result_of(sizes: Sizes, done: list[Training], measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the results: what was trained, the claims with their verdicts, and what was measured of each seed.
+    """Return the results: the trainings, the claims with their verdicts, and the measurements of each seed.
 
     Args:
         sizes: of the study.
-        done: finished trainings; a scheme counts where those of all seeds are.
-        measured: of each.
+        done: finished trainings; a scheme counts only if its trainings of all seeds are finished.
+        measured: the measurements of each training.
 
     Raises:
-        DataError: there is no such scheme.
+        DataError: no scheme counts.
     """
-    seeds = [_of(zip(done, measured, strict=True), seed, other=False) for seed in range(sizes.seeds)]
-    elsewhere = _of(zip(done, measured, strict=True), 0, other=True)
-    texts = [found["texts"] for found in measured if "texts" in found]
-    whole = set.intersection(*({(material, s) for material, of in seed.items() for s in of} for seed in seeds))
-    if not whole:
+    seeds = [_of_seed(zip(done, measured, strict=True), seed, other=False) for seed in range(sizes.seeds)]
+    elsewhere = _of_seed(zip(done, measured, strict=True), 0, other=True)
+    texts = [result["texts"] for result in measured if "texts" in result]
+    complete = set.intersection(*({(material, s) for material, of in seed.items() for s in of} for seed in seeds))
+    if not complete:
         raise DataError("no scheme is trained on every seed yet: leave --finished out.")
-    seeds = [{m: {s: of[s] for s in of if (m, s) in whole} for m, of in seed.items()} for seed in seeds]
-    judged = [claim for claim in CLAIMS if {pair for part in claim.parts for pair in part.of} <= whole]
+    seeds = [{m: {s: of[s] for s in of if (m, s) in complete} for m, of in seed.items()} for seed in seeds]
+    judged = [claim for claim in CLAIMS if {pair for claim_part in claim.parts for pair in claim_part.of} <= complete]
     return {
         "study": NAME,
         "intervals": INTERVALS,
@@ -141,7 +143,7 @@ def result_of(sizes: Sizes, done: list[Training], measured: list[dict[str, Any]]
         "texts": texts[0] if texts else None,
         "claims": [judge(claim, seeds, elsewhere) for claim in judged],
         "left out": [claim.said for claim in CLAIMS if claim not in judged],
-        "needed": _needed(seeds) if ("text", "rope") in whole else {},
+        "needed": _needed(seeds) if ("text", "rope") in complete else {},
         "text": {scheme: _text(scheme, seeds) for scheme in seeds[0].get("text", ())},
         "shares": {
             material: _shares(material, seeds) for material in seeds[0] if material != "text" and seeds[0][material]
@@ -150,40 +152,45 @@ def result_of(sizes: Sizes, done: list[Training], measured: list[dict[str, Any]]
 
 
 def _trained(training: Training, sizes: Sizes) -> dict[str, Any]:
-    """Return the size of the model of a training, the amount it read, and its two learning rates."""
-    run, held = training.run, sizes.amount(training.material)
-    read = {"tokens": tokens_of(run.recipe)} if isinstance(run, Run) else {"examples": run.steps * run.batch}
-    return {"parameters": hf_posswap.load(run.model).num_parameters(), "rates": [held.rate, held.other_rate]} | read
+    """Return the model size of a training, the amount that it read, and its two learning rates."""
+    run, amount = training.run, sizes.amount(training.material)
+    read_amount = {"tokens": tokens_of(run.recipe)} if isinstance(run, Run) else {"examples": run.steps * run.batch}
+    return {
+        "parameters": hf_posswap.load(run.model).num_parameters(),
+        "rates": [amount.rate, amount.other_rate],
+    } | read_amount
 
 
-def _of(measured: Iterable[tuple[Training, dict[str, Any]]], seed: int, *, other: bool) -> Measured:
+def _of_seed(measured: Iterable[tuple[Training, dict[str, Any]]], seed: int, *, other: bool) -> Measured:
     """Return what was measured of one seed at one rate, by material and scheme."""
-    found: Measured = {}
+    by_material: Measured = {}
     for training, values in measured:
         if (training.seed, training.other) == (seed, other):
-            found.setdefault(training.material, {})[training.scheme] = values
-    return found
+            by_material.setdefault(training.material, {})[training.scheme] = values
+    return by_material
 
 
 def _needed(seeds: list[Measured]) -> dict[str, list[float | None]]:
     """Return the share of the tokens after which RoPE is as low as another scheme at its end, of each seed."""
-    curves = [{scheme: np.array(found["curve"]) for scheme, found in of["text"].items()} for of in seeds]
+    curves = [{scheme: np.array(measured["curve"]) for scheme, measured in of["text"].items()} for of in seeds]
     return {scheme: [share_needed(of["rope"], of[scheme]) for of in curves] for scheme in curves[0] if scheme != "rope"}
 
 
 def _text(scheme: str, seeds: list[Measured]) -> dict[str, Any]:
     """Return the mean curve of a scheme and its mean loss by windows read at once, of each seed."""
-    held = [of["text"][scheme] for of in seeds]
-    losses = {windows: [float(np.mean(of["losses"][windows])) for of in held] for windows in held[0]["losses"]}
-    return {"curve": np.mean([of["curve"] for of in held], axis=0).tolist(), "losses": losses}
+    seed_results = [of["text"][scheme] for of in seeds]
+    losses = {
+        windows: [float(np.mean(of["losses"][windows])) for of in seed_results] for windows in seed_results[0]["losses"]
+    }
+    return {"curve": np.mean([of["curve"] for of in seed_results], axis=0).tolist(), "losses": losses}
 
 
 def _shares(material: str, seeds: list[Measured]) -> dict[str, Any]:
     """Return the shares of right answers by scheme and length, of each seed."""
     schemes = seeds[0][material]
     return {
-        scheme: {length: [of[material][scheme]["shares"][length] for of in seeds] for length in held["shares"]}
-        for scheme, held in schemes.items()
+        scheme: {length: [of[material][scheme]["shares"][length] for of in seeds] for length in scheme_result["shares"]}
+        for scheme, scheme_result in schemes.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""The claims: who says what, which numbers of the trainings it is about, and where these would lie if it is true."""
+"""The claims: their sources, the measurements that they concern, and the values that they predict."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from recipes.studies.measuring import MARGIN
 from recipes.studies.verdicts import Interval, Region, joined, judged, over_both, over_seeds
 
 Measured = dict[str, dict[str, dict[str, Any]]]
-"""Of one seed at one rate, by material and scheme: "curve" [points], "losses" {windows: [N]}, "shares" {length: x}."""
+"""One seed at one rate, by material and scheme: "curve" [points], "losses" {windows: [N]}, "shares" {length: x}."""
 Pair = tuple[Sequence[float], Sequence[float]]
-"""What is compared in one seed: `after` less `before`, the means of both."""
+"""A comparison in one seed: the mean of `after` minus the mean of `before`."""
 
 LOST = 0.1
-"""Share of the needles found in the window by which fewer must be found beyond it to say that they are not found."""
+"""Drop in the share of needles found, from the window to beyond it, that counts as not found."""
 LEARNED = {"needles": 0.9, "copy": 0.9, "sorting": 0.9}
-"""Shares that must be right inside the window or the trained lengths: before that nothing is said of what is beyond."""
+"""Shares that must be right within the window or the trained lengths; otherwise nothing is judged beyond them."""
 ANSWERED = 0.9
-"""Share that must be right beyond the trained lengths to say that a task is answered there."""
+"""Share that must be right beyond the trained lengths for a task to count as answered there."""
 FAR = ("2", "4", "8")
 """Windows read at once."""
 INSIDE = "inside"
@@ -32,15 +32,15 @@ BEYOND = "beyond"
 
 
 @dataclass(frozen=True)
-class Part:
-    """One number that a claim is about.
+class ClaimPart:
+    """One measurement that a claim concerns.
 
     Attributes:
-        what: it is.
-        region: where it lies if the claim is true.
-        pair: what it is in one seed.
-        of: the trainings it is about, by material and scheme.
-        over_texts: whether the pair are losses of documents; otherwise of one training each.
+        what: description.
+        region: its predicted values if the claim is true.
+        pair: computes it for one seed.
+        of: the trainings that it uses, by material and scheme.
+        over_texts: whether the pair holds losses of documents; otherwise of one training each.
     """
 
     what: str
@@ -52,21 +52,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Claim:
-    """What somebody says.
+    """A published claim.
 
     Attributes:
-        name: of it here.
-        said: in a sentence.
-        source: where.
+        name: short name.
+        said: the claim, in a sentence.
+        source: publication.
         unit: of its numbers.
-        parts: which must all be so.
+        parts: measurements that must all agree.
     """
 
     name: str
     said: str
     source: str
     unit: str
-    parts: tuple[Part, ...]
+    parts: tuple[ClaimPart, ...]
 
 
 def _curves(quick: str, slow: str, of: Measured) -> Pair:
@@ -91,8 +91,8 @@ def _beyond(task: str, scheme: str, rival: str | None, of: Measured) -> Pair:
 
 
 def _reads_on(name: str, scheme: str, label: str, source: str) -> Claim:
-    parts = [
-        Part(
+    claim_parts = [
+        ClaimPart(
             f"{m} windows at once less one by one",
             Region(high=MARGIN),
             partial(_longer, scheme, m),
@@ -101,13 +101,13 @@ def _reads_on(name: str, scheme: str, label: str, source: str) -> Claim:
         )
         for m in FAR
     ]
-    return Claim(name, f"{label} reads beyond its window at no worse a loss", source, "nats", tuple(parts))
+    return Claim(name, f"{label} reads beyond its window at no worse a loss", source, "nats", tuple(claim_parts))
 
 
 def _outdoes(task: str) -> Claim:
     rivals = ("learned", "sinusoidal", "rope", "alibi")
-    parts = [
-        Part(
+    claim_parts = [
+        ClaimPart(
             f"nope less {rival}",
             Region(low=0.0),
             partial(_beyond, task, "nope", rival),
@@ -115,14 +115,16 @@ def _outdoes(task: str) -> Claim:
         )
         for rival in rivals
     ]
-    said = f"NoPE generalises in length better than the others: {task}"
-    return Claim(f"nope, {task}", said, _KAZEMNEJAD, "share of answers beyond the trained lengths", tuple(parts))
+    statement = f"NoPE generalises in length better than the others: {task}"
+    return Claim(
+        f"nope, {task}", statement, _KAZEMNEJAD, "share of answers beyond the trained lengths", tuple(claim_parts)
+    )
 
 
 def _answers(task: str) -> Claim:
-    said = f"NoPE answers beyond the trained lengths as it does inside, {ANSWERED:.0%} right: {task}"
-    part = Part("nope", Region(low=ANSWERED), partial(_beyond, task, "nope", None), ((task, "nope"),))
-    return Claim(f"nope alone, {task}", said, "stronger than the paper", "share of answers", (part,))
+    statement = f"NoPE answers beyond the trained lengths as it does inside, {ANSWERED:.0%} right: {task}"
+    claim_part = ClaimPart("nope", Region(low=ANSWERED), partial(_beyond, task, "nope", None), ((task, "nope"),))
+    return Claim(f"nope alone, {task}", statement, "stronger than the paper", "share of answers", (claim_part,))
 
 
 _KAZEMNEJAD = "Kazemnejad et al. 2023"
@@ -134,7 +136,7 @@ CLAIMS = (
         "Su et al. 2021, figure 3",
         "nats, mean over the training",
         tuple(
-            Part(
+            ClaimPart(
                 f"rope less {rival}",
                 Region(high=0.0),
                 partial(_curves, "rope", rival),
@@ -149,7 +151,7 @@ CLAIMS = (
         "Vaswani et al. 2017, table 3, row E",
         "nats",
         (
-            Part(
+            ClaimPart(
                 "learned less sinusoidal, in the window",
                 Region(-MARGIN, MARGIN),
                 partial(_ends, "sinusoidal", "learned"),
@@ -165,7 +167,7 @@ CLAIMS = (
         "widely said; not in the paper",
         "share of needles",
         tuple(
-            Part(
+            ClaimPart(
                 f"found at {m} windows less in the window",
                 Region(high=-LOST),
                 partial(_farther, "alibi", m),
@@ -180,27 +182,27 @@ CLAIMS = (
 
 
 def judge(claim: Claim, seeds: Sequence[Measured], elsewhere: Measured) -> dict[str, Any]:
-    """Return the claim as JSON: its parts with their intervals and verdicts, and the verdict on all of it.
+    """Return the claim as JSON: its parts with their intervals and verdicts, and the overall verdict.
 
     Args:
         claim: of `CLAIMS`.
-        seeds: what was measured, of each seed.
-        elsewhere: of one seed, at another learning rate: as much as was trained there.
+        seeds: the measurements of each seed.
+        elsewhere: the measurements of one seed at another learning rate, as far as it was trained there.
     """
-    parts = [{"what": part.what} | _judged(part, seeds, elsewhere) for part in claim.parts]
-    said = {"claim": claim.name, "said": claim.said, "source": claim.source, "unit": claim.unit}
-    return said | {"parts": parts, "verdict": joined([part["verdict"] for part in parts])}
+    judged_parts = [{"what": claim_part.what} | _judged(claim_part, seeds, elsewhere) for claim_part in claim.parts]
+    header = {"claim": claim.name, "said": claim.said, "source": claim.source, "unit": claim.unit}
+    return header | {"parts": judged_parts, "verdict": joined([claim_part["verdict"] for claim_part in judged_parts])}
 
 
-def _judged(part: Part, seeds: Sequence[Measured], elsewhere: Measured) -> dict[str, Any]:
-    pairs = [part.pair(of) for of in seeds]
-    there = all(scheme in elsewhere.get(material, {}) for material, scheme in part.of)
-    other = _difference(part.pair(elsewhere)) if there else None
-    return judged(part.region, _interval(part, pairs), other, _not_learned(part, seeds))
+def _judged(claim_part: ClaimPart, seeds: Sequence[Measured], elsewhere: Measured) -> dict[str, Any]:
+    pairs = [claim_part.pair(of) for of in seeds]
+    is_available = all(scheme in elsewhere.get(material, {}) for material, scheme in claim_part.of)
+    other_rate = _difference(claim_part.pair(elsewhere)) if is_available else None
+    return judged(claim_part.region, _interval(claim_part, pairs), other_rate, _not_learned(claim_part, seeds))
 
 
-def _interval(part: Part, pairs: Sequence[Pair]) -> Interval:
-    if part.over_texts:
+def _interval(claim_part: ClaimPart, pairs: Sequence[Pair]) -> Interval:
+    if claim_part.over_texts:
         return over_both(np.array([before for before, _ in pairs]), np.array([after for _, after in pairs]))
     return over_seeds([_difference(pair) for pair in pairs])
 
@@ -210,12 +212,12 @@ def _difference(pair: Pair) -> float:
     return float(np.mean(after) - np.mean(before))
 
 
-def _not_learned(part: Part, seeds: Sequence[Measured]) -> str:
-    """Return which training has not learned what is asked, in the mean over seeds; "": none, or text is read."""
-    for material, scheme in part.of:
+def _not_learned(claim_part: ClaimPart, seeds: Sequence[Measured]) -> str:
+    """Return which training has not learned its task, in the mean over seeds; "" if all have, or read text."""
+    for material, scheme in claim_part.of:
         if material in LEARNED:
             inside = "1" if material == "needles" else INSIDE
-            found = float(np.mean([of[material][scheme]["shares"][inside] for of in seeds]))
-            if found < LEARNED[material]:
-                return f"{scheme} has not learned it: {found:.0%} right inside"
+            share = float(np.mean([of[material][scheme]["shares"][inside] for of in seeds]))
+            if share < LEARNED[material]:
+                return f"{scheme} has not learned it: {share:.0%} right inside"
     return ""

@@ -1,4 +1,4 @@
-"""What the study of claims measures of a training: its curve, losses by how much is read at once, and answers."""
+"""Measurements of a training for the study of claims: its curve, losses by windows read at once, and answers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from recipes.studies.task_runs import tokens_of_answers
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _SMOOTHED = 5
-"""Points of the log that are averaged where a curve is read at one place."""
+"""Points of the log that are averaged to smooth a curve."""
 _SEED = 7
-"""Of the examples that are asked, with their length; those of the training have one number alone."""
+"""Seed of the test examples, combined with their length; training seeds are single numbers."""
 
 
 def curve_of(run: Run) -> list[list[float]]:
-    """Return the training's mean losses since the point before, as [tokens read, loss], of a finished run."""
+    """Return the loss curve of a finished run as [tokens read, mean loss since the previous point]."""
     lines = (run.folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
     return [[line["tokens"], line["loss"]] for line in map(json.loads, lines) if "loss" in line]
 
 
 def share_needed(quick: np.ndarray, slow: np.ndarray) -> float | None:
-    """Return after which share of the tokens one curve is as low as another at its end; None: never.
+    """Return the share of the tokens after which one curve is as low as another at its end; None: never.
 
     Args:
         quick: losses [points], after equal numbers of tokens.
@@ -47,10 +47,10 @@ def share_needed(quick: np.ndarray, slow: np.ndarray) -> float | None:
 
 
 def readings(model: Any, texts: Texts, store: RunStore) -> dict[str, np.ndarray]:
-    """Return the mean loss of each document, float64 [N], by how many windows were read at once, as far as it runs.
+    """Return the mean loss of each document, float64 [N], by the number of windows read at once, up to its limit.
 
-    The same tokens each time: all but the first of each window of the original length, which has nothing before it
-    where windows are read by themselves.
+    The tokens are always the same: all but the first of each window of the original length, which has no context when
+    windows are read separately.
 
     Args:
         model: a causal model.
@@ -62,14 +62,14 @@ def readings(model: Any, texts: Texts, store: RunStore) -> dict[str, np.ndarray]
     named = {"what": "readings", "model": fingerprint(model), "texts": texts.to_dict(), "multiples": multiples}
 
     def measure() -> dict[str, Any]:
-        found = {}
+        by_multiple = {}
         for multiple in multiples:
             length = multiple * texts.window
             losses = measure_losses(model, texts.cut(length), [length], one_pass=reach.prefix_consistent)[length]
-            inside = np.arange(1, length) % texts.window != 0  # of the tokens that losses are of
+            inside = np.arange(1, length) % texts.window != 0  # mask over the tokens with a loss
             by_document = losses[:, inside].astype(np.float64).reshape(len(texts.documents.names), -1)
-            found[str(multiple)] = by_document.mean(axis=1).tolist()
-        return found
+            by_multiple[str(multiple)] = by_document.mean(axis=1).tolist()
+        return by_multiple
 
     return {key: np.array(row) for key, row in dict(store.value(named, measure)).items()}
 
@@ -91,9 +91,9 @@ def needles(model: Any, task: PasskeyTask, lengths: Mapping[str, int], trials: i
 def answers(
     model: Any, tokenizer: Any, task: str, lengths: Iterable[int], trials: int, store: RunStore
 ) -> dict[str, int]:
-    """Return how many of `trials` examples of each length are answered right to the end.
+    """Return how many of `trials` examples of each length are answered fully right.
 
-    All tokens of the answer right by argmax after the right ones is the same as a right greedy answer.
+    If every token is the argmax after the right tokens, greedy decoding gives the right answer.
 
     Args:
         model: a causal model.
@@ -103,17 +103,17 @@ def answers(
         trials: examples of each.
         store: of what was measured.
     """
-    asked = [*lengths]
-    named = {"what": "answers", "model": fingerprint(model), "task": task, "lengths": asked, "trials": trials}
+    length_list = [*lengths]
+    named = {"what": "answers", "model": fingerprint(model), "task": task, "lengths": length_list, "trials": trials}
 
     def measure() -> dict[str, Any]:
-        return {str(n): _right(Scorer(model), tokenizer, examples(task, trials, n, _SEED)) for n in asked}
+        return {str(n): _right(Scorer(model), tokenizer, examples(task, trials, n, _SEED)) for n in length_list}
 
     assert task in TASKS
     return dict(store.value(named, measure))
 
 
-def _right(scorer: Scorer, tokenizer: Any, asked: list[Example]) -> int:
-    ids, count = tokens_of_answers(tokenizer, asked)
-    said = scorer.last_logits(ids, count).argmax(-1)  # [trials, count]
-    return int((said == ids[:, -count:].to(said.device)).all(dim=1).sum())
+def _right(scorer: Scorer, tokenizer: Any, test_examples: list[Example]) -> int:
+    ids, count = tokens_of_answers(tokenizer, test_examples)
+    predicted = scorer.last_logits(ids, count).argmax(-1)  # [trials, count]
+    return int((predicted == ids[:, -count:].to(predicted.device)).all(dim=1).sum())

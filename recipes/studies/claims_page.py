@@ -13,7 +13,7 @@ from recipes.studies.measuring import INTERVALS
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the result as a page: verdicts, their numbers, what was measured, and what it says."""
+    """Return the result as a page: verdicts, their numbers, and the measurements."""
     return "\n".join(
         [
             "# Famous claims about positions, on small models from scratch",
@@ -26,9 +26,9 @@ def markdown(result: dict[str, Any]) -> str:
             "",
             "## Their numbers",
             "",
-            "A part holds where its whole interval lies where it should, and does not where none of it does. Other "
-            "rate: the estimate of seed 0 at the other learning rate; a verdict that it contradicts is none. Nor is "
-            "there one where the models have not learned inside what they are asked beyond.",
+            "A part holds if its whole interval is in the asked range, and does not hold if none of it is. Other rate: "
+            "the estimate of seed 0 at the other learning rate. There is no verdict if the other rate contradicts it, "
+            "or if the models have not learned the task within the trained lengths.",
             "",
             *_table(("claim", "unit", "what", "estimate", "asked", "other rate", "verdict"), _parts(result)),
             "## What was measured",
@@ -41,23 +41,24 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _about(result: dict[str, Any]) -> list[str]:
-    held, texts, trained = result["versions"], result["texts"], result["trained"]
+    installed, texts, trained = result["versions"], result["texts"], result["trained"]
     return [
-        f"GPT-2s with a window of {result['window']}, trained from random weights with each scheme, {result['seeds']} "
-        "seeds each. Trainings of one seed begin with the same weights, as far as they share them, and read the same "
-        f"tokens in the same order. torch {held['torch']}, transformers {held['transformers']}.",
+        f"GPT-2 models with a window of {result['window']}, trained from random weights with each scheme, "
+        f"{result['seeds']} seeds each. Trainings of one seed start with the same weights, as far as they share them, "
+        f"and read the same tokens in the same order. torch {installed['torch']}, "
+        f"transformers {installed['transformers']}.",
         "",
         *_table(("material", "parameters", "read in a training", "learning rate", "other rate"), _amounts(trained)),
         *_read(texts),
-        "Needles are passkeys, and the text around them asks back at "
-        f"every turn. Tasks have 1 to {result['longest']} letters in training and up to twice as many when asked, "
-        "right to the end. Intervals are of 95 %: Student's over seeds, paired. "
-        f"{_over_texts(result)} One of no width: all seeds agree.",
+        "Needles are passkeys in text that requires looking back everywhere. Tasks have "
+        f"1 to {result['longest']} letters in training and up to twice as many in tests, where the whole answer must "
+        "be right. Intervals are 95 %, Student's over seeds, paired. "
+        f"{_over_texts(result)} A width of 0 means that all seeds agree.",
         "",
         *_left_out(result),
-        "What the papers did is larger and other: figure 3 of RoFormer is of a masked BERT, Vaswani's table of "
-        "translation, Press's of WikiText-103, Kazemnejad's of 107 M parameters. A claim that does not hold here may "
-        "hold there, and the other way round; the verdicts are about models and budgets of this size.",
+        "The papers' experiments are larger and different: RoFormer's figure 3 uses a masked BERT, Vaswani's table "
+        "translation, Press's WikiText-103, and Kazemnejad's 107 M parameters. A claim that does not hold here may "
+        "hold there, and vice versa; the verdicts are about models and budgets of this size.",
         "",
     ]
 
@@ -65,31 +66,31 @@ def _about(result: dict[str, Any]) -> list[str]:
 def _read(texts: dict[str, Any] | None) -> Iterator[str]:
     if texts:
         yield (
-            f"Text is Python's own; its losses are nats a token of {texts['documents']} held-out documents, "
-            f"{texts['tokens of a piece']} tokens of each."
+            f"Text is Python's own; losses are nats/token on {texts['documents']} held-out documents, "
+            f"{texts['tokens of a piece']} tokens each."
         )
 
 
 def _over_texts(result: dict[str, Any]) -> str:
     if result.get("intervals") == INTERVALS:
-        return f"Of losses, distances to the ends over seeds and over documents ({INTERVALS}) are added in squares."
+        return f"For losses, distances to the ends over seeds and over documents ({INTERVALS}) are added in squares."
     return (
-        "Of losses they also cover the percentile bootstrap over documents, an older method that is too narrow for few "
-        "documents; the scores of each document, from which others could be made, were not kept."
+        "For losses they also include the percentile bootstrap over documents, an older method that is too narrow for "
+        "few documents; the scores of each document were not kept, so they cannot be recomputed."
     )
 
 
 def _left_out(result: dict[str, Any]) -> Iterator[str]:
-    """Say which claims are not judged, because trainings that they are about were left out or are not finished."""
+    """Yield the claims that are not judged because their trainings were left out or are not finished."""
     if result["left out"]:
-        yield f"**Not run, not judged:** {'; '.join(result['left out'])}. The command goes on where it stopped."
+        yield f"**Not run, not judged:** {'; '.join(result['left out'])}. The same command resumes."
         yield ""
 
 
 def _amounts(trained: dict[str, Any]) -> Iterator[Sequence[str]]:
-    for material, held in trained.items():
-        (read,) = (f"{held[name]:,} {name}" for name in ("tokens", "examples") if name in held)
-        yield material, f"{held['parameters'] / 1e6:.2f} M", read, *(f"{rate:g}" for rate in held["rates"])
+    for material, amount in trained.items():
+        (read_text,) = (f"{amount[name]:,} {name}" for name in ("tokens", "examples") if name in amount)
+        yield material, f"{amount['parameters'] / 1e6:.2f} M", read_text, *(f"{rate:g}" for rate in amount["rates"])
 
 
 def _claims(result: dict[str, Any]) -> Iterator[Sequence[str]]:
@@ -98,31 +99,33 @@ def _claims(result: dict[str, Any]) -> Iterator[Sequence[str]]:
 
 
 def _in_words(result: dict[str, Any]) -> Iterator[str]:
-    """Give what was found in sentences whose numbers are those of the tables."""
-    parts = {(claim["claim"], part["what"]): part for claim in result["claims"] for part in claim["parts"]}
+    """Yield the results as sentences with the numbers of the tables."""
+    measurements = {(claim["claim"], item["what"]): item for claim in result["claims"] for item in claim["parts"]}
     text, shares = result["text"], result["shares"]
     judged = {claim["claim"] for claim in result["claims"]}
     if "rope converges" in judged:
-        gains = [parts["rope converges", f"rope less {rival}"]["estimate"] for rival in ("sinusoidal", "learned")]
+        gains = [
+            measurements["rope converges", f"rope less {rival}"]["estimate"] for rival in ("sinusoidal", "learned")
+        ]
         yield (
-            f"Convergence: in the mean over the training RoPE stands {_apart(gains[0])} sinusoidal positions and "
-            f"{_apart(gains[1])} learned ones. It is where they end after {_needed(result['needed']['sinusoidal'])} "
-            f"and {_needed(result['needed']['learned'])} of the tokens."
+            f"Convergence: averaged over the training, RoPE is {_apart(gains[0])} sinusoidal positions and "
+            f"{_apart(gains[1])} learned ones. It reaches their final loss after "
+            f"{_needed(result['needed']['sinusoidal'])} and {_needed(result['needed']['learned'])} of the tokens."
         )
     if "tables end close" in judged:
-        close = parts["tables end close", "learned less sinusoidal, in the window"]
+        close = measurements["tables end close", "learned less sinusoidal, in the window"]
         yield f"Tables: learned positions end {_apart(close['estimate'])} sinusoidal ones, {interval(close)}."
     for scheme in (scheme for scheme in text if scheme != "learned"):  # its table ends with the window
-        means = {windows: float(np.mean(found)) for windows, found in text[scheme]["losses"].items()}
+        means = {windows: float(np.mean(losses)) for windows, losses in text[scheme]["losses"].items()}
         moved = " / ".join(f"{means[windows] - means['1']:+.3f}" for windows in FAR)
         yield f"Longer text, {scheme}: {moved} nats at 2 / 4 / 8 windows at once, above {means['1']:.3f} one by one."
     if "needles" in shares:
-        found = " / ".join(f"{np.mean(shares['needles']['alibi'][windows]):.0%}" for windows in ("1", *FAR))
-        yield f"Needles, ALiBi: found at 1 / 2 / 4 / 8 windows {found}."
+        hits = " / ".join(f"{np.mean(shares['needles']['alibi'][windows]):.0%}" for windows in ("1", *FAR))
+        yield f"Needles, ALiBi: found at 1 / 2 / 4 / 8 windows {hits}."
     for task in (task for task in TASKS if task in shares):
         beyond, inside = (
-            ", ".join(f"{scheme} {np.mean(held[part]):.0%}" for scheme, held in shares[task].items())
-            for part in (BEYOND, INSIDE)
+            ", ".join(f"{scheme} {np.mean(by_length[where]):.0%}" for scheme, by_length in shares[task].items())
+            for where in (BEYOND, INSIDE)
         )
         yield f"{task.capitalize()}: beyond the trained lengths {beyond}; inside them {inside}."
 
@@ -133,17 +136,17 @@ def _apart(difference: float) -> str:
 
 def _parts(result: dict[str, Any]) -> Iterator[Sequence[str]]:
     for claim in result["claims"]:
-        for part in claim["parts"]:
-            why = f": {part['why']}" if part["why"] else ""
-            other = part["other rate"]
+        for item in claim["parts"]:
+            reason = f": {item['why']}" if item["why"] else ""
+            other_rate = item["other rate"]
             yield (
                 claim["claim"],
                 claim["unit"],
-                part["what"],
-                interval(part),
-                part["asked"],
-                "–" if other is None else f"{other:+.3f}",
-                part["verdict"] + why,
+                item["what"],
+                interval(item),
+                item["asked"],
+                "–" if other_rate is None else f"{other_rate:+.3f}",
+                item["verdict"] + reason,
             )
 
 
@@ -160,13 +163,13 @@ def interval(part: Mapping[str, Any]) -> str:
 def _measured(result: dict[str, Any]) -> Iterator[str]:
     text, shares, window = result["text"], result["shares"], result["window"]
     if text:
-        yield "Loss by how many windows are read at once, the same tokens each time, and the share of the tokens after"
-        yield "which RoPE was as low in training as the scheme at its end. Mean over seeds (least to most)."
+        yield "Loss by windows read at once, on the same tokens, and the share of the tokens after which RoPE's"
+        yield "training loss reached the scheme's final one. Mean over seeds (least to most)."
         yield ""
-        windows = sorted({windows for held in text.values() for windows in held["losses"]}, key=int)
+        windows = sorted({windows for scheme_result in text.values() for windows in scheme_result["losses"]}, key=int)
         rows = [
-            [scheme, *(_spread(held["losses"].get(m)) for m in windows), _needed(result["needed"].get(scheme))]
-            for scheme, held in text.items()
+            [scheme, *(_spread(scheme_result["losses"].get(m)) for m in windows), _needed(result["needed"].get(scheme))]
+            for scheme, scheme_result in text.items()
         ]
         yield from _table(["scheme", *(f"{m} x {window}" for m in windows), "RoPE needs"], rows)
     if shares:
@@ -174,7 +177,10 @@ def _measured(result: dict[str, Any]) -> Iterator[str]:
         yield ""
     if "needles" in shares:
         lengths = list(shares["needles"]["alibi"])
-        rows = [["needles", s, *(_spread(held.get(m), "%") for m in lengths)] for s, held in shares["needles"].items()]
+        rows = [
+            ["needles", s, *(_spread(scheme_result.get(m), "%") for m in lengths)]
+            for s, scheme_result in shares["needles"].items()
+        ]
         yield from _table(["", "scheme", *(f"{m} x {window}" for m in lengths)], rows)
     if tasks := [task for task in TASKS if task in shares]:
         head = ["", "scheme", "trained lengths", "beyond", "one longer", "half longer", "twice"]
@@ -184,24 +190,24 @@ def _measured(result: dict[str, Any]) -> Iterator[str]:
 def _answers(task: str, result: dict[str, Any]) -> Iterator[Sequence[str]]:
     longest = result["longest"]
     lengths = (INSIDE, BEYOND, str(longest + 1), str(longest + longest // 2), str(2 * longest))
-    for scheme, held in result["shares"][task].items():
-        yield [f"{task}, up to {longest}", scheme, *(_spread(held[length], "%") for length in lengths)]
+    for scheme, shares in result["shares"][task].items():
+        yield [f"{task}, up to {longest}", scheme, *(_spread(shares[length], "%") for length in lengths)]
 
 
-def _needed(found: Sequence[float | None] | None) -> str:
-    if found is None:
+def _needed(shares: Sequence[float | None] | None) -> str:
+    if shares is None:
         return "–"
-    reached = [value for value in found if value is not None]
-    if len(reached) < len(found):
-        return f"all, and more ({len(found) - len(reached)} of {len(found)} seeds)"
+    reached = [value for value in shares if value is not None]
+    if len(reached) < len(shares):
+        return f"all, and more ({len(shares) - len(reached)} of {len(shares)} seeds)"
     return _spread(reached, "%")
 
 
-def _spread(values: Sequence[float] | None, kind: str = "nats") -> str:
+def _spread(values: Sequence[float] | None, unit: str = "nats") -> str:
     if values is None:
         return "ends before"
-    said = "{:.0%}" if kind == "%" else "{:.3f}"
-    low, mean, high = (said.format(value) for value in (min(values), float(np.mean(values)), max(values)))
+    number_format = "{:.0%}" if unit == "%" else "{:.3f}"
+    low, mean, high = (number_format.format(value) for value in (min(values), float(np.mean(values)), max(values)))
     return mean if low == high else f"{mean} ({low} to {high})"
 
 

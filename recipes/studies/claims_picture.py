@@ -1,4 +1,4 @@
-"""The picture of the study of claims: curves, losses by length, and shares of right answers."""
+"""Plots of the study of claims: curves, losses by length, and shares of right answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SCHEMES = ("learned", "sinusoidal", "rope", "alibi", "nope")
 
 
 def draw_claims(result: dict[str, Any], path: Path) -> None:
-    """Draw what `recipes.studies.claims` measured, and write it to `path` (PNG).
+    """Plot the results of `recipes.studies.claims`, and write them to `path` (PNG).
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -42,11 +42,11 @@ def _look(scheme: str) -> dict[str, Any]:
 def _draw_curves(ax: Any, result: dict[str, Any]) -> None:
     """Draw the loss during the trainings on text."""
     tokens = result["trained"]["text"]["tokens"] / 1000
-    for scheme, held in result["text"].items():
-        curve = held["curve"]
-        read = [tokens * (point + 1) / len(curve) for point in range(len(curve))]
-        ax.plot(read, curve, linewidth=1.2, **_look(scheme) | {"markevery": max(1, len(curve) // 8)})
-    curves = [held["curve"] for held in result["text"].values()]
+    for scheme, scheme_result in result["text"].items():
+        curve = scheme_result["curve"]
+        tokens_read = [tokens * (point + 1) / len(curve) for point in range(len(curve))]
+        ax.plot(tokens_read, curve, linewidth=1.2, **_look(scheme) | {"markevery": max(1, len(curve) // 8)})
+    curves = [scheme_result["curve"] for scheme_result in result["text"].values()]
     canvas.plain_log_y(ax, min(map(min, curves)), max(map(max, curves)))
     ax.set_xlabel("thousand tokens read")
     ax.set_ylabel("training loss, nats a token")
@@ -56,8 +56,8 @@ def _draw_curves(ax: Any, result: dict[str, Any]) -> None:
 
 def _draw_readings(ax: Any, result: dict[str, Any]) -> None:
     """Draw the loss on held-out text by how many windows are read at once."""
-    for scheme, held in result["text"].items():
-        ax.plot(*_means(held["losses"]), **_look(scheme))
+    for scheme, scheme_result in result["text"].items():
+        ax.plot(*_means(scheme_result["losses"]), **_look(scheme))
     _windows(ax, result)
     ax.set_ylabel("nats a token")
     ax.legend(fontsize=8, frameon=False)
@@ -66,8 +66,8 @@ def _draw_readings(ax: Any, result: dict[str, Any]) -> None:
 
 def _draw_shares(ax: Any, result: dict[str, Any], *, material: str) -> None:
     """Draw the shares of right answers by length, and where the lengths of training end."""
-    for scheme, held in result["shares"][material].items():
-        ax.plot(*_means(held), **_look(scheme))
+    for scheme, scheme_shares in result["shares"][material].items():
+        ax.plot(*_means(scheme_shares), **_look(scheme))
     ax.set_ylim(-0.03, 1.03)
     ax.set_ylabel("right answers")
     ax.legend(fontsize=8, frameon=False)
@@ -80,9 +80,9 @@ def _draw_shares(ax: Any, result: dict[str, Any], *, material: str) -> None:
         canvas.title(ax, f"Task: {material}", f"trained on up to {result['longest']}; right to the end")
 
 
-def _means(held: dict[str, list[float]]) -> tuple[list[float], list[float]]:
-    """Return lengths and means over seeds; names that are no length are left out."""
-    numbers = {float(name): sum(found) / len(found) for name, found in held.items() if name[0].isdigit()}
+def _means(values_by_name: dict[str, list[float]]) -> tuple[list[float], list[float]]:
+    """Return lengths and means over seeds; names that are not lengths are dropped."""
+    numbers = {float(name): sum(values) / len(values) for name, values in values_by_name.items() if name[0].isdigit()}
     return list(numbers), list(numbers.values())
 
 

@@ -1,7 +1,7 @@
-"""What the study of claims trains: small models from random weights, one of each scheme, material and seed.
+"""The trainings of the study of claims: small models from random weights, one per scheme, material and seed.
 
-Trainings of one material and seed differ in the scheme alone: they begin with the same weights, as far as they have the
-same ones, and read the same tokens in the same order at the same learning rate.
+Trainings of one material and seed differ only in the scheme: they start with the same weights, as far as they share
+them, and read the same tokens in the same order at the same learning rate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recipes.studies.task_runs import TaskRun
 CONFIG = RECIPES / "studies" / "claims.yaml"
 SCHEMES = ("learned", "sinusoidal", "rope", "alibi", "nope")
 _WARMUP = 0.05
-_MADE = "made.json"
+_DONE_FILE = "made.json"
 
 Material = Literal["text", "needles", "copy", "sorting"]
 MATERIALS: tuple[Material, ...] = get_args(Material)
@@ -34,17 +34,17 @@ MATERIALS: tuple[Material, ...] = get_args(Material)
 
 @dataclass(frozen=True)
 class Amount:
-    """How much is read of text or of needles.
+    """The size of trainings on text or needles.
 
     Attributes:
         tokens: of a training.
         batch: windows a step.
         rate: learning rate of all schemes.
-        other_rate: at which seed 0 is trained again, so that no verdict hangs on the rate.
+        other_rate: second learning rate for seed 0, so that no verdict depends on the rate.
         layers: of the models.
         schemes: that are trained on it.
         checked: those that are trained at the other rate, too.
-        examples: documents that are made, where they are made.
+        examples: number of generated documents, if generated.
     """
 
     tokens: int
@@ -59,7 +59,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Tasks:
-    """How much is read of each task, and how wide the models are that learn them.
+    """The size of trainings on tasks, and of their models.
 
     Attributes:
         steps: of a training.
@@ -116,11 +116,11 @@ class Sizes:
 
     @property
     def longest(self) -> int:
-        """Tokens that are read at most."""
+        """Most tokens that are read at once."""
         return self.window * MULTIPLES[-1]
 
     def amount(self, material: Material) -> Amount | Tasks:
-        """Return how much is read of `material`."""
+        """Return the training size for `material`."""
         return self.tasks if material in TASKS else self.amounts[material]
 
 
@@ -158,18 +158,18 @@ SIZES = {
         trials=2,
     ),
 }
-"""By name. "smoke" shows that all runs, and nothing else."""
+"""By name. "smoke" only checks that everything runs."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """One of them.
+    """One training of the study.
 
     Attributes:
         material: that it reads.
         scheme: of the model.
         seed: of weights and order.
-        other: whether it has the second learning rate.
+        other: whether it uses the second learning rate.
         run: by recipes/train.py or, of a task, by recipes/studies/task_runs.py.
     """
 
@@ -180,40 +180,44 @@ class Training:
     run: Run | TaskRun
 
 
-def trainings(sizes: Sizes, place: Path, materials: Sequence[Material] = MATERIALS) -> Iterator[Training]:
-    """Give all trainings of a size, those of one material after another; what they start from is made first.
+def trainings(sizes: Sizes, work_dir: Path, materials: Sequence[Material] = MATERIALS) -> Iterator[Training]:
+    """Yield all trainings of a size, material by material, after creating what they start from.
 
     Args:
         sizes: of the study.
-        place: the folder of its work.
+        work_dir: the folder of its work.
         materials: to train on.
 
     Raises:
         DataError: a training of less than one step.
     """
     for material in materials:
-        held = sizes.amount(material)
-        give = _task_run if isinstance(held, Tasks) else _text_run
+        amount = sizes.amount(material)
+        make_training = _task_run if isinstance(amount, Tasks) else _text_run
         for seed in range(sizes.seeds):
-            for scheme in held.schemes:
-                yield Training(material, scheme, seed, False, give(material, sizes, scheme, seed, held.rate, place))
-        for scheme in (scheme for scheme in held.checked if scheme in held.schemes):
-            yield Training(material, scheme, 0, True, give(material, sizes, scheme, 0, held.other_rate, place))
+            for scheme in amount.schemes:
+                yield Training(
+                    material, scheme, seed, False, make_training(material, sizes, scheme, seed, amount.rate, work_dir)
+                )
+        for scheme in (scheme for scheme in amount.checked if scheme in amount.schemes):
+            yield Training(
+                material, scheme, 0, True, make_training(material, sizes, scheme, 0, amount.other_rate, work_dir)
+            )
 
 
-def _text_run(material: Material, sizes: Sizes, scheme: str, seed: int, rate: float, place: Path) -> Run:
+def _text_run(material: Material, sizes: Sizes, scheme: str, seed: int, rate: float, work_dir: Path) -> Run:
     amount = sizes.amounts[material]
-    source = _source(material, amount, place)
+    source = _source(material, amount, work_dir)
     shape = FreshSettings("gpt2", sizes.window, amount.layers, sizes.width, sizes.heads, sizes.vocabulary, seed)
-    given = [f"model.name={_start(shape, source, place)}", source_settings([source])]
-    return make_run(CONFIG, [*given, *run_settings(amount, sizes, scheme, seed, rate)], place)
+    model_settings = [f"model.name={_start(shape, source, work_dir)}", source_settings([source])]
+    return make_run(CONFIG, [*model_settings, *run_settings(amount, sizes, scheme, seed, rate)], work_dir)
 
 
-def _task_run(task: Material, sizes: Sizes, scheme: str, seed: int, rate: float, place: Path) -> TaskRun:
-    held = sizes.tasks
-    shape = FreshSettings("gpt2", sizes.window, held.layers, held.width, held.heads, 0, seed)
-    sized = (sizes.longest, held.longest, held.steps, held.batch, rate, seed, place)
-    return TaskRun(_start(shape, None, place), task, scheme, *sized)
+def _task_run(task: Material, sizes: Sizes, scheme: str, seed: int, rate: float, work_dir: Path) -> TaskRun:
+    task_sizes = sizes.tasks
+    shape = FreshSettings("gpt2", sizes.window, task_sizes.layers, task_sizes.width, task_sizes.heads, 0, seed)
+    run_sizes = (sizes.longest, task_sizes.longest, task_sizes.steps, task_sizes.batch, rate, seed, work_dir)
+    return TaskRun(_start(shape, None, work_dir), task, scheme, *run_sizes)
 
 
 def run_settings(amount: Amount, sizes: Sizes, scheme: str, seed: int, rate: float) -> list[str]:
@@ -232,32 +236,33 @@ def run_settings(amount: Amount, sizes: Sizes, scheme: str, seed: int, rate: flo
     return [*settings, *swap]
 
 
-def _source(material: Material, amount: Amount, place: Path) -> str:
-    """Return what data.sources names: Python's own text, or a folder with puzzles and needles that are made once."""
+def _source(material: Material, amount: Amount, work_dir: Path) -> str:
+    """Return the source for data.sources: Python's own text, or a folder of puzzles and needles, generated once."""
     if material == "text":
         return "python"
-    folder = place / "made" / f"{material}-{amount.examples}"
-    if not (folder / _MADE).is_file():
+    folder = work_dir / "made" / f"{material}-{amount.examples}"
+    if not (folder / _DONE_FILE).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         puzzles.write_documents(folder, amount.examples, puzzles.IN_A_WINDOW, seed=0)
-        write_json(folder / _MADE, {"examples": amount.examples})  # last: it says that all is there
+        # written last, so that it marks a complete folder
+        write_json(folder / _DONE_FILE, {"examples": amount.examples})
     return str(folder)
 
 
-def _start(shape: FreshSettings, source: str | None, place: Path) -> Path:
-    """Return the folder of a model with random weights and learned positions, and a tokenizer: made once.
+def _start(shape: FreshSettings, source: str | None, work_dir: Path) -> Path:
+    """Return the folder of a model with random weights and learned positions, and its tokenizer, created once.
 
     Args:
         shape: of the model.
-        source: of the text that the tokenizer is made from; None: bytes need none.
-        place: the folder of the study's work.
+        source: of the text that the tokenizer is trained on; None: a byte tokenizer.
+        work_dir: the folder of the study's work.
     """
     name = "bytes" if source is None else Path(source).name
     numbers = (shape.window, shape.layers, shape.width, shape.heads, shape.vocabulary, shape.seed)
-    folder = place / "starts" / "-".join([name, *map(str, numbers)])
-    if not (folder / _MADE).is_file():
-        found = () if source is None else source_documents(Source(source))
-        tokenizer = fresh_tokenizer(shape, (document.text for document, held_out in found if not held_out))
+    folder = work_dir / "starts" / "-".join([name, *map(str, numbers)])
+    if not (folder / _DONE_FILE).is_file():
+        documents = () if source is None else source_documents(Source(source))
+        tokenizer = fresh_tokenizer(shape, (document.text for document, held_out in documents if not held_out))
         hf_posswap.save(fresh_model(shape, tokenizer), folder, tokenizer=tokenizer, overwrite=True)
-        write_json(folder / _MADE, {"from": name})
+        write_json(folder / _DONE_FILE, {"from": name})
     return folder

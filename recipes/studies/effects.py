@@ -1,12 +1,12 @@
-"""Each recipe's effect: every recipe through recipes/train.py on a small base, beside its equal-token control.
+"""The effect of each recipe: runs every recipe with recipes/train.py on a small base, next to an equal-token control.
 
     python -m recipes.studies.effects --out recipes/studies/results            # all: about an hour on one core
-    python -m recipes.studies.effects --only yarn,pose --out results           # some; the others' rows stay
-    python -m recipes.studies.effects --smoke --out small                      # tiny: a check that all of it runs
+    python -m recipes.studies.effects --only yarn,pose --out results           # some; other rows are kept
+    python -m recipes.studies.effects --smoke --out small                      # tiny: checks that everything runs
 
 Three bases are pretrained by recipes/pretrain.py on the running Python's own text (GPT-2 with learned positions, Llama
-with RoPE, BERT). Recipes are shrunk in lengths, steps and batch, and all train at one learning rate; nothing else of
-them differs. All are measured on the same held-out documents. A run that was stopped goes on by the same command.
+with RoPE, BERT). Recipes are shrunk in lengths, steps and batch, and all train at one learning rate; nothing else
+changes. All are measured on the same held-out documents. The same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from recipes.studies.tables import markdown
 
 NAME = "effects"
 _FACTOR, _SEARCHED = 8, 2
-"""Of the search for LongRoPE's divisors: the target, in windows, and the texts that it reads."""
+"""The target of LongRoPE's search, in windows, and the number of texts that it reads."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ def main(
     """Train, measure, and write a row at a time."""
     rows = _chosen(only)
     sizes = SMOKE if smoke else Sizes()
-    place = (work or cache_folder(None) / "studies").expanduser().resolve()
-    place = writable_folder(place / "smoke" if smoke else place)
-    with RunStore(place / "measured") as store:
+    work_dir = (work or cache_folder(None) / "studies").expanduser().resolve()
+    work_dir = writable_folder(work_dir / "smoke" if smoke else work_dir)
+    with RunStore(work_dir / "measured") as store:
         for row in rows:
-            found = measure_row(row, sizes, place, store)
-            result = _with_row(out / f"{NAME}.json", sizes, found)
+            row_result = measure_row(row, sizes, work_dir, store)
+            result = _with_row(out / f"{NAME}.json", sizes, row_result)
             write_json(out / f"{NAME}.json", result)
             write_text(out / f"{NAME}.md", markdown(result))
     typer.echo(markdown(result))
@@ -104,31 +104,31 @@ def main(
 
 def _chosen(only: str | None) -> tuple[Row, ...]:
     names = {row.name: row for row in ROWS}
-    asked = list(names) if only is None else only.split(",")
-    for name in asked:
+    requested = list(names) if only is None else only.split(",")
+    for name in requested:
         if name not in names:
             raise UnknownNameError("recipe", name, names)
-    return tuple(names[name] for name in asked)
+    return tuple(names[name] for name in requested)
 
 
-def _with_row(path: Path, sizes: Sizes, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the results at `path` with one more row; rows of other sizes or versions are dropped."""
+def _with_row(path: Path, sizes: Sizes, row_result: dict[str, Any]) -> dict[str, Any]:
+    """Return the results at `path` with `row_result` added; rows of other sizes or versions are dropped."""
     head: dict[str, Any] = {"study": NAME, "intervals": INTERVALS, "versions": versions(), "seed": 0}
     head["sizes"] = json.loads(json.dumps(dataclasses.asdict(sizes)))
-    held = read_json(path) if path.is_file() else {}
-    same = all(held.get(key) == value for key, value in head.items())
-    rows = {row["recipe"]: row for row in held["rows"]} if same else {}
-    rows[found["recipe"]] = found
+    previous = read_json(path) if path.is_file() else {}
+    is_same = all(previous.get(key) == value for key, value in head.items())
+    rows = {row["recipe"]: row for row in previous["rows"]} if is_same else {}
+    rows[row_result["recipe"]] = row_result
     return head | {"rows": [rows[row.name] for row in ROWS if row.name in rows]}
 
 
-def measure_row(row: Row, sizes: Sizes, place: Path, store: RunStore) -> dict[str, Any]:
-    """Return what the recipe of `row` did: everything is trained and measured now, or found below `place`."""
-    base = make_base(row.base, sizes, place)
-    scheme, search = _searched(base, sizes, place) if row.searched else (None, None)
+def measure_row(row: Row, sizes: Sizes, work_dir: Path, store: RunStore) -> dict[str, Any]:
+    """Return the results of the recipe of `row`; what `work_dir` does not hold is trained and measured now."""
+    base = make_base(row.base, sizes, work_dir)
+    scheme, search = _searched(base, sizes, work_dir) if row.searched else (None, None)
     settings = row_settings(row, sizes, base.folder, scheme)
-    run = make_run(row.config, settings, place)
-    control = make_run(CONTROL, control_settings(run.recipe, settings, sizes.window), place)
+    run = make_run(row.config, settings, work_dir)
+    control = make_run(CONTROL, control_settings(run.recipe, settings, sizes.window), work_dir)
     for each in (run, control):
         typer.echo(f"{row.name}: {each.folder.name}")
         each.finish()
@@ -138,7 +138,7 @@ def measure_row(row: Row, sizes: Sizes, place: Path, store: RunStore) -> dict[st
     subjects["before"] = swapped(base.load(), run, model)
     means = {name: document_means(subject, base.texts, store, teacher) for name, subject in subjects.items()}
     record = SwapRecord.from_dict(model.config.posswap)
-    places = {place: "$WORK"}
+    places = {work_dir: "$WORK"}
     commands = {"base": base.command, "search": search, "recipe": run.command(places)}
     commands["control"] = control.command(places)
     return {
@@ -159,60 +159,64 @@ def measure_row(row: Row, sizes: Sizes, place: Path, store: RunStore) -> dict[st
 
 
 def compared(means: dict[str, Means]) -> dict[str, Any]:
-    """Return what a row says of losses.
+    """Return the losses of a row.
 
     Args:
         means: of documents, of "base", "control", "before" training and "after".
     """
     after = means["after"]
-    inside = {name: float(found[WINDOW].mean()) for name, found in means.items()}
+    inside = {name: float(losses[WINDOW].mean()) for name, losses in means.items()}
     lengths = [
-        {"windows": m, **{name: mean_with_interval(found[str(m)]) for name, found in means.items() if str(m) in found}}
+        {"windows": m, **{name: mean_with_interval(rows[str(m)]) for name, rows in means.items() if str(m) in rows}}
         for m in MULTIPLES
     ]
-    found = {"in_window": inside | difference(means["control"][WINDOW], after[WINDOW]), "lengths": lengths}
+    compared_losses = {"in_window": inside | difference(means["control"][WINDOW], after[WINDOW]), "lengths": lengths}
     if LAST in after:
-        found["last_window"] = difference(after[LAST_ALONE], after[LAST])
-    return found
+        compared_losses["last_window"] = difference(after[LAST_ALONE], after[LAST])
+    return compared_losses
 
 
-def make_base(kind: str, sizes: Sizes, place: Path) -> Base:
-    """Return the base of that kind, pretrained now or found below `place`."""
-    folder = place / "bases" / kind
+def make_base(kind: str, sizes: Sizes, work_dir: Path) -> Base:
+    """Return the base of that kind, pretrained now unless `work_dir` holds it."""
+    folder = work_dir / "bases" / kind
     shape = {name: getattr(sizes, name) for name in ("window", "layers", "width", "heads", "vocabulary")}
     rates, tokens = dict[str, float](sizes.pretraining_rate), dict[str, int](sizes.tokens)
     shape |= {"tokens": tokens[kind], "learning-rate": rates[kind]}
     if sizes.training_documents is not None:
         shape["documents"] = sizes.training_documents
-    arguments = [kind, str(folder), *(part for key, value in shape.items() for part in (f"--{key}", str(value)))]
+    arguments = [
+        kind,
+        str(folder),
+        *(argument for key, value in shape.items() for argument in (f"--{key}", str(value))),
+    ]
     arguments += ["--set", "training.report_to=none"]
-    run_script(RECIPES / "pretrain.py", arguments)  # finds what it finished; refuses what was made otherwise
-    tokenizer = load_tokenizer(folder / "model", instead="save it beside the model")
-    found = read_documents(None, tokenizer, length=MULTIPLES[-1] * sizes.window, limit=sizes.documents)
-    command = command_line("recipes/pretrain.py", arguments, {place: "$WORK"})
-    return Base(kind, folder / "model", command, Texts(found, sizes.window, tokenizer))
+    run_script(RECIPES / "pretrain.py", arguments)  # reuses a finished run; refuses one with other settings
+    tokenizer = load_tokenizer(folder / "model", instead="save it with the model")
+    documents = read_documents(None, tokenizer, length=MULTIPLES[-1] * sizes.window, limit=sizes.documents)
+    command = command_line("recipes/pretrain.py", arguments, {work_dir: "$WORK"})
+    return Base(kind, folder / "model", command, Texts(documents, sizes.window, tokenizer))
 
 
-def _searched(base: Base, sizes: Sizes, place: Path) -> tuple[Path, str]:
-    """Return the file with LongRoPE's divisors, searched now or found, and the command that searches them."""
-    folder = writable_folder(place / "longrope")
+def _searched(base: Base, sizes: Sizes, work_dir: Path) -> tuple[Path, str]:
+    """Return the file with LongRoPE's divisors, searched now if missing, and the command of the search."""
+    folder = writable_folder(work_dir / "longrope")
     texts = [folder / f"text-{number}.txt" for number in range(_SEARCHED)]
-    for path, text in zip(texts, _long_texts(base), strict=False):
+    for path, argument in zip(texts, _long_texts(base), strict=False):
         if not path.is_file():
-            write_text(path, text)
+            write_text(path, argument)
     out, state = folder / "longrope.json", folder / "state.json"
     values = {"factor": _FACTOR, "population": sizes.population, "iterations": sizes.iterations, "state": state}
-    options = [part for key, value in values.items() for part in (f"--{key}", str(value))]
+    options = [argument for key, value in values.items() for argument in (f"--{key}", str(value))]
     arguments = ["search", str(base.folder), *map(str, texts), *options, "--native", "-o", str(out)]
     if not out.is_file():
-        done = subprocess.run([sys.executable, "-m", "hf_posswap.cli", *arguments], check=False)
-        if done.returncode:
-            raise TrainingError(f"posswap search ended with exit code {done.returncode}; it says why above.")
-    return out, command_line("posswap", arguments, {place: "$WORK"})
+        process = subprocess.run([sys.executable, "-m", "hf_posswap.cli", *arguments], check=False)
+        if process.returncode:
+            raise TrainingError(f"posswap search ended with exit code {process.returncode}; it says why above.")
+    return out, command_line("posswap", arguments, {work_dir: "$WORK"})
 
 
 def _long_texts(base: Base) -> Iterator[str]:
-    """Give training texts that are long enough to be read whole windows of, with room to spare."""
+    """Yield training texts that are more than twice as long as the longest length."""
     for document in python_corpus().train:
         ids = base.texts.tokenizer(document.text[: 64 * base.texts.longest], verbose=False)["input_ids"]
         if len(ids) > 2 * base.texts.longest:

@@ -1,20 +1,20 @@
-"""One vector for a long text: is it found by what stands deep in it, and is that worth more than cutting the text?
+"""One vector for a long text: does it retrieve text from deep inside, and is it better than truncating the text?
 
     python -m recipes.studies.encoders --base my-encoder --out results
     python -m recipes.studies.encoders --base my-encoder --size gpu --valid books/ --out results
 
 The base is a folder with an encoder of learned positions, such as all-MiniLM-L6-v2. Its table is tiled, interpolated
-and extended by the hierarchical rule, without training; RoPE and ALiBi take its place, fitted to it, and are distilled
-to the base's own vectors within its window by the recipe `embedding`, on each seed. What was distilled with RoPE is
-read once more with NTK-aware scaling, as LongEmbed (https://arxiv.org/abs/2404.12096) reads models of RoPE. Beside them
-stands what needs no swap: the base on the text cut at its window, the mean of its vectors of all windows, and the
-nearest of these, which takes as many vectors a document as it has windows.
+and extended by the hierarchical rule, without training. RoPE and ALiBi replace it, fitted to it, and are distilled to
+the base's own vectors within its window by the recipe `embedding`, for each seed. The model distilled with RoPE is also
+read with NTK-aware scaling, as in LongEmbed (https://arxiv.org/abs/2404.12096). Three baselines need no swap: the base
+on the text truncated to its window, the mean of its vectors of all windows, and the nearest of these vectors, which
+needs one vector per window.
 
-Two tasks, at 1, 2, 4 and 8 windows: passkeys in filler, and passages taken out of real text (Python's own held-out
-part, or --valid). Each document is asked for once from each eighth of it. Accuracy at 1 and nDCG at 10, with 95 %
-intervals over documents, a document's score being the mean over seeds; differences are paired.
+There are two tasks, at 1, 2, 4 and 8 windows: passkeys in filler, and passages removed from real text (Python's
+held-out text, or --valid). Each document has one question from each eighth of it. The scores are accuracy at 1 and nDCG
+at 10, with 95 % intervals over documents; a document's score is the mean over seeds, and differences are paired.
 
-A run that was stopped goes on by the same command, and what did not change is not trained or read again.
+The same command resumes an interrupted run, and trains and reads only what changed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,18 @@ from hf_posswap.evaluation.frames import special_frame
 from hf_posswap.evaluation.retrieval import Pooling
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.atomic_io import write_json, write_text
-from recipes.studies.encoders_reading import Bench, Way
-from recipes.studies.encoders_scores import CUT, INTERPOLATED, MEAN, NTK, ROPE, Found, cells_of, near_the_base, verdicts
+from recipes.studies.encoders_reading import Bench, ReadingMethod
+from recipes.studies.encoders_scores import (
+    CUT,
+    INTERPOLATED,
+    MEAN,
+    NTK,
+    ROPE,
+    TaskResult,
+    cells_of,
+    near_the_base,
+    verdicts,
+)
 from recipes.studies.encoders_table import markdown
 from recipes.studies.long_texts import Task, needed, passages, passkeys
 from recipes.studies.measuring import INTERVALS, MULTIPLES
@@ -57,22 +67,22 @@ from recipes.studies.running import (
 T = TypeVar("T")
 NAME = "encoders"
 QUESTIONS = 8
-"""Of each document: at 8 windows, one of them is answered within the first."""
+"""Questions per document: at 8 windows, one of them is answered within the first window."""
 _WARMUP = 0.1
 _ROPE = {"partial": 0.5}
-"""What is not rotated is what can be fitted."""
+"""Only the dimensions that are not rotated can be fitted."""
 POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "last": "last"}
 DISTILLED: dict[str, dict[str, Any]] = {"rope": _ROPE, "alibi": {}}
 WAYS = (
-    Way(CUT, "cut"),
-    Way(MEAN, "mean of windows"),
-    Way("nearest window", "nearest window"),
-    Way("table, tiled", scheme="learned", options={"extend": "tile"}),
-    Way(INTERPOLATED, scheme="learned", options={"extend": "interpolate"}),
-    Way("table, hierarchical", scheme="learned", options={"extend": "hierarchical"}),
-    Way(ROPE, scheme="rope", options=_ROPE, trained="rope"),
-    Way(NTK, scheme="ntk", options=_ROPE | {"factor": float(MULTIPLES[-1])}, trained="rope"),
-    Way("alibi, distilled", scheme="alibi", trained="alibi"),
+    ReadingMethod(CUT, "cut"),
+    ReadingMethod(MEAN, "mean of windows"),
+    ReadingMethod("nearest window", "nearest window"),
+    ReadingMethod("table, tiled", scheme="learned", options={"extend": "tile"}),
+    ReadingMethod(INTERPOLATED, scheme="learned", options={"extend": "interpolate"}),
+    ReadingMethod("table, hierarchical", scheme="learned", options={"extend": "hierarchical"}),
+    ReadingMethod(ROPE, scheme="rope", options=_ROPE, trained="rope"),
+    ReadingMethod(NTK, scheme="ntk", options=_ROPE | {"factor": float(MULTIPLES[-1])}, trained="rope"),
+    ReadingMethod("alibi, distilled", scheme="alibi", trained="alibi"),
 )
 
 
@@ -117,27 +127,27 @@ def main(
     settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of the distillation.")] = None,
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
 ) -> None:
-    """Distil, read long texts in every way, and say what is found."""
+    """Distil, read long texts by every method, and report retrieval scores."""
     sizes, pooled = _named("size", size, SIZES), _named("pooling", pooling, POOLINGS)
     if sizes.device == "cuda" and not torch.cuda.is_available():
         raise OptionError(f"--size {size} reads on a GPU, and torch finds none here: use --size cpu.")
     ways = _ways(only)
-    place = work_folder(work)
+    work_dir = work_folder(work)
     folder = base.expanduser().resolve()
     model = hf_posswap.load(folder)
     reach = reach_of(model)
     if reach.causal or reach.limit is None:
         raise UnsupportedModelError(f"the study is of encoders with a learned table, got {type(model).__name__}.")
-    tokenizer = load_tokenizer(folder, instead="save it beside the model")
+    tokenizer = load_tokenizer(folder, instead="save it with the model")
     longest = MULTIPLES[-1] * reach.window
     texts = read_documents(valid, tokenizer, length=needed(longest, QUESTIONS), limit=sizes.documents)
     tasks = list(_tasks(tokenizer, texts.tokens, reach.window, sizes.documents))
     shared = [f"model.name={folder}", source_settings(train or ["python"]), *_sized(sizes, reach.window)]
-    runs = {scheme: list(_runs(scheme, [*shared, *(settings or ())], sizes.seeds, place)) for scheme in DISTILLED}
-    bench = Bench(folder, tasks, reach.window, special_frame(tokenizer), pooled, sizes.device, place)
-    found = {way.name: [bench.read(way, model) for model in _models(way, runs)] for way in ways}
-    rows = _rows(ways, found, reach.window)
-    places = {place: "$WORK", folder: "$BASE", base: "$BASE", **_folders_of((*(train or ()), *(valid or ())))}
+    runs = {scheme: list(_runs(scheme, [*shared, *(settings or ())], sizes.seeds, work_dir)) for scheme in DISTILLED}
+    bench = Bench(folder, tasks, reach.window, special_frame(tokenizer), pooled, sizes.device, work_dir)
+    results = {way.name: [bench.read(way, model) for model in _models(way, runs)] for way in ways}
+    rows = _rows(ways, results, reach.window)
+    places = {work_dir: "$WORK", folder: "$BASE", base: "$BASE", **_folders_of((*(train or ()), *(valid or ())))}
     result = {
         "study": NAME,
         "intervals": INTERVALS,
@@ -162,43 +172,45 @@ def main(
     typer.echo(markdown(result))
 
 
-def _named(kind: str, name: str, known: Mapping[str, T]) -> T:
+def _named(category: str, name: str, known: Mapping[str, T]) -> T:
     if name not in known:
-        raise UnknownNameError(kind, name, known)
+        raise UnknownNameError(category, name, known)
     return known[name]
 
 
-def _ways(only: Sequence[str] | None) -> list[Way]:
-    """Return the ways to measure: what the others are held against is always among them."""
+def _ways(only: Sequence[str] | None) -> list[ReadingMethod]:
+    """Return the methods to measure, always with the baselines."""
     known = {way.name: way for way in WAYS}
-    wanted = {_named("way", name, known).name for name in only or known} | {CUT, MEAN}
-    return [way for way in WAYS if way.name in wanted]
+    selected = {_named("way", name, known).name for name in only or known} | {CUT, MEAN}
+    return [way for way in WAYS if way.name in selected]
 
 
-def _rows(ways: Sequence[Way], found: Mapping[str, Sequence[Sequence[Found]]], window: int) -> list[dict[str, Any]]:
-    """Return what each way found, of all seeds."""
-    (cut,), (mean,) = found[CUT], found[MEAN]
+def _rows(
+    ways: Sequence[ReadingMethod], results: Mapping[str, Sequence[Sequence[TaskResult]]], window: int
+) -> list[dict[str, Any]]:
+    """Return the results of each method over all seeds."""
+    (cut,), (mean,) = results[CUT], results[MEAN]
     return [
         {
             "way": way.name,
             "vectors": way.reads,
             "distilled": way.trained is not None,
-            "near": near_the_base(found[way.name], cut, window),
-            "cells": cells_of(found[way.name], cut, mean, window),
+            "near": near_the_base(results[way.name], cut, window),
+            "cells": cells_of(results[way.name], cut, mean, window),
         }
         for way in ways
     ]
 
 
 def _tasks(tokenizer: Any, rows: np.ndarray, window: int, documents: int) -> Iterator[Task]:
-    """Give both tasks at every length."""
+    """Yield both tasks at every length."""
     lengths = [multiple * window for multiple in MULTIPLES]
     yield from (passkeys(tokenizer, length, documents, QUESTIONS) for length in lengths)
     yield from (passages(tokenizer, rows, length, QUESTIONS) for length in lengths)
 
 
 def _sized(size: Size, window: int) -> list[str]:
-    """Return what makes the recipe `embedding` as large as `size` says, on texts of the base's window."""
+    """Return the settings of the recipe `embedding` for `size`, on texts of the base's window."""
     return [
         f"data.length={window}",
         f"swap.max_length={MULTIPLES[-1] * window}",
@@ -210,16 +222,16 @@ def _sized(size: Size, window: int) -> list[str]:
     ]
 
 
-def _runs(scheme: str, settings: Sequence[str], seeds: int, place: Path) -> Iterator[Run]:
-    """Give the distillations of a scheme, by seed."""
+def _runs(scheme: str, settings: Sequence[str], seeds: int, work_dir: Path) -> Iterator[Run]:
+    """Yield the distillations of a scheme, by seed."""
     fields = ", ".join(f"{name}: {value}" for name, value in ({"name": scheme} | DISTILLED[scheme]).items())
     for seed in range(seeds):
         seeded = [f"swap.scheme={{{fields}}}", f"data.seed={seed}", f"training.seed={seed}"]
-        yield make_run(RECIPES / "embedding.yaml", [*settings, *seeded], place)
+        yield make_run(RECIPES / "embedding.yaml", [*settings, *seeded], work_dir)
 
 
-def _models(way: Way, runs: Mapping[str, Sequence[Run]]) -> Iterator[Path | None]:
-    """Give the distilled models whose weights the way takes, trained now or found; None: it takes the base's."""
+def _models(way: ReadingMethod, runs: Mapping[str, Sequence[Run]]) -> Iterator[Path | None]:
+    """Yield the distilled models that the method uses, trained now if missing; None: it uses the base's weights."""
     if way.trained is None:
         typer.echo(way.name)
         yield None
@@ -231,7 +243,7 @@ def _models(way: Way, runs: Mapping[str, Sequence[Run]]) -> Iterator[Path | None
 
 
 def _folders_of(paths: Sequence[str | Path]) -> dict[Path, str]:
-    """Return what stands for the folders that texts lie in."""
+    """Return the placeholder for the folders of the texts."""
     parents = {Path(path).parent for path in paths}
     return {parent: "$TEXT" for parent in parents if parent.parts}
 

@@ -15,19 +15,19 @@ _TASKS = {
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the results of `recipes.studies.encoders` for people: the answer, a table a task, and the commands."""
-    held, base, texts = result["versions"], result["base"], result["texts"]
+    """Return the results of `recipes.studies.encoders` as Markdown: verdicts, a table per task, and the commands."""
+    installed, base, texts = result["versions"], result["base"], result["texts"]
     tasks = list(dict.fromkeys(cell["task"] for cell in result["rows"][0]["cells"]))
     lines = [
         f"# One vector for a long text: {base['name']}, {base['parameters'] / 1e6:.1f} M parameters, window "
         f"{base['window']}",
         "",
-        f"Distilled: {result['tokens']:,} tokens in texts of one window, {result['seeds']} seeds; all else without "
-        f"training. torch {held['torch']}, transformers {held['transformers']}, size "
+        f"Distilled: {result['tokens']:,} tokens in texts of one window, {result['seeds']} seeds; all others are not "
+        f"trained. torch {installed['torch']}, transformers {installed['transformers']}, size "
         f"{result['size']}. Differences are paired. {intervals_said(result)}",
         "",
-        "- Accuracy: the share of questions whose document is the nearest by cosine. nDCG at 10 likewise.",
-        "- Beyond: the accuracy on questions whose answer stands beyond the first window, at the longest length.",
+        "- Accuracy: the share of questions whose document is the nearest by cosine. nDCG at 10 uses the same ranks.",
+        "- Beyond: the accuracy on questions whose answer is beyond the first window, at the longest length.",
         f"- Real text: {texts['source']}; {texts['said']}.",
         "",
         *_answers(result),
@@ -38,7 +38,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _answers(result: dict[str, Any]) -> list[str]:
-    """Return what was found at the longest length, in words that follow from the numbers."""
+    """Return the verdicts at the longest length as a table and sentences."""
     longest = max(cell["length"] for cell in result["rows"][0]["cells"])
     lines = [
         f"## What was found at {longest:,} tokens",
@@ -46,25 +46,25 @@ def _answers(result: dict[str, Any]) -> list[str]:
         "| task | LongEmbed | here | difference of accuracy | verdict |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for found in result["verdicts"]:
-        cells = (found["task"], found["claim"], f"{found['way']} less {found['other']}", _change(found))
-        lines.append(_line([*cells, found["verdict"]]))
+    for verdict in result["verdicts"]:
+        cells = (verdict["task"], verdict["claim"], f"{verdict['way']} less {verdict['other']}", _change(verdict))
+        lines.append(_line([*cells, verdict["verdict"]]))
     return [*lines, "", *_sorted_ways(result["rows"], longest)]
 
 
 def _sorted_ways(rows: Sequence[dict[str, Any]], length: int) -> list[str]:
-    """Return for each task the ways whose interval lies above that of cutting, and those above the mean of windows."""
+    """Return for each task the methods that are better or worse than truncation and than the mean of windows."""
     lines = []
     for task in dict.fromkeys(cell["task"] for cell in rows[0]["cells"]):
         for key, other in (("less_cut", "cutting"), ("less_mean", "the mean of windows")):
-            found = {
+            changes = {
                 row["way"]: cell[key]
                 for row in rows
                 for cell in row["cells"]
                 if (cell["task"], cell["length"]) == (task, length)
             }
-            better = [way for way, change in found.items() if change["low"] is not None and change["low"] > 0]
-            worse = [way for way, change in found.items() if change["high"] is not None and change["high"] < 0]
+            better = [way for way, change in changes.items() if change["low"] is not None and change["low"] > 0]
+            worse = [way for way, change in changes.items() if change["high"] is not None and change["high"] < 0]
             lines.append(
                 f"- {task}: better than {other}: {'; '.join(better) or 'none'}. Worse: {'; '.join(worse) or 'none'}."
             )
@@ -95,12 +95,12 @@ def _task(task: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     return [*lines, "", f"Cosine to the base's vectors at one window, both tasks: {', '.join(near)}."]
 
 
-def _share(found: dict[str, float | None]) -> str:
-    return f"{found['mean']:.0%} [{interval_text(found, '.0%', ', ')}]"
+def _share(accuracy: dict[str, float | None]) -> str:
+    return f"{accuracy['mean']:.0%} [{interval_text(accuracy, '.0%', ', ')}]"
 
 
-def _change(found: dict[str, Any]) -> str:
-    return f"{found['difference']:+.2f} [{interval_text(found, '+.2f', ', ')}]"
+def _change(change: dict[str, Any]) -> str:
+    return f"{change['difference']:+.2f} [{interval_text(change, '+.2f', ', ')}]"
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -1,16 +1,16 @@
-"""Longer contexts for RoPE as papers compare them: before any training, and after the same few steps.
+"""Context extension of RoPE in the papers' protocol: before any training, and after the same few steps.
 
     python recipes/pretrain.py llama my-llama
     python -m recipes.studies.extension --base my-llama --tokens 150000 --seeds 3 --out results
 
 The protocol is that of YaRN's ablation (https://arxiv.org/abs/2309.00071, table of LLaMA-7B, 2k to 32k) and of LCEG
 (https://arxiv.org/abs/2409.12181): one base, one text, each method for 8 windows, trained on windows of that length by
-one recipe at one learning rate. Self-Extend and dynamic NTK are read as they are: they are made for it. Then every
-document is read at 1, 2, 4 and 8 windows, and each order that the papers print is held against these numbers: it holds
-where the 95 % interval of the difference lies below 0, it is reversed where it lies above 0, and else it is open.
+one recipe at one learning rate. Self-Extend and dynamic NTK are not trained, as intended. Every document is then read
+at 1, 2, 4 and 8 windows, and each order that the papers report is tested: it holds if the 95 % interval of the
+difference is below 0, it is reversed if the interval is above 0, and otherwise it is open.
 
-The base is a folder with a causal model of RoPE, or that of a run of recipes/pretrain.py. A run that was stopped goes
-on by the same command, and what did not change is not trained again.
+The base is a folder with a causal RoPE model, or a run of recipes/pretrain.py. The same command resumes an interrupted
+run, and trains only what changed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ ORDERS = (
     Order(("yarn", AFTER), ("linear", AFTER), FACTOR, _LCEG),
     *(Order((other, AFTER), ("self_extend", BEFORE), FACTOR, _LCEG) for other in ("ntk", "yarn", "linear")),
 )
-"""What the papers print, as far as two of these rows say it. On NTK after training at full length they disagree."""
+"""The papers' orders between two of these rows. They disagree on NTK after training at full length."""
 
 
 def main(
@@ -108,26 +108,34 @@ def main(
     learning_rate: Annotated[float, typer.Option(help="Of all trainings.")] = 5e-4,
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
 ) -> None:
-    """Extend a base by each method, train it, read by length, and hold the papers' orders against it."""
-    place = work_folder(work)
+    """Extend a base by each method, train it, measure it by length, and test the papers' orders."""
+    work_dir = work_folder(work)
     folder = base_folder(base)
     model = hf_posswap.load(folder).eval()
-    tokenizer = load_tokenizer(folder, instead="save it beside the model")
+    tokenizer = load_tokenizer(folder, instead="save it with the model")
     window = reach_of(model).window
-    found = read_documents(valid, tokenizer, length=FACTOR * window, limit=documents)
-    texts = Texts(found, window, tokenizer)
+    corpus = read_documents(valid, tokenizer, length=FACTOR * window, limit=documents)
+    texts = Texts(corpus, window, tokenizer)
     shared = [f"model.name={folder}", source_settings(train or ["python"]), f"training.learning_rate={learning_rate}"]
-    runs = {name: list(_runs(name, shared, (window, tokens, seeds), place)) for name in TRAINED}
+    runs = {name: list(_runs(name, shared, (window, tokens, seeds), work_dir)) for name in TRAINED}
     rows = {("base", "as it is"): [model], **{(name, BEFORE): [_swapped(folder, name)] for name in (*TRAINED, *FROZEN)}}
     for name, of_method in runs.items():
         for run in of_method:
             typer.echo(f"{name}, seed {run.recipe.training.seed}: {tokens_of(run.recipe):,} tokens")
             run.finish()
         rows[name, AFTER] = [hf_posswap.load(run.model).eval() for run in of_method]
-    with RunStore(place / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
-        means = {key: _mean([document_means(one, texts, store) for one in models]) for key, models in rows.items()}
-    named = [Path(path) for path in (*(train or ()), *(valid or ()))]
-    places = {place: "$WORK", folder: "$BASE", base: "$BASE", **{p.parent: "$TEXT" for p in named if p.parent.parts}}
+    with RunStore(work_dir / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
+        means = {
+            key: _mean([document_means(seed_model, texts, store) for seed_model in models])
+            for key, models in rows.items()
+        }
+    text_paths = [Path(path) for path in (*(train or ()), *(valid or ()))]
+    places = {
+        work_dir: "$WORK",
+        folder: "$BASE",
+        base: "$BASE",
+        **{p.parent: "$TEXT" for p in text_paths if p.parent.parts},
+    }
     result = {
         "study": NAME,
         "intervals": INTERVALS,
@@ -135,8 +143,11 @@ def main(
         "base": {"name": base.name, "parameters": model.num_parameters(), "window": window},
         "tokens": max(tokens_of(run.recipe) for of_method in runs.values() for run in of_method),
         "seeds": seeds,
-        "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or found.source},
-        "rows": [{"method": name, "state": state, "lengths": _lengths(held)} for (name, state), held in means.items()],
+        "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or corpus.source},
+        "rows": [
+            {"method": name, "state": state, "lengths": _lengths(method_means)}
+            for (name, state), method_means in means.items()
+        ],
         "orders": [judge(order, means) for order in ORDERS],
         "command": study_command(NAME, context.params, places),
         "commands": [of_method[0].command(places) for of_method in runs.values()],
@@ -147,29 +158,31 @@ def main(
     typer.echo(markdown(result))
 
 
-def _runs(name: str, shared: Sequence[str], sizes: tuple[int, int, int], place: Path) -> Iterator[Run]:
-    """Give the trainings of a method, by seed.
+def _runs(name: str, shared: Sequence[str], sizes: tuple[int, int, int], work_dir: Path) -> Iterator[Run]:
+    """Yield the trainings of a method, by seed.
 
     Args:
         name: of its scheme.
         shared: settings of all.
         sizes: window, tokens, seeds.
-        place: where they lie.
+        work_dir: folder for trainings.
     """
     window, tokens, seeds = sizes
     steps = tokens // (FACTOR * window)
     if steps < 1:
         raise DataError(f"{tokens} tokens are less than one window of {FACTOR * window}: give as many, or more.")
-    mine = [f"swap.scheme={{name: {name}, factor: {FACTOR}}}", f"data.length={FACTOR * window}"]
-    mine += ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=1"]
-    mine += [f"training.max_steps={steps}", f"training.warmup_steps={int(_WARMUP * steps)}"]
-    mine += ["training.lr_scheduler_type=cosine", "training.gradient_checkpointing=false", "gates.start=false"]
+    own_settings = [f"swap.scheme={{name: {name}, factor: {FACTOR}}}", f"data.length={FACTOR * window}"]
+    own_settings += ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=1"]
+    own_settings += [f"training.max_steps={steps}", f"training.warmup_steps={int(_WARMUP * steps)}"]
+    own_settings += ["training.lr_scheduler_type=cosine", "training.gradient_checkpointing=false", "gates.start=false"]
     for seed in range(seeds):
-        yield make_run(RECIPES / "yarn.yaml", [*shared, *mine, f"data.seed={seed}", f"training.seed={seed}"], place)
+        yield make_run(
+            RECIPES / "yarn.yaml", [*shared, *own_settings, f"data.seed={seed}", f"training.seed={seed}"], work_dir
+        )
 
 
 def _swapped(folder: Path, name: str) -> Any:
-    """Return the base with a method for 8 windows, not trained."""
+    """Return the base with an untrained method for 8 windows."""
     model = hf_posswap.load(folder).eval()
     scheme = {"name": name} if name == "self_extend" else {"name": name, "factor": FACTOR}
     hf_posswap.patch_model(model, scheme, max_length=FACTOR * reach_of(model).window)
@@ -185,7 +198,7 @@ def _lengths(means: Means) -> list[dict[str, Any]]:
 
 
 def judge(order: Order, means: dict[tuple[str, str], Means]) -> dict[str, Any]:
-    """Return whether an order holds: 1, reversed: -1, open: 0, and the difference that it rests on.
+    """Return the verdict on an order (1: holds, -1: reversed, 0: open) and the difference behind it.
 
     Args:
         order: of two rows.
@@ -194,19 +207,19 @@ def judge(order: Order, means: dict[tuple[str, str], Means]) -> dict[str, Any]:
     Example:
         >>> order = Order(("yarn", "trained"), ("ntk", "trained"), 8, "a paper")
         >>> low, high = {"8": np.arange(8.0)}, {"8": np.arange(8.0) + 0.5}
-        >>> found = judge(order, {("yarn", "trained"): low, ("ntk", "trained"): high})
-        >>> found["verdict"], found["difference"]
+        >>> result = judge(order, {("yarn", "trained"): low, ("ntk", "trained"): high})
+        >>> result["verdict"], result["difference"]
         (1, -0.5)
     """
     higher, lower = (means[key][str(order.windows)] for key in (order.higher, order.lower))
-    found = difference(higher, lower)
+    change = difference(higher, lower)
     verdict = None
-    if len(lower) >= LEAST_DOCUMENTS and found["low"] is not None:
-        verdict = int(found["high"] < 0) - int(found["low"] > 0)
-    said = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(order).items()}
-    return said | {
+    if len(lower) >= LEAST_DOCUMENTS and change["low"] is not None:
+        verdict = int(change["high"] < 0) - int(change["low"] > 0)
+    fields = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(order).items()}
+    return fields | {
         "verdict": verdict,
-        **{key: found[key] for key in ("difference", "low", "high", "documents", "by_document")},
+        **{key: change[key] for key in ("difference", "low", "high", "documents", "by_document")},
     }
 
 
@@ -217,9 +230,9 @@ def markdown(result: dict[str, Any]) -> str:
         f"# extension: {result['tokens']:,} tokens on {base['name']}, {base['parameters'] / 1e6:.1f} M parameters, "
         f"window {base['window']}",
         "",
-        f"Nats a token of {texts['documents']} documents ({texts['source']}), read from their start, so many windows "
-        f"at once, by the mean of {result['seeds']} seed(s); every method is made for {FACTOR}. Later text may be "
-        "easier than the start: compare within a column.",
+        f"Nats/token on {texts['documents']} documents ({texts['source']}), read from their start, with 1 to "
+        f"{FACTOR} windows at once; mean of {result['seeds']} seed(s). Every method is for {FACTOR} windows. Later "
+        "text may be easier than the start: compare within a column.",
         "",
         "| method | state | " + " | ".join(f"{m}x" for m in MULTIPLES) + " |",
         "|---" * (2 + len(MULTIPLES)) + "|",
@@ -227,13 +240,18 @@ def markdown(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         cells = [f"{cell['nll']:.3f}" for cell in row["lengths"]] + ["–"] * (len(MULTIPLES) - len(row["lengths"]))
         lines.append(f"| {row['method']} | {row['state']} | {' | '.join(cells)} |")
-    lines += ["", "Orders that papers print: the first less the second, and its interval.", intervals_said(result), ""]
+    lines += [
+        "",
+        "Orders that papers report: the first less the second, with its interval.",
+        intervals_said(result),
+        "",
+    ]
     lines += ["| order | windows | source | difference | verdict |", "|---|---|---|---|---|"]
     for order in result["orders"]:
         first, second = (", ".join(order[key]) for key in ("lower", "higher"))
-        told = f"{order['difference']:+.3f} [{interval_text(order, '+.3f', ', ')}]"
+        change_text = f"{order['difference']:+.3f} [{interval_text(order, '+.3f', ', ')}]"
         verdict = _VERDICTS[order["verdict"]]
-        lines.append(f"| {first} below {second} | {order['windows']} | {order['source']} | {told} | {verdict} |")
+        lines.append(f"| {first} below {second} | {order['windows']} | {order['source']} | {change_text} | {verdict} |")
     return "\n".join([*lines, "", *(f"    {line}" for line in [result["command"], *result["commands"]]), ""])
 
 

@@ -1,9 +1,9 @@
-"""The figures that `posswap advise` rests on, from the results of the studies into the package.
+"""Copies the figures behind `posswap advise` from the results of the studies into the package.
 
-    python -m recipes.studies.figures            # after a study was run again
-    python -m recipes.studies.figures --check    # whether the package has those of the results
+    python -m recipes.studies.figures            # after rerunning a study
+    python -m recipes.studies.figures --check    # check that the package matches the results
 
-Nothing is measured here: every number stands in recipes/studies/results/, and each figure names its file.
+Nothing is measured here: every number is in recipes/studies/results/, and each figure names its file.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def main(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; fail where they differ.")] = False,
 ) -> None:
     """Write the figures, or check them."""
-    made = {"figures": [figure.to_dict() for figure in collect()]}
+    figures = {"figures": [figure.to_dict() for figure in collect()]}
     if not check:
-        write_json(PACKAGED, made)
-        typer.echo(f"{len(made['figures'])} figures in {PACKAGED.relative_to(ROOT)}")
-    elif read_json(PACKAGED) != made:
-        raise DataError(f"{PACKAGED.relative_to(ROOT)} is not what the results say: python -m recipes.studies.figures")
+        write_json(PACKAGED, figures)
+        typer.echo(f"{len(figures['figures'])} figures in {PACKAGED.relative_to(ROOT)}")
+    elif read_json(PACKAGED) != figures:
+        raise DataError(f"{PACKAGED.relative_to(ROOT)} does not match the results: python -m recipes.studies.figures")
 
 
 def collect() -> list[Figure]:
@@ -55,38 +55,42 @@ def collect() -> list[Figure]:
     return [*adapted, *_effects(), *_untrained(), *_quickstart()]
 
 
-def _held(name: str) -> tuple[str, dict[str, Any]]:
+def _load_result(name: str) -> tuple[str, dict[str, Any]]:
     path = RESULTS / f"{name}.json"
     return path.as_posix(), read_json(ROOT / path)
 
 
-def _from(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what a figure takes of a difference that a study measured."""
-    return {key: found[key] for key in ("difference", "low", "high", "documents")}
+def _from(change: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a measured difference that a figure needs."""
+    return {key: change[key] for key in ("difference", "low", "high", "documents")}
 
 
 def _adaptation(name: str) -> Iterator[Figure]:
-    source, held = _held(name)
-    kinds = {candidate.recipe: kind for kind, some in CANDIDATES.items() for candidate in some}
-    for row in held["rows"]:
-        base = Base(held["base"]["name"], kinds[row["recipe"]], held["base"]["parameters"], held["base"]["window"])
-        windows = held["texts"]["tokens of a piece"] // base.window
-        shared: dict[str, Any] = {"source": source, "subject": row["recipe"], "base": base, "tokens": held["tokens"]}
+    source, result = _load_result(name)
+    mechanisms = {
+        candidate.recipe: mechanism for mechanism, candidates in CANDIDATES.items() for candidate in candidates
+    }
+    for row in result["rows"]:
+        base = Base(
+            result["base"]["name"], mechanisms[row["recipe"]], result["base"]["parameters"], result["base"]["window"]
+        )
+        windows = result["texts"]["tokens of a piece"] // base.window
+        shared: dict[str, Any] = {"source": source, "subject": row["recipe"], "base": base, "tokens": result["tokens"]}
         for whose in ("base", "control"):
-            found = _from(row[f"from_sliding_{whose}"])
-            yield Figure(against="sliding window", windows=windows, whose=f"{whose}'s", **found, **shared)
+            fields = _from(row[f"from_sliding_{whose}"])
+            yield Figure(against="sliding window", windows=windows, whose=f"{whose}'s", **fields, **shared)
         yield Figure(against="control in the window", windows=1, **_from(row["from_control"]), **shared)
         yield Figure(against="base in the window", windows=1, **_from(row["from_base"]), **shared)
         yield Figure(against="same tokens alone", windows=windows, **_from(row["far_text"]), **shared)
 
 
 def _effects() -> Iterator[Figure]:
-    source, held = _held("effects")
-    for row in held["rows"]:
+    source, result = _load_result("effects")
+    for row in result["rows"]:
         if row["measure"] == "1 - cosine":  # no loss in nats
             continue
-        texts, kind = row["texts"], _KINDS[row["base"]]
-        base = Base(f"a small {row['base']}", kind, row["parameters"], texts["window"])
+        texts, mechanism = row["texts"], _KINDS[row["base"]]
+        base = Base(f"a small {row['base']}", mechanism, row["parameters"], texts["window"])
         shared: dict[str, Any] = {"source": source, "subject": row["recipe"], "base": base, "tokens": row["tokens"]}
         shared["remark"] = f"a demonstration: {row['demonstration']}" if row["demonstration"] else ""
         yield Figure(against="control in the window", windows=1, **_from(row["in_window"]), **shared)
@@ -96,8 +100,8 @@ def _effects() -> Iterator[Figure]:
 
 
 def _untrained() -> Iterator[Figure]:
-    source, held = _held("untrained")
-    for block in held["bases"]:
+    source, result = _load_result("untrained")
+    for block in result["bases"]:
         base = Base(block["name"], block["kind"], block["parameters"], block["window"])
         for row in block["rows"]:
             if "refused" in row:
@@ -109,17 +113,17 @@ def _untrained() -> Iterator[Figure]:
 
 
 def _quickstart() -> Iterator[Figure]:
-    """Give what the quickstart's page says of each swap and the sliding window of its control."""
+    """Yield the quickstart page's comparison of each swap with the sliding window of its control."""
     path = RESULTS / "quickstart.md"
     page = (ROOT / path).read_text(encoding="utf-8")
     steps = re.search(r"(\d+) steps of ([\d,]+) tokens", page)
     documents = re.search(r"on (\d+) documents", page)
-    told = re.findall(r"^- (\w+): .*sliding window of control at ([\d,]+) tokens.*$", page, re.MULTILINE)
-    if steps is None or documents is None or not told:
+    scheme_lengths = re.findall(r"^- (\w+): .*sliding window of control at ([\d,]+) tokens.*$", page, re.MULTILINE)
+    if steps is None or documents is None or not scheme_lengths:
         raise DataError(f"{path} is not written as this script reads it: make the two agree.")
     shipped = on_meta(EXAMPLE)
     base = Base("the quickstart's GPT-2", "learned", shipped.num_parameters(), shipped.config.n_positions)
-    for scheme, length in told:
+    for scheme, length in scheme_lengths:
         line = next(line for line in page.splitlines() if line.startswith(f"- {scheme}:"))
         row = next(line for line in page.splitlines() if line.startswith("|") and f" {scheme} |" in line)
         interval = re.search(r"\(([+-]?[\d.]+) to ([+-]?[\d.]+), p = [^()]*\)\.?$", line)

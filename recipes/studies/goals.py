@@ -1,4 +1,4 @@
-"""The goals of the adaptation study: what each scheme has to reach, whether it does, and the table that says so."""
+"""The goals of the adaptation study: their limits for each scheme, the verdicts, and the table."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from recipes.studies.measuring import (
 
 _ABOVE_BASE = {"rope": 0.005, "sinusoidal": 0.005}
 _ABOVE_BASE_OTHERS = 0.01
-"""Nats a token in the window that a scheme may stand above the untouched base."""
+"""Nats a token in the window by which a scheme may exceed the untouched base."""
 _FAR = {"rope": -0.02, "alibi": -0.02, "yarn": -0.02, "sinusoidal": 0.02}
-"""Nats a token of the last window that far text has to give at least; of other schemes anything."""
+"""Highest change of the last window's loss by far text, in nats a token; 0 for other schemes."""
 _WITHOUT_BOUND = ("sinusoidal",)
 _VERDICTS = {True: "reached", False: "missed", None: f"no verdict under {LEAST_DOCUMENTS} documents"}
 
@@ -46,7 +46,7 @@ class Subject:
 
 
 def judge(scheme: str, base: Subject, control: Subject, after: Means, seeds: Sequence[Means]) -> dict[str, Any]:
-    """Return the three goals and what they rest on; under eight documents none is reached or missed.
+    """Return the three goals and their measurements; with fewer than eight documents there is no verdict.
 
     Every difference is `after` less the other, paired by document.
 
@@ -88,11 +88,11 @@ def judge(scheme: str, base: Subject, control: Subject, after: Means, seeds: Seq
         "from_sliding_base": from_base_sliding,
         "by_seed": [
             {
-                "from_base": difference(base.means[WINDOW], one[WINDOW])["difference"],
-                "far_text": difference(one[LAST_ALONE], one[LAST])["difference"],
-                "from_sliding_base": difference(base.sliding, one[longest])["difference"],
+                "from_base": difference(base.means[WINDOW], seed_means[WINDOW])["difference"],
+                "far_text": difference(seed_means[LAST_ALONE], seed_means[LAST])["difference"],
+                "from_sliding_base": difference(base.sliding, seed_means[longest])["difference"],
             }
-            for one in seeds
+            for seed_means in seeds
         ],
         "lengths": [{"windows": m, **mean_with_interval(after[str(m)])} for m in MULTIPLES if str(m) in after],
         "losses": {
@@ -116,32 +116,34 @@ def _far_reached(scheme: str, far: dict[str, Any]) -> bool:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the result for people."""
+    """Return the result as Markdown."""
     texts, top, base = result["texts"], MULTIPLES[-1], result["base"]
     lines = [
         f"# {result['study']}: {result['tokens']:,} tokens on {base['name']}, {base['parameters'] / 1e6:.1f} M "
         f"parameters, window {texts['window']}",
         "",
-        f"Read: {texts['documents']} documents ({texts['source']}), {texts['pieces of a document']} x "
-        f"{texts['tokens of a piece']} tokens of each; {result['seeds']} seed(s). Nats a token: the recipe less the "
-        f"other, the interval and the upper bound that the goals ask for. {intervals_said(result)}",
+        f"Measured on {texts['documents']} documents ({texts['source']}), {texts['pieces of a document']} x "
+        f"{texts['tokens of a piece']} tokens each; {result['seeds']} seed(s). Nats/token: the recipe less the "
+        f"other, its interval, and the upper bound that the goals use. {intervals_said(result)}",
         "",
         f"| recipe | in the window, less the control | less the untouched base | last of {top} windows after the "
         f"others less alone | {top} windows less the control's sliding window | less the base's sliding window |",
         "|---|---|---|---|---|---|",
     ]
     columns = ("from_control", "from_base", "far_text", "from_sliding_control", "from_sliding_base")
-    lines += [f"| {row_name(row)} | {' | '.join(_told(row[key]) for key in columns)} |" for row in result["rows"]]
+    lines += [
+        f"| {row_name(row)} | {' | '.join(_change_text(row[key]) for key in columns)} |" for row in result["rows"]
+    ]
     lines += ["", "| recipe | goal | allowed | verdict |", "|---|---|---|---|"]
     for row in result["rows"]:
         allowed = row["allowed"]
-        wanted = (
+        limits = (
             f"bound of {allowed['above control']} above the control, {allowed['above base']} above the base",
             f"at most {allowed['far text']}" + ("" if row["scheme"] in _WITHOUT_BOUND else ", and a bound below 0"),
             "a bound below 0",
         )
-        for goal, said in zip(row["goals"], wanted, strict=True):
-            lines.append(f"| {row_name(row)} | {goal['goal']} | {said} | {_VERDICTS[goal['reached']]} |")
+        for goal, limit in zip(row["goals"], limits, strict=True):
+            lines.append(f"| {row_name(row)} | {goal['goal']} | {limit} | {_VERDICTS[goal['reached']]} |")
     lines += ["", "| recipe | base | control | recipe | base, sliding | control, sliding | recipe, 8 windows |"]
     lines += ["|---|---|---|---|---|---|---|"]
     lines += [
@@ -156,7 +158,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def row_name(row: dict[str, Any]) -> str:
-    """Return what a row is called: its recipe, and how it differs from the recipe's other rows.
+    """Return the name of a row: its recipe, and its variant.
 
     Example:
         >>> row_name({"recipe": "to-alibi", "variant": "swap.fit=0"})
@@ -165,5 +167,5 @@ def row_name(row: dict[str, Any]) -> str:
     return ", ".join(filter(None, (row["recipe"], row.get("variant"))))
 
 
-def _told(found: dict[str, Any]) -> str:
-    return f"{found['difference']:+.4f} [{interval_text(found, '+.4f', ', ')}], bound {found['upper']:+.4f}"
+def _change_text(change: dict[str, Any]) -> str:
+    return f"{change['difference']:+.4f} [{interval_text(change, '+.4f', ', ')}], bound {change['upper']:+.4f}"

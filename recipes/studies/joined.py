@@ -1,11 +1,11 @@
-"""Short texts in a row: documents long enough to read many windows of, where a collection has none.
+"""Joins short texts into documents of many windows, for collections without long ones.
 
     python -m recipes.studies.joined stories.parquet --characters 9500 --between '<s>' --out stories
     python -m recipes.studies.extension --base my-llama --train stories/train.jsonl --valid stories/valid.jsonl ...
 
-Texts follow in their order, so that a document is of whole texts; what is left at the end is left out. The first third
-of the documents is to measure on. What stands in one text says nothing of the next: such documents show whether a model
-still reads, far from where it was trained, and not whether it gains by far text.
+Documents consist of whole texts in order; a remainder at the end is dropped. The first third of the documents is for
+measuring. Texts are independent of one another, so such documents show whether a model still works far beyond its
+trained length, and not whether it benefits from far text.
 """
 
 from __future__ import annotations
@@ -32,31 +32,33 @@ def main(
     one_line: Annotated[bool, typer.Option("--one-line", help="Make every run of white space one blank.")] = False,
 ) -> None:
     """Join texts to documents, two thirds of them to train on."""
-    found = (document.text.strip() for document, _ in source_documents(Source(texts)))
-    documents = list(joined((" ".join(text.split()) if one_line else text for text in found), characters, between))
+    stripped_texts = (document.text.strip() for document, _ in source_documents(Source(texts)))
+    documents = list(
+        joined((" ".join(text.split()) if one_line else text for text in stripped_texts), characters, between)
+    )
     valid = len(documents) // 3
     if not valid:
         raise DataError(f"{texts} gives {len(documents)} documents of {characters} characters: give 3 or more texts.")
-    place = writable_folder(out)
-    for name, part in (("valid", documents[:valid]), ("train", documents[valid:])):
-        write_text(place / f"{name}.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in part))
+    folder = writable_folder(out)
+    for name, split_documents in (("valid", documents[:valid]), ("train", documents[valid:])):
+        write_text(folder / f"{name}.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in split_documents))
     typer.echo(f"{len(documents) - valid} documents to train on, {valid} to measure on: {out}")
 
 
 def joined(texts: Iterable[str], characters: int, between: str) -> Iterator[str]:
-    """Give documents of whole texts, of `characters` or more each.
+    """Yield documents of whole texts, of `characters` or more each.
 
     Example:
         >>> list(joined(["ab", "c", "def", "g"], 4, "-"))
         ['ab-c', 'def-g']
     """
-    held: list[str] = []
+    pending: list[str] = []
     for text in texts:
-        held.append(text)
-        document = between.join(held)
+        pending.append(text)
+        document = between.join(pending)
         if len(document) >= characters:
             yield document
-            held = []
+            pending = []
 
 
 app = script(main)

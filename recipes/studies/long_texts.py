@@ -1,7 +1,8 @@
-"""Long texts and what is asked of them: passkeys in filler, and passages taken out of real text.
+"""Retrieval tasks on long texts: passkeys in filler, and passages removed from real text.
 
-A document is asked several questions, one of each equal part of it, so that a reader who stops at an eighth of the text
-can answer one of eight. Its answer is the document: the text of the question stands in it alone, or was cut from it.
+Each document has several questions, one per equal part of it, so that a model which reads only an eighth of the text
+can answer one of eight. The answer is the document: only it contains the question's text, or the passage was cut from
+it.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from hf_posswap.evaluation.frames import special_frame
 from hf_posswap.evaluation.retrieval import FILLER, retrieval_texts
 
 PASSAGE = 32
-"""Tokens of a passage that is taken out."""
+"""Tokens of a removed passage."""
 NEAREST = 10
-"""Of the documents by nearness: those that count for nDCG."""
+"""Cutoff rank of nDCG."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """One question.
 
     Attributes:
         tokens: with the special ones around them.
-        document: number of the one that answers it.
+        document: index of the document that answers it.
         place: tokens of that document before the answer.
     """
 
@@ -39,7 +40,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
-    """Documents of one length, special tokens included, and the questions, as many of each document, in its order."""
+    """Documents of one length, with special tokens, and equally many questions per document, in its order."""
 
     name: str
     length: int
@@ -48,7 +49,7 @@ class Task:
 
 
 def passkeys(tokenizer: Any, length: int, documents: int, questions: int, seed: int = 0) -> Task:
-    """Return documents of filler that each hold the pass keys of some names, by which they are asked for.
+    """Return documents of filler, each with the pass keys of some names, and questions for these keys.
 
     Args:
         tokenizer: of the models.
@@ -68,29 +69,29 @@ def passkeys(tokenizer: Any, length: int, documents: int, questions: int, seed: 
     """
     pairs = retrieval_texts("passkey", documents * questions, seed)
     before, after = special_frame(tokenizer)
-    once = _plain(tokenizer, FILLER)
+    filler_line = _plain(tokenizer, FILLER)
     random = np.random.default_rng((seed, length))
-    texts, asked = [], []
+    texts, task_questions = [], []
     for number in range(documents):
-        mine = pairs[number * questions : (number + 1) * questions]
-        facts = [_plain(tokenizer, f" {fact} ") for fact, _ in mine]
-        room = length - len(before) - len(after) - sum(map(len, facts))
+        document_pairs = pairs[number * questions : (number + 1) * questions]
+        fact_ids = [_plain(tokenizer, f" {fact} ") for fact, _ in document_pairs]
+        room = length - len(before) - len(after) - sum(map(len, fact_ids))
         if room < 0:
             raise DataError(f"{questions} pass keys take {length - room} tokens here, got documents of {length}.")
-        filler, ids, done = once * (room // len(once) + 1), list(before), 0
-        for fact, words, place in zip(facts, mine, _places(room, questions, random), strict=True):
-            ids += filler[done:place]
-            asked.append(Question(tuple(tokenizer(words[1])["input_ids"]), number, len(ids)))
+        filler, ids, used = filler_line * (room // len(filler_line) + 1), list(before), 0
+        for fact, pair, position in zip(fact_ids, document_pairs, _positions(room, questions, random), strict=True):
+            ids += filler[used:position]
+            task_questions.append(Question(tuple(tokenizer(pair[1])["input_ids"]), number, len(ids)))
             ids += fact
-            done = place
-        texts.append((*ids, *filler[done:room], *after))
-    return Task("passkey", length, tuple(texts), tuple(asked))
+            used = position
+        texts.append((*ids, *filler[used:room], *after))
+    return Task("passkey", length, tuple(texts), tuple(task_questions))
 
 
 def passages(tokenizer: Any, rows: np.ndarray, length: int, questions: int, seed: int = 0) -> Task:
-    """Return the beginnings of real texts without some passages, which are the questions.
+    """Return the beginnings of real texts with some passages removed, which are the questions.
 
-    The inverse cloze task, https://arxiv.org/abs/1906.00300: what stands around a passage is to be found by it.
+    The inverse cloze task, https://arxiv.org/abs/1906.00300: a passage must retrieve its context.
 
     Args:
         tokenizer: of the models.
@@ -110,27 +111,27 @@ def passages(tokenizer: Any, rows: np.ndarray, length: int, questions: int, seed
     """
     before, after = special_frame(tokenizer)
     inside = length - len(before) - len(after)
-    part = needed(inside, questions) // questions
-    if inside < 1 or part < PASSAGE or rows.shape[1] < needed(inside, questions):
+    part_length = needed(inside, questions) // questions
+    if inside < 1 or part_length < PASSAGE or rows.shape[1] < needed(inside, questions):
         raise DataError(
             f"{questions} passages of {PASSAGE} tokens from documents of {length} take texts of "
             f"{needed(length, questions)} tokens, and one token left of each part at least; got {rows.shape[1]}."
         )
     random = np.random.default_rng((seed, length))
-    texts, asked = [], []
+    texts, task_questions = [], []
     for number, row in enumerate(rows[:, : needed(inside, questions)].tolist()):
-        ids, done = list(before), 0
+        ids, used = list(before), 0
         for i in range(questions):
-            start = i * part + int(random.integers(0, part - PASSAGE + 1))
-            ids += row[done:start]
-            done = start + PASSAGE
-            asked.append(Question((*before, *row[start:done], *after), number, len(ids)))
-        texts.append((*ids, *row[done:], *after))
-    return Task("passage", length, tuple(texts), tuple(asked))
+            start = i * part_length + int(random.integers(0, part_length - PASSAGE + 1))
+            ids += row[used:start]
+            used = start + PASSAGE
+            task_questions.append(Question((*before, *row[start:used], *after), number, len(ids)))
+        texts.append((*ids, *row[used:], *after))
+    return Task("passage", length, tuple(texts), tuple(task_questions))
 
 
 def needed(length: int, questions: int) -> int:
-    """Return how many tokens a text has from which `length` are left without the passages.
+    """Return the tokens of a text that leaves `length` tokens after the passages are removed.
 
     Example:
         >>> needed(512, 8)
@@ -140,7 +141,7 @@ def needed(length: int, questions: int) -> int:
 
 
 def windows(document: Sequence[int], window: int, frame: tuple[list[int], list[int]]) -> Iterator[tuple[int, ...]]:
-    """Give the windows of a document one after another, each of at most `window` tokens with its own special ones.
+    """Yield the windows of a document in order, each of at most `window` tokens with its own special ones.
 
     Example:
         >>> list(windows([1, 5, 6, 7, 8, 9, 2], 4, ([1], [2])))
@@ -152,37 +153,37 @@ def windows(document: Sequence[int], window: int, frame: tuple[list[int], list[i
         yield (*before, *inside[start : start + room], *after)
 
 
-def ranks(asked: np.ndarray, held: np.ndarray, right: Sequence[int]) -> np.ndarray:
-    """Return what place the right document has among all by the nearest of its vectors, 1 for the first, int [Q].
+def ranks(question_vectors: np.ndarray, document_vectors: np.ndarray, right_documents: Sequence[int]) -> np.ndarray:
+    """Return the rank of the right document by the nearest of its vectors, from 1, int [Q].
 
-    Another document that is just as near stands before it: vectors that say nothing find nothing.
+    A tie counts against the right document, so that uninformative vectors score nothing.
 
     Args:
-        asked: vectors of the questions, of length 1, [Q, E].
-        held: vectors of the documents, of length 1, V of each, [N, V, E].
-        right: number of the right document of each question, [Q].
+        question_vectors: vectors of the questions, of length 1, [Q, E].
+        document_vectors: vectors of the documents, of length 1, V of each, [N, V, E].
+        right_documents: number of the right document of each question, [Q].
 
     Example:
         >>> ranks(np.eye(2), np.eye(2)[:, None], [0, 0]).tolist()
         [1, 2]
     """
-    near = np.einsum("qe,nve->qnv", asked, held).max(axis=2)  # [Q, N]
-    own = near[np.arange(len(asked)), list(right)]  # [Q]
-    return np.asarray((near >= own[:, None]).sum(axis=1))
+    similarity = np.einsum("qe,nve->qnv", question_vectors, document_vectors).max(axis=2)  # [Q, N]
+    right_similarity = similarity[np.arange(len(question_vectors)), list(right_documents)]  # [Q]
+    return np.asarray((similarity >= right_similarity[:, None]).sum(axis=1))
 
 
-def gains(places: np.ndarray) -> np.ndarray:
+def gains(right_ranks: np.ndarray) -> np.ndarray:
     """Return the nDCG at 10 of each question with one right document, by its rank: 1 / log2(1 + rank), float64.
 
     Example:
         >>> gains(np.array([1, 3, 11])).tolist()
         [1.0, 0.5, 0.0]
     """
-    return np.where(places <= NEAREST, 1 / np.log2(1 + places), 0.0)
+    return np.where(right_ranks <= NEAREST, 1 / np.log2(1 + right_ranks), 0.0)
 
 
-def _places(room: int, count: int, random: np.random.Generator) -> list[int]:
-    """Return one place of [0, room] in each of `count` equal parts of it, in rising order."""
+def _positions(room: int, count: int, random: np.random.Generator) -> list[int]:
+    """Return one position of [0, room] in each of `count` equal parts of it, ascending."""
     edges = [i * room // count for i in range(count + 1)]
     return [int(random.integers(low, high + 1)) for low, high in zip(edges[:-1], edges[1:], strict=True)]
 

@@ -1,7 +1,7 @@
-"""Losses of documents in the window and beyond it, and what differs between two models: paired, over documents.
+"""Losses of documents in the window and beyond it, and differences between two models, paired by document.
 
-A document gives some pieces of the longest length each; all documents give as many tokens. The unit is the document:
-its pieces are not independent.
+Each document gives the same number of pieces of the longest length. The unit is the document, because its pieces are
+not independent.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ WINDOW, LAST, LAST_ALONE = "window", "last window", "last window alone"
 MARGIN = 0.02
 """Nats a token that a recipe may lose in the window."""
 INTERVALS = "the farther of Student's t and the bootstrap-t at each end"
-"""How intervals over documents are made now; results say how theirs were."""
+"""The current method for intervals over documents; results record their own."""
 _GROUPS = 2
-"""Of the seven groups of 15 % of the tokens that would mask each once: those that are read."""
+"""Groups of masked tokens that are read, of the seven groups of 15 % that would mask each token once."""
 
 Means = dict[str, np.ndarray]
 """Mean loss of each document, float64 [N], by what was read: "window", "1", "2", ..."""
@@ -50,7 +50,7 @@ class Texts:
         documents: tokens [N, pieces x the longest length].
         window: of the unswapped model.
         tokenizer: of the models.
-        multiples: of the window, rising: how much of each piece is read.
+        multiples: lengths to read of each piece, in windows, ascending.
     """
 
     documents: EvalDocuments
@@ -68,10 +68,10 @@ class Texts:
         return self.documents.tokens.reshape(-1, length)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what results say of the texts."""
-        said = self.documents.to_dict()
+        """Return the description of the texts for results."""
+        fields = self.documents.to_dict()
         pieces = self.documents.tokens.shape[1] // self.longest
-        return {key: said[key] for key in ("source", "documents", "digest")} | {
+        return {key: fields[key] for key in ("source", "documents", "digest")} | {
             "pieces of a document": pieces,
             "tokens of a piece": self.longest,
             "window": self.window,
@@ -109,9 +109,9 @@ def document_means(model: Any, texts: Texts, store: RunStore, teacher: Any = Non
             means = (_causal if reach_of(model).causal else _masked)(model, texts)
         return {key: row.tolist() for key, row in means.items()}
 
-    found = store.value(named, measure)
-    assert isinstance(found, dict)
-    return {key: np.array(row) for key, row in found.items()}
+    stored_means = store.value(named, measure)
+    assert isinstance(stored_means, dict)
+    return {key: np.array(row) for key, row in stored_means.items()}
 
 
 def _causal(model: Any, texts: Texts) -> Means:
@@ -131,7 +131,7 @@ def _causal(model: Any, texts: Texts) -> Means:
 def sliding_means(model: Any, texts: Texts, store: RunStore) -> np.ndarray:
     """Return the mean loss of each document, float64 [N], where the model reads its pieces by half-overlapping windows.
 
-    The trivial way to read on: no more than a window of the original length at once, in the same tokens as the longest
+    The baseline for long text: at most a window of the original length at once, over the same tokens as the longest
     of `document_means`.
 
     Args:
@@ -164,8 +164,9 @@ def _embedded(model: Any, teacher: Any, texts: Texts) -> Means:
         return embed(encoder, [[*before, *row, *after] for row in rows.tolist()]).double().numpy()  # [rows, E]
 
     def distances(rows: np.ndarray) -> np.ndarray:
-        parts = -(-rows.shape[1] // texts.window)  # of the teacher's window, the last one shorter by the frame
-        pieces = [rows[:, i * texts.window : (i + 1) * texts.window] for i in range(parts)]
+        # pieces of the teacher's window, shortened by the special tokens
+        piece_count = -(-rows.shape[1] // texts.window)
+        pieces = [rows[:, i * texts.window : (i + 1) * texts.window] for i in range(piece_count)]
         inside = texts.window - len(before) - len(after)
         wanted = sum(vectors(teacher, piece[:, :inside]) for piece in pieces)
         wanted = wanted / np.linalg.norm(wanted, axis=1, keepdims=True)
@@ -175,7 +176,7 @@ def _embedded(model: Any, teacher: Any, texts: Texts) -> Means:
 
 
 def _by_length(losses: Callable[[np.ndarray], np.ndarray], model: Any, texts: Texts) -> Means:
-    """Return the means of documents of `losses` of texts that an encoder's special tokens fill up to each length."""
+    """Return document means of `losses` at each length, which includes an encoder's special tokens."""
     reach, window, count = reach_of(model), texts.window, len(texts.documents.names)
     frame = sum(map(len, special_frame(texts.tokenizer)))
     means = {WINDOW: _by_document(losses(texts.cut(window)[:, : window - frame]), count)}
@@ -187,10 +188,10 @@ def _by_length(losses: Callable[[np.ndarray], np.ndarray], model: Any, texts: Te
 
 
 def _masked_rows(model: Any, texts: Texts, rows: np.ndarray) -> np.ndarray:
-    """Return the losses of the masked tokens of each row, [rows, masked]: the same ones in each."""
+    """Return the losses of the masked tokens of each row, [rows, masked], the same tokens in each row."""
     groups = mask_groups(rows.shape[1])[:_GROUPS]
-    places = np.sort(np.concatenate(groups))
-    return np.stack([masked_losses(model, texts.tokenizer, row, groups)[places] for row in rows])
+    masked_indices = np.sort(np.concatenate(groups))
+    return np.stack([masked_losses(model, texts.tokenizer, row, groups)[masked_indices] for row in rows])
 
 
 def _by_document(losses: np.ndarray, count: int) -> np.ndarray:
@@ -199,7 +200,7 @@ def _by_document(losses: np.ndarray, count: int) -> np.ndarray:
 
 
 def intervals_said(result: Mapping[str, Any]) -> str:
-    """Return how the intervals of `result` were made, and how far to trust those of an older method.
+    """Return how the intervals of `result` were computed, and how reliable those of an older method are.
 
     Example:
         >>> intervals_said({"intervals": INTERVALS})
@@ -208,29 +209,29 @@ def intervals_said(result: Mapping[str, Any]) -> str:
     if result.get("intervals") == INTERVALS:
         return f"Intervals of 95 % over documents: {INTERVALS}."
     return (
-        "Intervals are of an older method, the percentile bootstrap over documents, which is too narrow: called 95 %, "
-        "they hold the truth in 84 to 89 % of cases with 8 documents, 90 to 93 % with 16 and 93 to 95 % with 50. "
-        "The scores of each document, from which others could be made, were not kept."
+        "Intervals use an older method, the percentile bootstrap over documents, which is too narrow: nominally 95 %, "
+        "they cover the true value in 84 to 89 % of cases with 8 documents, 90 to 93 % with 16 and 93 to 95 % with 50. "
+        "They cannot be recomputed, because the scores of each document were not kept."
     )
 
 
 def mean_with_interval(means: np.ndarray) -> dict[str, float | None]:
-    """Return the mean over documents and its 95 % interval, None where none holds."""
+    """Return the mean over documents and its 95 % interval, or None if there is no valid interval."""
     low, high = ratio_interval(means, np.ones(len(means))) or (None, None)
     return {"nll": float(means.mean()), "low": low, "high": high}
 
 
 def difference(before: np.ndarray, after: np.ndarray, margin: float = MARGIN) -> dict[str, Any]:
-    """Return `after` less `before`, paired by document: the interval, a verdict on `margin`, and every document's.
+    """Return `after` less `before`, paired by document: interval, verdict on `margin`, and difference per document.
 
     Args:
         before: means of documents, [N].
         after: of the same tokens, [N].
-        margin: in nats a token, that the upper end of the 95 % interval may reach.
+        margin: most nats a token that the upper end of the 95 % interval may reach.
 
     Example:
-        >>> found = difference(np.arange(8.0), np.arange(8.0) + 0.5, 0.02)
-        >>> found["difference"], found["verdict"]
+        >>> change = difference(np.arange(8.0), np.arange(8.0) + 0.5, 0.02)
+        >>> change["difference"], change["verdict"]
         (0.5, 'worse')
     """
     ones = np.ones(len(before))
@@ -240,6 +241,6 @@ def difference(before: np.ndarray, after: np.ndarray, margin: float = MARGIN) ->
     return {key: value for key, value in both.items() if key != "lower"}
 
 
-def is_below(found: Mapping[str, Any], bound: float, key: str = "upper") -> bool:
-    """Return whether a difference lies below `bound` with its whole interval; False where it has none."""
-    return found[key] is not None and bool(found[key] < bound)
+def is_below(change: Mapping[str, Any], bound: float, key: str = "upper") -> bool:
+    """Return whether the whole interval of a difference is below `bound`; False without an interval."""
+    return change[key] is not None and bool(change[key] < bound)

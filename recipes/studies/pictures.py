@@ -1,4 +1,4 @@
-"""The pictures of the studies: what was found, by length or beside what was allowed."""
+"""Plots of the studies: results by length, or compared with the allowed limits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from recipes.studies.goals import row_name
 from recipes.studies.measuring import MULTIPLES
 
 _UNSWAPPED = ("s", "o", "*")
-"""The marks of what the base gives without a swap."""
+"""Markers of the unswapped base's results."""
 _LINE = 32
 """Most letters of a row's name in a line."""
 _SWAPPED, _CONTROL, _ALLOWED = canvas.COLOURS[2], canvas.COLOURS[1], canvas.COLOURS[3]
 
 
 def draw_goals(result: dict[str, Any], path: Path) -> None:
-    """Draw what `recipes.studies.adaptation` found, and write it to `path` (PNG).
+    """Plot the results of `recipes.studies.adaptation`, and write them to `path` (PNG).
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -33,18 +33,18 @@ def draw_goals(result: dict[str, Any], path: Path) -> None:
         ("from_sliding_control", "Eight windows", "above the control's sliding window", None),
     )
     names = ["\n".join(textwrap.wrap(row_name(row), _LINE)) for row in rows]
-    for ax, (key, head, said, allowed) in zip(axes, shown, strict=True):
-        for place, row in enumerate(rows):
-            found = row[key]
-            low, high = (found["difference"] if found[end] is None else found[end] for end in ("low", "high"))
-            spans = [[found["difference"] - low], [high - found["difference"]]]
-            ax.errorbar([found["difference"]], [place], xerr=spans, fmt="o", capsize=3, color=_SWAPPED)
+    for ax, (key, head, axis_text, allowed) in zip(axes, shown, strict=True):
+        for y, row in enumerate(rows):
+            change = row[key]
+            low, high = (change["difference"] if change[end] is None else change[end] for end in ("low", "high"))
+            spans = [[change["difference"] - low], [high - change["difference"]]]
+            ax.errorbar([change["difference"]], [y], xerr=spans, fmt="o", capsize=3, color=_SWAPPED)
             limit = 0.0 if allowed is None else row["allowed"][allowed]
-            ax.plot([limit], [place], marker="|", markersize=22, color=_ALLOWED)
+            ax.plot([limit], [y], marker="|", markersize=22, color=_ALLOWED)
         ax.axvline(0, color=_CONTROL, linewidth=1)
         ax.set_yticks(range(len(rows)), names if ax is axes[0] else [""] * len(rows))
         ax.set_ylim(len(rows) - 0.5, -0.5)
-        ax.set_xlabel(f"nats a token, {said}", fontsize=8)
+        ax.set_xlabel(f"nats a token, {axis_text}", fontsize=8)
         ax.locator_params(axis="x", nbins=5)  # so that numbers do not touch
         canvas.title(ax, head, "95 % intervals; the bar is allowed")
     with replacing(path) as temporary:
@@ -52,7 +52,7 @@ def draw_goals(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_found(result: dict[str, Any], path: Path) -> None:
-    """Draw what `recipes.studies.retrieval` found, by length, and write it to `path` (PNG).
+    """Plot the results of `recipes.studies.retrieval` by length, and write them to `path` (PNG).
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -64,7 +64,7 @@ def draw_found(result: dict[str, Any], path: Path) -> None:
         colour = _CONTROL if row["recipe"] == "base" else canvas.COLOURS[1 + names.index(row["recipe"])]
         line = "--" if row["state"] == "before training" else "-"
         lengths = [float(multiple) for multiple in row["found"]]
-        shares = [found / asked for found, asked in row["found"].values()]
+        shares = [hits / total for hits, total in row["found"].values()]
         ax.plot(lengths, shares, line, marker="o", color=colour, label=f"{row['recipe']}, {row['state']}")
     ax.axvline(1, color=_CONTROL, linewidth=0.5)
     ax.set_xscale("log", base=2)
@@ -80,7 +80,7 @@ def draw_found(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_extension(result: dict[str, Any], path: Path) -> None:
-    """Draw what `recipes.studies.extension` read, before training and after, and write it to `path` (PNG).
+    """Plot the losses of `recipes.studies.extension` before and after training, and write them to `path` (PNG).
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -90,7 +90,7 @@ def draw_extension(result: dict[str, Any], path: Path) -> None:
     methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
     looks = dict(zip(methods, zip(canvas.COLOURS[1:], canvas.MARKERS[1:], strict=False), strict=False))
     trained = f"{result['tokens']:,} tokens, {result['seeds']} seed(s)"
-    for ax, state, said in zip(axes, ("before training", "trained"), ("no training", trained), strict=True):
+    for ax, state, subtitle in zip(axes, ("before training", "trained"), ("no training", trained), strict=True):
         for row in (row for row in result["rows"] if row["state"] in (state, "as it is")):
             colour, marker = looks[row["method"]]
             counts, losses = zip(*((cell["windows"], cell["nll"]) for cell in row["lengths"]), strict=True)
@@ -99,14 +99,14 @@ def draw_extension(result: dict[str, Any], path: Path) -> None:
         ax.set_xticks(MULTIPLES, [f"{count}" for count in MULTIPLES])
         ax.set_xlabel("windows of the base, read at once")
         ax.set_ylabel("nats a token")
-        canvas.title(ax, state.capitalize(), said)
+        canvas.title(ax, state.capitalize(), subtitle)
     picture.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     with replacing(path) as temporary:
         picture.savefig(temporary, format="png", metadata={"Software": None})
 
 
 def draw_ways(result: dict[str, Any], path: Path) -> None:
-    """Draw what `recipes.studies.encoders` found, a panel a task, and write it to `path` (PNG).
+    """Plot the results of `recipes.studies.encoders`, a panel per task, and write them to `path` (PNG).
 
     Raises:
         MissingDependencyError: matplotlib is not installed.

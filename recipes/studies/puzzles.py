@@ -1,12 +1,11 @@
-"""Text in which what stands far back must be found again: the pretraining of a base that finds needles.
+"""Text that requires looking far back: pretraining data for a base that finds needles.
 
     python -m recipes.studies.puzzles puzzles --documents 60000
     python recipes/pretrain.py llama finder --text puzzles --window 128 --width 128 --vocabulary 512 --tokens 6000000
 
-Small models learn to look back from text that asks for it at every turn, and from needles in filler hardly at all: one
-answer of five tokens is a small part of a window. So most documents are dense: names with numbers that are all asked
-for again, and lists that come twice. The rest are passkeys as `hf_posswap.evaluation` asks for them, its words around
-them, the filler of any length.
+Small models learn to look back from text that requires it everywhere, and hardly from needles in filler: one answer of
+five tokens is a small part of a window. Most documents are therefore dense: names with numbers that are all repeated,
+and lists that come twice. The rest are passkeys in the format of `hf_posswap.evaluation`, with filler of any length.
 """
 
 from __future__ import annotations
@@ -28,43 +27,43 @@ _NAMES = (
     "maple", "north", "ocean", "prism", "quartz", "ridge", "stone", "tulip", "umbra", "valley", "willow", "zephyr",
 )  # fmt: skip
 IN_A_WINDOW = 7
-"""Halves of the filler's line that stand around a passkey in a window of 128 tokens."""
+"""Half lines of filler around a passkey in a window of 128 tokens."""
 _FILE = 10_000
 """Documents of a file."""
 
 
 def pairs(random: np.random.Generator, filler: int) -> str:
-    """Return names with numbers, and then the same names in another order with theirs."""
+    """Return names with numbers, and then the same pairs in another order."""
     count = int(random.integers(2, 8))
     names = [str(name) for name in random.choice(_NAMES, count, replace=False)]
-    said = [f"{name} {random.integers(1, LARGEST_KEY + 1)}" for name in names]
-    again = [said[int(i)] for i in random.permutation(count)]
-    return f"{', '.join(said)}\n{_beyond(random, filler)}{', '.join(again)}\n"
+    facts = [f"{name} {random.integers(1, LARGEST_KEY + 1)}" for name in names]
+    repeated = [facts[int(i)] for i in random.permutation(count)]
+    return f"{', '.join(facts)}\n{_separating_filler(random, filler)}{', '.join(repeated)}\n"
 
 
 def copy(random: np.random.Generator, filler: int) -> str:
     """Return a list of numbers and names, twice."""
     count = int(random.integers(3, 11))
-    words = [
+    items = [
         str(random.choice(_NAMES)) if random.random() < 0.3 else str(random.integers(1, 1000)) for _ in range(count)
     ]
-    return f"{' '.join(words)}\n{_beyond(random, filler)}{' '.join(words)}\n"
+    return f"{' '.join(items)}\n{_separating_filler(random, filler)}{' '.join(items)}\n"
 
 
 def passkey(random: np.random.Generator, filler: int) -> str:
-    """Return a passkey in up to `filler` halves of the filler's line, and the question with its answer."""
+    """Return a passkey in up to `filler` half lines of filler, and the question with its answer."""
     key = int(random.integers(1, LARGEST_KEY + 1))
     lines = _lines(int(random.integers(0, filler + 1)))
-    before = int(random.integers(0, len(lines) + 1))
-    return f"{lines[:before]}{NEEDLE.format(key=key)}{lines[: len(lines) - before]}{QUESTION} {key}"
+    start = int(random.integers(0, len(lines) + 1))
+    return f"{lines[:start]}{NEEDLE.format(key=key)}{lines[: len(lines) - start]}{QUESTION} {key}"
 
 
 def _lines(halves: int) -> str:
     return (FILLER * (halves // 2 + 1))[: halves * len(FILLER) // 2]
 
 
-def _beyond(random: np.random.Generator, filler: int) -> str:
-    """Return filler between two halves of a dense document: none where all fits into a window of the base."""
+def _separating_filler(random: np.random.Generator, filler: int) -> str:
+    """Return filler between the halves of a dense document; none if all fits into a window of the base."""
     lines = _lines(int(random.integers(0, max(0, filler - IN_A_WINDOW) + 1)))
     return f"{lines}\n" if lines else ""
 
@@ -77,7 +76,7 @@ def documents(count: int, filler: int, seed: int) -> list[str]:
     """Return `count` documents that depend on the seed alone."""
     random = np.random.default_rng(seed)
     chosen = random.choice(len(KINDS), count, p=list(KINDS.values()))
-    return [list(KINDS)[kind](random, filler) for kind in chosen]
+    return [list(KINDS)[index](random, filler) for index in chosen]
 
 
 def main(
@@ -89,13 +88,13 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Of all of them.")] = 0,
 ) -> None:
     """Write documents of puzzles as JSON lines, several files of them."""
-    place = writable_folder(out)
-    others = sorted(path.name for path in place.iterdir() if not path.match("puzzles-*.jsonl"))
+    folder = writable_folder(out)
+    others = sorted(path.name for path in folder.iterdir() if not path.match("puzzles-*.jsonl"))
     if others:
         raise DataError(f"{out} holds {others[0]} already, which would be read as text too: give a new folder.")
-    for path in place.glob("puzzles-*.jsonl"):
+    for path in folder.glob("puzzles-*.jsonl"):
         path.unlink()
-    write_documents(place, count, filler, seed)
+    write_documents(folder, count, filler, seed)
 
 
 def write_documents(folder: Path, count: int, filler: int, seed: int) -> None:

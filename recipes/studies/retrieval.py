@@ -1,4 +1,4 @@
-"""Is a number that was said four windows ago found? Passkeys by length, before a swap, after it and after training.
+"""Does a model retrieve a number from four windows ago? Passkeys by length before a swap, after it and after training.
 
     python -m recipes.studies.puzzles near
     python -m recipes.studies.puzzles far --documents 4000 --filler 74 --seed 1
@@ -6,12 +6,12 @@
         --tokens 6000000 --batch 32 --learning-rate 3e-3
     python -m recipes.studies.retrieval --base finder --train far --tokens 175000 --seeds 3 --out results
 
-The base is a folder with a causal model, or that of a run of recipes/pretrain.py, which finds needles inside its
-window: a model that does not can show nothing. Each recipe puts its scheme in for 8 windows and trains on windows of
-that length. The goals: of 100 needles at 4 windows at least 90 are found after training, where the base finds 95 of 100
-in its own window; and the effective length, up to which every length's lower bound is 0.85 of the share in the window
-(`hf_posswap.evaluation.effective_length`), is larger than the base's. Beside them stand the base as it is, and each
-swap before training. A run that was stopped goes on by the same command, and what did not change is not trained again.
+The base is a folder with a causal model, or a run of recipes/pretrain.py, that finds needles inside its window; another
+model shows nothing. Each recipe swaps for 8 windows and trains on windows of that length. The goals: at least 90 of 100
+needles at 4 windows are found after training, if the base finds 95 of 100 in its own window; and the effective length,
+up to which every length's lower bound is 0.85 of the share in the window (`hf_posswap.evaluation.effective_length`), is
+larger than the base's. The untouched base and each swap before training are reported too. The same command resumes an
+interrupted run, and trains only what changed.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ MULTIPLES = (0.5, 1, 2, 4, 8)
 """Of the window: the lengths of prompt and answer together."""
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 IN_WINDOW, FAR, FAR_WINDOWS = 0.95, 0.9, 4
-"""Shares of needles that must be found: by the base up to its window, after training at so many windows."""
+"""Shares of needles that must be found: by the base in its window, and after training at `FAR_WINDOWS` windows."""
 _WARMUP = 0.05
 
 Cells = dict[str, list[int]]
-"""By multiple of the window: needles found, needles asked for."""
+"""By multiple of the window: needles found, and total needles."""
 
 
 def main(
@@ -69,18 +69,18 @@ def main(
     learning_rate: Annotated[float, typer.Option(help="Of all recipes.")] = 5e-4,
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
 ) -> None:
-    """Train recipes on far needles, and say how many are found by length."""
-    place = work_folder(work)
+    """Train recipes on far needles, and report the share found by length."""
+    work_dir = work_folder(work)
     folder = base_folder(base)
     model = hf_posswap.load(folder).eval()
     window = reach_of(model).window
-    task = PasskeyTask(load_tokenizer(folder, instead="save it beside the model"), header=False)
+    task = PasskeyTask(load_tokenizer(folder, instead="save it with the model"), header=False)
     if window < task.shortest:
         raise DataError(f"a passkey takes {task.shortest} tokens here, and the window of {base} has {window}.")
     configs = recipe or [RECIPES / "yarn.yaml", RECIPES / "abf.yaml"]
     shared = [f"model.name={folder}", source_settings(train), f"training.learning_rate={learning_rate}"]
-    runs = {config: list(_runs(config, shared, (window, tokens, seeds), place)) for config in configs}
-    with RunStore(place / "measured" / NAME) as store:
+    runs = {config: list(_runs(config, shared, (window, tokens, seeds), work_dir)) for config in configs}
+    with RunStore(work_dir / "measured" / NAME) as store:
         rows = [_row("base", "as it is", [model], task, window, trials, store)]
         for config, of_config in runs.items():
             for run in of_config:
@@ -90,7 +90,7 @@ def main(
             start = swapped(hf_posswap.load(folder).eval(), of_config[0], trained[0])
             rows.append(_row(config.stem, "before training", [start], task, window, trials, store))
             rows.append(_row(config.stem, "trained", trained, task, window, trials, store))
-    places = {place: "$WORK", folder: "$BASE", **{Path(path): f"$TEXT/{Path(path).name}" for path in train}}
+    places = {work_dir: "$WORK", folder: "$BASE", **{Path(path): f"$TEXT/{Path(path).name}" for path in train}}
     result = {
         "study": NAME,
         "versions": versions(),
@@ -108,44 +108,46 @@ def main(
     typer.echo(markdown(result))
 
 
-def _runs(config: Path, shared: Sequence[str], sizes: tuple[int, int, int], place: Path) -> Iterator[Run]:
-    """Give the trainings of a recipe, by seed.
+def _runs(config: Path, shared: Sequence[str], sizes: tuple[int, int, int], work_dir: Path) -> Iterator[Run]:
+    """Yield the trainings of a recipe, by seed.
 
     Args:
         config: of the recipe.
         shared: settings of all.
         sizes: window, tokens, seeds.
-        place: where they lie.
+        work_dir: folder for trainings.
     """
     window, tokens, seeds = sizes
     longest = int(MULTIPLES[-1] * window)
     steps = tokens // longest
     if steps < 1:
         raise DataError(f"{tokens} tokens are less than one window of {longest}: give as many, or more.")
-    mine = [f"data.length={longest}", "data.packing=documents", f"training.max_steps={steps}"]
-    mine += ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=1"]
-    mine += [f"training.warmup_steps={int(_WARMUP * steps)}", "training.lr_scheduler_type=cosine"]
+    own_settings = [f"data.length={longest}", "data.packing=documents", f"training.max_steps={steps}"]
+    own_settings += ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=1"]
+    own_settings += [f"training.warmup_steps={int(_WARMUP * steps)}", "training.lr_scheduler_type=cosine"]
     scheme = load_recipe(config).swap.scheme
-    scaled = isinstance(scheme, dict) and "factor" in scheme
-    mine.append(f"swap.scheme.factor={int(MULTIPLES[-1])}" if scaled else f"swap.max_length={longest}")
+    has_factor = isinstance(scheme, dict) and "factor" in scheme
+    own_settings.append(f"swap.scheme.factor={int(MULTIPLES[-1])}" if has_factor else f"swap.max_length={longest}")
     for seed in range(seeds):
-        yield make_run(config, [*shared, *mine, f"data.seed={seed}", f"training.seed={seed}"], place)
+        yield make_run(config, [*shared, *own_settings, f"data.seed={seed}", f"training.seed={seed}"], work_dir)
 
 
 def _row(
     name: str, state: str, models: Sequence[Any], task: PasskeyTask, window: int, trials: int, store: RunStore
 ) -> dict[str, Any]:
     """Return how many needles `models`, of several seeds, find by length."""
-    held = [_found(model, task, window, trials, store) for model in models]
-    cells = {length: [sum(one[length][i] for one in held) for i in (0, 1)] for length in held[0]}
+    counts_by_seed = [_needle_counts(model, task, window, trials, store) for model in models]
+    cells = {
+        length: [sum(counts[length][i] for counts in counts_by_seed) for i in (0, 1)] for length in counts_by_seed[0]
+    }
     return {"recipe": name, "state": state, "found": cells}
 
 
-def _found(model: Any, task: PasskeyTask, window: int, trials: int, store: RunStore) -> Cells:
+def _needle_counts(model: Any, task: PasskeyTask, window: int, trials: int, store: RunStore) -> Cells:
     lengths = {f"{m:g}": int(m * window) for m in MULTIPLES}
     limit = reach_of(model).limit
     lengths = {m: n for m, n in lengths.items() if n >= task.shortest and (limit is None or n <= limit)}
-    named = {"what": NAME, "model": fingerprint(model), "lengths": lengths, "depths": DEPTHS, "trials": trials}
+    key = {"what": NAME, "model": fingerprint(model), "lengths": lengths, "depths": DEPTHS, "trials": trials}
 
     def measure() -> Cells:
         cells: Cells = {}
@@ -154,37 +156,37 @@ def _found(model: Any, task: PasskeyTask, window: int, trials: int, store: RunSt
             cells[name] = [sum(cell.exact for cell in grid), sum(cell.trials for cell in grid)]
         return cells
 
-    return dict(store.value(named, measure))
+    return dict(store.value(key, measure))
 
 
 def goals_of(rows: Sequence[dict[str, Any]], window: int) -> Iterator[dict[str, Any]]:
-    """Give the goals, each with what was found and whether it is reached.
+    """Yield the goals, each with its measurement and whether it is reached.
 
     Args:
         rows: of the result; the first is the base's.
         window: of the base, in tokens.
     """
     inside = [rows[0]["found"][m] for m in ("0.5", "1") if m in rows[0]["found"]]
-    share = sum(found for found, _ in inside) / sum(asked for _, asked in inside)
+    share = sum(hits for hits, _ in inside) / sum(total for _, total in inside)
     yield _goal("base", "finds them in its window", f"{share:.1%}", share >= IN_WINDOW)
     before = effective_tokens(rows[0], rows[0], window)
     for row in (row for row in rows if row["state"] == "trained"):
-        found, asked = row["found"].get(f"{FAR_WINDOWS}", (0, 1))
-        yield _goal(row["recipe"], f"finds them at {FAR_WINDOWS} windows", f"{found / asked:.1%}", found / asked >= FAR)
+        hits, total = row["found"].get(f"{FAR_WINDOWS}", (0, 1))
+        yield _goal(row["recipe"], f"finds them at {FAR_WINDOWS} windows", f"{hits / total:.1%}", hits / total >= FAR)
         after = effective_tokens(row, rows[0], window)
-        told = [f"{tokens} tokens" if tokens else "no verdict" for tokens in (after, before)]
-        found_both = f"{told[0]}, {told[1]} before"
-        yield _goal(row["recipe"], "the effective length grows", found_both, (after or 0) > (before or 0))
+        length_texts = [f"{tokens} tokens" if tokens else "no verdict" for tokens in (after, before)]
+        lengths_text = f"{length_texts[0]}, {length_texts[1]} before"
+        yield _goal(row["recipe"], "the effective length grows", lengths_text, (after or 0) > (before or 0))
 
 
-def _goal(recipe: str, goal: str, found: str, reached: bool) -> dict[str, Any]:
-    return {"recipe": recipe, "goal": goal, "found": found, "reached": reached}
+def _goal(recipe: str, goal: str, result: str, reached: bool) -> dict[str, Any]:
+    return {"recipe": recipe, "goal": goal, "found": result, "reached": reached}
 
 
 def effective_tokens(row: dict[str, Any], base: dict[str, Any], window: int) -> int | None:
-    """Return the effective length of a row in tokens, held against its own share in the window; None: no verdict.
+    """Return the effective length of a row in tokens, relative to its own share in the window; None: no verdict.
 
-    Seeds are asked for the same needles, so that the intervals are of one seed's.
+    All seeds have the same needles, so intervals are for the number of one seed's.
 
     Args:
         row: of the result.
@@ -193,7 +195,7 @@ def effective_tokens(row: dict[str, Any], base: dict[str, Any], window: int) -> 
     """
     needles = base["found"]["1"][1]
     answers = {
-        int(float(m) * window): (round(needles * found / asked), needles) for m, (found, asked) in row["found"].items()
+        int(float(m) * window): (round(needles * hits / total), needles) for m, (hits, total) in row["found"].items()
     }
     return effective_length(answers, base_length=window).length
 
@@ -206,8 +208,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"# retrieval: {result['tokens']:,} tokens on {base['name']}, {base['parameters'] / 1e6:.1f} M parameters, "
         f"window {base['window']}",
         "",
-        f"Passkeys found of {needles} for each length, at five depths, the mean of {result['seeds']} seed(s). In "
-        f"brackets the 95 % interval (Wilson) of {needles} needles: seeds are asked for the same ones.",
+        f"Passkeys found of {needles} per length, at five depths; mean of {result['seeds']} seed(s). Brackets: the "
+        f"95 % Wilson interval for {needles} needles, because all seeds have the same ones.",
         "",
         "| recipe | state | " + " | ".join(f"{m} x {base['window']}" for m in columns) + " | effective length |",
         "|---" * (3 + len(columns)) + "|",
@@ -224,10 +226,10 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"    {line}" for line in commands), ""])
 
 
-def _cell(found: int, asked: int, *, needles: int) -> str:
-    """Return the share that was found, with the interval of one seed's needles."""
-    low, high = wilson_interval(round(needles * found / asked), needles)
-    return f"{found / asked:.0%} [{low:.0%}, {high:.0%}]"
+def _cell(hits: int, total: int, *, needles: int) -> str:
+    """Return the share of needles found, with the interval for one seed's number."""
+    low, high = wilson_interval(round(needles * hits / total), needles)
+    return f"{hits / total:.0%} [{low:.0%}, {high:.0%}]"
 
 
 app = script(main)

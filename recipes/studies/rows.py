@@ -1,4 +1,4 @@
-"""What the effects study trains: the bases, and each recipe shrunk to them. All rows read the same number of tokens."""
+"""The trainings of the effects study: the bases, and each recipe shrunk to them. All rows read as many tokens."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Row:
 
     Attributes:
         name: of its file.
-        base: what it starts from.
-        demonstration: why it proves nothing at this size; "": it is no such recipe.
+        base: the base model.
+        demonstration: why it proves nothing at this size; "": it is not a demonstration.
     """
 
     name: str
@@ -88,9 +88,9 @@ class Row:
 
     @property
     def windows(self) -> int:
-        """Windows of its model's original length that one training window holds, as the recipe says it."""
-        held = read_yaml(self.config)
-        return REACH if "stages" in held else held["data"]["length"] // _WINDOWS[held["model"]["name"]]
+        """Length of one training window in windows of the model's original length, by the recipe."""
+        values = read_yaml(self.config)
+        return REACH if "stages" in values else values["data"]["length"] // _WINDOWS[values["model"]["name"]]
 
     @property
     def searched(self) -> bool:
@@ -106,7 +106,7 @@ _WINDOWS = {
     "sentence-transformers/all-MiniLM-L6-v2": 512,
 }
 REACH = 8
-"""Windows that swaps are meant for where the recipe leaves that open, and the most that are read."""
+"""Default length of swaps in windows, and the most windows that are read."""
 _UNLEARNED = "masked tokens are learned slowly, and this base hardly uses context, so there is little to lose"
 ROWS = (
     Row("learned-to-rope", "gpt2"),
@@ -131,23 +131,23 @@ ROWS = (
 
 
 def row_settings(row: Row, sizes: Sizes, model: Path, scheme: Path | None) -> list[str]:
-    """Return what shrinks the recipe of `row`, as KEY=VALUE: sizes, lengths and the rate, and nothing else of it.
+    """Return KEY=VALUE settings that shrink the recipe of `row`: only sizes, lengths and the learning rate.
 
     Args:
         row: which.
         sizes: of the study.
         model: folder of its base.
-        scheme: file that the search wrote, where there was one.
+        scheme: file that the search wrote, if there was a search.
     """
-    held, length = read_yaml(row.config), row.windows * sizes.window
+    values, length = read_yaml(row.config), row.windows * sizes.window
     settings = [f"model.name={model}"]
     if sizes.training_documents is not None:
         settings.append(f"data.sources=[{{path: python, documents: {sizes.training_documents}}}]")
     if scheme is not None:
         settings.append(f"swap.scheme={scheme}")
-    if held["swap"].get("max_length"):
+    if values["swap"].get("max_length"):
         settings.append(f"swap.max_length={REACH * sizes.window}")
-    if held["swap"].get("gradual_steps"):
+    if values["swap"].get("gradual_steps"):
         settings.append(f"swap.gradual_steps={sizes.steps // 3}")
     batch = sizes.step // length
     training = {
@@ -158,7 +158,7 @@ def row_settings(row: Row, sizes: Sizes, model: Path, scheme: Path | None) -> li
         "learning_rate": sizes.rate,
     }
     settings += [f"data.length={length}", *(f"training.{key}={value}" for key, value in training.items())]
-    settings += _stages(held.get("stages", []), sizes, batch)
+    settings += _stages(values.get("stages", []), sizes, batch)
     return [*settings, "training.gradient_checkpointing=false"]
 
 
@@ -167,7 +167,7 @@ def _stages(stages: list[dict[str, Any]], sizes: Sizes, batch: int) -> list[str]
     settings: list[str] = []
     left, longest = sizes.steps * sizes.step, max((stage["length"] for stage in stages), default=0)
     numbered = sorted(enumerate(stages), key=lambda item: -item[1]["length"])
-    for done, (number, stage) in enumerate(numbered):  # the longest first: what it leaves, shorter windows fill
+    for done, (number, stage) in enumerate(numbered):  # the longest first; shorter windows use the remaining tokens
         length = REACH * sizes.window * stage["length"] // longest
         steps = left // (len(stages) - done) // (batch * length)
         left -= steps * batch * length

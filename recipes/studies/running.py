@@ -1,4 +1,4 @@
-"""What the studies share: runs of the real scripts that go on where they stopped, and their equal-token controls."""
+"""Shared by the studies: resumable runs of the actual scripts, and their equal-token controls."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.training.config import Recipe, TrainingSettings, load_recipe, phases_of
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.reading import read_yaml
-from hf_posswap.training.config.theirs import has_a_part, with_a_part
+from hf_posswap.training.config.theirs import affects_weights, result_settings
 from hf_posswap.training.data.sources import source_identity
 from hf_posswap.utils.atomic_io import cache_folder, read_json, writable_folder, write_json
 
 RECIPES = Path(__file__).resolve().parents[1]
 CONTROL = RECIPES / "control.yaml"
 _QUIET = ("training.report_to=none",)
-_OF_DATA = ("data.length", "data.packing", "data.cut")
-_OF_THE_SWAP = ("swap.", "stages", "objective.", "trainable.", "peft", "gates.", *_OF_DATA)
+_DATA_KEYS = ("data.length", "data.packing", "data.cut")
+_SWAP_KEYS = ("swap.", "stages", "objective.", "trainable.", "peft", "gates.", *_DATA_KEYS)
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Run:
     Attributes:
         config: the recipe's file.
         settings: KEY=VALUE of its command line, without `out`.
-        recipe: what both say.
-        folder: of the run. Its name follows from all that has a part in the result, so that a recipe which was changed
-            is trained anew and what was not is found.
+        recipe: of both.
+        folder: of the run. Its name depends on everything that affects the result, so that only changed recipes are
+            trained again.
     """
 
     config: Path
@@ -59,24 +59,24 @@ class Run:
 
     @property
     def arguments(self) -> list[str]:
-        """Of recipes/train.py."""
+        """The arguments of recipes/train.py."""
         return ["--config", str(self.config), *self.settings, f"out={self.folder}"]
 
     def command(self, places: Mapping[Path, str]) -> str:
-        """Return the command line as others can use it: of `places`, folders of this machine, it has the names."""
+        """Return the command line with local folders replaced by the names in `places`."""
         return command_line("recipes/train.py", self.arguments, places)
 
     @property
     def tokens_read(self) -> int:
-        """Of a finished run: fewer than `tokens_of`, where a stage ended early."""
+        """Tokens that a finished run read: fewer than `tokens_of` if a stage ended early."""
         steps = [phase["steps"] for phase in read_json(self.folder / "report.json")["phases"]]
         return sum(n * step_tokens(phase.recipe) for n, phase in zip(steps, phases_of(self.recipe), strict=True))
 
     def finish(self) -> dict[str, Any]:
-        """Train, or go on with it, unless it is done; return the report.
+        """Train or resume unless the run is finished; return the report.
 
         Raises:
-            CheckpointError: the folder holds what came of another base, other texts or other versions.
+            CheckpointError: the folder holds a run with another base, other texts or other versions.
             TrainingError: the script ended with an error, which it printed.
         """
         self._check_origin()
@@ -85,7 +85,7 @@ class Run:
         return read_json(self.folder / "report.json")
 
     def _check_origin(self) -> None:
-        """Check that what the settings only name is still the same: the base's weights, the texts, the versions."""
+        """Check that the base's weights, the texts and the versions, which the settings only name, are unchanged."""
         base = Path(self.recipe.model.name)
         weights = sorted(base.glob("*.safetensors")) if base.is_dir() else []
         origin = {
@@ -96,8 +96,8 @@ class Run:
         path = self.folder / "origin.json"
         if not path.is_file():
             write_json(path, origin)
-        held = read_json(path)
-        changed = [name for name, value in origin.items() if held[name] != value]
+        recorded = read_json(path)
+        changed = [name for name, value in origin.items() if recorded[name] != value]
         if changed:
             raise CheckpointError(
                 f"{self.folder} was trained from another {', '.join(changed)}: delete it, or choose another --work."
@@ -105,7 +105,7 @@ class Run:
 
 
 def command_line(program: str, arguments: Sequence[str], places: Mapping[Path, str]) -> str:
-    """Return a command as others can use it: of `places`, folders of this machine, it has the names.
+    """Return a command line with local folders replaced by the names in `places`.
 
     Example:
         >>> command_line("recipes/train.py", ["out=/my/place/a"], {Path("/my/place"): "$WORK"})
@@ -114,16 +114,16 @@ def command_line(program: str, arguments: Sequence[str], places: Mapping[Path, s
     line = " ".join([f"python {program}" if program.endswith(".py") else program, *map(shlex.quote, arguments)])
     for folder, name in places.items():
         line = line.replace(str(folder), name)
-    return line.replace(f"{RECIPES.parent}/", "")  # last: a place may lie in this checkout, or end as its path does
+    return line.replace(f"{RECIPES.parent}/", "")  # last, because a folder in `places` may be inside this checkout
 
 
-def study_command(name: str, asked: Mapping[str, Any], places: Mapping[Path, str]) -> str:
-    """Return the command line of the study `name` as others can use it, without what says where a machine keeps things.
+def study_command(name: str, options: Mapping[str, Any], places: Mapping[Path, str]) -> str:
+    """Return the command line of the study `name` without local folders.
 
     Args:
         name: of its module.
-        asked: its options, as its function has them.
-        places: as `command_line`.
+        options: values of its options.
+        places: as in `command_line`.
 
     Example:
         >>> study_command("retrieval", {"base": "finder", "seeds": 3, "recipe": None, "work": "here"}, {})
@@ -131,13 +131,13 @@ def study_command(name: str, asked: Mapping[str, Any], places: Mapping[Path, str
         >>> study_command("claims", {"only": ["text"], "finished": True}, {})
         'python -m recipes.studies.claims --only text --finished --out results'
     """
-    words: list[str] = []
-    for option, value in asked.items():
+    arguments: list[str] = []
+    for option, value in options.items():
         if option not in ("out", "work"):
             flag = "--set" if option == "settings" else f"--{option.replace('_', '-')}"
-            several = value if isinstance(value, list | tuple) else [] if value is None or value is False else [value]
-            words += [word for one in several for word in ((flag,) if one is True else (flag, str(one)))]
-    return command_line(f"python -m recipes.studies.{name}", [*words, "--out", "results"], places)
+            values = value if isinstance(value, list | tuple) else [] if value is None or value is False else [value]
+            arguments += [argument for item in values for argument in ((flag,) if item is True else (flag, str(item)))]
+    return command_line(f"python -m recipes.studies.{name}", [*arguments, "--out", "results"], places)
 
 
 def work_folder(work: Path | None) -> Path:
@@ -150,7 +150,7 @@ def work_folder(work: Path | None) -> Path:
 
 
 def base_folder(base: Path) -> Path:
-    """Return the folder of the model that `base` is, or that a run of recipes/pretrain.py left in it."""
+    """Return the model folder of `base`: itself, or the output of recipes/pretrain.py in it."""
     return (base if (base / "config.json").is_file() else base / "model").resolve()
 
 
@@ -161,8 +161,8 @@ def source_settings(paths: Sequence[str]) -> str:
         >>> source_settings(["python", "my books/"])
         "data.sources=[{path: python}, {path: 'my books/'}]"
     """
-    named = (path if re.fullmatch(r"[\w./-]+", path) else "'" + path.replace("'", "''") + "'" for path in paths)
-    return f"data.sources=[{', '.join(f'{{path: {path}}}' for path in named)}]"
+    yaml_paths = (path if re.fullmatch(r"[\w./-]+", path) else "'" + path.replace("'", "''") + "'" for path in paths)
+    return f"data.sources=[{', '.join(f'{{path: {path}}}' for path in yaml_paths)}]"
 
 
 def make_run(config: Path, settings: Sequence[str], work: Path) -> Run:
@@ -171,26 +171,30 @@ def make_run(config: Path, settings: Sequence[str], work: Path) -> Run:
     Raises:
         ConfigError: as `load_recipe`.
     """
-    given = (*(setting for setting in settings if setting not in _QUIET), *_QUIET)
-    recipe = load_recipe(config, given)
-    identity = _said(to_dict(recipe), to_dict(Recipe()))
+    all_settings = (*(setting for setting in settings if setting not in _QUIET), *_QUIET)
+    recipe = load_recipe(config, all_settings)
+    identity = _non_default(to_dict(recipe), to_dict(Recipe()))
     identity = {name: value for name, value in identity.items() if name not in ("out", "evaluation")}
-    identity |= {"training": with_a_part(recipe.training)}
-    return Run(config, given, recipe, work / "runs" / f"{config.stem}-{unit_key(identity)[:10]}")
+    identity |= {"training": result_settings(recipe.training)}
+    return Run(config, all_settings, recipe, work / "runs" / f"{config.stem}-{unit_key(identity)[:10]}")
 
 
-def _said(held: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """Return what `held` says beyond `default`, so that a key which recipes learn later changes no run of before."""
-    said = {}
-    for key, value in held.items():
-        other = default.get(key)
-        if value != other:
-            said[key] = _said(value, other) if isinstance(value, dict) and isinstance(other, dict) else value
-    return said
+def _non_default(values: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of `values` that differ from `default`, so that new recipe keys do not affect old runs."""
+    changed = {}
+    for key, value in values.items():
+        default_value = default.get(key)
+        if value != default_value:
+            changed[key] = (
+                _non_default(value, default_value)
+                if isinstance(value, dict) and isinstance(default_value, dict)
+                else value
+            )
+    return changed
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:
-    """Run the script at `script` as its user does, in this process: importing torch anew would cost most of the time.
+    """Run the script at `script` in this process, because importing torch again would take most of the time.
 
     Raises:
         TrainingError: it ended with an error.
@@ -223,58 +227,67 @@ def step_tokens(recipe: Recipe) -> int:
 
 
 def control_settings(recipe: Recipe, shared: Iterable[str], window: int) -> list[str]:
-    """Return what makes recipes/control.yaml the control of `recipe`: no swap, and the same tokens and optimizer.
+    """Return the settings that make recipes/control.yaml the control of `recipe`: same tokens and optimizer, no swap.
 
-    The model without a swap reads windows of `window` tokens at most, and so many more of them a step.
+    The unswapped model reads windows of at most `window` tokens, and correspondingly more of them per step.
 
     Args:
-        recipe: as it is trained.
-        shared: settings of its command line; those of the swap are left out.
+        recipe: the trained recipe.
+        shared: settings of its command line; settings of the swap are dropped.
         window: of the unswapped model.
 
     Raises:
         ConfigError: the windows of the recipe are no multiple of those of the control.
     """
-    kept = [setting for setting in shared if not setting.startswith(_OF_THE_SWAP) and not _trains(setting)]
+    kept = [setting for setting in shared if not setting.startswith(_SWAP_KEYS) and not _trains(setting)]
     length = min(window, recipe.data.length)
     per_step = step_tokens(recipe)
     if per_step % length:
-        raise ConfigError(f"a step of {per_step} tokens is no number of windows of {length}: change data.length.")
+        raise ConfigError(f"a step of {per_step} tokens is not a multiple of windows of {length}: change data.length.")
     windows = per_step // length
     batches = recipe.training.gradient_accumulation_steps
     batch = windows // batches if windows % batches == 0 else windows
-    held = read_yaml(CONTROL)
-    own = TrainingSettings(**held["training"])
-    wanted = {name: getattr(recipe.training, name) for name in with_a_part(own) | with_a_part(recipe.training)}
-    wanted |= {"max_steps": tokens_of(recipe) // per_step, "per_device_train_batch_size": batch}
-    wanted |= {"gradient_accumulation_steps": windows // batch}
-    more = [f"training.{k}={json.dumps(value)}" for k, value in wanted.items() if value != getattr(own, k)]
+    control_values = read_yaml(CONTROL)
+    control_training = TrainingSettings(**control_values["training"])
+    training_values = {
+        name: getattr(recipe.training, name)
+        for name in result_settings(control_training) | result_settings(recipe.training)
+    }
+    training_values |= {"max_steps": tokens_of(recipe) // per_step, "per_device_train_batch_size": batch}
+    training_values |= {"gradient_accumulation_steps": windows // batch}
+    training_settings = [
+        f"training.{k}={json.dumps(value)}"
+        for k, value in training_values.items()
+        if value != getattr(control_training, k)
+    ]
     packing = "documents" if recipe.data.packing == "documents" else "none"
-    kind = "next-token" if recipe.objective.kind in ("next-token", "distill") else "masked"
-    fixed: dict[str, Any] = {"data.length": length, "data.packing": packing, "objective.kind": kind}
-    plain = to_dict(Recipe())["swap"]
-    kept_on = [name for name, value in held.get("swap", {}).items() if value not in (None, plain[name])]
-    fixed |= {f"swap.{name}": json.dumps(plain[name]) for name in kept_on}
-    if held.get("stages"):
+    objective = "next-token" if recipe.objective.kind in ("next-token", "distill") else "masked"
+    fixed: dict[str, Any] = {"data.length": length, "data.packing": packing, "objective.kind": objective}
+    default_swap = to_dict(Recipe())["swap"]
+    swap_fields = [
+        name for name, value in control_values.get("swap", {}).items() if value not in (None, default_swap[name])
+    ]
+    fixed |= {f"swap.{name}": json.dumps(default_swap[name]) for name in swap_fields}
+    if control_values.get("stages"):
         fixed["stages"] = "[]"
-    return [*kept, *(f"{key}={value}" for key, value in fixed.items()), *more]
+    return [*kept, *(f"{key}={value}" for key, value in fixed.items()), *training_settings]
 
 
 def _trains(setting: str) -> bool:
-    """Return whether a setting of `training` has a part in the weights: the control has those of the recipe."""
+    """Return whether `setting` is a training setting that affects the weights, which the control copies."""
     section, _, name = setting.partition("=")[0].partition(".")
-    return section == "training" and has_a_part(name)
+    return section == "training" and affects_weights(name)
 
 
 def swapped(base: Any, run: Run, model: Any) -> Any:
-    """Return `base` with the swap that `run` gave `model`, not trained.
+    """Return `base` with the swap of `run`'s `model`, untrained.
 
-    What a recipe fits to the base before its first step (swap.fit) no record holds: there the recipe is run for one
-    step at a learning rate that no weight of float32 feels, which leaves its start as it was.
+    A fit to the base before the first step (swap.fit) is not in the record. For such recipes, this runs one step with
+    a learning rate that is too small to change a float32 weight.
     """
     if run.recipe.swap.fit:
-        still = ["learning_rate=1e-30", "warmup_steps=0", "weight_decay=0", "max_steps=1"]
-        settings = [*run.settings, *(f"training.{setting}" for setting in still)]
+        frozen_settings = ["learning_rate=1e-30", "warmup_steps=0", "weight_decay=0", "max_steps=1"]
+        settings = [*run.settings, *(f"training.{setting}" for setting in frozen_settings)]
         start = make_run(run.config, settings, run.folder.parents[1])
         start.finish()
         return hf_posswap.load(start.model).eval()
@@ -286,7 +299,7 @@ def swapped(base: Any, run: Run, model: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that numbers depend on."""
+    """Return the versions that results depend on."""
     from transformers import __version__ as transformers_version
 
     return {

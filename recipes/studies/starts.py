@@ -1,13 +1,12 @@
-"""Where a swap of a learned table starts, before any training: how far from the base in the window, and beyond.
+"""The loss of a swapped learned table before any training, in the window and beyond, compared with the base.
 
     python recipes/pretrain.py gpt2 my-gpt2 --text books/
     python -m recipes.studies.starts --base my-gpt2 --fit books/ --valid other-books/ --out results
 
-The base is a folder with a model of learned positions, or that of a run of recipes/pretrain.py. It gets a tiled table,
-the sinusoids at the scale of its table, sinusoids that are ridge-fitted to it with penalties from small to large, and
-biases in its place, as they are and fitted to its attention scores on other texts than those that are measured.
-All read the same tokens: windows of the original length by themselves, and 1, 2, 4 and 8 windows at a time. Nothing is
-trained. A run that was stopped goes on by the same command.
+The base is a folder with a model of learned positions, or a run of recipes/pretrain.py. Its table is replaced by a
+tiled table, by sinusoids at the table's scale, by sinusoids ridge-fitted to it with several penalties, and by biases,
+unfitted and fitted to its attention scores on separate texts. All read the same tokens: single windows of the original
+length, and 1, 2, 4 and 8 windows at once. Nothing is trained. The same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ PENALTIES = (0.1, 1.0, 10.0, 100.0, 300.0, 1000.0)
 
 @dataclass(frozen=True)
 class Start:
-    """One way to put a longer table into the base.
+    """One replacement of the base's table.
 
     Attributes:
         name: of its row.
         scheme: of the table.
         options: fields of the scheme.
-        centre: whether what all rows share moves into the token embeddings first.
+        centre: whether the mean of the rows moves into the token embeddings first.
         fit: whether its bias is fitted.
     """
 
@@ -92,24 +91,24 @@ def main(
     work: Annotated[Path | None, typer.Option(help="For what was measured; the user's cache otherwise.")] = None,
 ) -> None:
     """Measure the base and every start, and write the table."""
-    place = work_folder(work)
+    work_dir = work_folder(work)
     folder = base if (base / "config.json").is_file() else base / "model"
-    tokenizer = load_tokenizer(folder, instead="save it beside the model")
+    tokenizer = load_tokenizer(folder, instead="save it with the model")
     model = hf_posswap.load(folder).eval()
     window = reach_of(model).window
-    found = read_documents(valid, tokenizer, length=pieces * MULTIPLES[-1] * window, limit=documents)
-    texts = Texts(found, window, tokenizer)
+    corpus = read_documents(valid, tokenizer, length=pieces * MULTIPLES[-1] * window, limit=documents)
+    texts = Texts(corpus, window, tokenizer)
     other = [document.text for document in python_corpus().train] if fit is None else fit
     fitted_to = read_documents(other, tokenizer, length=FITTED_WINDOWS * window, limit=FITTED_DOCUMENTS)
-    with RunStore(place / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
-        plain = document_means(model, texts, store)
+    with RunStore(work_dir / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
+        base_means = document_means(model, texts, store)
         measured = [(start, *_measure(start, folder, texts, store, fitted_to)) for start in STARTS]
     result = {
         "study": NAME,
         "intervals": INTERVALS,
         "versions": versions(),
-        "base": {"parameters": model.num_parameters(), "window": window, "nll": float(plain[WINDOW].mean())},
-        "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or found.source},
+        "base": {"parameters": model.num_parameters(), "window": window, "nll": float(base_means[WINDOW].mean())},
+        "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or corpus.source},
         "fit": {
             "source": ", ".join(path.name for path in fit or ()) or "Python's own",
             "documents": len(fitted_to.names),
@@ -120,7 +119,7 @@ def main(
         + ("--fit $OTHER " if fit else "")
         + (f"--valid $TEXT --pieces {pieces} " if valid else f"--pieces {pieces} ")
         + f"--documents {documents} --out results",
-        "rows": rows_of(plain, measured),
+        "rows": rows_of(base_means, measured),
     }
     write_json(out / f"{NAME}.json", result)
     write_text(out / f"{NAME}.md", markdown(result))
@@ -130,7 +129,7 @@ def main(
 def _measure(
     start: Start, folder: Path, texts: Texts, store: RunStore, fitted_to: EvalDocuments
 ) -> tuple[dict[str, Any], Means | str]:
-    """Return the scheme as the swap left it, and what it loses on each document; or why it was refused."""
+    """Return the scheme after the swap and its loss on each document; or why the swap was refused."""
     model = hf_posswap.load(folder).eval()
     if start.centre:
         hf_posswap.centre_table(model)
@@ -145,7 +144,7 @@ def _measure(
 
 
 def rows_of(base: Means, measured: Sequence[tuple[Start, dict[str, Any], Means | str]]) -> list[dict[str, Any]]:
-    """Return a row for each start: its losses, less the base's in the window, and less plain sinusoids' beyond.
+    """Return a row per start: its losses, compared with the base in the window and with plain sinusoids beyond.
 
     Args:
         base: means of documents of the unswapped model.
@@ -169,8 +168,8 @@ def rows_of(base: Means, measured: Sequence[tuple[Start, dict[str, Any], Means |
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the result for people."""
-    base, texts, fit, held = result["base"], result["texts"], result["fit"], result["versions"]
+    """Return the result as Markdown."""
+    base, texts, fit, installed = result["base"], result["texts"], result["fit"], result["versions"]
     head = ["start", "residual", "growth", "in the window", "less the base"]
     head += [f"{m}x" for m in MULTIPLES] + [f"{MULTIPLES[-1]}x less plain", "8th window"]
     return "\n".join(
@@ -178,16 +177,19 @@ def markdown(result: dict[str, Any]) -> str:
             "# Where a swap of a learned table starts",
             "",
             f"A GPT-2 of {base['parameters'] / 1e6:.1f} M parameters and {base['window']} positions, not trained after "
-            f"the swap; its own loss in the window is {base['nll']:.4f} nats a token. Read: {texts['documents']} "
-            f"documents ({texts['source']}), {texts['pieces of a document']} x {texts['tokens of a piece']} tokens of "
-            f"each; torch {held['torch']}, transformers {held['transformers']}. Brackets: paired. "
+            f"the swap; the base's loss in the window is {base['nll']:.4f} nats/token. Measured on "
+            f"{texts['documents']} documents ({texts['source']}), {texts['pieces of a document']} x "
+            f"{texts['tokens of a piece']} tokens each; torch {installed['torch']}, "
+            f"transformers {installed['transformers']}. Brackets: paired intervals. "
             f"{intervals_said(result)}",
             "",
-            "- Residual: of a ridge fit, by the table's spread. Growth: the longest row beyond by the longest inside.",
+            "- Residual: of a ridge fit, relative to the table's spread. Growth: the largest norm of a row beyond the "
+            "window, relative to the largest inside.",
             f"- Fitted: to attention scores on {fit['documents']} other documents ({fit['source']}), "
-            f"{fit['tokens of a document']} tokens of each.",
-            f"- 1x to 8x: so many windows read at once. Plain: {PLAIN}.",
-            "- 8th window: its tokens after the seven windows before them, less the same alone; above 0 length harms.",
+            f"{fit['tokens of a document']} tokens each.",
+            f"- 1x to 8x: number of windows read at once. Plain: {PLAIN}.",
+            "- 8th window: the loss of its tokens after seven windows of context, less their loss alone; above 0, "
+            "length harms.",
             "",
             _line(head),
             _line(["---"] * len(head)),
@@ -209,14 +211,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
         *("–" if value is None else f"{value:.2f}" for value in fit),
         f"{inside['nll']:.4f}",
         _interval(inside),
-        *(f"{found['nll']:.4f}" for found in lengths),
+        *(f"{cell['nll']:.4f}" for cell in lengths),
         _interval(lengths[-1]["less_plain"]),
         _interval(row["last_window"]),
     ]
 
 
-def _interval(found: dict[str, Any]) -> str:
-    return f"{found['difference']:+.4f} [{interval_text(found, '+.4f', ', ')}]"
+def _interval(change: dict[str, Any]) -> str:
+    return f"{change['difference']:+.4f} [{interval_text(change, '+.4f', ', ')}]"
 
 
 def _line(cells: Sequence[str]) -> str:

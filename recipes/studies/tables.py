@@ -16,7 +16,7 @@ _ROUTES = {"native": "stock transformers", "plugin": "hf_posswap"}
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the results of `recipes.studies.effects` for people: the rows, the bases, and every command."""
+    """Return the results of `recipes.studies.effects` as Markdown: the rows, the bases, and every command."""
     rows = result["rows"]
     lines = [
         "# What each recipe does, on small models",
@@ -44,27 +44,28 @@ def markdown(result: dict[str, Any]) -> str:
 
 def _about(result: dict[str, Any]) -> list[str]:
     """Return the paragraphs above the table: what was trained, and what the columns mean."""
-    rows, sizes, held = result["rows"], result["sizes"], result["versions"]
-    pretrained = ", ".join(f"{kind} {tokens / 1e6:.1f} M tokens" for kind, tokens in sizes["tokens"])
+    rows, sizes, installed = result["rows"], result["sizes"], result["versions"]
+    pretrained = ", ".join(f"{base_name} {tokens / 1e6:.1f} M tokens" for base_name, tokens in sizes["tokens"])
     texts = rows[0]["texts"]
-    few = f" Under {LEAST_DOCUMENTS} documents: read no order into them." if _few(rows) else ""
+    few = f" With fewer than {LEAST_DOCUMENTS} documents, do not rank the recipes." if _few(rows) else ""
     return [
-        f"Made by `python -m recipes.studies.effects`, torch {held['torch']}, transformers {held['transformers']}, "
-        f"seed {result['seed']}. Bases: {sizes['layers']} layers, width {sizes['width']}, window {sizes['window']}, "
-        f"trained on Python's own text ({pretrained}). All recipes read about "
+        f"Made by `python -m recipes.studies.effects`, torch {installed['torch']}, "
+        f"transformers {installed['transformers']}, seed {result['seed']}. Bases: {sizes['layers']} layers, "
+        f"width {sizes['width']}, window {sizes['window']}, trained on Python's own text ({pretrained}). "
+        "All recipes read about "
         f"{sizes['steps'] * sizes['step']:,} tokens at a learning rate of {sizes['rate']:g}, and their controls as "
-        "many, without a swap. One seed, one corpus, bases that are far from done: a guide to what to expect of a "
-        "recipe, no ranking of methods.",
+        "many, without a swap. One seed, one corpus and undertrained bases: a guide to what to expect of a recipe, not "
+        "a ranking of methods.",
         "",
-        f"Loss in nats a token on {texts['documents']} held-out documents, {texts['tokens of a piece']} tokens of "
-        f"each; brackets: paired. {intervals_said(result)}{few}",
+        f"Loss in nats/token on {texts['documents']} held-out documents, {texts['tokens of a piece']} tokens "
+        f"each; brackets: paired intervals. {intervals_said(result)}{few}",
         "",
-        "- Trained at: the longest windows of the training, in those of the base.",
-        "- From base's loss to the difference: in the window. Eight windows of each document, each by itself.",
-        "- 1x to 8x: after training, so many windows read at once from the start of each document; a dash: the model "
-        "ends before. Later text may be easier than the start, so these fall by themselves.",
-        "- 8th window: its tokens read after the seven windows before them, less the same tokens read alone. Below 0 "
-        "the model uses the far text, above 0 the length harms it.",
+        "- Trained at: the longest training windows, in windows of the base.",
+        "- From base's loss to the difference: in the window, over eight separate windows of each document.",
+        "- 1x to 8x: after training, with that many windows read at once from the start of each document; a dash: "
+        "beyond the model's limit. Later text may be easier than the start, so the loss may fall anyway.",
+        "- 8th window: the loss of its tokens after seven windows of context, less their loss alone. Below 0 the model "
+        "uses the far text; above 0 length harms it.",
         "",
     ]
 
@@ -99,27 +100,27 @@ def _number(value: float, digits: int) -> str:
     return f"{value if abs(value) >= 0.5 * 10**-digits else 0.0:.{digits}f}"  # rounding has no sign
 
 
-def _interval(found: dict[str, Any], digits: int) -> str:
-    return f"{found['difference']:+.{digits}f} [{interval_text(found, f'+.{digits}f', ', ')}]"
+def _interval(change: dict[str, Any], digits: int) -> str:
+    return f"{change['difference']:+.{digits}f} [{interval_text(change, f'+.{digits}f', ', ')}]"
 
 
 def _lengths(row: dict[str, Any], name: str) -> list[str]:
     digits = _digits(row)
-    return [_number(found[name]["nll"], digits) if name in found else "–" for found in row["lengths"]]
+    return [_number(cell[name]["nll"], digits) if name in cell else "–" for cell in row["lengths"]]
 
 
 def _notes(rows: list[dict[str, Any]]) -> list[str]:
     notes = [f"- {row['recipe']} is a demonstration: {row['demonstration']}." for row in rows if row["demonstration"]]
     if any(row["measure"] == "1 - cosine" for row in rows):
         notes.append(
-            "- 1 - cosine: of the pooled states and those of the unswapped encoder, which reads a longer text window "
-            "by window."
+            "- 1 - cosine: between the pooled states and those of the unswapped encoder, which reads longer texts in "
+            "windows."
         )
     return [*notes, ""] if notes else []
 
 
 def _plain(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of bases and controls, each once, with the recipes that they belong to."""
+    """Return the lines of bases and controls, each once, with their recipes."""
     lines: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         for name in ("base", "control"):
@@ -132,13 +133,13 @@ def _plain(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _commands(rows: list[dict[str, Any]], remark: str | None) -> list[str]:
-    """Return all commands, bases and controls once, $WORK being a folder of your choice, after what a person adds."""
-    lines, said = [], set()
+    """Return an optional remark and all commands, those of bases and controls once, with $WORK for the work folder."""
+    lines, listed = [], set()
     for row in rows:
-        for what in ("base", "search", "recipe", "control"):
-            command = row["commands"].get(what)
-            if command is not None and command not in said:
-                said.add(command)
-                name = row["base"] if what == "base" else row["recipe"]
-                lines.append(f"- {what} {name if what != 'control' else 'of ' + name}: `{command}`")
+        for role in ("base", "search", "recipe", "control"):
+            command = row["commands"].get(role)
+            if command is not None and command not in listed:
+                listed.add(command)
+                name = row["base"] if role == "base" else row["recipe"]
+                lines.append(f"- {role} {name if role != 'control' else 'of ' + name}: `{command}`")
     return [" ".join(filter(None, ("$WORK is a folder of your choice.", remark))), "", *lines]

@@ -1,4 +1,4 @@
-"""Trainings on small tasks: the loss of the answers alone, each step of examples of one length, as many as can be."""
+"""Trainings on small tasks: the loss covers only the answers, and each step has examples of one length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recipes.studies.running import versions
 
 _REPORT = "report.json"
 _WARMUP, _LEAST = 0.05, 0.1
-"""Shares of the steps and of the rate: it rises, and falls to that as a cosine."""
+"""Warm-up as a share of the steps, and the final learning rate as a share of the peak, after a cosine."""
 _BETAS, _DECAY = (0.9, 0.95), 0.1
 _LOGGED = 10
 
@@ -33,12 +33,12 @@ class TaskRun:
     Attributes:
         start: folder of random weights and a tokenizer.
         task: of `TASKS`.
-        scheme: that is put in first; "learned": none.
-        max_length: that it is put in for.
+        scheme: of the swap before training; "learned": no swap.
+        max_length: of the swap.
         longest: letters of the longest example.
         steps: of training.
         batch: examples a step.
-        rate: of learning.
+        rate: learning rate.
         seed: of the examples.
         place: the folder of the study's work.
     """
@@ -56,7 +56,7 @@ class TaskRun:
 
     @property
     def folder(self) -> Path:
-        """Named after all that has a part in the weights."""
+        """The folder of the run, named after everything that affects the weights."""
         named = asdict(self) | {"start": self.start.name, "place": "", "versions": versions()}
         return self.place / "runs" / f"{self.task}-{self.scheme}-{unit_key(named)[:10]}"
 
@@ -73,12 +73,12 @@ class TaskRun:
         """
         if (self.folder / _REPORT).is_file():
             return
-        model, tokenizer = hf_posswap.load(self.start), load_tokenizer(self.start, instead="save it beside the model")
+        model, tokenizer = hf_posswap.load(self.start), load_tokenizer(self.start, instead="save it with the model")
         if self.scheme != "learned":
             hf_posswap.patch_model(model, self.scheme, max_length=self.max_length)
         losses = self._train(model.train(), tokenizer)
         hf_posswap.save(model.eval(), self.model, tokenizer=tokenizer, overwrite=True)
-        write_json(self.folder / _REPORT, {"losses": losses})  # last: it says that all is there
+        write_json(self.folder / _REPORT, {"losses": losses})  # written last, so that it marks a complete run
 
     def _train(self, model: Any, tokenizer: Any) -> list[float]:
         optimizer = make_optimizer(model, self.rate)
@@ -86,9 +86,9 @@ class TaskRun:
         random, losses = np.random.default_rng(self.seed), []
         lengths = np.arange(1, self.longest + 1)
         for step in range(self.steps):
-            length = int(random.choice(lengths, p=lengths / lengths.sum()))  # the longer, the more there is to learn
-            asked = [TASKS[self.task](random, length) for _ in range(self.batch)]
-            loss = answer_loss(model, *tokens_of_answers(tokenizer, asked))
+            length = int(random.choice(lengths, p=lengths / lengths.sum()))  # longer examples are drawn more often
+            batch_examples = [TASKS[self.task](random, length) for _ in range(self.batch)]
+            loss = answer_loss(model, *tokens_of_answers(tokenizer, batch_examples))
             if not bool(loss.isfinite()):
                 raise NumericError(
                     f"{self.task}, {self.scheme}: the loss of step {step} is not finite; lower the rate."
@@ -101,15 +101,15 @@ class TaskRun:
         return [float(np.mean(losses[i : i + _LOGGED])) for i in range(0, len(losses), _LOGGED)]
 
 
-def tokens_of_answers(tokenizer: Any, asked: list[Example]) -> tuple[torch.Tensor, int]:
+def tokens_of_answers(tokenizer: Any, task_examples: list[Example]) -> tuple[torch.Tensor, int]:
     """Return ids [B, L] of questions with their answers, and how many of the last tokens are the answer.
 
     Args:
-        tokenizer: of bytes: examples of one length have as many tokens.
-        asked: of one length.
+        tokenizer: of bytes, so that examples of one length have equally many tokens.
+        task_examples: of one length.
     """
-    rows = [tokenizer(question + answer, add_special_tokens=False)["input_ids"] for question, answer in asked]
-    count = len(tokenizer(asked[0][1], add_special_tokens=False)["input_ids"])
+    rows = [tokenizer(question + answer, add_special_tokens=False)["input_ids"] for question, answer in task_examples]
+    count = len(tokenizer(task_examples[0][1], add_special_tokens=False)["input_ids"])
     return torch.tensor([[tokenizer.bos_token_id, *row] for row in rows]), count
 
 
@@ -121,7 +121,7 @@ def answer_loss(model: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def make_optimizer(model: Any, rate: float) -> torch.optim.Optimizer:
-    """Return AdamW for what is trained of `model`; matrices decay, biases and norms do not."""
+    """Return AdamW for the trainable parameters of `model`, with weight decay on matrices only."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": _DECAY},
@@ -131,7 +131,7 @@ def make_optimizer(model: Any, rate: float) -> torch.optim.Optimizer:
 
 
 def rate_share(step: int, steps: int) -> float:
-    """Return the share of the learning rate at a step: a straight rise, and a cosine down to a tenth.
+    """Return the share of the learning rate at a step: linear warm-up, then a cosine down to a tenth.
 
     Example:
         >>> [round(rate_share(step, 100), 2) for step in (0, 4, 5, 100)]

@@ -1,14 +1,13 @@
-"""What a longer window is worth that nothing was trained for: swaps without training beside the sliding window.
+"""The value of a longer window without training: untrained swaps compared with the sliding window.
 
     python recipes/pretrain.py llama my-llama --text books/
     python -m recipes.studies.untrained --base my-llama --valid other-books/ --out results
     python -m recipes.studies.untrained --base my-gpt2 --fit books/ --valid other-books/ --out results
 
-The base is a folder with a causal model of learned positions or of RoPE, or that of a run of recipes/pretrain.py. Each
-scheme is put into it for 2, 4 and 8 windows, and reads as many at once. Beside it stands what any model does without a
-swap: the base reads the same tokens by half-overlapping windows of its own length. What starts from a learned table is
-fitted to it where that is possible, on other texts than those that are measured. Nothing is trained. Rows of other
-bases that the results hold already stay, and a run that was stopped goes on by the same command.
+The base is a folder with a causal model of learned positions or RoPE, or a run of recipes/pretrain.py. It is swapped to
+each scheme for 2, 4 and 8 windows, which are read at once. The baseline needs no swap: the base reads the same tokens
+by half-overlapping windows of its length. Schemes for a learned table are fitted to it if possible, on separate
+texts. Nothing is trained. Rows of other bases in the results are kept, and the same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from recipes.studies.untrained_table import markdown
 
 NAME = "untrained"
 FITTED_DOCUMENTS, FITTED_WINDOWS = 12, 4
-"""Documents that what is fitted is fitted to, and windows of each."""
+"""Documents to fit schemes to, and windows of each."""
 BEYOND = MULTIPLES[1:]
 
 
 @dataclass(frozen=True)
 class Start:
-    """One way to read on without training.
+    """One way to read beyond the window without training.
 
     Attributes:
         name: of its rows.
-        scheme: its name; None: the base as it is, past its window.
+        scheme: its name; None: the unswapped base.
         options: fields of the scheme.
-        scaled: whether it has a factor, that of the length.
-        fit: whether it is fitted to what the table did, its shared part centred first.
+        scaled: whether it has a factor, set by the length.
+        fit: whether the table is centred and the scheme fitted to it.
     """
 
     name: str
@@ -74,7 +73,7 @@ STARTS: dict[str, tuple[Start, ...]] = {
         Start("rope, fitted", "rope", {"partial": 0.5}, fit=True),
     ),
 }
-"""By what the base has."""
+"""By the base's position mechanism."""
 
 
 def main(
@@ -88,24 +87,24 @@ def main(
     work: Annotated[Path | None, typer.Option(help="For what was measured; the user's cache otherwise.")] = None,
 ) -> None:
     """Measure every start on one base, and write all rows."""
-    place = work_folder(work)
+    work_dir = work_folder(work)
     folder = base if (base / "config.json").is_file() else base / "model"
-    tokenizer = load_tokenizer(folder, instead="save it beside the model")
+    tokenizer = load_tokenizer(folder, instead="save it with the model")
     window = reach_of(hf_posswap.load(folder)).window
-    found = read_documents(valid, tokenizer, length=MULTIPLES[-1] * window, limit=documents)
-    texts = Texts(found, window, tokenizer)
+    corpus = read_documents(valid, tokenizer, length=MULTIPLES[-1] * window, limit=documents)
+    texts = Texts(corpus, window, tokenizer)
     other = [document.text for document in python_corpus().train] if fit is None else fit
     fitted_to = read_documents(other, tokenizer, length=FITTED_WINDOWS * window, limit=FITTED_DOCUMENTS)
-    with RunStore(place / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
+    with RunStore(work_dir / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
         block = measure_base(folder, texts, fitted_to.tokens.reshape(-1, window), store, only)
-    said = ", ".join(path.name for path in valid or ()) or found.source
-    named = {"name": name or base.resolve().name, **block, "texts": texts.to_dict() | {"source": said}}
-    named["protocol"] = found.said
-    given = f"{'--fit $OTHER ' if fit else ''}{'--valid $TEXT ' if valid else ''}"
-    chosen = "".join(f"--only {shlex.quote(one)} " for one in only or ())
-    sizes = f"--documents {documents} {chosen}--out results"
-    named["command"] = f"python -m recipes.studies.untrained --base $BASE {given}{sizes}"
-    result = _with_base(out / f"{NAME}.json", named)
+    source_text = ", ".join(path.name for path in valid or ()) or corpus.source
+    block_entry = {"name": name or base.resolve().name, **block, "texts": texts.to_dict() | {"source": source_text}}
+    block_entry["protocol"] = corpus.said
+    text_options = f"{'--fit $OTHER ' if fit else ''}{'--valid $TEXT ' if valid else ''}"
+    only_options = "".join(f"--only {shlex.quote(start_name)} " for start_name in only or ())
+    sizes = f"--documents {documents} {only_options}--out results"
+    block_entry["command"] = f"python -m recipes.studies.untrained --base $BASE {text_options}{sizes}"
+    result = _with_base(out / f"{NAME}.json", block_entry)
     write_json(out / f"{NAME}.json", result)
     write_text(out / f"{NAME}.md", markdown(result))
     typer.echo(markdown(result))
@@ -114,12 +113,12 @@ def main(
 def measure_base(
     folder: Path, texts: Texts, fitted_to: np.ndarray, store: RunStore, only: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Return what is measured of the base in `folder`.
+    """Return the measurements of the base in `folder`.
 
     Args:
         folder: of the base.
         texts: to read.
-        fitted_to: windows that what is fitted is fitted to, [rows, window].
+        fitted_to: windows to fit schemes to, [rows, window].
         store: of what was measured.
         only: names of starts; None: all of the base's kind.
 
@@ -128,8 +127,8 @@ def measure_base(
         UnsupportedModelError: as `kind_of`.
     """
     model = hf_posswap.load(folder).eval()
-    kind = kind_of(model)
-    names = [start.name for start in STARTS[kind]]
+    mechanism = kind_of(model)
+    names = [start.name for start in STARTS[mechanism]]
     for name in only or ():
         if name not in names:
             raise UnknownNameError("start", name, names)
@@ -138,23 +137,23 @@ def measure_base(
     )
     inside = _losses(model, texts, texts.window, store)
     rows = []
-    for start in (start for start in STARTS[kind] if not only or start.name in only):
+    for start in (start for start in STARTS[mechanism] if not only or start.name in only):
         for multiple in BEYOND:
             length = multiple * texts.window
-            swapped, refused = _swapped(start, folder, length, fitted_to)
+            swapped, reason = _swapped(start, folder, length, fitted_to)
             row: dict[str, Any] = {"start": start.name, "scheme": start.scheme, "windows": multiple}
             if swapped is None:
-                rows.append(row | {"refused": refused})
+                rows.append(row | {"refused": reason})
                 continue
-            read = _losses(swapped, texts, length, store)
-            row["nll"] = float(read.mean())
-            row["less_sliding"] = difference(sliding[:, : length - 1].mean(axis=1), read.mean(axis=1))
+            losses = _losses(swapped, texts, length, store)
+            row["nll"] = float(losses.mean())
+            row["less_sliding"] = difference(sliding[:, : length - 1].mean(axis=1), losses.mean(axis=1))
             row["in_window"] = difference(
                 inside.mean(axis=1), _losses(swapped, texts, texts.window, store).mean(axis=1)
             )
             rows.append(row)
     return {
-        "kind": kind,
+        "kind": mechanism,
         "parameters": model.num_parameters(),
         "window": texts.window,
         "nll": float(inside.mean()),
@@ -164,20 +163,20 @@ def measure_base(
 
 
 def kind_of(model: Any) -> str:
-    """Return what the base has: "learned" or "rope".
+    """Return the base's position mechanism: "learned" or "rope".
 
     Raises:
-        UnsupportedModelError: neither, or it is no causal model.
+        UnsupportedModelError: neither, or it is not a causal model.
     """
     report = hf_posswap.describe_positions(model)
-    kind = "rope" if report.sites["rotary"] != "-" else "learned" if report.native.startswith("learned") else None
-    if kind is None or not report.geometry.causal:
+    mechanism = "rope" if report.sites["rotary"] != "-" else "learned" if report.native.startswith("learned") else None
+    if mechanism is None or not report.geometry.causal:
         raise UnsupportedModelError(f"the study is of causal models with RoPE or a learned table, got {report.native}.")
-    return kind
+    return mechanism
 
 
 def _swapped(start: Start, folder: Path, length: int, fitted_to: np.ndarray) -> tuple[Any, str | None]:
-    """Return the base with the start for `length` tokens; or None, and why it was refused."""
+    """Return the base swapped to `start` for `length` tokens; or None, and why the swap was refused."""
     model = hf_posswap.load(folder).eval()
     if start.scheme is None:
         return model, None
@@ -205,17 +204,17 @@ def _losses(model: Any, texts: Texts, length: int, store: RunStore) -> np.ndarra
     return _value(store, f"first {length}", model, texts, measure)
 
 
-def _value(store: RunStore, what: str, model: Any, texts: Texts, measure: Any) -> np.ndarray:
-    named = {"what": what, "study": NAME, "model": fingerprint(model), "texts": texts.to_dict()}
-    return np.asarray(store.value(named, lambda: measure().astype(np.float64)))
+def _value(store: RunStore, quantity: str, model: Any, texts: Texts, measure: Any) -> np.ndarray:
+    key = {"what": quantity, "study": NAME, "model": fingerprint(model), "texts": texts.to_dict()}
+    return np.asarray(store.value(key, lambda: measure().astype(np.float64)))
 
 
 def _with_base(path: Path, block: dict[str, Any]) -> dict[str, Any]:
-    """Return the results at `path` with one more base; those of other versions are dropped."""
+    """Return the results at `path` with `block` added; results of other versions are dropped."""
     head: dict[str, Any] = {"study": NAME, "intervals": INTERVALS, "versions": versions()}
-    held = read_json(path) if path.is_file() else {}
-    same = all(held.get(key) == value for key, value in head.items())
-    bases = {base["name"]: base for base in held["bases"]} if same else {}
+    previous = read_json(path) if path.is_file() else {}
+    is_same = all(previous.get(key) == value for key, value in head.items())
+    bases = {base["name"]: base for base in previous["bases"]} if is_same else {}
     return head | {"bases": list((bases | {block["name"]: block}).values())}
 
 

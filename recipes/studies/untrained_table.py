@@ -10,17 +10,17 @@ from recipes.studies.measuring import intervals_said
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the results of `recipes.studies.untrained` for people: a table a base, and its command."""
-    held = result["versions"]
+    """Return the results of `recipes.studies.untrained` as Markdown: a table per base, and its command."""
+    installed = result["versions"]
     lines = [
         "# Reading on without training",
         "",
-        f"Nothing is trained; torch {held['torch']}, transformers {held['transformers']}. Nats a token; brackets: "
-        f"paired. {intervals_said(result)}",
+        f"Nothing is trained; torch {installed['torch']}, transformers {installed['transformers']}. Nats/token; "
+        f"brackets: paired intervals. {intervals_said(result)}",
         "",
-        "- 2x, 4x, 8x: the swap made for so many windows of the base, and as many read at once, less the base that "
-        "reads the same tokens by half-overlapping windows of its own length. Below 0 the swap is worth it.",
-        "- In the window: of the swap made for 8 windows, less the base, on the first window.",
+        "- 2x, 4x, 8x: a swap for that many windows, which are read at once, less the base with half-overlapping "
+        "sliding windows of its length on the same tokens. Below 0, the swap is better.",
+        "- In the window: the swap for 8 windows less the base, on the first window.",
     ]
     for base in result["bases"]:
         lines += ["", *_base(base)]
@@ -29,7 +29,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 def _base(base: dict[str, Any]) -> list[str]:
     texts, multiples = base["texts"], list(base["sliding"])
-    slid = ", ".join(f"{base['sliding'][m]:.3f} over {m}" for m in multiples)
+    sliding_text = ", ".join(f"{base['sliding'][m]:.3f} over {m}" for m in multiples)
     rows: dict[str, dict[int, dict[str, Any]]] = {}
     for row in base["rows"]:
         rows.setdefault(row["start"], {})[row["windows"]] = row
@@ -38,25 +38,25 @@ def _base(base: dict[str, Any]) -> list[str]:
         f"## {base['name']}: {base['kind']}, {base['parameters'] / 1e6:.2f} M parameters, {base['window']} positions",
         "",
         f"{texts['documents']} rows of {texts['source']}: {base['protocol']}. The base's loss is {base['nll']:.3f} in "
-        f"the window, and by sliding {slid} windows.",
+        f"the window, and with the sliding window {sliding_text} windows.",
         "",
         _line(head),
         _line(["---"] * len(head)),
-        *(_line(_cells(name, found, [int(m) for m in multiples])) for name, found in rows.items()),
+        *(_line(_cells(name, by_multiple, [int(m) for m in multiples])) for name, by_multiple in rows.items()),
         "",
         f"    {base['command']}",
     ]
 
 
-def _cells(name: str, found: dict[int, dict[str, Any]], multiples: list[int]) -> list[str]:
-    cells = [_interval(found[m].get("less_sliding")) for m in multiples]
-    return [name, *cells, _interval(found[multiples[-1]].get("in_window"))]
+def _cells(name: str, row_by_multiple: dict[int, dict[str, Any]], multiples: list[int]) -> list[str]:
+    cells = [_interval(row_by_multiple[m].get("less_sliding")) for m in multiples]
+    return [name, *cells, _interval(row_by_multiple[multiples[-1]].get("in_window"))]
 
 
-def _interval(found: dict[str, Any] | None) -> str:
-    if found is None:
+def _interval(change: dict[str, Any] | None) -> str:
+    if change is None:
         return "refused"
-    return f"{found['difference']:+.3f} [{interval_text(found, '+.3f', ', ')}]"
+    return f"{change['difference']:+.3f} [{interval_text(change, '+.3f', ', ')}]"
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
-"""Verdicts on what others claim: an interval, and whether it lies where the claim says.
+"""Verdicts on published claims: an interval, and whether it lies where the claim predicts.
 
 Claims about schemes are claims about trainings, so the unit is the training: Student's interval over seeds, of
-differences between trainings of the same seed. Where documents were read too, what is judged adds the distance to each
-end over seeds and that over documents in squares, as two independent errors add (Zou and Donner 2008,
-https://doi.org/10.1002/sim.3095): few seeds can agree by chance, and few documents too.
+differences between trainings of the same seed. If documents were read too, the distances to each end over seeds and
+over documents add in squares, as independent errors do (Zou and Donner 2008, https://doi.org/10.1002/sim.3095): few
+seeds can agree by chance, and so can few documents.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Region:
-    """Where an estimate lies if a claim is true, without the ends.
+    """The open interval of estimates for which a claim is true.
 
     Example:
         >>> Region(high=0.0).verdict(Interval(-0.2, -0.3, -0.1)), Region(low=0.9).verdict(Interval(0.9, 0.8, 1.0))
@@ -47,11 +47,11 @@ class Region:
     low: float = -math.inf
     high: float = math.inf
 
-    def verdict(self, found: Interval) -> Verdict:
-        """Return whether all of the interval lies in the region, none of it, or some."""
-        if self.low < found.low and found.high < self.high:
+    def verdict(self, interval: Interval) -> Verdict:
+        """Return the verdict by whether all of the interval lies in the region, none of it, or some."""
+        if self.low < interval.low and interval.high < self.high:
             return HOLDS
-        return FAILS if found.high <= self.low or found.low >= self.high else OPEN
+        return FAILS if interval.high <= self.low or interval.low >= self.high else OPEN
 
     def __contains__(self, value: float) -> bool:
         return self.low < value < self.high
@@ -63,7 +63,7 @@ class Region:
 
 
 def over_seeds(values: Sequence[float]) -> Interval:
-    """Return the mean of one value a seed and Student's 95 % interval of it.
+    """Return the mean of one value per seed and its Student's 95 % interval.
 
     Raises:
         DataError: fewer than 2 seeds, or more than 10.
@@ -101,7 +101,7 @@ def over_both(before: np.ndarray, after: np.ndarray) -> Interval:
 
 
 def joined(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the verdict on a claim of several parts: it holds where all do, and fails where one does.
+    """Return the verdict on a claim of several parts: it holds if all hold, and fails if one fails.
 
     Example:
         >>> joined([HOLDS, OPEN]), joined([OPEN, FAILS])
@@ -112,24 +112,24 @@ def joined(verdicts: Sequence[Verdict]) -> Verdict:
     return HOLDS if verdicts and set(verdicts) == {HOLDS} else OPEN
 
 
-def judged(region: Region, found: Interval, elsewhere: float | None = None, unfit: str = "") -> dict[str, Any]:
-    """Return a part of a claim as JSON: the interval, what was asked of it, the verdict, and what stands against one.
+def judged(region: Region, interval: Interval, elsewhere: float | None = None, unfit: str = "") -> dict[str, Any]:
+    """Return a part of a claim as JSON: the interval, the region, the verdict, and why there is none.
 
     Args:
-        region: where the claim has it.
-        found: at the study's learning rate.
-        elsewhere: the estimate at another rate, where it was measured: a verdict must not hang on the rate.
-        unfit: why these trainings cannot tell, such as a task that was not learned; "": they can.
+        region: predicted by the claim.
+        interval: the interval at the study's learning rate.
+        elsewhere: the estimate at another rate, if measured: a verdict must not depend on the rate.
+        unfit: why these trainings are inconclusive, such as a task that was not learned; "": they are conclusive.
     """
-    verdict, why = region.verdict(found), unfit
-    if not why and verdict != OPEN and elsewhere is not None and (elsewhere in region) != (verdict == HOLDS):
-        why = "the other learning rate says otherwise"
+    verdict, reason = region.verdict(interval), unfit
+    if not reason and verdict != OPEN and elsewhere is not None and (elsewhere in region) != (verdict == HOLDS):
+        reason = "the other learning rate says otherwise"
     return {
-        "estimate": found.estimate,
-        "low": found.low,
-        "high": found.high,
+        "estimate": interval.estimate,
+        "low": interval.low,
+        "high": interval.high,
         "asked": str(region),
         "other rate": elsewhere,
-        "verdict": OPEN if why else verdict,
-        "why": why,
+        "verdict": OPEN if reason else verdict,
+        "why": reason,
     }

@@ -27,7 +27,7 @@ from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.config import load_recipe
-from hf_posswap.training.config.theirs import with_a_part
+from hf_posswap.training.config.theirs import result_settings
 from hf_posswap.utils import progress
 from hf_posswap.utils.atomic_io import cache_folder
 from hf_posswap.utils.progress import Reporter
@@ -143,7 +143,7 @@ def test_the_command_of_a_training_is_its_recipe() -> None:
     said, made = load_recipe(words[2], words[3:]), training_recipe(variant, start, GIVEN, "a/model", Path("out"))
     for part in ("model", "swap", "data", "trainable", "objective", "out"):
         assert getattr(said, part) == getattr(made, part)
-    assert with_a_part(said.training) == with_a_part(made.training)
+    assert result_settings(said.training) == result_settings(made.training)
 
 
 def test_the_best_reaches_farthest_first() -> None:

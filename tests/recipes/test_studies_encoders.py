@@ -18,7 +18,7 @@ from hf_posswap.errors import DataError
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.utils.atomic_io import read_json
 from recipes.studies import encoders, encoders_reading, encoders_scores, long_texts
-from recipes.studies.encoders_scores import CUT, MEAN, Found
+from recipes.studies.encoders_scores import CUT, MEAN, TaskResult
 from recipes.studies.long_texts import PASSAGE, Question, Task, gains, passages, passkeys, ranks, windows
 from tests.training.engine_runs import write_model, write_texts
 
@@ -100,10 +100,10 @@ def test_impossible_tasks_are_refused() -> None:
         passages(WORDS, np.zeros((2, 127), dtype=int), 64, questions=2)
 
 
-def found_of(places: list[int], hits: list[int], vectors: np.ndarray | None = None) -> Found:
+def found_of(places: list[int], hits: list[int], vectors: np.ndarray | None = None) -> TaskResult:
     """Return what was found of two documents by two questions each, `hits` being ranks."""
     asked = tuple(Question((0,), i // 2, place) for i, place in enumerate(places))
-    return Found(Task("passkey", 8, ((0,) * 8, (0,) * 8), asked), np.array(hits), vectors)
+    return TaskResult(Task("passkey", 8, ((0,) * 8, (0,) * 8), asked), np.array(hits), vectors)
 
 
 def test_cells_are_means_over_seeds_and_differences_by_document() -> None:

@@ -17,7 +17,7 @@ from hf_posswap import add_adapter, patch_model
 from hf_posswap.errors import DataError, OptionError, UnsupportedModelError
 from hf_posswap.training.chunk_proof import chunking_problem
 from hf_posswap.training.chunked_loss import causal_loss, masked_loss, sum_in_chunks
-from hf_posswap.training.head import Apart, run_apart
+from hf_posswap.training.head import BodyAndHead, run_body_and_head
 from tests.training.tiny_models import VOCABULARY, tiny
 
 SHAPE = {
@@ -207,7 +207,7 @@ def test_a_models_own_loss_beside_the_logits_is_refused_by_name() -> None:
 def test_a_decoder_whose_own_loss_predicts_no_next_token_is_seen() -> None:
     model = made("Bart", d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48)
     inputs = batch()
-    assert "BartForCausalLM gives a loss of" in (chunking_problem(model, inputs, chunk=7, causal=True) or "")
+    assert "BartForCausalLM has a loss of" in (chunking_problem(model, inputs, chunk=7, causal=True) or "")
     logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
     compare(model, causal_loss(model, inputs, chunk=7), functional.cross_entropy(logits.mT, inputs["labels"][:, 1:]))
 
@@ -225,9 +225,9 @@ def test_the_proof_sees_another_loss_and_another_gradient() -> None:
             return output
 
     model.__class__, model.factor, model.more = Sharper, 1.0, 0.5
-    assert "gives a loss of" in (chunking_problem(model, inputs, chunk=7, causal=True) or "")
+    assert "has a loss of" in (chunking_problem(model, inputs, chunk=7, causal=True) or "")
     model.factor, model.more = 2.0, 0.0
-    assert "another gradient than its own loss does" in (chunking_problem(model, inputs, chunk=7, causal=True) or "")
+    assert "a different gradient than its own loss" in (chunking_problem(model, inputs, chunk=7, causal=True) or "")
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_taken_apart_is_refused() -> None:
         causal_loss(model, {name: inputs[name] for name in ("input_ids", "attention_mask")}, chunk=4)
     with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel is compiled as a whole"):
         causal_loss(torch.compile(model), inputs, chunk=4)
-    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel is in DataParallel, .*one process for each GPU"):
+    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel is in DataParallel, .*one process per GPU"):
         causal_loss(torch.nn.DataParallel(model), inputs, chunk=4)
     model.base_model_prefix = "absent"
     with pytest.raises(UnsupportedModelError, match="does not call its 'absent'"):
@@ -251,13 +251,13 @@ def test_an_error_in_the_middle_leaves_the_model_whole() -> None:
     model, inputs = tiny("gpt2"), batch()
     body = model.transformer
 
-    def fails(apart: Apart) -> Tensor:
+    def fails(apart: BodyAndHead) -> Tensor:
         with pytest.raises(RuntimeError, match="shape|size|mat"):
             apart.head(apart.states.flatten(0, 1)[:, :5])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_apart(model, {"input_ids": inputs["input_ids"]}, fails)
+        run_body_and_head(model, {"input_ids": inputs["input_ids"]}, fails)
     assert model.transformer is body
     assert all("forward" not in vars(module) for module in model.modules())
 

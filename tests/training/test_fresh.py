@@ -53,5 +53,5 @@ def test_a_tokenizer_gives_texts_back_also_loaded(tmp_path: Any, kind: Any, voca
 def test_what_cannot_be_made_is_refused() -> None:
     with pytest.raises(OptionError, match=r"kind is one of gpt2, llama, bert, got 't5'; window .*; width .* 30; vocab"):
         FreshSettings("t5", 0, 1, 30, 4, 100)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"this text has merges for \d+ tokens only, 5000 were asked for"):
+    with pytest.raises(DataError, match=r"the text yields merges for only \d+ of 5000 requested tokens"):
         fresh_tokenizer(FreshSettings(vocabulary=5000), TEXTS[:3])

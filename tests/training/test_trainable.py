@@ -202,10 +202,10 @@ def test_adapters_go_to_the_projections_of_attention_where_nothing_is_said() -> 
 @pytest.mark.parametrize(
     ("scheme", "what", "message"),
     [
-        ("rope", "positions", "GPT2LMHeadModel has no parameters that a swap added: swap to a scheme that learns"),
+        ("rope", "positions", "GPT2LMHeadModel has no parameters that a swap added: swap to a scheme with parameters"),
         ("rope", "new_rows", r"GPT2LMHeadModel was swapped to rope.*: no table has new rows"),
         (None, "new_rows", "GPT2LMHeadModel carries no swap: no table has new rows"),
-        ("interpolated", "new_rows", r"changed the rows that were there too: swap with extend one of tile, hierarch"),
+        ("interpolated", "new_rows", r"also changed the old rows: swap with extend one of tile, hierarch"),
     ],
 )  # fmt: skip
 def test_what_a_model_does_not_have_is_refused_before_it_is_touched(scheme: Any, what: Any, message: str) -> None:
@@ -232,7 +232,7 @@ def test_unknown_projections_and_frozen_models_are_refused() -> None:
             setattr(layer.self_attn, f"my_{name}", layer.self_attn._modules.pop(name))
     with pytest.raises(ConfigError, match=r"which of my_k_proj, my_q_proj, o_proj, v_proj in model.layers.0.self_attn"):
         prepare_trainable(model, TrainableSettings("norms_qk"))
-    with pytest.raises(ConfigError, match="no parameter of LlamaForCausalLM is left to train"):
+    with pytest.raises(ConfigError, match="no parameter of LlamaForCausalLM is trainable"):
         parameter_groups(model.requires_grad_(False), TrainableSettings(), learning_rate=1.0, weight_decay=0.0)
 
 

@@ -1,4 +1,4 @@
-"""What cannot work together in a recipe, found before anything is loaded."""
+"""Checks for recipe values that cannot work together, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from hf_posswap.training.config.theirs import REFUSED
 from hf_posswap.training.data.settings import cut_problem
 
 _OFFLOADS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
-_MOST_SEED = 2**32 - 1  # of NumPy, which transformers seeds as well
-_OF_MODULES = ("galore", "apollo", "lomo", "adalomo")  # optimizers that take modules, or a model
+_MAX_SEED = 2**32 - 1  # NumPy's limit; transformers seeds NumPy too
+_MODULE_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo")  # they take modules or a model, not parameters
 
 
 def check(recipe: Recipe) -> list[Problem]:
-    """Return what is impossible in `recipe`.
+    """Return the problems of `recipe`.
 
     Example:
         >>> from hf_posswap.training.config import ModelSettings, TrainingSettings
-        >>> found = check(Recipe(model=ModelSettings("gpt2"), training=TrainingSettings(warmup_steps=2000)))
-        >>> [str(problem) for problem in found]
+        >>> problems = check(Recipe(model=ModelSettings("gpt2"), training=TrainingSettings(warmup_steps=2000)))
+        >>> [str(problem) for problem in problems]
         ['training.warmup_steps: 2000 steps of warm-up in a training of 1000.']
     """
     checks = (
         *(_model, _swap, _centre, _fit, _gradual, _objective, _trainable, _refused, _training, _sizes, _computing),
         *(_hub, _rest, _evaluation, _missing, _stages),
     )
-    return [problem for found in checks for problem in found(recipe)]
+    return [problem for check_section in checks for problem in check_section(recipe)]
 
 
 def _model(recipe: Recipe) -> Iterator[Problem]:
@@ -49,11 +49,11 @@ def _swap(recipe: Recipe) -> Iterator[Problem]:
     if swap.max_length is not None and swap.max_length < 1:
         yield Problem("swap.max_length", f"expected a number of tokens from 1, got {swap.max_length}.")
     if swap.scheme is not None:
-        made = _made(swap.scheme)
-        if isinstance(made, str):
-            yield Problem("swap.scheme", made)
+        scheme = _build_scheme(swap.scheme)
+        if isinstance(scheme, str):
+            yield Problem("swap.scheme", scheme)
         return
-    wanting = {
+    set_keys = {
         "swap.max_length": swap.max_length is not None,
         "swap.relative": swap.relative is not None,
         "swap.centre": swap.centre,
@@ -63,16 +63,16 @@ def _swap(recipe: Recipe) -> Iterator[Problem]:
         "objective.kind": recipe.objective.kind in ("distill", "embedding"),
         "stages": bool(recipe.stages),
     }
-    for key in (key for key, wants in wanting.items() if wants):
+    for key in (key for key, is_set in set_keys.items() if is_set):
         yield Problem(key, "needs a swap, and swap.scheme is none.", ("swap.scheme",))
 
 
 def _centre(recipe: Recipe) -> Iterator[Problem]:
     if recipe.swap.centre and recipe.peft is not None:
-        said = (
+        message = (
             "it changes the base's own token embeddings, which adapters do not hold; leave one of centre and peft out."
         )
-        yield Problem("swap.centre", said, ("peft",))
+        yield Problem("swap.centre", message, ("peft",))
 
 
 def _fit(recipe: Recipe) -> Iterator[Problem]:
@@ -84,11 +84,13 @@ def _fit(recipe: Recipe) -> Iterator[Problem]:
     if recipe.stages:
         yield Problem(key, "every stage would fit anew; leave one of fit and stages out.", ("stages",))
     if swap.gradual_steps:
-        said = "a fitted mechanism starts whole, and a gradual one from 0; leave one of fit and gradual_steps out."
-        yield Problem(key, said, ("swap.gradual_steps",))
-    if recipe.peft is not None and isinstance(_made(swap.scheme), RotaryScheme):
-        said = "a fitted rotation changes the base's own queries and keys, which adapters do not hold; leave one out."
-        yield Problem(key, said, ("peft",))
+        message = "a fitted mechanism starts whole, and a gradual one from 0; leave one of fit and gradual_steps out."
+        yield Problem(key, message, ("swap.gradual_steps",))
+    if recipe.peft is not None and isinstance(_build_scheme(swap.scheme), RotaryScheme):
+        message = (
+            "a fitted rotation changes the base's own queries and keys, which adapters do not hold; leave one out."
+        )
+        yield Problem(key, message, ("peft",))
 
 
 def _gradual(recipe: Recipe) -> Iterator[Problem]:
@@ -103,8 +105,8 @@ def _gradual(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key, "a gradual swap has one stage; leave one of gradual_steps and stages out.", ("stages",))
 
 
-def _made(scheme: SchemeValue) -> Scheme | str:
-    """Return the scheme, or what is wrong with it."""
+def _build_scheme(scheme: SchemeValue) -> Scheme | str:
+    """Return the scheme, or the error message that says why it cannot be built."""
     try:
         return make_scheme(dict(scheme) if isinstance(scheme, Mapping) else scheme)  # type: ignore[arg-type]
     except PosswapError as error:
@@ -121,31 +123,35 @@ def _objective(recipe: Recipe) -> Iterator[Problem]:
     if objective.kind == "distill" and packing not in ("none", "documents"):
         yield Problem(
             "objective.kind",
-            f"distill has the unswapped model read the same windows, and with data.packing {packing} they hold "
+            f"distill runs the unswapped model on the same windows, and data.packing {packing} uses "
             "positions that it does not have; use none or documents.",
             ("data.packing",),
         )
     if objective.kind in SENTENCES and len(recipe.data.lengths) > 1:
-        said = f"{list(recipe.data.cut)} mixes lengths, and {objective.kind} holds one text against another; use [1]."
-        yield Problem("data.cut", said, ("objective.kind",))
+        message = (
+            f"{list(recipe.data.cut)} mixes lengths, and {objective.kind} compares one text with another; use [1]."
+        )
+        yield Problem("data.cut", message, ("objective.kind",))
     if objective.kind in SENTENCES and packing != "none":
-        said = f"{objective.kind} makes one vector of a text; windows of data.packing {packing} are no texts; use none."
-        yield Problem("objective.kind", said, ("data.packing",))
+        message = f"{objective.kind} embeds whole texts; windows of data.packing {packing} are not texts; use none."
+        yield Problem("objective.kind", message, ("data.packing",))
     batch = recipe.training.per_device_train_batch_size
     if objective.kind == "contrastive" and batch == 1:
-        said = f"contrastive holds the texts of a batch against one another, and a batch has {batch}."
-        yield Problem("objective.kind", said, ("training.per_device_train_batch_size",))
+        message = f"contrastive compares the texts of a batch with one another, and a batch has {batch}."
+        yield Problem("objective.kind", message, ("training.per_device_train_batch_size",))
 
 
 def _trainable(recipe: Recipe) -> Iterator[Problem]:
-    wanted = recipe.trainable
-    if recipe.peft is not None and wanted.what != "full":
-        said = f"{wanted.what} without adapters, or full, which with peft is adapters and what the swap added."
-        yield Problem("trainable.what", said, ("peft",))
-    alone = recipe.peft is None and wanted.what in ("full", "new_rows")
-    if alone and (wanted.embeddings or wanted.norms):
-        said = f"embeddings and norms say what to train beside adapters, and what is {wanted.what!r} without peft."
-        yield Problem("trainable", said, ("peft", "trainable.what"))
+    trainable = recipe.trainable
+    if recipe.peft is not None and trainable.what != "full":
+        message = f"{trainable.what} without adapters, or full, which with peft is adapters and what the swap added."
+        yield Problem("trainable.what", message, ("peft",))
+    alone = recipe.peft is None and trainable.what in ("full", "new_rows")
+    if alone and (trainable.embeddings or trainable.norms):
+        message = (
+            f"embeddings and norms add to adapters, positions or norms_qk; what is {trainable.what!r} without peft."
+        )
+        yield Problem("trainable", message, ("peft", "trainable.what"))
 
 
 def _refused(recipe: Recipe) -> Iterator[Problem]:
@@ -158,11 +164,11 @@ def _refused(recipe: Recipe) -> Iterator[Problem]:
 
 def _training(recipe: Recipe) -> Iterator[Problem]:
     settings = recipe.training
-    least = {
+    minimums = {
         "max_steps": 1, "warmup_steps": 0, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1,
         "max_grad_norm": 0, "weight_decay": 0, "seed": 0, "save_total_limit": 1, "dataloader_num_workers": 0,
     }  # fmt: skip
-    for name, smallest in least.items():
+    for name, smallest in minimums.items():
         value = getattr(settings, name)
         if value is not None and value < smallest:
             yield _too_small(f"training.{name}", value, smallest)
@@ -176,13 +182,13 @@ def _training(recipe: Recipe) -> Iterator[Problem]:
         if not 0 <= getattr(settings, name) < 1:
             yield Problem(f"training.{name}", f"expected a share from 0 to below 1, got {getattr(settings, name)}.")
     if settings.warmup_steps > settings.max_steps and not recipe.stages:
-        said = f"{settings.warmup_steps:g} steps of warm-up in a training of {settings.max_steps}."
-        yield Problem("training.warmup_steps", said, ("training.max_steps", "stages"))
+        message = f"{settings.warmup_steps:g} steps of warm-up in a training of {settings.max_steps}."
+        yield Problem("training.warmup_steps", message, ("training.max_steps", "stages"))
     yield from _optim(settings.optim)
 
 
 def _sizes(recipe: Recipe) -> Iterator[Problem]:
-    """Give what would fill any memory, or is beyond what random numbers start from, before anything is made."""
+    """Yield sizes that would exhaust any memory, and seeds out of range, before anything is allocated."""
     lengths = {"data.length": recipe.data.length} | {
         f"stages[{number}].length": stage.length for number, stage in enumerate(recipe.stages) if stage.length
     }
@@ -192,30 +198,32 @@ def _sizes(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key, f"expected at most {LONGEST} tokens, got {length}.")
     batch, longest = recipe.training.per_device_train_batch_size, min(recipe.data.length, LONGEST)
     if batch * longest > LONGEST:
-        said = f"{batch} windows of {longest} tokens at once; the most is {LONGEST} tokens."
-        yield Problem("training.per_device_train_batch_size", said, ("data.length",))
-    if recipe.training.seed > _MOST_SEED:
-        said = f"expected at most {_MOST_SEED}, got {recipe.training.seed}."
-        yield Problem("training.seed", said)
+        message = f"{batch} windows of {longest} tokens at once; the most is {LONGEST} tokens."
+        yield Problem("training.per_device_train_batch_size", message, ("data.length",))
+    if recipe.training.seed > _MAX_SEED:
+        message = f"expected at most {_MAX_SEED}, got {recipe.training.seed}."
+        yield Problem("training.seed", message)
 
 
 def _computing(recipe: Recipe) -> Iterator[Problem]:
     if recipe.training.bf16 and recipe.training.fp16:
-        yield Problem("training.fp16", "bf16 is set too: the forward computes in one of them.", ("training.bf16",))
+        yield Problem("training.fp16", "bf16 is set too: the forward computes in one of the two.", ("training.bf16",))
     for name in _OFFLOADS:
         options = getattr(recipe.training, name, None)
         if isinstance(options, Mapping) and options.get("offload") and not recipe.checkpoints_activations:
-            said = "offload keeps checkpointed activations elsewhere; set training.gradient_checkpointing too."
-            yield Problem(f"training.{name}", said, ("training.gradient_checkpointing",))
+            message = "offload keeps checkpointed activations elsewhere; set training.gradient_checkpointing too."
+            yield Problem(f"training.{name}", message, ("training.gradient_checkpointing",))
 
 
 def _optim(optim: str | None) -> Iterator[Problem]:
-    if optim is not None and optim.startswith(_OF_MODULES):
-        said = f"{optim} makes parameter groups of its own, and those of a recipe have rates and decays by `trainable`."
-        yield Problem("training.optim", said)
+    if optim is not None and optim.startswith(_MODULE_OPTIMIZERS):
+        message = f"{optim} builds its own parameter groups, and a recipe sets theirs by `trainable`."
+        yield Problem("training.optim", message)
     if optim is not None and optim.startswith("schedule_free"):
-        said = f"{optim} reads a model at other weights than it trains it at, and what is measured and kept are these."
-        yield Problem("training.optim", said)
+        message = (
+            f"{optim} evaluates a model at other weights than it trains, and a recipe measures and saves the latter."
+        )
+        yield Problem("training.optim", message)
 
 
 def _hub(recipe: Recipe) -> Iterator[Problem]:
@@ -245,21 +253,21 @@ def _rest(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _evaluation(recipe: Recipe) -> Iterator[Problem]:
-    lengths, kind = recipe.evaluation.lengths, recipe.objective.kind
+    lengths, objective = recipe.evaluation.lengths, recipe.objective.kind
     if any(length < 2 for length in lengths):
         yield Problem("evaluation.lengths", f"expected at least 2 tokens each, got {list(lengths)}.")
-    said = "measures next-token loss, which an encoder has not; leave it "
-    if lengths and kind in ("masked", *SENTENCES):
-        yield Problem("evaluation.lengths", f"{said}empty.", ("objective.kind",))
-    if (recipe.training.eval_strategy != "no" or recipe.training.eval_on_start) and kind in ("masked", *SENTENCES):
-        yield Problem("training.eval_strategy", f"{said}out.", ("objective.kind",))
+    reason = "measures next-token loss, which an encoder has not; leave it "
+    if lengths and objective in ("masked", *SENTENCES):
+        yield Problem("evaluation.lengths", f"{reason}empty.", ("objective.kind",))
+    if (recipe.training.eval_strategy != "no" or recipe.training.eval_on_start) and objective in ("masked", *SENTENCES):
+        yield Problem("training.eval_strategy", f"{reason}out.", ("objective.kind",))
 
 
 def reporters(recipe: Recipe) -> list[str]:
-    """Return what is reported to, as a list, whichever way the recipe says it."""
-    held = recipe.training.report_to
-    named = [held] if isinstance(held, str) else held or []
-    return [] if named == ["none"] else list(named)
+    """Return training.report_to as a list."""
+    report_to = recipe.training.report_to
+    names = [report_to] if isinstance(report_to, str) else report_to or []
+    return [] if names == ["none"] else list(names)
 
 
 def _missing(recipe: Recipe) -> Iterator[Problem]:
@@ -272,8 +280,8 @@ def _missing(recipe: Recipe) -> Iterator[Problem]:
         elif name not in (*here, "all"):
             yield Problem("training.report_to", f"{name} is not installed: pip install {name}, or leave it out.")
     if recipe.objective.kind == "contrastive" and importlib.util.find_spec("sentence_transformers") is None:
-        said = "contrastive needs sentence-transformers: pip install 'hf-posswap[sentences]'."
-        yield Problem("objective.kind", said)
+        message = "contrastive needs sentence-transformers: pip install 'hf-posswap[sentences]'."
+        yield Problem("objective.kind", message)
     needed = ["accelerate", "datasets"] + (["peft"] if recipe.peft is not None else [])
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
@@ -281,7 +289,7 @@ def _missing(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _stages(recipe: Recipe) -> Iterator[Problem]:
-    kinds = set()
+    scheme_kinds = set()
     for number, stage in enumerate(recipe.stages):
         key = f"stages[{number}]"
         yield from _numbers(key, stage)
@@ -289,16 +297,16 @@ def _stages(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(f"{key}.length", f"data.cut {problem}.", ("data.cut",))
         if recipe.swap.scheme is None:
             continue
-        made = _made(scheme_of(recipe, stage))
-        if isinstance(made, Scheme):
-            kinds.add(made.kind)
+        scheme = _build_scheme(scheme_of(recipe, stage))
+        if isinstance(scheme, Scheme):
+            scheme_kinds.add(scheme.kind)
         elif stage.scheme is not None:
-            yield Problem(f"{key}.scheme", made, ("swap.scheme",))
-    if kinds - {"rotary", "none"}:
+            yield Problem(f"{key}.scheme", scheme, ("swap.scheme",))
+    if scheme_kinds - {"rotary", "none"}:
         yield Problem(
             "stages",
-            "the next stage goes on with the weights of the one before, which only schemes without weights of "
-            f"their own allow (rotary ones, or nope); got {', '.join(sorted(kinds))}.",
+            "each stage starts from the weights of the previous one, so its scheme cannot have weights "
+            f"(use rotary schemes or nope); got {', '.join(sorted(scheme_kinds))}.",
             ("swap.scheme",),
         )
 

@@ -1,4 +1,4 @@
-"""Copies of the package's recipes, to be changed."""
+"""Copies of the package's recipes, to edit."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hf_posswap.utils.untrusted import read_bounded
 
 
 def copy_recipe(name: str, target: Path) -> list[Path]:
-    """Write a recipe of the package, and what it includes, to where it can be changed; return the files, it first.
+    """Copy a recipe of the package and the files that it includes, to edit them; return the files, the recipe first.
 
     Args:
         name: of the recipe.
-        target: a file that ends in .yaml, or a folder, made where it is missing. What the recipe includes goes beside
-            it, under its own name; where the same file lies there already, from an earlier copy, it stays.
+        target: a file that ends in .yaml, or a folder, created if missing. Included files keep their names and go to
+            the same folder; a file that already exists with the same text is kept.
 
     Raises:
         UnknownNameError: there is no such recipe.
-        ConfigError: another file lies where one is to be written; nothing is written then.
-        CheckpointError: the place cannot be written.
+        ConfigError: a different file exists where one would be written; nothing is written then.
+        CheckpointError: the target cannot be written.
 
     Example:
         >>> import tempfile
@@ -31,25 +31,25 @@ def copy_recipe(name: str, target: Path) -> list[Path]:
         ['mine.yaml', 'learned-to-rope.yaml', 'base.yaml']
     """
     recipe = shipped_recipe(name)
-    first = target if target.suffix in SUFFIXES and not target.is_dir() else target / recipe.path.name
-    wanted = {first: recipe.text}
+    main_target = target if target.suffix in SUFFIXES and not target.is_dir() else target / recipe.path.name
+    texts = {main_target: recipe.text}
     for path in included_files(recipe.path):
-        beside = first.parent / path.relative_to(recipe.path.parent)
-        if beside in wanted:
-            raise ConfigError(f"{first}: {name} includes a file of that name; give another name.")
-        wanted[beside] = path.read_text(encoding="utf-8")
-    taken = [path for path, text in wanted.items() if path.exists() and not _holds(path, text)]
-    if taken:
+        include_target = main_target.parent / path.relative_to(recipe.path.parent)
+        if include_target in texts:
+            raise ConfigError(f"{main_target}: {name} includes a file of that name; give another name.")
+        texts[include_target] = path.read_text(encoding="utf-8")
+    conflicts = [path for path, text in texts.items() if path.exists() and not _has_text(path, text)]
+    if conflicts:
         raise ConfigError(
-            f"{', '.join(map(str, taken))} exists and is not overwritten: give another file or folder, or move it."
+            f"{', '.join(map(str, conflicts))} exists and is not overwritten: give another file or folder, or move it."
         )
-    for path, text in wanted.items():
+    for path, text in texts.items():
         if not path.exists():
             write_text(path, text)
-    return list(wanted)
+    return list(texts)
 
 
-def _holds(path: Path, text: str) -> bool:
+def _has_text(path: Path, text: str) -> bool:
     try:
         return read_bounded(path) == text
     except (OSError, ValueError):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hf_posswap.training.config.theirs import TrainingSettings, said
+from hf_posswap.training.config.theirs import TrainingSettings, non_default_settings
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,10 @@ class Key:
     """One key that a recipe can give.
 
     Attributes:
-        name: with dots, `[]` after what is a list of further keys.
+        name: dotted, with `[]` after a list of further keys.
         owner: the dataclass that documents it.
         field: its name there.
-        default: its value where no file gives it.
+        default: its value if no file sets it.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Key:
 
 
 def keys_of(cls: type, above: str = "") -> Iterator[Key]:
-    """Return the keys below `above` that the dataclass `cls` stands for, of nested dataclasses too; `training` is one.
+    """Yield the keys of the dataclass `cls` and of nested dataclasses, prefixed by `above`; `training` is one key.
 
     Example:
         >>> from hf_posswap.training.config.settings import Recipe
@@ -37,12 +37,17 @@ def keys_of(cls: type, above: str = "") -> Iterator[Key]:
     """
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        kind, name = hints[field.name], f"{above}{field.name}"
-        items = [item for item in get_args(kind) if dataclasses.is_dataclass(item)]
-        if dataclasses.is_dataclass(kind) and kind is not TrainingSettings:
-            yield from keys_of(kind, f"{name}.")  # type: ignore[arg-type]
-        elif get_origin(kind) is tuple and items:
-            yield from keys_of(items[0], f"{name}[].")  # type: ignore[arg-type]
+        hint, name = hints[field.name], f"{above}{field.name}"
+        item_classes = [item for item in get_args(hint) if dataclasses.is_dataclass(item)]
+        if dataclasses.is_dataclass(hint) and hint is not TrainingSettings:
+            yield from keys_of(hint, f"{name}.")  # type: ignore[arg-type]
+        elif get_origin(hint) is tuple and item_classes:
+            yield from keys_of(item_classes[0], f"{name}[].")  # type: ignore[arg-type]
         else:
-            made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            yield Key(name, cls, field.name, said(made) if isinstance(made, TrainingSettings) else made)
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            yield Key(
+                name,
+                cls,
+                field.name,
+                non_default_settings(default) if isinstance(default, TrainingSettings) else default,
+            )

@@ -1,4 +1,4 @@
-"""Recipes from files and the command line, whole or not at all."""
+"""Loads recipes from files and the command line, and refuses them if anything is wrong."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hf_posswap.training.config.shipped import find_recipe
 from hf_posswap.utils.atomic_io import read_json
 from hf_posswap.utils.user_paths import expand_home
 
-if TYPE_CHECKING:  # TrainingArguments bring accelerate and PEFT along: they load where a recipe is made
+if TYPE_CHECKING:  # TrainingArguments imports accelerate and PEFT: deferred until a recipe is built
     from hf_posswap.training.config.settings import Recipe
 
 
 def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
-    """Return a recipe of the package, the one in a YAML file, or that such a mapping says, with `overrides` put in.
+    """Return a recipe from the package, a YAML file or a mapping, with `overrides` applied.
 
     Args:
-        source: the name of a recipe that comes with the package ("yarn": `posswap recipes` lists them), a file
-            ("mine.yaml"), or what a file would say. `include:` in a file names others below it.
+        source: the name of a recipe in the package ("yarn": `posswap recipes` lists them), a file ("mine.yaml"), or
+            the mapping that a file would hold. `include:` in a file names the files that it builds on.
         overrides: such as "training.max_steps=100"; the values are read as YAML.
 
     Raises:
@@ -34,7 +34,7 @@ def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str]
 
     Example:
         >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
+        >>> with scratch_folder() as folder:
         ...     path = Path(folder) / "mine.yaml"
         ...     _ = path.write_text("model: {name: gpt2}\\nswap: {scheme: rope}")
         ...     load_recipe(path, ["swap.max_length=4096"]).swap
@@ -52,7 +52,7 @@ def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str]
 
 
 def make_recipe(values: Mapping[str, Any], where: str = "the recipe") -> Recipe:
-    """Return the recipe that `values` say, as YAML would.
+    """Return the recipe of `values`, the mapping that a YAML file would hold.
 
     Raises:
         ConfigError: as `load_recipe`.
@@ -66,46 +66,46 @@ def make_recipe(values: Mapping[str, Any], where: str = "the recipe") -> Recipe:
     recipe = read(Recipe, _with_schemes(values, problems), problems)
     recipe = dataclasses.replace(recipe, peft=read_peft(recipe.peft, problems))
     problems.take(check(recipe))
-    found = problems.said
-    if found:
-        count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
-        raise ConfigError(f"{where} has {count}: " + " ".join(f"({n}) {p}" for n, p in enumerate(found, 1)))
+    all_problems = problems.entries
+    if all_problems:
+        count = "1 problem" if len(all_problems) == 1 else f"{len(all_problems)} problems"
+        raise ConfigError(f"{where} has {count}: " + " ".join(f"({n}) {p}" for n, p in enumerate(all_problems, 1)))
     return recipe
 
 
 def _with_schemes(values: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """Return `values` with schemes read from the .json files that stand in their place."""
-    held = dict(values)
-    if isinstance(held.get("swap"), Mapping):
-        held["swap"] = _with_scheme(held["swap"], "swap", problems)
-    if isinstance(held.get("stages"), list):
-        held["stages"] = [
+    """Return `values` with each scheme that names a .json file replaced by the scheme in that file."""
+    replaced = dict(values)
+    if isinstance(replaced.get("swap"), Mapping):
+        replaced["swap"] = _with_scheme(replaced["swap"], "swap", problems)
+    if isinstance(replaced.get("stages"), list):
+        replaced["stages"] = [
             _with_scheme(stage, f"stages[{number}]", problems) if isinstance(stage, Mapping) else stage
-            for number, stage in enumerate(held["stages"])
+            for number, stage in enumerate(replaced["stages"])
         ]
-    return held
+    return replaced
 
 
 def _with_scheme(values: Mapping[str, Any], key: str, problems: Problems) -> dict[str, Any]:
-    held = dict(values)
-    named = held.get("scheme")
-    if isinstance(named, str) and named.endswith(JSON):
+    replaced = dict(values)
+    scheme = replaced.get("scheme")
+    if isinstance(scheme, str) and scheme.endswith(JSON):
         try:
-            held["scheme"] = read_json(expand_home(named))
+            replaced["scheme"] = read_json(expand_home(scheme))
         except CheckpointError as error:
             problems.add(f"{key}.scheme", f"{error} posswap search writes such a file.")
-            del held["scheme"]
-    return held
+            del replaced["scheme"]
+    return replaced
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Return `recipe` as JSON, from which `make_recipe` makes it again; of `training` what transformers does not do."""
-    from hf_posswap.training.config.theirs import said
+    """Return `recipe` as JSON that `make_recipe` reads; `training` holds only what differs from transformers."""
+    from hf_posswap.training.config.theirs import non_default_settings
 
     fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-    return json.loads(json.dumps(fields | {"training": said(recipe.training)}, default=_as_json))
+    return json.loads(json.dumps(fields | {"training": non_default_settings(recipe.training)}, default=_as_json))
 
 
 def _as_json(value: Any) -> Any:
-    held = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return dataclasses.asdict(value) if held else str(value)
+    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return dataclasses.asdict(value) if is_dataclass else str(value)

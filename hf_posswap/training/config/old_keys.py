@@ -1,4 +1,4 @@
-"""What earlier recipes called the keys, for the answer to one that is still given."""
+"""Former names of recipe keys, for the error message when one is still used."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OLD: dict[str, tuple[str, str]] = {
     "watch.picture": ("out", "the picture is drawn where matplotlib is installed, into"),
     "stages[].steps": ("stages[].max_steps", "TrainingArguments calls it"),
 }
-"""Old key to new key, and what joins them in a sentence."""
+"""Old key to new key, and the words that join them in the message."""
 SECTIONS = {
     "optimizer": "training",
     "compute": "training",
@@ -55,4 +55,4 @@ SECTIONS = {
     "watch": "training",
     "train": "trainable",
 }
-"""Where the keys of a section that is gone are now, most of them."""
+"""Removed sections, and the section that now has most of their keys."""

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, all of it, and which of its values are therefore not known."""
+"""Collects the problems of a recipe, and the keys whose values are unknown because of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-        key: that it is about; "" for the recipe as a whole.
+        key: the key at fault; "" for the recipe as a whole.
         text: a sentence.
         needs: other keys whose values make it a problem.
     """
@@ -28,30 +28,30 @@ class Problems:
     """The problems found so far.
 
     Attributes:
-        said: all, in order.
+        entries: all, in order.
         doubted: keys whose values could not be read.
     """
 
-    said: list[Problem] = field(default_factory=list)
+    entries: list[Problem] = field(default_factory=list)
     doubted: set[str] = field(default_factory=set)
 
     def add(self, key: str, text: str, doubts: str | None = None) -> None:
-        """Note what is wrong with `key`, whose value, or that of `doubts`, is not known then."""
-        self.said.append(Problem(key, text))
+        """Add a problem of `key`, and mark its value, or that of `doubts`, as unknown."""
+        self.entries.append(Problem(key, text))
         self.doubted.add(key if doubts is None else doubts)
 
-    def take(self, found: list[Problem]) -> None:
-        """Add those of `found` that rest on values which are known: the others may go with what has been said.
+    def take(self, problems: list[Problem]) -> None:
+        """Add those of `problems` whose values are all known: the others may disappear once earlier ones are fixed.
 
         Example:
             >>> problems = Problems()
             >>> problems.add("training.max_steps", "expected a whole number, got 'many'.")
             >>> warmup = Problem("training.warmup_steps", "2000 in 1000 steps.", needs=("training.max_steps",))
             >>> problems.take([warmup, Problem("out", "give a folder.")])
-            >>> [str(problem) for problem in problems.said]
+            >>> [str(problem) for problem in problems.entries]
             ["training.max_steps: expected a whole number, got 'many'.", 'out: give a folder.']
         """
-        self.said += [problem for problem in found if all(map(self._is_known, (problem.key, *problem.needs)))]
+        self.entries += [problem for problem in problems if all(map(self._is_known, (problem.key, *problem.needs)))]
 
     def _is_known(self, key: str) -> bool:
         return not any(key == doubted or key.startswith((f"{doubted}.", f"{doubted}[")) for doubted in self.doubted)

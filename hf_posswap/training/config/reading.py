@@ -1,4 +1,4 @@
-"""From YAML files that include one another, and KEY=VALUE on the command line, to one mapping."""
+"""Merges YAML files that include one another, and KEY=VALUE overrides, into one mapping."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hf_posswap.utils.untrusted import MOST_LEVELS, read_bounded
 from hf_posswap.utils.untrusted_yaml import MOST_YAML_BYTES, bounded_float, bounded_integer, load_yaml
 
 MOST_FILES = 100
-"""That one recipe includes, directly or not, each counted as often as it is read."""
+"""Most files that one recipe may include, directly or not; a file counts each time it is read."""
 INCLUDE = "include"
 _ARGUMENTS = {"lr_scheduler_type": "lr_scheduler_kwargs", "optim": "optim_args"}
-"""Keys whose other value leaves nothing of the arguments that belong to them."""
+"""Keys, and the arguments that are dropped when the key's value changes."""
 _FIRST = ("swap.scheme=", "training.lr_scheduler_type=", "training.optim=", "peft.peft_type=")
 _SCHEME = "scheme"
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -30,13 +30,12 @@ _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the mapping in the YAML file `path`, on top of the files that it includes.
 
-    `include:` names a file, or several, relative to the one that says it, or a recipe of the package ("yarn").
-    Later ones win, the file itself over all; mappings are merged key by key, everything else is replaced. A scheme of
-    another name, another adapter, optimizer or schedule leaves nothing of the one below, its arguments neither.
+    `include:` names one or more files, relative to the including file, or a recipe of the package ("yarn"). Later
+    files win, and the including file wins over all. Mappings are merged key by key; everything else is replaced. A
+    scheme of another name, or another adapter, optimizer or schedule, also replaces the arguments of the old one.
 
     Raises:
-        ConfigError: a file is missing, no regular file, no YAML, no mapping or larger than any recipe, or includes
-            itself.
+        ConfigError: a file is missing, not a regular file, not YAML, not a mapping or too large, or includes itself.
 
     Example:
         >>> import tempfile
@@ -62,24 +61,26 @@ def included_files(path: Path) -> list[Path]:
         ...     base, mine = Path(folder) / "base.yaml", Path(folder) / "mine.yaml"
         ...     _ = base.write_text("training: {max_steps: 10}")
         ...     _ = mine.write_text("include: base.yaml")
-        ...     [found.name for found in included_files(mine)]
+        ...     [path.name for path in included_files(mine)]
         ['base.yaml']
     """
-    found: list[Path] = []
-    _read(path, (), found)
-    return list(dict.fromkeys(found[1:]))
+    visited: list[Path] = []
+    _read(path, (), visited)
+    return list(dict.fromkeys(visited[1:]))
 
 
 def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, Any]:
     seen.append(path)
-    told = f", which {shown(above[-1])} includes," if above else ""
+    included_by = f", which {shown(above[-1])} includes," if above else ""
     if len(seen) > MOST_FILES:
-        raise ConfigError(f"{shown(path)}{told} is one file too many: a recipe reads {MOST_FILES} files at most.")
+        raise ConfigError(
+            f"{shown(path)}{included_by} is one file too many: a recipe reads {MOST_FILES} files at most."
+        )
     try:
         chain = (*above, path.resolve())
         if chain[-1] in above:
-            way = " -> ".join(shown(Path(one.name)) for one in chain)
-            raise ConfigError(f"{shown(above[0])} includes itself: {way}.")
+            cycle = " -> ".join(shown(Path(file_path.name)) for file_path in chain)
+            raise ConfigError(f"{shown(above[0])} includes itself: {cycle}.")
         text = read_bounded(path, MOST_YAML_BYTES)
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, ConfigError):
@@ -91,29 +92,29 @@ def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, An
                 "KEY=VALUE."
             ) from error
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{shown(path)}{told} cannot be read: {reason}. Give a recipe's file.") from error
+        raise ConfigError(f"{shown(path)}{included_by} cannot be read: {reason}. Give a recipe's file.") from error
     try:
-        held = load_yaml(text, _loader()) or {}
+        values = load_yaml(text, _loader()) or {}
     except ValueError as error:
         raise ConfigError(f"{shown(path)} cannot be read as YAML: {error}.") from error
-    if not isinstance(held, dict):
-        raise ConfigError(f"{shown(path)} must hold keys and values, got a {type(held).__name__}.")
-    included = held.pop(INCLUDE, [])
+    if not isinstance(values, dict):
+        raise ConfigError(f"{shown(path)} must hold keys and values, got a {type(values).__name__}.")
+    included = values.pop(INCLUDE, [])
     names = [included] if isinstance(included, str) else included
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        got = brief_repr(included)
-        raise ConfigError(f"{shown(path)}: include must be a file name or a list of them, got {got}.")
+        value_repr = brief_repr(included)
+        raise ConfigError(f"{shown(path)}: include must be a file name or a list of them, got {value_repr}.")
     merged: dict[str, Any] = {}
     for name in names:
         merged = merge(merged, _read(_included(path, name), chain, seen))
-    return merge(merged, held)
+    return merge(merged, values)
 
 
 def _included(path: Path, name: str) -> Path:
-    """Return the file that `path` includes as `name`: one beside it, or a recipe of the package by its name."""
-    beside = path.parent / name
-    if beside.suffix or os.path.lexists(beside):
-        return beside
+    """Return the file that `path` includes as `name`: a file in the same folder, or a recipe of the package."""
+    sibling = path.parent / name
+    if sibling.suffix or os.path.lexists(sibling):
+        return sibling
     try:
         return find_recipe(name)
     except UnknownNameError as error:
@@ -121,7 +122,7 @@ def _included(path: Path, name: str) -> Path:
 
 
 def _loader() -> Any:
-    """Return a safe loader with traps taken out: a key given twice is refused, 2e-5 is a number, a date a text."""
+    """Return a safe YAML loader that refuses duplicate keys, and reads 2e-5 as a number and dates as text."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -144,7 +145,7 @@ def _loader() -> Any:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `below` with what `above` says in its place.
+    """Return `below` with the values of `above` merged over it.
 
     Example:
         >>> merge({"a": {"b": 1, "c": 2}, "d": [1]}, {"a": {"b": 3}, "d": []})
@@ -156,7 +157,9 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         >>> merge({"optim": "sgd", "optim_args": "momentum=0.9"}, {"optim": "adafactor"})
         {'optim': 'adafactor'}
     """
-    outdated = [its for kind, its in _ARGUMENTS.items() if kind in above and above[kind] != below.get(kind)]
+    outdated = [
+        arguments for owner, arguments in _ARGUMENTS.items() if owner in above and above[owner] != below.get(owner)
+    ]
     merged = {key: value for key, value in below.items() if key not in outdated}
     for key, value in above.items():
         old = merged.get(key)
@@ -166,44 +169,44 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
             merged[key] = _with_items(old, value, key)
             continue
         is_another = isinstance(value, Mapping) and isinstance(old, Mapping) and _renames(old, value)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping) and not is_another
-        merged[key] = merge(old, value) if both else value  # type: ignore[arg-type]
+        are_mappings = isinstance(old, Mapping) and isinstance(value, Mapping) and not is_another
+        merged[key] = merge(old, value) if are_mappings else value  # type: ignore[arg-type]
     return merged
 
 
 def _with_items(items: list[Any], changes: Mapping[str, Any], key: str) -> list[Any]:
-    """Return `items` with some replaced or merged, which `changes` names by their numbers, from 0."""
+    """Return `items` with those replaced or merged that `changes` names by index, from 0."""
     changed = list(items)
     for number, value in changes.items():
-        place = _place(number, items)
-        if place is None:
+        index = _list_index(number, items)
+        if index is None:
             raise ConfigError(f"{key}.{printable(number, 200)}: expected the number of an item, 0 to {len(items) - 1}.")
-        old = changed[place]
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        changed[place] = merge(old, value) if both else value
+        old = changed[index]
+        are_mappings = isinstance(old, Mapping) and isinstance(value, Mapping)
+        changed[index] = merge(old, value) if are_mappings else value
     return changed
 
 
-def _place(number: object, items: list[Any]) -> int | None:
-    """Return which of `items` `number` means, as it was typed; None: none of them."""
+def _list_index(number: object, items: list[Any]) -> int | None:
+    """Return the index into `items` that the key `number` means; None if it is not one."""
     text = str(number)
     known = text.isascii() and text.isdigit() and len(text) < 10 and int(text) < len(items)
     return int(text) if known else None
 
 
 def _renames(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return whether two mappings are schemes, or adapters, of different names, which share no fields."""
+    """Return whether two mappings are schemes or adapters of different names, so that no field carries over."""
     renames = "name" in old and "name" in new and old["name"] != new["name"] and "scheme" not in new
     return renames or ("peft_type" in new and new["peft_type"] != old.get("peft_type", "LORA"))
 
 
 def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """Return `values` with each of `settings`, KEY.SUB=VALUE, put in; a VALUE is read as YAML.
+    """Return `values` with each of `settings`, KEY.SUB=VALUE, applied; a VALUE is read as YAML.
 
-    The items of a list go by their numbers: stages.0.length=64.
+    Items of a list are named by index: stages.0.length=64.
 
     Raises:
-        ConfigError: a setting is not KEY=VALUE, no YAML, or goes below a value that has no keys.
+        ConfigError: a setting is not KEY=VALUE, is not YAML, or names a key below a value that has none.
 
     Example:
         >>> override({"training": {"max_steps": 10}}, ["training.max_steps=20", "data.length=64"])
@@ -225,25 +228,25 @@ def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, An
 
 def _nested(setting: str, values: Mapping[str, Any]) -> dict[str, Any]:
     path, equals, text = setting.partition("=")
-    keys, given = path.strip().split("."), brief_repr(setting)
+    keys, setting_repr = path.strip().split("."), brief_repr(setting)
     if not equals or not all(keys) or len(keys) > MOST_LEVELS:
-        raise ConfigError(f"{given}: expected KEY=VALUE, for example training.max_steps=100.")
+        raise ConfigError(f"{setting_repr}: expected KEY=VALUE, for example training.max_steps=100.")
     try:
         value = load_yaml(text, _loader())
     except ValueError as error:
-        raise ConfigError(f"{given}: the value cannot be read as YAML: {error}.") from error
-    held: Any = values
+        raise ConfigError(f"{setting_repr}: the value cannot be read as YAML: {error}.") from error
+    parent: Any = values
     for number, key in enumerate(keys[:-1]):
-        if isinstance(held, list):
-            place = _place(key, held)
-            held = {} if place is None else held[place]
+        if isinstance(parent, list):
+            index = _list_index(key, parent)
+            parent = {} if index is None else parent[index]
         else:
-            held = held.get(key, {})
-        if key == _SCHEME and takes_fields(held):
-            held = scheme_mapping(held)
-        if not isinstance(held, Mapping | list):
+            parent = parent.get(key, {})
+        if key == _SCHEME and takes_fields(parent):
+            parent = scheme_mapping(parent)
+        if not isinstance(parent, Mapping | list):
             above = ".".join(keys[: number + 1])
-            raise ConfigError(f"{given}: {above} is {brief_repr(held)}, which has no keys.")
+            raise ConfigError(f"{setting_repr}: {above} is {brief_repr(parent)}, which has no keys.")
     for key in reversed(keys):
         value = {key: value}
     return value

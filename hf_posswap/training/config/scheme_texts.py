@@ -1,4 +1,4 @@
-"""A scheme that a recipe writes as a text, as the mapping of its fields, so that others can be put in."""
+"""Converts a scheme given as text into a mapping of its fields, so that others can be merged in."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hf_posswap.schemes import SCHEMES
 from hf_posswap.utils.scheme_text import scheme_and_fields
 
 JSON = ".json"
-"""How a text ends that names a file with a scheme."""
+"""The suffix of a scheme that is a file."""
 
 
 def takes_fields(scheme: Any) -> bool:
-    """Return whether `scheme` is a text that fields can be put into: no file.
+    """Return whether `scheme` is text that fields can be merged into, and not a file.
 
     Example:
         >>> takes_fields("yarn:factor=4"), takes_fields("longrope.json"), takes_fields({"name": "yarn"})
@@ -24,10 +24,10 @@ def takes_fields(scheme: Any) -> bool:
 
 
 def scheme_mapping(scheme: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return `scheme` as {name: ..., FIELD: VALUE}; a text that is none has itself as its name, to be refused by it.
+    """Return `scheme` as {name: ..., FIELD: VALUE}; invalid text becomes the name, so that a later check refuses it.
 
     Args:
-        scheme: a name, a name with fields ("yarn:factor=4"), a mapping, which is returned as it is, or None: {}.
+        scheme: a name, a name with fields ("yarn:factor=4"), a mapping, returned unchanged, or None: {}.
 
     Example:
         >>> scheme_mapping("yarn:factor=4,base=500000"), scheme_mapping("rope"), scheme_mapping("rope(base=3)")
@@ -36,7 +36,7 @@ def scheme_mapping(scheme: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     if not isinstance(scheme, str):
         return {} if scheme is None else scheme
     try:
-        found = scheme_and_fields(scheme, dict(SCHEMES.items()))
+        parsed = scheme_and_fields(scheme, dict(SCHEMES.items()))
     except OptionError:
-        found = None
-    return {"name": scheme} if found is None else {"name": found[0], **found[1]}
+        parsed = None
+    return {"name": scheme} if parsed is None else {"name": parsed[0], **parsed[1]}

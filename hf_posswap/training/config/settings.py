@@ -1,4 +1,4 @@
-"""What a recipe says: every argument of a training, documented once. Help, errors and docs are read from here."""
+"""The recipe's dataclasses: every training setting, documented once. Help, errors and docs are generated from here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_posswap.training.trainable import TrainableSettings
 
 SchemeValue = str | Mapping[str, Any] | None
 SENTENCES = ("embedding", "contrastive")
-"""Objectives that make one vector of a text."""
+"""Objectives that embed a text as one vector."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class ModelSettings:
         name: a folder or a Hub id.
         tokenizer: a folder or a Hub id; none: the model's own.
         revision: of the Hub id.
-        dtype: that the weights are loaded and trained in; training.bf16 and fp16 say what the forward computes in.
+        dtype: of the weights in memory; training.bf16 and fp16 set the precision of the forward.
         attention: attention implementation; none: transformers' choice.
-        trust_remote_code: run code that the model or the tokenizer brings, where it needs that to be loaded.
+        trust_remote_code: run code from the model or the tokenizer, if loading needs it.
     """
 
     name: str = ""
@@ -39,21 +39,21 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class SwapSettings:
-    """What is put in place of the model's position mechanism.
+    """The swap of the model's position mechanism.
 
     Attributes:
-        scheme: a name, a name with fields: "yarn:factor=4,base=500000" or {name: yarn, factor: 4}, or a .json file that
-            posswap search wrote; none: no swap, for a control.
-        max_length: tokens that the swapped model is meant for; none: as patch_model has it.
+        scheme: a name, a name with fields: "yarn:factor=4,base=500000" or {name: yarn, factor: 4}, or a .json file from
+            posswap search; none: no swap, for a control.
+        max_length: tokens that the swapped model is meant for; none: patch_model's default.
         site: auto, or always inside attention.
-        relative: keep or drop the relative positions that DeBERTa has inside attention beside its table; none: keep
-            them, and all that other models take.
-        centre: move the mean of the position table into the token embeddings first, so that the swap takes positions
-            alone: see hf_posswap.centre_table.
-        fit: windows of the training text on which the new mechanism is fitted to what the position table did, before
-            any training; 0: none. alibi and t5 begin with the nearest bias (hf_posswap.fit_bias), rope and its kind
-            with partial below 1 with the nearest queries and keys (hf_posswap.fit_rotation).
-        gradual_steps: steps over which the share of the new mechanism grows from 0 to 1; 0: it is put in at once.
+        relative: keep or drop the relative positions that DeBERTa has inside attention in addition to its table; none:
+            keep them, and the default for all other models.
+        centre: move the mean of the position table into the token embeddings first, so that the swap removes only
+            positions: see hf_posswap.centre_table.
+        fit: windows of the training text on which the new mechanism is fitted to the position table before training; 0:
+            no fit. alibi and t5 start with the nearest bias (hf_posswap.fit_bias), and rotary schemes with partial
+            below 1 with the nearest queries and keys (hf_posswap.fit_rotation).
+        gradual_steps: steps over which the share of the new mechanism grows from 0 to 1; 0: a full swap at once.
     """
 
     scheme: SchemeValue = None
@@ -67,16 +67,16 @@ class SwapSettings:
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """What is minimised.
+    """The loss.
 
     Attributes:
-        kind: next-token: cross-entropy of a causal model; masked: of an encoder on masked tokens; distill: next-token,
-            and the divergence from the unswapped model, within its window or sliding on; embedding: the vectors of
-            texts against those of the unswapped encoder; contrastive: the two halves of a text against other texts, by
-            sentence-transformers.
-        chunk: tokens whose logits are held at once; 0: those of the whole batch, as the model itself does.
-        distill: how to stay close to the unswapped model, under distill.
-        scale: of the cosines under contrastive: one over the temperature.
+        kind: next-token: cross-entropy of a causal model; masked: of an encoder on masked tokens; distill: next-token
+            plus the divergence from the unswapped model, in its window or in sliding windows; embedding: the distance
+            of text vectors to those of the unswapped encoder; contrastive: the two halves of a text against other
+            texts, by sentence-transformers.
+        chunk: tokens whose logits are held at once; 0: those of the whole batch, like the model itself.
+        distill: settings of distill.
+        scale: of the cosines for contrastive: one over the temperature.
     """
 
     kind: Literal["next-token", "masked", "distill", "embedding", "contrastive"] = "next-token"
@@ -87,11 +87,11 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True)
 class GateSettings:
-    """What stops a training that is not healthy.
+    """Checks that stop an unhealthy training.
 
     Attributes:
         start: check plan, swap, positions, memory and one batch's loss before the first step.
-        start_above: nats by which the first loss may stand above the unswapped model's; none: what the plan predicts.
+        start_above: nats by which the first loss may exceed the unswapped model's; none: the plan's prediction.
         explosion: nats above the best mean of recent losses at which a training stops; 0: only NaN stops it.
         window: losses in that mean.
     """
@@ -104,10 +104,10 @@ class GateSettings:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """What held-out loss is measured on, at the end, and before as training.eval_strategy says.
+    """Settings of the held-out loss, at the end and as often as training.eval_strategy says.
 
     Attributes:
-        lengths: tokens of the held-out documents that are read; empty: one length, near data.length.
+        lengths: tokens to read of each held-out document; empty: one length, near data.length.
         documents: most held-out documents to read.
     """
 
@@ -117,7 +117,7 @@ class EvaluationSettings:
 
 @dataclass(frozen=True)
 class StageSettings:
-    """One stage of several: what differs from the rest of the recipe.
+    """One stage of several: its differences from the recipe.
 
     Attributes:
         max_steps: most optimizer steps of the stage.
@@ -127,8 +127,8 @@ class StageSettings:
         learning_rate: none: training.learning_rate.
         recovered: advance once the loss on short held-out text is at most this many nats above the unswapped model's;
             none: after all steps.
-        least_steps: before which the stage does not advance.
-        check_every: steps between looks at the short loss.
+        least_steps: least steps before the stage advances.
+        check_every: steps between checks of the short loss.
     """
 
     max_steps: int = 100
@@ -143,22 +143,22 @@ class StageSettings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A whole training. A YAML file states what differs from the files that it includes.
+    """A complete training. A YAML file states only the differences from the files that it includes.
 
     Attributes:
         model: the model to start from.
-        swap: what is put in place of its position mechanism.
-        data: what is read.
-        objective: what is minimised.
+        swap: the swap of its position mechanism.
+        data: the training data.
+        objective: the loss.
         trainable: which weights are trained.
-        peft: the fields of a PEFT config, that of `peft_type`, LORA by itself; none: no adapters. target_modules left
-            out: the projections of attention.
+        peft: the fields of a PEFT config for `peft_type`, LORA by default; none: no adapters. Without target_modules,
+            the projections of attention are adapted.
         training: the fields of transformers.TrainingArguments.
-        evaluation: what held-out loss is measured on.
-        gates: what stops a training that is not healthy.
-        stages: lengths and schemes one after the other; empty: one stage, the recipe itself.
+        evaluation: settings of the held-out loss.
+        gates: checks that stop an unhealthy training.
+        stages: successive lengths and schemes; empty: one stage, the recipe itself.
         out: the folder for checkpoints, logs, report and the finished model.
-        name: of the recipe, which the finished model's record tells; none: that of its file.
+        name: of the recipe, for the finished model's record; none: that of its file.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -176,11 +176,11 @@ class Recipe:
 
     @property
     def what(self) -> str:
-        """Which weights are trained, in a word: the kind of adapter, or that of `trainable`."""
+        """Which weights are trained: the adapter type, or `trainable.what`."""
         return self.trainable.what if self.peft is None else str(self.peft["peft_type"]).lower()
 
     @property
     def checkpoints_activations(self) -> bool:
-        """Whether activations are made again in the backward, under either name that transformers has for it."""
+        """Whether activation checkpointing is on, under either of transformers' names for it."""
         names = ("activation_checkpointing", "gradient_checkpointing")
         return any(getattr(self.training, name, None) for name in names)

@@ -14,13 +14,13 @@ from hf_posswap.utils.user_paths import expand_home
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 INSTALLED = _PACKAGE / "shipped_recipes"
-"""Where a wheel has them: pyproject.toml puts the top-level folder there."""
+"""Their folder in a wheel: pyproject.toml copies the top-level folder there."""
 CHECKOUT = _PACKAGE.parent / "recipes"
-"""Where they are written, and where an editable install finds them."""
+"""Their folder in a checkout and in an editable install."""
 LAUNCHERS = "accelerate"
-"""The folder of files for accelerate launch: they are listed and copied, and no training by themselves."""
+"""The folder of files for accelerate launch: they are listed and copied, but are not recipes to train."""
 SUFFIXES = (".yaml", ".yml")
-_PART = re.compile(r"# ([A-Z][a-z]+):\s+(.*)")
+_SECTION = re.compile(r"# ([A-Z][a-z]+):\s+(.*)")
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class ShippedRecipe:
     Attributes:
         name: of its file, without the suffix, with the folder below that of the recipes.
         path: of its file.
-        header: what its comments say: "Purpose", "Source", "Launch", "Cost", "Expected"; of a file that is no training
-            by itself, "Purpose" alone.
+        header: sections of its header comment: "Purpose", "Source", "Launch", "Cost", "Expected"; only "Purpose" for
+            a file that is not a recipe to train.
     """
 
     name: str
@@ -66,8 +66,8 @@ def shipped_recipes() -> dict[str, ShippedRecipe]:
     """Return the recipes of the package by name, and last the files for accelerate launch.
 
     Example:
-        >>> found = shipped_recipes()
-        >>> found["yarn"].header["Purpose"], found["yarn"].trains, found["accelerate/ddp"].trains
+        >>> recipes = shipped_recipes()
+        >>> recipes["yarn"].header["Purpose"], recipes["yarn"].trains, recipes["accelerate/ddp"].trains
         ('longer context for a RoPE model at the least cost in tokens: YaRN.', True, False)
     """
     folder = recipes_folder()
@@ -89,14 +89,14 @@ def shipped_recipe(name: str) -> ShippedRecipe:
 
 
 def find_recipe(given: str | Path) -> Path:
-    """Return the file that `given` means: a recipe of the package by its name, or a file of one's own.
+    """Return the file that `given` names: a recipe of the package, or the user's own file.
 
-    A file is given with its suffix or a folder (`mine.yaml`, `./mine`); a bare word is a name, whatever lies in the
-    working folder, where a training may have left a folder of that name.
+    A file needs its suffix or a folder (`mine.yaml`, `./mine`). A bare word is always a recipe's name, even if the
+    working folder has a file or folder of that name.
 
     Raises:
-        UnknownNameError: a bare word that is no recipe's name.
-        ConfigError: no such file, and the package has a recipe of its name.
+        UnknownNameError: a bare word that is not a recipe's name.
+        ConfigError: there is no such file, and the package has a recipe of that name.
 
     Example:
         >>> find_recipe("yarn").name
@@ -116,19 +116,19 @@ def find_recipe(given: str | Path) -> Path:
 
 
 def _header(path: Path) -> dict[str, str]:
-    """Return the parts of the comment at the top of the file: without parts, all of it is its purpose."""
+    """Return the sections of the comment at the top of the file; without sections, all of it is the purpose."""
     lines = list(_comment(path))
-    found: dict[str, list[str]] = {}
-    part = ""
+    sections: dict[str, list[str]] = {}
+    section = ""
     for line in lines:
-        begins = _PART.fullmatch(line)
-        if begins:
-            part = begins[1]
-            found[part] = [begins[2]]
-        elif part:
-            found[part].append(line.removeprefix("#").strip())
-    whole = {"Purpose": [line.removeprefix("#").strip() for line in lines]}
-    return {name: " ".join(said) for name, said in (found or whole).items()}
+        match = _SECTION.fullmatch(line)
+        if match:
+            section = match[1]
+            sections[section] = [match[2]]
+        elif section:
+            sections[section].append(line.removeprefix("#").strip())
+    unsectioned = {"Purpose": [line.removeprefix("#").strip() for line in lines]}
+    return {name: " ".join(section_lines) for name, section_lines in (sections or unsectioned).items()}
 
 
 def _comment(path: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A recipe of several stages as recipes of one stage each, run one after the other."""
+"""Splits a recipe of several stages into recipes of one stage each, to run in order."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hf_posswap.training.config.settings import Recipe, SchemeValue, StageSettin
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a training that has one length, one scheme and one schedule.
+    """A section of a training with one length, one scheme and one schedule.
 
     Attributes:
-        name: of its folder; "" where there is only one.
+        name: of its folder; "" if there is only one phase.
         recipe: without stages.
-        stage: when to advance; None where there is only one.
+        stage: when to advance; None if there is only one phase.
     """
 
     name: str
@@ -39,10 +39,10 @@ def phases_of(recipe: Recipe) -> list[Phase]:
     if not recipe.stages:
         return [Phase("", recipe)]
     numbered = enumerate(recipe.stages, 1)
-    return [Phase(f"stage-{number}", _as_one(recipe, stage), stage) for number, stage in numbered]
+    return [Phase(f"stage-{number}", _single_stage_recipe(recipe, stage), stage) for number, stage in numbered]
 
 
-def _as_one(recipe: Recipe, stage: StageSettings) -> Recipe:
+def _single_stage_recipe(recipe: Recipe, stage: StageSettings) -> Recipe:
     swap = dataclasses.replace(
         recipe.swap, scheme=scheme_of(recipe, stage), max_length=stage.max_length or recipe.swap.max_length
     )
@@ -57,7 +57,7 @@ def _as_one(recipe: Recipe, stage: StageSettings) -> Recipe:
 
 
 def scheme_of(recipe: Recipe, stage: StageSettings) -> SchemeValue:
-    """Return the scheme of a stage: the recipe's, with the fields that the stage gives, or another one."""
+    """Return the scheme of a stage: the recipe's, with the fields that the stage gives, or a different scheme."""
     if stage.scheme is None:
         return recipe.swap.scheme
     below, above = scheme_mapping(recipe.swap.scheme), scheme_mapping(stage.scheme)

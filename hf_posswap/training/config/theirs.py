@@ -11,40 +11,40 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 
 from transformers import TrainingArguments
 
-_OWN_EVALUATION = "held-out loss is measured on whole documents, one after another: `evaluation` says how"
-_LIGER = "Liger's rotary functions and losses would take the place of the swap's"
-_FSDP = "the file of accelerate launch says how weights are sharded: posswap recipes accelerate/fsdp2"
+_OWN_EVALUATION = "held-out loss is measured on whole documents, one by one: `evaluation` sets how"
+_LIGER = "Liger's rotary functions and losses would replace the swap's"
+_FSDP = "the accelerate launch file sets how weights are sharded: posswap recipes accelerate/fsdp2"
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "output_dir": (None, "the recipe's `out` says the folder"),
     "logging_dir": (None, "the recipe's `out` says the folder"),
-    "num_train_epochs": (None, "a training is as long as training.max_steps: windows are cut for exactly these"),
-    "warmup_ratio": (None, "training.warmup_steps below 1 is such a share of the steps"),
+    "num_train_epochs": (None, "training.max_steps sets the length: windows are cut for exactly that many steps"),
+    "warmup_ratio": (None, "a training.warmup_steps below 1 is a share of the steps"),
     "train_sampling_strategy": ("sequential", "windows are read in their order, so that a stop changes nothing"),
     "dataloader_in_order": (True, "windows are read in their order, so that a stop changes nothing"),
-    "ignore_data_skip": (False, "a training that goes on would read its first windows again"),
+    "ignore_data_skip": (False, "a resumed training would read its first windows again"),
     "data_seed": (None, "data.seed is the seed of the data"),
-    "remove_unused_columns": (False, "positions and masks are columns of a window"),
-    "average_tokens_across_devices": (True, "each token counts alike, whichever process reads it"),
-    "logging_nan_inf_filter": (False, "nothing may hide a loss that is no number: the training stops there"),
-    "auto_find_batch_size": (False, "another batch is another training; memory is checked before the first step"),
-    "resume_from_checkpoint": (None, "the same command goes on by itself, from the newest whole checkpoint in `out`"),
-    "save_only_model": (False, "a training could not go on from such a checkpoint"),
+    "remove_unused_columns": (False, "windows have positions and masks as columns"),
+    "average_tokens_across_devices": (True, "each token has the same weight on every process"),
+    "logging_nan_inf_filter": (False, "a NaN loss must stay visible: it stops the training"),
+    "auto_find_batch_size": (False, "the batch size changes the result; memory is checked before the first step"),
+    "resume_from_checkpoint": (None, "the same command resumes from the newest complete checkpoint in `out`"),
+    "save_only_model": (False, "a training could not resume from such a checkpoint"),
     "save_on_each_node": (False, "checkpoints are written and sealed once"),
-    "load_best_model_at_end": (False, "what is kept, and what its record tells the tokens of, is the last model"),
-    "label_smoothing_factor": (0.0, "`objective` says what is minimised, and none of them smooths"),
+    "load_best_model_at_end": (False, "the last model is kept, and its record counts all tokens"),
+    "label_smoothing_factor": (0.0, "`objective` sets the loss, and none smooths labels"),
     "use_liger_kernel": (False, _LIGER),
     "liger_kernel_config": (None, _LIGER),
-    "use_cache": (False, "a step reads whole windows: no keys are cached"),
-    "optim_target_modules": (None, "`trainable` and `peft` say what is trained"),
-    "accelerator_config": (None, "it splits and mixes batches, and each process reads windows of its own, in order"),
-    "parallelism_config": (None, "the file of accelerate launch says how processes share a sequence"),
+    "use_cache": (False, "a step reads whole windows without a cache"),
+    "optim_target_modules": (None, "`trainable` and `peft` set what is trained"),
+    "accelerator_config": (None, "it splits and mixes batches, but each process must read its windows in order"),
+    "parallelism_config": (None, "the accelerate launch file sets how processes share a sequence"),
     "fsdp": (None, _FSDP),
     "fsdp_config": (None, _FSDP),
-    "local_rank": (-1, "the launcher says it"),
-    "hub_strategy": ("end", "only a model that was loaded again, verified and measured is pushed"),
-    "hub_always_push": (False, "only a model that was loaded again, verified and measured is pushed"),
-    "hub_token": (None, "a recipe is kept and shown; use hf auth login, or HF_TOKEN"),
+    "local_rank": (-1, "the launcher sets it"),
+    "hub_strategy": ("end", "only a reloaded, verified and measured model is pushed"),
+    "hub_always_push": (False, "only a reloaded, verified and measured model is pushed"),
+    "hub_token": (None, "a recipe is saved and shown; use hf auth login, or HF_TOKEN"),
     "per_device_eval_batch_size": (8, _OWN_EVALUATION),
     "prediction_loss_only": (False, _OWN_EVALUATION),
     "eval_do_concat_batches": (True, _OWN_EVALUATION),
@@ -55,10 +55,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "bf16_full_eval": (False, _OWN_EVALUATION),
     "fp16_full_eval": (False, _OWN_EVALUATION),
     "label_names": (None, _OWN_EVALUATION),
-    "length_column_name": ("length", "windows are not grouped by length: `data` says how they are cut"),
+    "length_column_name": ("length", "windows are not grouped by length: `data` sets how they are cut"),
     "do_predict": (False, "a recipe trains and measures; posswap eval and compare predict"),
 }
-"""Fields that our guarantees need at one value: that value, and why another is refused."""
+"""Fields that a recipe fixes at one value: that value, and why another is refused."""
 
 OWN: dict[str, Any] = {
     "max_steps": 1000,
@@ -73,65 +73,65 @@ OWN: dict[str, Any] = {
 }
 """Defaults that differ from transformers'. optim: adamw_torch_fused on a GPU, adamw_torch elsewhere."""
 
-_NO_PART = (
+_NO_EFFECT_ON_WEIGHTS = (
     "logging_", "log_", "save_", "eval_", "hub_", "trackio_", "push_to_hub", "report_to", "run_name", "project",
     "disable_tqdm", "dataloader_", "use_cpu", "gradient_checkpointing", "activation_checkpointing", "torch_compile",
     "ddp_", "deepspeed", "debug", "skip_memory", "torch_empty", "enable_jit", "include_num", "do_", "restore_callback",
     "tf32", "metric_for", "greater_is",
 )  # fmt: skip
-_BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")
-"""Schedules that go by what is measured."""
-_OF_EVALUATION = ("eval_", "metric_for", "greater_is")
+_EVALUATION_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that follow evaluation results."""
+_EVALUATION_FIELDS = ("eval_", "metric_for", "greater_is")
 
 
-def settings_like(name: str, cls: Any, own: dict[str, Any]) -> Any:
-    """Return a frozen dataclass with the fields of `cls`, whose types are those that a YAML file can give.
+def settings_like(name: str, cls: Any, defaults: dict[str, Any]) -> Any:
+    """Return a frozen dataclass with the fields of `cls`, annotated with types that a YAML file can hold.
 
     Args:
         name: of the new class.
         cls: a dataclass.
-        own: defaults that take the place of its own.
+        defaults: defaults that replace those of `cls`.
 
     Example:
-        >>> made = settings_like("Mine", TrainingArguments, {"max_steps": 7})
-        >>> made().max_steps, made(learning_rate=1e-3).learning_rate, made().lr_scheduler_type
+        >>> Settings = settings_like("Settings", TrainingArguments, {"max_steps": 7})
+        >>> Settings().max_steps, Settings(learning_rate=1e-3).learning_rate, Settings().lr_scheduler_type
         (7, 0.001, 'linear')
     """
     hints = get_type_hints(cls)
-    made = []
+    fields = []
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
-        default = own[field.name] if field.name in own else default_of(field)
-        kind = _kind(hints[field.name], field.metadata.get("choices"))
+        default = defaults[field.name] if field.name in defaults else default_of(field)
+        annotation = _yaml_annotation(hints[field.name], field.metadata.get("choices"))
         if default is None:
-            kind = Any if kind is Any else Union[kind, None]  # noqa: UP007 - a Literal of a tuple has no |
-        held: Any = dataclasses.field(default_factory=partial(copy.copy, default))
-        made.append((field.name, kind, held))
-    return dataclasses.make_dataclass(name, made, frozen=True, namespace={"__module__": __name__})
+            annotation = Any if annotation is Any else Union[annotation, None]  # noqa: UP007 - a Literal of a tuple has no |
+        default_field: Any = dataclasses.field(default_factory=partial(copy.copy, default))
+        fields.append((field.name, annotation, default_field))
+    return dataclasses.make_dataclass(name, fields, frozen=True, namespace={"__module__": __name__})
 
 
 def default_of(field: Any) -> Any:
-    """Return the default of a dataclass's field, of an enum its value; None where it has none."""
+    """Return the default of a dataclass field, the value of an enum member; None if there is no default."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     default = None if field.default is dataclasses.MISSING else field.default
     return default.value if isinstance(default, Enum) else default
 
 
-def _kind(hint: Any, choices: Any) -> Any:
-    """Return `hint` as what a file can say: of an enumeration its values, and of a class without fields anything."""
+def _yaml_annotation(hint: Any, choices: Any) -> Any:
+    """Return `hint` as a type that a file can hold: the values of an enum, and Any for an arbitrary class."""
     if choices:
         return Literal[tuple(choices)]
     if get_origin(hint) in (Union, types.UnionType):
         members = get_args(hint)
-        named = [member for member in members if isinstance(member, type) and issubclass(member, Enum)]
-        kinds = [_kind(member, None) for member in members if not (named and member is str)]
-        return Any if Any in kinds else Union[tuple(kinds)]  # noqa: UP007 - of members that are known here alone
+        enums = [member for member in members if isinstance(member, type) and issubclass(member, Enum)]
+        annotations = [_yaml_annotation(member, None) for member in members if not (enums and member is str)]
+        return Any if Any in annotations else Union[tuple(annotations)]  # noqa: UP007 - members are known only at run time
     if isinstance(hint, type) and issubclass(hint, Enum):
         return Literal[tuple(member.value for member in hint)]
     if get_origin(hint) is list:
-        return list[_kind(get_args(hint)[0], None)]  # type: ignore[misc]
+        return list[_yaml_annotation(get_args(hint)[0], None)]  # type: ignore[misc]
     plain = get_origin(hint) is not None or hint in (str, int, float, bool, type(None), list, dict, set)
     return hint if plain else Any
 
@@ -145,35 +145,39 @@ else:
 THEIRS: dict[str, Any] = {
     field.name: default_of(field) for field in dataclasses.fields(TrainingArguments) if field.init
 }
-"""The defaults of transformers."""
+"""The defaults of transformers' TrainingArguments."""
 
 
-def said(settings: TrainingSettings) -> dict[str, Any]:
-    """Return what `settings` say beyond what transformers would do by itself.
+def non_default_settings(settings: TrainingSettings) -> dict[str, Any]:
+    """Return the settings that differ from what transformers does by default.
 
     Example:
-        >>> said(TrainingSettings(max_steps=5, optim="sgd"))["optim"]
+        >>> non_default_settings(TrainingSettings(max_steps=5, optim="sgd"))["optim"]
         'sgd'
     """
-    ours = vars(TrainingSettings())
+    our_defaults = vars(TrainingSettings())
     return {
         name: value
         for name, value in vars(settings).items()
-        if name not in REFUSED and not (value == ours[name] and value in (THEIRS[name], None))
+        if name not in REFUSED and not (value == our_defaults[name] and value in (THEIRS[name], None))
     }
 
 
-def with_a_part(settings: TrainingSettings) -> dict[str, Any]:
-    """Return what of `settings` has a part in the weights that come out: not how they are watched, kept and computed.
+def result_settings(settings: TrainingSettings) -> dict[str, Any]:
+    """Return the settings that affect the trained weights, and not how a run is logged, saved and executed.
 
     Example:
-        >>> with_a_part(TrainingSettings(max_steps=5, save_steps=7, weight_decay=0.1))
+        >>> result_settings(TrainingSettings(max_steps=5, save_steps=7, weight_decay=0.1))
         {'max_steps': 5, 'weight_decay': 0.1}
     """
-    measured = settings.lr_scheduler_type in _BY_EVALUATION
-    return {name: value for name, value in said(settings).items() if has_a_part(name, measured=measured)}
+    follows_evaluation = settings.lr_scheduler_type in _EVALUATION_SCHEDULES
+    return {
+        name: value
+        for name, value in non_default_settings(settings).items()
+        if affects_weights(name, measured=follows_evaluation)
+    }
 
 
-def has_a_part(name: str, *, measured: bool = False) -> bool:
-    """Return whether the field `name` has a part in the weights; `measured`: the schedule goes by evaluations."""
-    return not name.startswith(_NO_PART) or (measured and name.startswith(_OF_EVALUATION))
+def affects_weights(name: str, *, measured: bool = False) -> bool:
+    """Return whether the field `name` affects the trained weights; `measured`: the schedule follows evaluations."""
+    return not name.startswith(_NO_EFFECT_ON_WEIGHTS) or (measured and name.startswith(_EVALUATION_FIELDS))

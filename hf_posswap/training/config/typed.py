@@ -1,7 +1,7 @@
-"""From a mapping to frozen dataclasses, by pydantic.
+"""Reads a mapping into frozen dataclasses with pydantic.
 
-It reads stdlib dataclasses as they are, and says every problem at once with its place; HfArgumentParser is flat and
-ends at the first problem, and OmegaConf knows no unions of types.
+Pydantic supports stdlib dataclasses and reports every problem at once with its location. HfArgumentParser is flat and
+stops at the first problem; OmegaConf has no unions of types.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hf_posswap.training.config.problems import Problems
 from hf_posswap.utils.printable import brief_repr, printable
 
 T = TypeVar("T")
-Place = tuple[str | int, ...]
+Location = tuple[str | int, ...]
 
 _UNKNOWN = "unexpected_keyword_argument"
-_WORDS = {
+_EXPECTED_TEXTS = {
     "int": "a whole number",
     "float": "a number",
     "finite": "a number",
@@ -36,17 +36,17 @@ _WORDS = {
     "mapping": "keys and values",
     "dataclass": "keys and values",
 }
-"""What the first word of an error's type in pydantic says was expected."""
+"""What was expected, by the first word of pydantic's error type."""
 
 
 def read(cls: type[T], values: Any, problems: Problems, key: str = "") -> T:
-    """Return the dataclass `cls` made from `values`; what is wrong goes into `problems`, and has its default here.
+    """Return an instance of the dataclass `cls` from `values`; invalid values go to `problems` and keep their default.
 
     Args:
-        cls: whose fields and types are the schema; every field has a default.
+        cls: its fields and types are the schema; every field has a default.
         values: a mapping, as YAML gives it.
-        problems: what was found wrong, in order.
-        key: where `values` stands, for the messages; "" at the top.
+        problems: collects the problems, in order.
+        key: where `values` belongs, for the messages; "" at the top.
 
     Raises:
         MissingDependencyError: pydantic is not installed.
@@ -56,27 +56,27 @@ def read(cls: type[T], values: Any, problems: Problems, key: str = "") -> T:
         >>> problems = Problems()
         >>> read(TrainingSettings, {"max_stepz": 3, "weight_decay": "much", "warmup_steps": 4}, problems).warmup_steps
         4.0
-        >>> for problem in problems.said:
+        >>> for problem in problems.entries:
         ...     print(problem)
         max_stepz: no such key. Did you mean 'max_steps'?
         weight_decay: expected a number, got 'much'.
     """
     from pydantic import ValidationError
 
-    held = [copy.deepcopy(values)]
+    values_list = [copy.deepcopy(values)]
     while True:
         try:
-            made = _adapter(cls).validate_python(held)  # type: ignore[arg-type]
+            instances = _adapter(cls).validate_python(values_list)  # type: ignore[arg-type]
         except ValidationError as error:
-            wrong = _by_place(error, held)
+            expected_at = _errors_by_location(error, values_list)
         else:
-            wrong = {place: ["a number"] for place in _truths(held, made)}
-            if not wrong:
-                return made[0]
-        for place, expected in sorted(wrong.items(), key=lambda item: _order(held, item[0])):
-            _tell(cls, held, place, expected, problems, key)
-        for place in wrong:
-            _drop(held, place)
+            expected_at = {location: ["a number"] for location in _booleans_as_numbers(values_list, instances)}
+            if not expected_at:
+                return instances[0]
+        for location, expected in sorted(expected_at.items(), key=lambda item: _file_order(values_list, item[0])):
+            _report(cls, values_list, location, expected, problems, key)
+        for location in expected_at:
+            _drop(values_list, location)
 
 
 @cache
@@ -89,140 +89,142 @@ def _adapter(cls: type) -> Any:
     return TypeAdapter(list[cls], config=config)  # type: ignore[valid-type]  # a dataclass alone takes no config
 
 
-def _by_place(error: Any, held: Any) -> dict[Place, list[str]]:
-    """Return what was expected at each place, alternatives of a union together; of an unknown key nothing."""
-    found: dict[Place, list[str]] = {}
-    for each in error.errors(include_url=False):
-        place, value = _within(held, each["loc"])
-        if each["type"] == _UNKNOWN:
-            found[place] = []
-        elif value is None and each["type"].startswith("dataclass"):
-            found[place] = ["nothing"]
+def _errors_by_location(error: Any, values: Any) -> dict[Location, list[str]]:
+    """Return what was expected at each location, with all alternatives of a union; [] for an unknown key."""
+    expected_at: dict[Location, list[str]] = {}
+    for detail in error.errors(include_url=False):
+        location, value = _within(values, detail["loc"])
+        if detail["type"] == _UNKNOWN:
+            expected_at[location] = []
+        elif value is None and detail["type"].startswith("dataclass"):
+            expected_at[location] = ["nothing"]
         else:
-            found.setdefault(place, []).append(_expected(each))
-    return found
+            expected_at.setdefault(location, []).append(_expected(detail))
+    return expected_at
 
 
-def _within(held: Any, location: Place) -> tuple[Place, Any]:
-    """Return the part of `location` that lies in `held`, without what pydantic calls the members of a union."""
-    place: Place = ()
-    for part in location:
-        inside = isinstance(held, Mapping) and part in held
-        if not inside and not (isinstance(held, list | tuple) and isinstance(part, int) and part < len(held)):
+def _within(values: Any, location: Location) -> tuple[Location, Any]:
+    """Return the prefix of `location` that exists in `values`, without pydantic's names for union members."""
+    prefix: Location = ()
+    for key in location:
+        is_key = isinstance(values, Mapping) and key in values
+        if not is_key and not (isinstance(values, list | tuple) and isinstance(key, int) and key < len(values)):
             break
-        place, held = (*place, part), held[part]
-    return place, held
+        prefix, values = (*prefix, key), values[key]
+    return prefix, values
 
 
 def _expected(error: Any) -> str:
-    kind, context = error["type"], error.get("ctx", {})
-    if kind == "literal_error":
+    error_type, context = error["type"], error.get("ctx", {})
+    if error_type == "literal_error":
         return str(context["expected"]).replace("'", "")
-    if kind == "value_error":
+    if error_type == "value_error":
         return f"!{context['error']}"
-    return _WORDS.get(kind.partition("_")[0], error["msg"].removeprefix("Input should be "))
+    return _EXPECTED_TEXTS.get(error_type.partition("_")[0], error["msg"].removeprefix("Input should be "))
 
 
-def _truths(held: Any, made: Any) -> Iterator[Place]:
-    """Yield where true or false was taken for a number, as Python does, and pydantic with it."""
-    if isinstance(held, bool) and not isinstance(made, bool) and isinstance(made, int | float):
+def _booleans_as_numbers(given: Any, parsed: Any) -> Iterator[Location]:
+    """Yield the locations where pydantic read true or false as a number."""
+    if isinstance(given, bool) and not isinstance(parsed, bool) and isinstance(parsed, int | float):
         yield ()
-    elif isinstance(held, Mapping):
-        for name, value in held.items():
-            below = made.get(name) if isinstance(made, Mapping) else getattr(made, str(name), None)
-            yield from ((name, *place) for place in _truths(value, below))
-    elif isinstance(held, list | tuple) and isinstance(made, list | tuple):
-        for number, (value, below) in enumerate(zip(held, made, strict=False)):
-            yield from ((number, *place) for place in _truths(value, below))
+    elif isinstance(given, Mapping):
+        for name, value in given.items():
+            member = parsed.get(name) if isinstance(parsed, Mapping) else getattr(parsed, str(name), None)
+            yield from ((name, *location) for location in _booleans_as_numbers(value, member))
+    elif isinstance(given, list | tuple) and isinstance(parsed, list | tuple):
+        for number, (value, member) in enumerate(zip(given, parsed, strict=False)):
+            yield from ((number, *location) for location in _booleans_as_numbers(value, member))
 
 
-def _order(held: Any, place: Place) -> list[int]:
-    """Return where `place` stands in the file."""
+def _file_order(values: Any, location: Location) -> list[int]:
+    """Return a sort key: the order of `location` in the file."""
     order = []
-    for part in place:
-        order.append(list(held).index(part) if isinstance(held, Mapping) else int(part))
-        held = held[part]
+    for key in location:
+        order.append(list(values).index(key) if isinstance(values, Mapping) else int(key))
+        values = values[key]
     return order
 
 
-def _drop(held: Any, place: Place) -> None:
-    """Take what stands at `place` out; of an item of a list what it is about, and of everything all."""
-    if len(place) == 1:
-        held[0] = {}
+def _drop(values: Any, location: Location) -> None:
+    """Remove the value at `location`; empty an item of a list, and empty the whole at the top."""
+    if len(location) == 1:
+        values[0] = {}
         return
-    _, above = _within(held, place[:-1])
-    if isinstance(above, list):
-        above[place[-1]] = _blank(above[place[-1]])  # type: ignore[index]
-        if above[place[-1]] is None:  # type: ignore[index]
-            _drop(held, place[:-1])
-    elif isinstance(above, dict):
-        above.pop(place[-1], None)
+    _, parent = _within(values, location[:-1])
+    if isinstance(parent, list):
+        parent[location[-1]] = _blank(parent[location[-1]])  # type: ignore[index]
+        if parent[location[-1]] is None:  # type: ignore[index]
+            _drop(values, location[:-1])
+    elif isinstance(parent, dict):
+        parent.pop(location[-1], None)
 
 
 def _blank(value: Any) -> Any:
-    """Return an item of a list without what it says; None where it can say nothing else."""
+    """Return an empty item of a list; None if the item cannot be emptied."""
     return {} if isinstance(value, Mapping) and value else None
 
 
-def named(place: Place, key: str = "") -> str:
-    """Return a place as messages have it.
+def named(location: Location, key: str = "") -> str:
+    """Return a location as messages show it.
 
     Example:
         >>> named(("stages", 0, "max_steps"))
         'stages[0].max_steps'
     """
-    parts = "".join(f"[{part}]" if isinstance(part, int) else f".{printable(part, 100)}" for part in place)
-    return f"{key}{parts}".removeprefix(".")
+    suffix = "".join(f"[{step}]" if isinstance(step, int) else f".{printable(step, 100)}" for step in location)
+    return f"{key}{suffix}".removeprefix(".")
 
 
-def _tell(cls: Any, held: Any, place: Place, expected: list[str], problems: Problems, key: str) -> None:
-    where, (_, value) = named(place[1:], key), _within(held, place)
+def _report(cls: Any, values: Any, location: Location, expected: list[str], problems: Problems, key: str) -> None:
+    key_text, (_, value) = named(location[1:], key), _within(values, location)
     if not expected:
-        _unknown(cls, place[1:], value, problems, key)
+        _report_unknown(cls, location[1:], value, problems, key)
     elif expected[0].startswith("!"):
-        problems.add(where, expected[0][1:])
+        problems.add(key_text, expected[0][1:])
     elif expected[0] != "nothing":
-        near = difflib.get_close_matches(value, _choices(expected), n=1) if isinstance(value, str) else []
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        problems.add(where, f"expected {' or '.join(dict.fromkeys(expected))}, got {brief_repr(value)}.{hint}")
+        matches = difflib.get_close_matches(value, _choices(expected), n=1) if isinstance(value, str) else []
+        hint = f" Did you mean {matches[0]!r}?" if matches else ""
+        problems.add(key_text, f"expected {' or '.join(dict.fromkeys(expected))}, got {brief_repr(value)}.{hint}")
 
 
 def _choices(expected: list[str]) -> list[str]:
-    return [choice for said in expected for choice in re.split(r", | or ", said)]
+    return [choice for text in expected for choice in re.split(r", | or ", text)]
 
 
-def _unknown(cls: Any, place: Place, value: Any, problems: Problems, key: str) -> None:
-    """Say what a key that is none was meant to be: what took its place, or one that is written alike."""
-    where, name = named(place, key), str(place[-1])
-    if where in SECTIONS and isinstance(value, Mapping) and value:
-        for below in value:
-            _unknown(cls, (*place, below), None, problems, key)
+def _report_unknown(cls: Any, location: Location, value: Any, problems: Problems, key: str) -> None:
+    """Report an unknown key with its replacement, or with the known key of the closest spelling."""
+    key_text, name = named(location, key), str(location[-1])
+    if key_text in SECTIONS and isinstance(value, Mapping) and value:
+        for subkey in value:
+            _report_unknown(cls, (*location, subkey), None, problems, key)
         return
-    old = OLD.get(re.sub(r"\[\d+\]", "[]", where))
+    old = OLD.get(re.sub(r"\[\d+\]", "[]", key_text))
     if old is not None:
-        new = re.sub(r"\[\]", next(iter(re.findall(r"\[\d+\]", where)), ""), old[0])
-        problems.add(where, f"no such key; {old[1]} {new}.", doubts=new)
+        new = re.sub(r"\[\]", next(iter(re.findall(r"\[\d+\]", key_text)), ""), old[0])
+        problems.add(key_text, f"no such key; {old[1]} {new}.", doubts=new)
         return
-    above = named(place[:-1], key)
-    if above in SECTIONS:
-        problems.add(where, f"no such key; {above} is {SECTIONS[above]} now.", doubts=SECTIONS[above])
+    section = named(location[:-1], key)
+    if section in SECTIONS:
+        problems.add(key_text, f"no such key; {section} is {SECTIONS[section]} now.", doubts=SECTIONS[section])
         return
-    known = _fields_at(cls, place[:-1])
-    near = difflib.get_close_matches(name, known, n=1)
-    told = known if len(known) <= 24 else [*known[:12], "... (posswap train --keys)"]
-    hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(told)}."
+    known = _field_names_at(cls, location[:-1])
+    matches = difflib.get_close_matches(name, known, n=1)
+    listed = known if len(known) <= 24 else [*known[:12], "... (posswap train --keys)"]
+    hint = f"Did you mean {matches[0]!r}?" if matches else f"Known: {', '.join(listed)}."
     if "=" in name:
         hint = 'Inside braces a comma ends a value: put a text with commas in quotes, "yarn:factor=4,base=500000".'
-    problems.add(where, f"no such key. {hint}", doubts=named((*place[:-1], near[0]), key) if near else where)
+    problems.add(
+        key_text, f"no such key. {hint}", doubts=named((*location[:-1], matches[0]), key) if matches else key_text
+    )
 
 
-def _fields_at(cls: Any, place: Place) -> list[str]:
-    """Return the fields of the dataclass that stands at `place` below `cls`."""
+def _field_names_at(cls: Any, location: Location) -> list[str]:
+    """Return the fields of the dataclass at `location` below `cls`."""
     import dataclasses
     from typing import get_args, get_type_hints
 
-    for part in place:
-        if isinstance(part, str):
-            kind = get_type_hints(cls)[part]
-            cls = next((item for item in (kind, *get_args(kind)) if dataclasses.is_dataclass(item)), kind)
+    for key in location:
+        if isinstance(key, str):
+            hint = get_type_hints(cls)[key]
+            cls = next((item for item in (hint, *get_args(hint)) if dataclasses.is_dataclass(item)), hint)
     return [field.name for field in dataclasses.fields(cls) if field.init]

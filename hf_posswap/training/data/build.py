@@ -1,4 +1,4 @@
-"""From settings to windows that a model can be trained on."""
+"""Builds training windows from data settings."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class TokenData:
 
     Attributes:
         train: windows of `length` tokens; item i is a dict of the model's arguments without the batch dimension
-            ("input_ids", "labels", "attention_mask" or not, "position_ids" or not), and depends on the settings and i
-            alone. Its length is one pass over the text; `train.sized(n)` has n items, later passes in other orders:
-            read it in order.
+            ("input_ids", "labels", optionally "attention_mask" and "position_ids"), and depends only on the settings
+            and i. Its length is one pass over the text; `train.sized(n)` has n items, with later passes in other
+            orders: read it in order.
         shorter: windows of the other lengths of `cut`, by how many of them hold as many tokens as one of `train`.
         cut: of the settings.
-        collate: makes a batch of items, or of rows of `steps`, a dict for `model(**batch)`; for causal models it says
-            `use_cache=False`, because a cache would switch the masks of packed documents off.
-        held_out: token ids of the documents that training never sees, whole, int32 [any length].
+        collate: collates items, or rows of `steps`, into a dict for `model(**batch)`; for causal models it sets
+            `use_cache=False`, because a cache would disable the masks of packed documents.
+        held_out: token ids of the held-out documents, whole, int32 [any length].
         summary: documents, tokens and windows of each source, as JSON.
-        identity: what tells these tokens from others, whatever files they came from, as JSON.
+        identity: identifies the tokens, whatever files they came from, as JSON.
     """
 
     train: TokenWindows
@@ -55,11 +55,11 @@ class TokenData:
 
     @property
     def lengths(self) -> dict[int, TokenWindows]:
-        """Return the windows of each length, by how many hold as many tokens as one of `train`; `train` first."""
+        """The windows of each length, by how many hold as many tokens as one of `train`; `train` first."""
         return {1: self.train, **self.shorter}
 
     def steps(self, count: int, rows: int) -> StepRows:
-        """Return what `count` steps of `rows` rows each read, over all processes.
+        """Return the data of `count` steps of `rows` rows each, over all processes.
 
         Raises:
             DataError: one of them is not positive.
@@ -77,17 +77,17 @@ def build_data(
     dtype: torch.dtype = torch.float32,
     say: Say | None = None,
 ) -> TokenData:
-    """Return what to train on. Documents are tokenized whole, once; later calls find the tokens in the cache.
+    """Return the training data. Documents are tokenized whole, once; later calls read the tokens from the cache.
 
     Args:
-        settings: what, and how windows are cut.
+        settings: the sources, and how windows are cut.
         tokenizer: of the model.
-        causal: whether the model predicts the next token; otherwise masked ones.
+        causal: whether the model predicts the next token; otherwise it predicts masked ones.
         scheme_length: positions the swapped model is meant for, `SwapPlan.max_length`: "pose" and "random-positions"
             reach up to it.
-        first_position: what the model's `position_ids` call position 0, `Sites.first_position`.
+        first_position: value of position 0 in the model's `position_ids`, `Sites.first_position`.
         dtype: of the model's weights: the mask of an encoder's packed documents must have it.
-        say: shows a line now and then where tokens take long to make; None: nothing is said.
+        say: shows a progress line now and then if tokenizing takes long; None: nothing is shown.
 
     Raises:
         DataError: a source cannot be read or has no window, the window is longer than `scheme_length`, or the
@@ -113,11 +113,11 @@ def build_data(
     folder = cache_folder(settings.cache) / "tokens"
     stores, held_out = [], []
     for source in settings.sources:
-        store, measured = token_stores(
+        store, held_out_store = token_stores(
             source, tokenizer, begin=causal, held_out=settings.held_out, cache=folder, say=say
         )
         stores.append(store)
-        held_out.append(measured)
+        held_out.append(held_out_store)
 
     return cut_data(
         settings,
@@ -142,14 +142,14 @@ def cut_data(
     first_position: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> TokenData:
-    """Return windows of documents that are token ids already.
+    """Return training data from documents that are already tokenized.
 
     Args:
         settings: how windows are cut.
-        stores: of each source, to learn from.
-        held_out: of each source, the documents that training never sees.
+        stores: training tokens of each source.
+        held_out: held-out tokens of each source.
         masking: of an encoder; None: the model predicts the next token.
-        filler: id that stands where a document has ended.
+        filler: id of padding tokens.
         scheme_length: as in `build_data`.
         first_position: likewise.
         dtype: likewise.
@@ -186,22 +186,24 @@ def cut_data(
         shorter,
         settings.cut,
         Collate(masking is None, dtype),
-        held_out=[document for part in held_out for document in part[:]],
+        held_out=[document for store in held_out for document in store[:]],
         summary=_summary(settings, [train, *others], held_out),
         identity=_identity(train, settings, held_out),
     )
 
 
 def _identity(train: TokenWindows, settings: DataSettings, held_out: Sequence[TokenStore]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for number, (source, learned, measured) in enumerate(zip(settings.sources, train.stores, held_out, strict=True), 1):
+    digests: dict[str, Any] = {}
+    for number, (source, train_store, held_out_store) in enumerate(
+        zip(settings.sources, train.stores, held_out, strict=True), 1
+    ):
         name = f"documents of {source.path}" + (f" (source {number})" if len(settings.sources) > 1 else "")
-        found[name] = learned.digest + measured.digest
+        digests[name] = train_store.digest + held_out_store.digest
     special: dict[str, Any] = {"filler": train.filler}
     if train.masking is not None:
         around = {"before": list(train.masking.before), "after": list(train.masking.after)}
         special |= {"mask": train.masking.mask} | around
-    return found | {"special tokens": special}
+    return digests | {"special tokens": special}
 
 
 def _check_length(settings: DataSettings, target: int) -> None:
@@ -222,7 +224,7 @@ def _cut(store: TokenStore, length: int, packing: Packing, around: int, name: st
     jumping = packing in _JUMPING
     if size < LEAST:
         raise DataError(
-            f"windows of {length} tokens have no room for text beside {around} special tokens: take a larger length, "
+            f"windows of {length} tokens have no room for text next to {around} special tokens: take a larger length, "
             "or a smaller cut."
         )
     cut = cut_pieces(store.offsets, size, whole=jumping)
@@ -236,15 +238,15 @@ def _cut(store: TokenStore, length: int, packing: Packing, around: int, name: st
 
 
 def _filler(tokenizer: PreTrainedTokenizerBase) -> int:
-    for found in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if isinstance(found, int):
-            return found
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(token_id, int):
+            return token_id
     return 0
 
 
 def _summary(settings: DataSettings, lengths: list[TokenWindows], held_out: Sequence[TokenStore]) -> dict[str, Any]:
     rows = []
-    for number, (source, measured) in enumerate(zip(settings.sources, held_out, strict=True)):
+    for number, (source, held_out_store) in enumerate(zip(settings.sources, held_out, strict=True)):
         store, cut = lengths[0].stores[number], lengths[0].cuts[number]
         row = {
             "source": source.path,
@@ -254,8 +256,8 @@ def _summary(settings: DataSettings, lengths: list[TokenWindows], held_out: Sequ
             "windows": len(cut),
             "tokens_in_windows": int(cut.lengths.sum()),
             "tokens_left_out": cut.left,
-            "held_out_documents": len(measured),
-            "held_out_tokens": len(measured.tokens),
+            "held_out_documents": len(held_out_store),
+            "held_out_tokens": len(held_out_store.tokens),
         }
         if len(lengths) > 1:
             row["shorter_windows"] = {str(other.length): len(other.cuts[number]) for other in lengths[1:]}

@@ -1,4 +1,4 @@
-"""What an encoder has to guess: some tokens, most of them hidden."""
+"""Masks tokens for an encoder to predict, as BERT does."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _HIDDEN, _SWAPPED = 0.8, 0.1
 
 @dataclass(frozen=True)
 class Masking:
-    """How tokens are hidden from an encoder.
+    """How tokens are masked for an encoder.
 
     Attributes:
-        share: of the tokens to guess.
+        share: share of the tokens to predict.
         mask: id of the mask token.
-        words: ids that stand in for a token, without special ones.
+        words: ids that may replace a token, without special ones.
         before: special ids before a piece, [CLS].
         after: special ids after it, [SEP].
     """
@@ -40,23 +40,23 @@ class Masking:
         return len(self.before) + len(self.after)
 
     def hide(self, ids: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return `ids` with some tokens hidden, and the labels, -100 where nothing is to be guessed; both int64 [n].
+        """Return `ids` with some tokens masked, and the labels, -100 where nothing is predicted; both int64 [n].
 
-        As BERT was trained: of the tokens to guess, 80 % become the mask, 10 % another token, 10 % stay.
-        At least one token is to be guessed.
+        As in BERT, 80 % of the tokens to predict become the mask, 10 % a random token, and 10 % stay. At least one
+        token is predicted.
         """
         ids = ids.astype(np.int64)
         chosen = random.random(len(ids)) < self.share
         chosen[int(random.integers(len(ids)))] |= not chosen.any()
         labels = np.where(chosen, ids, IGNORED)
-        fate = random.random(len(ids))
-        others = self.words[random.integers(0, len(self.words), len(ids))]
-        swapped = np.where(fate < _HIDDEN + _SWAPPED, others, ids)
-        return np.where(chosen, np.where(fate < _HIDDEN, self.mask, swapped), ids), labels
+        draw = random.random(len(ids))
+        random_ids = self.words[random.integers(0, len(self.words), len(ids))]
+        swapped = np.where(draw < _HIDDEN + _SWAPPED, random_ids, ids)
+        return np.where(chosen, np.where(draw < _HIDDEN, self.mask, swapped), ids), labels
 
 
 def make_masking(tokenizer: PreTrainedTokenizerBase, share: float) -> Masking:
-    """Return how the tokens of this tokenizer are hidden.
+    """Return the masking for the tokens of `tokenizer`.
 
     Raises:
         DataError: it has no mask token.
@@ -64,11 +64,11 @@ def make_masking(tokenizer: PreTrainedTokenizerBase, share: float) -> Masking:
     mask: Any = tokenizer.mask_token_id
     if mask is None:
         raise DataError(
-            f"{type(tokenizer).__name__} has no mask token, and an encoder learns to guess masked tokens: use the "
-            "tokenizer that belongs to the model."
+            f"{type(tokenizer).__name__} has no mask token, and an encoder learns to predict masked tokens: use the "
+            "model's own tokenizer."
         )
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     wrapped = tokenizer("a")["input_ids"]
-    at = next((k for k in range(len(wrapped)) if wrapped[k : k + len(plain)] == plain), 0)
-    words = np.setdiff1d(np.arange(len(tokenizer)), np.array(tokenizer.all_special_ids))
-    return Masking(share, int(mask), words, tuple(wrapped[:at]), tuple(wrapped[at + len(plain) :]))
+    start = next((k for k in range(len(wrapped)) if wrapped[k : k + len(plain)] == plain), 0)
+    replacement_ids = np.setdiff1d(np.arange(len(tokenizer)), np.array(tokenizer.all_special_ids))
+    return Masking(share, int(mask), replacement_ids, tuple(wrapped[:start]), tuple(wrapped[start + len(plain) :]))

@@ -1,4 +1,4 @@
-"""Windows of several lengths, step by step: every step reads as many tokens, and one length."""
+"""Windows of several lengths: every step reads windows of one length and the same number of tokens."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hf_posswap.training.data.windows import TokenWindows
 
 @dataclass(frozen=True, eq=False)
 class StepRows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """What a number of steps read, row by row: a row is one window, or as many tokens in several shorter ones.
+    """The rows of a number of steps: a row is one window, or the same number of tokens in several shorter windows.
 
-    All rows of a step are of one length, so that a batch is, on any number of processes and with any accumulation.
-    An item depends on its index and these attributes alone: read in order, they go on anywhere.
+    All rows of a step have windows of one length, and so has a batch, for any number of processes and any accumulation.
+    An item depends only on its index and these attributes, so that reading can resume at any index.
 
     Attributes:
-        windows: of each length, by how many of them a row holds.
-        cut: windows in a row of the first step, of the second, ..., over and over.
-        rows: of a step, over all processes.
-        steps: to read.
+        windows: windows of each length, by the number of them in a row.
+        cut: windows in a row of the first step, of the second, ..., repeated.
+        rows: rows of a step, over all processes.
+        steps: number of steps.
     """
 
     windows: Mapping[int, TokenWindows]
@@ -39,18 +39,18 @@ class StepRows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return self.steps * self.rows
 
     def __getitem__(self, item: int) -> dict[str, Tensor]:
-        """Return the row's windows, [W, L] each, as `TokenWindows` has them."""
+        """Return the row's windows, [W, L] each, with the keys of `TokenWindows`."""
         if not 0 <= item < len(self):
             raise IndexError(f"row {item} of {len(self)}")
-        step, place = divmod(item, self.rows)
-        pieces, before = self._step(step)
-        first = (before * self.rows + place) * pieces
-        chosen = self.windows[pieces].sized(first + pieces)  # later passes, too
-        found = [chosen[first + number] for number in range(pieces)]
-        return {name: torch.stack([window[name] for window in found]) for name in found[0]}
+        step, row = divmod(item, self.rows)
+        per_row, earlier_steps = self._step(step)
+        first = (earlier_steps * self.rows + row) * per_row
+        pass_windows = self.windows[per_row].sized(first + per_row)  # extends into later passes
+        chosen = [pass_windows[first + number] for number in range(per_row)]
+        return {name: torch.stack([window[name] for window in chosen]) for name in chosen[0]}
 
     def _step(self, step: int) -> tuple[int, int]:
-        """Return the windows in a row of `step`, counted from 0, and how many steps before it had as many."""
-        turn, at = divmod(step, len(self.cut))
-        pieces = self.cut[at]
-        return pieces, turn * self.cut.count(pieces) + self.cut[:at].count(pieces)
+        """Return the windows per row of `step`, from 0, and how many earlier steps had the same number."""
+        cycle, index = divmod(step, len(self.cut))
+        per_row = self.cut[index]
+        return per_row, cycle * self.cut.count(per_row) + self.cut[:index].count(per_row)

@@ -1,4 +1,4 @@
-"""Which window comes when: each source by its weight, each pass in an order of its own; a function of the index."""
+"""The order of windows: sources by weight, each pass shuffled anew; a function of the index alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _BLOCK = 1000
 
 
 class Order:
-    """Says which window of which source item i is.
+    """Maps an item's index to a source and a window of it.
 
-    Every 1000 items hold the sources in proportion to their weights; with one source each pass has every window once.
+    Every 1000 items hold the sources in proportion to their weights; with one source, each pass has every window once.
 
     Args:
         counts: windows of each source.
@@ -29,37 +29,37 @@ class Order:
         pattern = np.repeat(np.arange(len(counts)), shares)
         self.pattern = np.random.default_rng((seed, 0)).permutation(pattern)
         self.shares = shares
-        self.rank = np.zeros(len(self.pattern), dtype=np.int64)  # of each place among those of its source
+        self.rank = np.zeros(len(self.pattern), dtype=np.int64)  # of each item among those of its source
         for source in range(len(counts)):
-            places = self.pattern == source
-            self.rank[places] = np.arange(places.sum())
+            is_source = self.pattern == source
+            self.rank[is_source] = np.arange(is_source.sum())
         self._kept: dict[tuple[int, int], np.ndarray] = {}
 
     def at(self, item: int) -> tuple[int, int]:
         """Return the source of item `item`, and the window in it."""
-        block, place = divmod(item, len(self.pattern))
-        source = int(self.pattern[place])
-        nth = block * int(self.shares[source]) + int(self.rank[place])
-        turn, within = divmod(nth, self.counts[source])
-        return source, int(self._permutation(source, turn)[within])
+        block, index = divmod(item, len(self.pattern))
+        source = int(self.pattern[index])
+        nth = block * int(self.shares[source]) + int(self.rank[index])
+        pass_number, rank = divmod(nth, self.counts[source])
+        return source, int(self._permutation(source, pass_number)[rank])
 
-    def _permutation(self, source: int, turn: int) -> np.ndarray:
-        found = self._kept.get((source, turn))
-        if found is None:
+    def _permutation(self, source: int, pass_number: int) -> np.ndarray:
+        permutation = self._kept.get((source, pass_number))
+        if permutation is None:
             for old in [key for key in self._kept if key[0] == source]:
                 del self._kept[old]
-            found = np.random.default_rng((self.seed, 1, source, turn)).permutation(self.counts[source])
-            self._kept[source, turn] = found
-        return found
+            permutation = np.random.default_rng((self.seed, 1, source, pass_number)).permutation(self.counts[source])
+            self._kept[source, pass_number] = permutation
+        return permutation
 
 
 def _whole_shares(shares: np.ndarray, total: int) -> np.ndarray:
-    """Return whole numbers of sum `total` nearest to `shares` times it (largest remainders), each at least 1."""
-    wanted = shares * total
-    whole = np.maximum(1, np.floor(wanted).astype(np.int64))
+    """Return integers with sum `total`, proportional to `shares` by largest remainders, each at least 1."""
+    target = shares * total
+    whole = np.maximum(1, np.floor(target).astype(np.int64))
     for _ in range(abs(total - int(whole.sum()))):
-        more = int(whole.sum()) < total
-        gap = wanted - whole
-        place = int(np.argmax(gap)) if more else int(np.argmin(np.where(whole > 1, gap, np.inf)))
-        whole[place] += 1 if more else -1
+        too_few = int(whole.sum()) < total
+        remainder = target - whole
+        index = int(np.argmax(remainder)) if too_few else int(np.argmin(np.where(whole > 1, remainder, np.inf)))
+        whole[index] += 1 if too_few else -1
     return whole

@@ -1,4 +1,4 @@
-"""Positions beyond the window, and the text that stands at them."""
+"""Draws positions beyond the window, and the text at them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def pose_draw(size: int, text: int, target: int, random: np.random.Generator) -> tuple[int, int, np.ndarray]:
-    """Return the first piece's length, where in the text the second begins, and the positions, int64 [size].
+    """Return the first piece's length, the start of the second in the text, and the positions, int64 [size].
 
-    PoSE with two chunks, as in https://arxiv.org/abs/2309.10400, section 3: the first piece begins at the text's
-    beginning and at position 0; r ~ U[1, (size + 1) / 2]; the second comes from anywhere later, its positions moved by
+    PoSE with two chunks, as in https://arxiv.org/abs/2309.10400, section 3: the first piece starts at the text's
+    beginning and at position 0; r ~ U[1, (size + 1) / 2]; the second starts anywhere later, its positions shifted by
     U[0, target - size].
 
     Args:
@@ -31,7 +31,7 @@ def pose_draw(size: int, text: int, target: int, random: np.random.Generator) ->
 
 
 def random_positions(size: int, target: int, random: np.random.Generator) -> np.ndarray:
-    """Return `size` different positions below `target`, in rising order, int64 (https://arxiv.org/abs/2305.16843).
+    """Return `size` different positions below `target`, ascending, int64 (https://arxiv.org/abs/2305.16843).
 
     Example:
         >>> bool((np.diff(random_positions(8, 100, np.random.default_rng(0))) > 0).all())

@@ -1,4 +1,4 @@
-"""Proof, on the model itself, that a packing does what it says."""
+"""Tests on the model itself that a packing isolates or connects the right tokens."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _NOISE = 1e-5
 
 
 def prove_packing(model: Any, data: TokenData) -> None:
-    """Check on the model that attention crosses what it should and nothing else, and that positions are in force.
+    """Check on the model that attention crosses only the borders that it should, and that positions have an effect.
 
-    Changes one token before the border between two pieces, and looks which logits change; takes the positions away, or
-    the neighbours. Cheap: a few dozen tokens.
+    Changes one token before the border between two pieces and compares the logits; then removes the positions or the
+    neighbours. Cheap: a few dozen tokens.
 
     Args:
-        model: that is to be trained, swapped, on its device; any dropout is off meanwhile.
-        data: what it is to be trained on, of which each length is proved; packing "none" has nothing to prove.
+        model: the swapped model to train, on its device; dropout is off meanwhile.
+        data: the training data, of which each length is checked; packing "none" needs no check.
 
     Raises:
-        DataError: documents leak into one another, pieces do not see one another, or given positions have no effect.
+        DataError: documents leak into one another, pieces do not attend to one another, or positions have no effect.
     """
     for windows in data.lengths.values():
         _prove(model, windows, data.collate)
@@ -37,10 +37,10 @@ def prove_packing(model: Any, data: TokenData) -> None:
 
 def _prove(model: Any, windows: TokenWindows, collate: Collate) -> None:
     packing = windows.packing
-    found = None if packing == "none" else _border(windows)
-    if found is None:
+    item_and_border = None if packing == "none" else _border(windows)
+    if item_and_border is None:
         return
-    window, border = _around_border(windows, *found)
+    window, border = _around_border(windows, *item_and_border)
     batch = collate([window])
     batch = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     mask = batch.get("attention_mask")
@@ -50,37 +50,37 @@ def _prove(model: Any, windows: TokenWindows, collate: Collate) -> None:
             f"in {model.dtype}: give build_data that dtype."
         )
     with _measuring(model):
-        problem = (_not_apart if packing == "documents" else _not_jumping)(model, batch, border)
+        problem = (_leak_problem if packing == "documents" else _jump_problem)(model, batch, border)
     if problem is not None:
         raise DataError(f"packing {packing!r} on {type(model).__name__}: {problem} Use packing 'none'.")
 
 
-def _not_apart(model: Any, batch: dict[str, Any], border: int) -> str | None:
-    """Return how the document after the border is not computed as if it were alone, or None."""
-    given = _logits(model, batch)
-    if _differ(_logits(model, _with_another_token(batch, border))[border:], given[border:], _NOISE):
+def _leak_problem(model: Any, batch: dict[str, Any], border: int) -> str | None:
+    """Return how the document after the border is computed differently than alone, or None."""
+    packed_logits = _logits(model, batch)
+    if _differ(_logits(model, _with_another_token(batch, border))[border:], packed_logits[border:], _NOISE):
         return (
-            "a token of one document changes what the model says in the next, so documents leak into one another: its "
-            "forward takes no position_ids, or makes the mask without them."
+            "a token of one document changes the logits of the next, so documents leak into one another: its forward "
+            "takes no position_ids, or builds the mask without them."
         )
     ends = (batch["position_ids"][0, border:].diff() != 1).nonzero()
-    end = border + int(ends[0]) + 1 if len(ends) else len(given)
+    end = border + int(ends[0]) + 1 if len(ends) else len(packed_logits)
     alone = _logits(model, {"input_ids": batch["input_ids"][:, border:end]})
-    if _differ(alone, given[border:end], min(0.05, 1000 * torch.finfo(model.dtype).eps)):
-        return "a document is not computed as it is alone: positions do not begin anew with it."
+    if _differ(alone, packed_logits[border:end], min(0.05, 1000 * torch.finfo(model.dtype).eps)):
+        return "a document is computed differently than alone: its positions do not restart."
     return None
 
 
-def _not_jumping(model: Any, batch: dict[str, Any], border: int) -> str | None:
-    """Return how the positions' jump before the border is not what it should be, or None."""
-    given = _logits(model, batch)
-    if not _differ(_logits(model, _with_another_token(batch, border))[border:], given[border:], _NOISE):
+def _jump_problem(model: Any, batch: dict[str, Any], border: int) -> str | None:
+    """Return what is wrong with the jump of positions at the border, or None."""
+    logits = _logits(model, batch)
+    if not _differ(_logits(model, _with_another_token(batch, border))[border:], logits[border:], _NOISE):
         return (
-            "what stands before the jump changes nothing behind it: the model takes the pieces for packed documents, "
-            "or reads so little text back."
+            "text before the jump changes no logits after it: the model treats the pieces as packed documents, or "
+            "attends to too few tokens back."
         )
     ordinary = {name: value for name, value in batch.items() if name != "position_ids"}
-    if not _differ(_logits(model, ordinary), given, _NOISE):
+    if not _differ(_logits(model, ordinary), logits, _NOISE):
         return (
             "the positions that training gives have no effect: its forward ignores position_ids, or its scheme has no "
             "positions."
@@ -92,20 +92,20 @@ def _logits(model: Any, batch: dict[str, Any]) -> Tensor:
     return model(**batch).logits[0].float()  # [L, V]
 
 
-def _differ(one: Tensor, other: Tensor, noise: float) -> bool:
-    return bool((one - other).abs().max() > noise * (1 + other.abs().max()))
+def _differ(actual: Tensor, expected: Tensor, noise: float) -> bool:
+    return bool((actual - expected).abs().max() > noise * (1 + expected.abs().max()))
 
 
 def _border(windows: TokenWindows) -> tuple[int, int] | None:
-    """Return an item and the index in it where positions first jump, or None where no item has such a place."""
+    """Return an item and the index in it where positions first jump, or None if no item has a jump."""
     for item in range(min(_TRIES, len(windows))):
         window = windows[item]
-        along = window["position_ids"].diff() == 1
-        steps = ~along
-        if windows.packing == "documents":  # where a window is filled up, no document begins
-            steps = ~along & torch.cat((along[1:], along.new_zeros(1)))
-        if steps.any():
-            return item, int(steps.nonzero()[0]) + 1
+        is_consecutive = window["position_ids"].diff() == 1
+        jumps = ~is_consecutive
+        if windows.packing == "documents":  # padding is not the beginning of a document
+            jumps = ~is_consecutive & torch.cat((is_consecutive[1:], is_consecutive.new_zeros(1)))
+        if jumps.any():
+            return item, int(jumps.nonzero()[0]) + 1
     return None
 
 
@@ -118,9 +118,9 @@ def _around_border(windows: TokenWindows, item: int, at: int) -> tuple[dict[str,
 
 def _with_another_token(batch: dict[str, Any], border: int) -> dict[str, Any]:
     ids = batch["input_ids"].clone()
-    before = ids[0, border - 1]
-    others = ids[0][ids[0] != before]
-    ids[0, border - 1] = others[0] if len(others) else (before + 1) % 2
+    old_token = ids[0, border - 1]
+    others = ids[0][ids[0] != old_token]
+    ids[0, border - 1] = others[0] if len(others) else (old_token + 1) % 2
     return batch | {"input_ids": ids}
 
 

@@ -59,12 +59,12 @@ class DataSettings:
             the target length allows, with attention across (https://arxiv.org/abs/2309.10400). "random-positions":
             one piece of a document at sorted random positions below the target length, with attention across
             (https://arxiv.org/abs/2305.16843).
-        cut: how many windows each `length` tokens are read as, step by step, over and over: [8, 1] reads by turns, in
-            place of each window, eight of an eighth of `length`, and the window whole. Every step reads as many tokens.
-        seed: of the order, of the positions and of the masking.
-        cache: folder that keeps tokens, so that they are made once; None: $HF_POSSWAP_CACHE, or the user's cache.
-        held_out: share of the documents that training never sees.
-        mask_share: share of the tokens that an encoder has to guess.
+        cut: windows that each `length` tokens are cut into, step by step, repeated: [8, 1] alternates steps of eight
+            short windows with steps of one full-length window. Every step reads the same number of tokens.
+        seed: of the order, the positions and the masking.
+        cache: folder that keeps tokens for later runs; None: $HF_POSSWAP_CACHE, or the user's cache.
+        held_out: share of the documents that are held out of training.
+        mask_share: share of an encoder's tokens to predict.
     """
 
     sources: tuple[Source, ...] = field(default_factory=lambda: (Source(),))
@@ -95,7 +95,7 @@ class DataSettings:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of the windows that are read, the longest first.
+        """Window lengths in tokens, the longest first.
 
         Example:
             >>> DataSettings(length=2048, cut=(8, 1)).lengths
@@ -109,24 +109,24 @@ class DataSettings:
 
 
 def cut_problem(cut: tuple[int, ...], length: int) -> str | None:
-    """Return what is wrong with `cut` for windows of `length` tokens; None: nothing.
+    """Return what is wrong with `cut` for windows of `length` tokens, or None.
 
     Example:
         >>> cut_problem((8, 1), 2048)
         >>> cut_problem((8,), 2048)
-        'holds 1 at least once, for the steps that read windows whole, got [8]'
+        'must contain 1, for steps of full-length windows, got [8]'
     """
     if 1 not in cut:
-        return f"holds 1 at least once, for the steps that read windows whole, got {list(cut)}"
-    wrong = [pieces for pieces in cut if pieces < 1 or length % pieces or length // pieces < _LEAST_LENGTH]
-    if wrong and length >= _LEAST_LENGTH:
+        return f"must contain 1, for steps of full-length windows, got {list(cut)}"
+    invalid = [pieces for pieces in cut if pieces < 1 or length % pieces or length // pieces < _LEAST_LENGTH]
+    if invalid and length >= _LEAST_LENGTH:
         return (
-            f"holds numbers of windows that {length} tokens can be cut into, of equal length and at least "
-            f"{_LEAST_LENGTH} tokens each, got {', '.join(map(str, wrong))}"
+            f"must divide {length} tokens into windows of equal length and at least {_LEAST_LENGTH} tokens each, got "
+            f"{', '.join(map(str, invalid))}"
         )
     return None
 
 
-def _refuse(problems: list[str], what: str) -> None:
+def _refuse(problems: list[str], section: str) -> None:
     if problems:
-        raise ConfigError(f"{what}: {'; '.join(problems)}.")
+        raise ConfigError(f"{section}: {'; '.join(problems)}.")

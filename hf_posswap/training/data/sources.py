@@ -16,7 +16,7 @@ _SPLITS = ("train", "validation", "test")
 
 
 def check_source(source: Source) -> None:
-    """Check that the files of `source` exist, or that data sets can be read: cheap, so it comes before all else.
+    """Check that the files of `source` exist, or that `datasets` is installed: cheap, so it runs first.
 
     Raises:
         DataError: a path does not exist.
@@ -34,9 +34,9 @@ def check_source(source: Source) -> None:
 
 
 def source_documents(source: Source) -> Iterator[tuple[Document, bool | None]]:
-    """Give each document of `source`, and whether it is held out; None: not decided by the source.
+    """Yield each document of `source`, and whether it is held out; None: not decided by the source.
 
-    Of the Python corpus that part is held out on which models are measured by default.
+    The Python corpus holds out the documents on which models are measured by default.
 
     Raises:
         DataError, MissingDependencyError: it cannot be read.
@@ -49,10 +49,10 @@ def _documents(source: Source) -> Iterator[tuple[Document, bool | None]]:
         corpus = python_corpus()
         # alternating, so that a limit leaves some of both
         held_out = iter(corpus.held_out)
-        every = max(1, len(corpus.train) // len(corpus.held_out))
+        stride = max(1, len(corpus.train) // len(corpus.held_out))
         for number, document in enumerate(corpus.train):
-            if number % every == 0 and (measured := next(held_out, None)) is not None:
-                yield measured, True
+            if number % stride == 0 and (held_out_document := next(held_out, None)) is not None:
+                yield held_out_document, True
             yield document, False
         yield from ((document, True) for document in held_out)
     elif (data_set := hub_text(source.path)) is not None:
@@ -64,7 +64,7 @@ def _documents(source: Source) -> Iterator[tuple[Document, bool | None]]:
 
 
 def source_identity(source: Source) -> dict[str, Any]:
-    """Return what the documents of `source` depend on, as JSON: of files their sizes and times, of a data set its name.
+    """Return what identifies the documents of `source`, as JSON: sizes and times of files, or the name of a data set.
 
     Raises:
         DataError: a path does not exist.

@@ -1,4 +1,4 @@
-"""Tokens of whole documents on disk, made once: another process that asks meanwhile waits and gets the same."""
+"""A cache of tokenized documents on disk; a lock makes concurrent processes share one tokenization."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_posswap.errors import CheckpointError, DataError
 from hf_posswap.text.stdlib import Document
 from hf_posswap.training.data.settings import Source
 from hf_posswap.training.data.sources import source_documents, source_identity
-from hf_posswap.training.data.telling import Say, Telling
+from hf_posswap.training.data.telling import Say, TokenizingProgress
 from hf_posswap.utils.atomic_io import read_json, replacing, writable_folder, write_json
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _LAYOUT = 2
 _DIGESTS = "digests.json"
-# What is tokenized together: several documents, because the fast tokenizers share them out, but not a library of books.
+# Limits of a tokenizer call: fast tokenizers parallelize over documents, but memory must stay bounded.
 _AT_ONCE, _CHARACTERS = 256, 4_000_000
-_PARTS = ("train", "held_out")
+_SPLITS = ("train", "held_out")
 Placed = tuple[Document, bool | None]
-"""A document, and whether it is held out; None: its text decides."""
+"""A document, and whether it is held out; None: a hash of its text decides."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class TokenStore(Sequence[np.ndarray]):
     """Documents as token ids.
 
     Attributes:
-        tokens: of all, one after another, int32 [N].
-        offsets: where each begins, and the end, int64 [documents + 1].
-        digest: of both, made as they were written.
+        tokens: of all documents, concatenated, int32 [N].
+        offsets: start of each document, and the end, int64 [documents + 1].
+        digest: of both, computed when they were written.
     """
 
     tokens: np.ndarray
@@ -69,20 +69,20 @@ def token_stores(
     cache: Path,
     say: Say | None = None,
 ) -> tuple[TokenStore, TokenStore]:
-    """Return the documents of `source` to learn from and those held out, from `cache` where they lie there.
+    """Return the training and the held-out documents of `source`, from `cache` if they are there.
 
-    Equal texts land in the same part. Where the share holds out no document of several, one text is held out.
+    Equal texts go to the same split. If the share holds out none of several documents, one text is held out.
 
     Args:
         source: of the documents.
         tokenizer: of the model.
-        begin: whether each begins with the tokenizer's begin-of-text token, where it has one.
-        held_out: share to hold out, where the source does not say which.
-        cache: folder that keeps them.
-        say: shows a line now and then where it takes long; None: nothing is said.
+        begin: whether each document begins with the tokenizer's begin-of-text token, if it has one.
+        held_out: share to hold out, if the source does not decide.
+        cache: folder of the cache.
+        say: shows a progress line now and then; None: nothing is shown.
 
     Raises:
-        DataError: the source cannot be read, or one of the parts would be empty.
+        DataError: the source cannot be read, or one of the splits would be empty.
         CheckpointError: the cache cannot be written.
     """
     identity = {
@@ -97,18 +97,26 @@ def token_stores(
         folder = writable_folder(cache) / f"tokens-{name}"
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error} Tokens are kept there: data.cache or HF_POSSWAP_CACHE names another."
+            f"{error} Tokens are cached there: set another folder by data.cache or HF_POSSWAP_CACHE."
         ) from error
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
             with replacing(folder) as temporary:
                 temporary.mkdir()
-                least = _write(source, tokenizer, begin, held_out, temporary, say)
-                if least is not None:
-                    _write(source, tokenizer, begin, math.nextafter(least, 1.0), temporary, say, asked=held_out)
+                least_hash = _write(source, tokenizer, begin, held_out, temporary, say)
+                if least_hash is not None:
+                    _write(
+                        source,
+                        tokenizer,
+                        begin,
+                        math.nextafter(least_hash, 1.0),
+                        temporary,
+                        say,
+                        requested_share=held_out,
+                    )
                 write_json(temporary / "identity.json", identity)
-    train, measured = (_open(folder, part) for part in _PARTS)
-    return train, measured
+    train_store, held_out_store = (_open(folder, split) for split in _SPLITS)
+    return train_store, held_out_store
 
 
 def _write(
@@ -119,9 +127,9 @@ def _write(
     folder: Path,
     say: Say | None,
     *,
-    asked: float | None = None,
+    requested_share: float | None = None,
 ) -> float | None:
-    """Write the documents of `source` into `folder`, those with a place below `held_out` apart.
+    """Write the documents of `source` into `folder`; those with a hash below `held_out` go to the held-out split.
 
     Args:
         source: of the documents.
@@ -130,48 +138,48 @@ def _write(
         held_out: share to hold out.
         folder: that takes the files.
         say: as in `token_stores`.
-        asked: the share that was asked for, where `held_out` is another, which holds out one text.
+        requested_share: the requested share, if `held_out` was raised to hold out one text.
 
     Returns:
-        None; or, where no document was held out and another share would leave some for both parts, the least place.
+        None; or the least hash, if no document was held out and a larger share would fill both splits.
 
     Raises:
-        DataError: one of the parts is empty, and no other share would fill it.
+        DataError: one of the splits is empty, and no other share would fill it.
     """
-    places: set[float] = set()
-    lengths: dict[str, list[int]] = {part: [] for part in _PARTS}
-    digests = {part: hashlib.sha256() for part in _PARTS}
-    telling = Telling(source, say)
-    with (folder / "train.bin").open("wb") as train, (folder / "held_out.bin").open("wb") as measured:
+    hash_positions: set[float] = set()
+    lengths: dict[str, list[int]] = {split: [] for split in _SPLITS}
+    digests = {split: hashlib.sha256() for split in _SPLITS}
+    progress = TokenizingProgress(source, say)
+    with (folder / "train.bin").open("wb") as train_file, (folder / "held_out.bin").open("wb") as held_out_file:
         for group in _groups(source_documents(source)):
             encoded = list(_encode(group, tokenizer, begin))
-            telling.count(len(group), sum(map(len, encoded)))
-            for (document, out), ids in zip(group, encoded, strict=True):
-                if out is None:
-                    places.add(_place(document.text))
-                aside = _place(document.text) < held_out if out is None else out
-                part = _PARTS[aside]
-                (measured if aside else train).write(ids.tobytes())
-                digests[part].update(ids.astype("<i4").tobytes())
-                lengths[part].append(len(ids))
+            progress.count(len(group), sum(map(len, encoded)))
+            for (document, source_decision), ids in zip(group, encoded, strict=True):
+                if source_decision is None:
+                    hash_positions.add(_hash_position(document.text))
+                is_held_out = _hash_position(document.text) < held_out if source_decision is None else source_decision
+                split = _SPLITS[is_held_out]
+                (held_out_file if is_held_out else train_file).write(ids.tobytes())
+                digests[split].update(ids.astype("<i4").tobytes())
+                lengths[split].append(len(ids))
     count = sum(map(len, lengths.values()))
-    if not lengths["held_out"] and len(places) > 1:
-        return min(places)
-    if asked is not None and say is not None:
+    if not lengths["held_out"] and len(hash_positions) > 1:
+        return min(hash_positions)
+    if requested_share is not None and say is not None:
         say(
-            f"{source.path}: data.held_out={asked:g} sets none of its {count} documents aside, so {_listed(lengths)}. "
-            "Raise data.held_out to measure on more."
+            f"{source.path}: data.held_out={requested_share:g} sets none of its {count} documents aside, so "
+            f"{_listed(lengths)}. Raise data.held_out to measure on more."
         )
-    for part, found in lengths.items():
-        if not found:
-            lower, why = ("lower", "learn from") if part == "train" else ("raise", "measure on")
+    for split, document_lengths in lengths.items():
+        if not document_lengths:
+            lower, why = ("lower", "learn from") if split == "train" else ("raise", "measure on")
             raise DataError(
                 f"{source.path} has {count} documents, and none of them is left to {why} with "
                 f"data.held_out={held_out:g}: {lower} data.held_out, or give more documents."
             )
-        np.save(folder / f"{part}.npy", np.cumsum([0, *found], dtype=np.int64))
-        digests[part].update(np.array(found, dtype="<i8").tobytes())
-    write_json(folder / _DIGESTS, {part: digest.hexdigest()[:16] for part, digest in digests.items()})
+        np.save(folder / f"{split}.npy", np.cumsum([0, *document_lengths], dtype=np.int64))
+        digests[split].update(np.array(document_lengths, dtype="<i8").tobytes())
+    write_json(folder / _DIGESTS, {split: digest.hexdigest()[:16] for split, digest in digests.items()})
     return None
 
 
@@ -181,16 +189,16 @@ def _listed(lengths: dict[str, list[int]]) -> str:
 
 
 def _groups(documents: Iterator[Placed]) -> Iterator[list[Placed]]:
-    """Give the documents that hold text in groups to tokenize at once."""
+    """Yield the non-empty documents in groups to tokenize at once."""
     group: list[Placed] = []
     characters = 0
-    for document, out in documents:
+    for document, is_held_out in documents:
         if not document.text:
             continue
         if group and (len(group) == _AT_ONCE or characters + len(document.text) > _CHARACTERS):
             yield group
             group, characters = [], 0
-        group.append((document, out))
+        group.append((document, is_held_out))
         characters += len(document.text)
     if group:
         yield group
@@ -203,15 +211,15 @@ def _encode(group: list[Placed], tokenizer: PreTrainedTokenizerBase, begin: bool
         yield np.array([*first, *ids], dtype=np.int32)
 
 
-def _open(folder: Path, part: str) -> TokenStore:
+def _open(folder: Path, split: str) -> TokenStore:
     try:
-        offsets = np.load(folder / f"{part}.npy")
-        tokens = np.memmap(folder / f"{part}.bin", dtype=np.int32, mode="r")
-        digest = str(read_json(folder / _DIGESTS)[part])
+        offsets = np.load(folder / f"{split}.npy")
+        tokens = np.memmap(folder / f"{split}.bin", dtype=np.int32, mode="r")
+        digest = str(read_json(folder / _DIGESTS)[split])
     except Exception as error:  # numpy's reader of headers raises anything
-        raise DataError(f"the kept tokens in {folder} cannot be read: {error}. Delete that folder.") from error
+        raise DataError(f"the cached tokens in {folder} cannot be read: {error}. Delete that folder.") from error
     if offsets.ndim != 1 or offsets.dtype != np.int64 or len(offsets) < 2 or offsets[0] or (np.diff(offsets) < 0).any():
-        raise DataError(f"{folder}/{part}.npy holds no beginnings of documents: it is damaged. Delete that folder.")
+        raise DataError(f"{folder}/{split}.npy holds no document offsets: it is damaged. Delete that folder.")
     if len(tokens) != offsets[-1]:
         raise DataError(
             f"{folder} holds {len(tokens)} tokens where {offsets[-1]} were written: it is damaged. Delete that folder."
@@ -221,11 +229,11 @@ def _open(folder: Path, part: str) -> TokenStore:
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    held = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
-    digest = hashlib.sha256(held.encode()).hexdigest()
+    serialized = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
+    digest = hashlib.sha256(serialized.encode()).hexdigest()
     return {"class": type(tokenizer).__name__, "digest": digest, "bos": tokenizer.bos_token_id}
 
 
-def _place(text: str) -> float:
-    """Return a number in [0, 1) that depends on `text` alone."""
+def _hash_position(text: str) -> float:
+    """Return a hash of `text` in [0, 1)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") / 2**56

@@ -1,4 +1,4 @@
-"""Windows of tokens by index, and batches of them."""
+"""Token windows by index, and their collation into batches."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from hf_posswap.training.data.positions import pose_draw, random_positions
 from hf_posswap.training.data.settings import Packing
 from hf_posswap.training.data.store import TokenStore
 
-_ITEM = 2  # what tells the draws of an item from those of the order, which begin with the same seed
+_ITEM = 2  # separates the random draws of items from those of the order, which use the same seed
 
 
 @dataclass(frozen=True, eq=False)
 class TokenWindows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Windows that depend on their index and these attributes alone: read in order, they go on anywhere.
+    """Windows that depend only on their index and these attributes, so that reading can resume at any index.
 
     Attributes:
-        stores: of each source.
+        stores: tokens of each source.
         cuts: the windows of each source.
-        order: which comes when.
+        order: order of the windows.
         length: tokens of a window, L.
         target: positions to reach.
         packing: see `DataSettings`.
         masking: of an encoder; None: the next token is to be predicted.
-        filler: id that stands where a document has ended.
-        first_position: what the model's `position_ids` call position 0.
+        filler: id of padding tokens.
+        first_position: value of position 0 in the model's `position_ids`.
         seed: of positions and masking.
         count: items.
     """
@@ -55,7 +55,7 @@ class TokenWindows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return self.count
 
     def sized(self, count: int) -> TokenWindows:
-        """Return the same sequence of windows, `count` items of it: fewer than a pass over the text, or more.
+        """Return the same sequence with `count` items, which may be less or more than a pass over the text.
 
         Raises:
             DataError: `count` is not positive.
@@ -65,62 +65,62 @@ class TokenWindows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return dataclasses.replace(self, count=count)
 
     def __getitem__(self, item: int) -> dict[str, Tensor]:
-        """Return `input_ids` and `labels`, int64 [L], and as the packing asks `attention_mask` and `position_ids`."""
+        """Return `input_ids`, `labels` and, if needed, `attention_mask` and `position_ids`, int64 [L] each."""
         if not 0 <= item < self.count:
             raise IndexError(f"window {item} of {self.count}")
         source, window = self.order.at(item)
         random = np.random.default_rng((self.seed, _ITEM, item))
         tokens, pieces = self.stores[source].tokens, self.cuts[source].pieces(window)
         if self.packing == "pose":
-            found = self._pose(tokens, *pieces[0], random)
+            fields = self._pose(tokens, *pieces[0], random)
         else:
-            found = self._pieces([tokens[start : start + length] for start, length, _ in pieces], random)
+            fields = self._pieces([tokens[start : start + length] for start, length, _ in pieces], random)
             if self.packing == "random-positions":
-                found["position_ids"] = random_positions(self.length, self.target, random)
+                fields["position_ids"] = random_positions(self.length, self.target, random)
         if self.packing != "documents":
-            found["attention_mask"] = (found.pop("real")).astype(np.int64)
-        if "position_ids" in found:
-            found["position_ids"] = found["position_ids"] + self.first_position
-        found.pop("real", None)
-        return {name: torch.from_numpy(value) for name, value in found.items()}
+            fields["attention_mask"] = (fields.pop("real")).astype(np.int64)
+        if "position_ids" in fields:
+            fields["position_ids"] = fields["position_ids"] + self.first_position
+        fields.pop("real", None)
+        return {name: torch.from_numpy(value) for name, value in fields.items()}
 
     def _pose(
         self, tokens: np.ndarray, start: int, length: int, end: int, random: np.random.Generator
     ) -> dict[str, np.ndarray]:
-        around = self.length - length
-        first, second, positions = pose_draw(length, end - start, self.target - around, random)
+        special_tokens = self.length - length
+        first, second, positions = pose_draw(length, end - start, self.target - special_tokens, random)
         text = np.concatenate((tokens[start : start + first], tokens[start + second : start + second + length - first]))
-        found = self._pieces([text], random)
+        fields = self._pieces([text], random)
         if self.masking is None:
-            if second != first:  # what follows is not what followed
-                found["labels"][first] = IGNORED
+            if second != first:  # the next token of the text is not here
+                fields["labels"][first] = IGNORED
         else:
             before, after = len(self.masking.before), len(self.masking.after)
-            inside = positions + before
-            positions = np.concatenate((np.arange(before), inside, inside[-1] + 1 + np.arange(after)))
-        return found | {"position_ids": positions}
+            piece_positions = positions + before
+            positions = np.concatenate((np.arange(before), piece_positions, piece_positions[-1] + 1 + np.arange(after)))
+        return fields | {"position_ids": positions}
 
     def _pieces(self, pieces: list[np.ndarray], random: np.random.Generator) -> dict[str, np.ndarray]:
-        """Return the pieces side by side, each at positions from 0 on, and filled up."""
+        """Return the pieces concatenated and padded, each with positions from 0."""
         ids = np.full(self.length, self.filler, dtype=np.int64)
         labels = np.full(self.length, IGNORED, dtype=np.int64)
         positions = np.zeros(self.length, dtype=np.int64)
         real = np.zeros(self.length, dtype=bool)
-        at = 0
+        end = 0
         for piece in pieces:
-            shown, wanted = self._shown(piece, random)
-            inside = slice(at, at + len(shown))
-            ids[inside], labels[inside], real[inside] = shown, wanted, True
-            positions[inside] = np.arange(len(shown))
-            at += len(shown)
-        found = {"input_ids": ids, "labels": labels, "real": real}
-        return found | {"position_ids": positions} if self.packing == "documents" else found
+            ids_read, piece_labels = self._shown(piece, random)
+            span = slice(end, end + len(ids_read))
+            ids[span], labels[span], real[span] = ids_read, piece_labels, True
+            positions[span] = np.arange(len(ids_read))
+            end += len(ids_read)
+        fields = {"input_ids": ids, "labels": labels, "real": real}
+        return fields | {"position_ids": positions} if self.packing == "documents" else fields
 
     def _shown(self, piece: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return what the model reads of a piece, and what it is to say there."""
+        """Return the input ids and the labels of a piece."""
         if self.masking is None:
             ids = piece.astype(np.int64)
-            return ids, np.concatenate(([IGNORED], ids[1:]))  # nothing before it tells of the first
+            return ids, np.concatenate(([IGNORED], ids[1:]))  # the first token has no context to predict it from
         ids, labels = self.masking.hide(piece, random)
         before, after = self.masking.before, self.masking.after
         ends = (np.full(len(before), IGNORED), np.full(len(after), IGNORED))
@@ -129,7 +129,7 @@ class TokenWindows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True)
 class Collate:
-    """Makes a batch of items.
+    """Collates items into a batch.
 
     Attributes:
         causal: whether the model predicts the next token.
@@ -140,11 +140,11 @@ class Collate:
     dtype: torch.dtype = torch.float32
 
     def __call__(self, items: list[dict[str, Tensor]]) -> dict[str, Any]:
-        """Return arguments of the model's forward, [B, L] each, of windows [L] or of rows of windows [W, L].
+        """Return arguments of the model's forward, [B, L] each, from windows [L] or rows of windows [W, L].
 
-        Packed documents are told apart by their positions where the model is causal: transformers then makes the mask
-        itself, as long as there is neither a mask nor a cache. Encoders get the mask, [B, 1, L, L]: 0 within
-        a document and the least number elsewhere, which every implementation of attention adds.
+        For a causal model, positions separate packed documents: transformers builds the mask from them if there is
+        neither a mask nor a cache. Encoders get an additive mask [B, 1, L, L]: 0 within a document and the least
+        number elsewhere, which every attention implementation supports.
         """
         join = torch.stack if items[0]["input_ids"].dim() == 1 else torch.cat
         batch: dict[str, Any] = {name: join([item[name] for item in items]) for name in items[0]}
@@ -156,10 +156,10 @@ class Collate:
 
 
 def document_mask(positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return what to add to the scores of packed documents, [B, 1, L, L].
+    """Return the additive attention mask of packed documents, [B, 1, L, L].
 
     Args:
-        positions: that begin anew with each document, [B, L].
+        positions: [B, L], restarting with each document.
         dtype: of the scores.
 
     Example:

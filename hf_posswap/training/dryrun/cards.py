@@ -1,4 +1,4 @@
-"""What a GPU has, by its data sheet."""
+"""GPUs by their data sheets."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from hf_posswap.training.dryrun.work import Work
 
 GIB = 1 << 30
 _RESERVED = GIB
-"""Of the CUDA context, of the work spaces of cuBLAS and NCCL: no tensor's, and no dry run sees them."""
+"""Bytes of the CUDA context and of the workspaces of cuBLAS and NCCL, which hold no tensors."""
 _FRAGMENTED = 0.04
-"""Of the memory: what the caching allocator cannot hand out, as long as pieces of it are in use."""
+"""Share of the memory that the caching allocator loses to fragmentation."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU, or a number of bytes of which nothing else is known.
+    """A GPU, or a memory size of which nothing else is known.
 
     Attributes:
-        name: as a person says it.
+        name: for messages.
         memory: bytes.
-        half: operations a second in bfloat16 and float16, dense, by tensor cores; 0: not known.
-        single: operations a second in float32, as torch multiplies by default, without TF32.
-        bandwidth: bytes a second between the memory and the chip.
-        link: bytes a second that it sends to the others of its machine.
+        half: dense tensor-core operations a second in bfloat16 and float16; 0: not known.
+        single: operations a second in float32 without TF32, torch's default.
+        bandwidth: bytes a second between memory and chip.
+        link: bytes a second that it sends to the other GPUs of its machine.
         source: of these numbers.
     """
 
@@ -46,17 +46,17 @@ class Card:
         return int(self.memory * (1 - _FRAGMENTED)) - _RESERVED
 
     def seconds(self, work: Work) -> float | None:
-        """Return the least time that `work` takes: its operators one by one, and what is sent beside them.
+        """Return the least time of `work`: its operators one by one, with communication overlapping them.
 
         None: the card's speed is not known.
         """
         if not self.half:
             return None
-        each = (
-            count * max(flops / (self.half if kind in _HALF else self.single), moved / self.bandwidth)
-            for (kind, flops, moved), count in work.items.items()
+        operator_seconds = (
+            count * max(flops / (self.half if dtype in _HALF else self.single), moved / self.bandwidth)
+            for (dtype, flops, moved), count in work.items.items()
         )
-        return max(sum(each), work.sent / self.link)
+        return max(sum(operator_seconds), work.sent / self.link)
 
 
 CARDS = {
@@ -73,16 +73,16 @@ CARDS = {
         "NVIDIA Ada GPU Architecture white paper, appendix A (float32 accumulation), and PCIe 4.0 x16",
     ),
 }  # fmt: skip
-"""The cards that are known by name. A link is half of what both directions carry."""
+"""Known cards by name. The link is one direction's bandwidth."""
 _SIZE = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(GB|GiB|MB|MiB|G|M)?", re.IGNORECASE)
 _UNITS = {"m": 1 << 20, "g": GIB}
 
 
 def card_of(name: str) -> Card:
-    """Return the card called `name`, or one of so much memory: "24GB".
+    """Return the card called `name`, or one with that much memory ("24GB").
 
     Raises:
-        UnknownNameError: no card has that name, and it is no size of memory.
+        UnknownNameError: `name` is neither a card nor a memory size.
         OptionError: the memory is not larger than what CUDA itself takes.
 
     Example:
@@ -92,10 +92,10 @@ def card_of(name: str) -> Card:
     known = CARDS.get(name.strip().lower())
     if known is not None:
         return known
-    found = _SIZE.fullmatch(name.strip())
-    if found is None or not found[2]:
+    size = _SIZE.fullmatch(name.strip())
+    if size is None or not size[2]:
         raise UnknownNameError("GPU", name, [*CARDS, "a size such as 24GB"])
-    card = Card(f"a GPU of {name.strip()}", int(float(found[1]) * _UNITS[found[2][0].lower()]))
+    card = Card(f"a GPU of {name.strip()}", int(float(size[1]) * _UNITS[size[2][0].lower()]))
     if card.usable <= 0:
         raise OptionError(f"--gpu {name}: CUDA itself takes about 1 GB; give the memory of a GPU, such as 24GB.")
     return card

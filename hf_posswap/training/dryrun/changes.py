@@ -1,4 +1,4 @@
-"""What makes a training smaller, from what changes least."""
+"""Changes that reduce a training's memory, the least intrusive first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Change:
     """A training that needs less memory.
 
     Attributes:
-        said: what is to be given otherwise on the command line.
+        said: the command-line options of the change.
         recipe: with the change.
         accelerate: the file of its launch.
         processes: GPUs.
@@ -35,11 +35,11 @@ class Change:
 
 
 def ladders(recipe: Recipe, accelerate: Path | None, processes: int | None) -> Iterator[list[Change]]:
-    """Give ladders of what may make `recipe` fit, on each of which every step needs less memory than the one before.
+    """Yield lists of changes that may make `recipe` fit; in each list, every change needs less memory than the last.
 
-    The first changes no number of the training: fewer logits at once, smaller batches and more of them, activations
-    made again. The second shares weights among GPUs, the third trains adapters in place of all weights. Where weights
-    are shared already, one of whole batches comes before: FSDP2 keeps whole gradients where a step has several.
+    The first list leaves the result unchanged: fewer logits at once, smaller batches with more accumulation, activation
+    checkpointing. The second shards weights over GPUs; the third trains adapters instead of all weights. If weights are
+    sharded already, a list without smaller batches comes first: FSDP2 keeps unsharded gradients during accumulation.
 
     Args:
         recipe: that does not fit.
@@ -47,42 +47,51 @@ def ladders(recipe: Recipe, accelerate: Path | None, processes: int | None) -> I
         processes: GPUs.
     """
     if count_and_sharding(accelerate, processes)[1]:
-        yield [Change(said, changed, accelerate, processes) for said, changed in _same_training(recipe, splits=False)]
-    same = [Change(said, changed, accelerate, processes) for said, changed in _same_training(recipe, splits=True)]
-    least = same[-1] if same else Change("", recipe, accelerate, processes)
+        yield [
+            Change(options, changed_recipe, accelerate, processes)
+            for options, changed_recipe in _same_training(recipe, splits=False)
+        ]
+    same = [
+        Change(options, changed_recipe, accelerate, processes)
+        for options, changed_recipe in _same_training(recipe, splits=True)
+    ]
+    smallest = same[-1] if same else Change("", recipe, accelerate, processes)
     yield same
-    yield list(_shared(least))
+    yield list(_sharded(smallest))
     if recipe.peft is None and recipe.trainable.what == "full":
-        yield [_adapted(Change("", recipe, accelerate, processes)), *([_adapted(least)] if same else [])]
+        yield [_adapted(Change("", recipe, accelerate, processes)), *([_adapted(smallest)] if same else [])]
 
 
 def _same_training(recipe: Recipe, *, splits: bool) -> Iterator[tuple[str, Recipe]]:
-    chunk, split = "", ""
+    chunk_option, batch_option = "", ""
     if not recipe.objective.chunk:
         recipe = dataclasses.replace(recipe, objective=dataclasses.replace(recipe.objective, chunk=_CHUNK))
-        chunk = f"objective.chunk={_CHUNK} "
-        yield chunk.strip(), recipe
+        chunk_option = f"objective.chunk={_CHUNK} "
+        yield chunk_option.strip(), recipe
     rows, batches = recipe.training.per_device_train_batch_size, recipe.training.gradient_accumulation_steps
     for smaller in (rows // divisor for divisor in range(2, rows + 1) if splits and rows % divisor == 0):
         more = batches * rows // smaller
         recipe = _training(recipe, per_device_train_batch_size=smaller, gradient_accumulation_steps=more)
-        split = f"training.per_device_train_batch_size={smaller} training.gradient_accumulation_steps={more} "
-        yield f"{chunk}{split}".strip(), recipe
+        batch_option = f"training.per_device_train_batch_size={smaller} training.gradient_accumulation_steps={more} "
+        yield f"{chunk_option}{batch_option}".strip(), recipe
     if not recipe.checkpoints_activations:
-        yield f"{chunk}{split}training.gradient_checkpointing=true", _training(recipe, gradient_checkpointing=True)
+        yield (
+            f"{chunk_option}{batch_option}training.gradient_checkpointing=true",
+            _training(recipe, gradient_checkpointing=True),
+        )
 
 
-def _shared(change: Change) -> Iterator[Change]:
-    """Give the training of `change` with weights, gradients and optimizer shared among more and more GPUs."""
-    now, shards = count_and_sharding(change.accelerate, change.processes)
+def _sharded(change: Change) -> Iterator[Change]:
+    """Yield `change` with weights, gradients and optimizer sharded over more and more GPUs."""
+    current, shards = count_and_sharding(change.accelerate, change.processes)
     file = change.accelerate if shards else shipped_recipe(_FSDP).path
     launch = "" if shards else f"--accelerate fsdp2.yaml (posswap recipes {_FSDP} --copy) "
     batches = change.recipe.training.gradient_accumulation_steps
-    for count in (count for count in _GPUS if count > now):
-        fewer = max(1, batches * now // count)
-        said = f"{change.said} {launch}--processes {count}".strip()
-        said += "" if fewer == batches else f" training.gradient_accumulation_steps={fewer}"
-        yield Change(said, _training(change.recipe, gradient_accumulation_steps=fewer), file, count)
+    for count in (count for count in _GPUS if count > current):
+        accumulation = max(1, batches * current // count)
+        options = f"{change.said} {launch}--processes {count}".strip()
+        options += "" if accumulation == batches else f" training.gradient_accumulation_steps={accumulation}"
+        yield Change(options, _training(change.recipe, gradient_accumulation_steps=accumulation), file, count)
 
 
 def _adapted(change: Change) -> Change:

@@ -1,4 +1,4 @@
-"""What a GPU takes for fake tensors on the CPU: its attention, its autocast, and this package's ways for it."""
+"""Makes fake tensors on the CPU use a GPU's attention kernels, its autocast and this package's GPU backends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hf_posswap.compat.torch_kernels import efficient_attention, fused_attention
 from hf_posswap.utils.devices import standing_for
 
 _HALF = (torch.bfloat16, torch.float16)
-_WIDEST = 256  # dimensions of a head that the flash kernel takes
+_WIDEST = 256  # largest head dimension of the flash kernel
 
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Have fake tensors take, in the block, what they would take on a GPU."""
+    """Make fake tensors use, within the block, what they would use on a GPU."""
     with ExitStack() as stack:
         for context in (standing_for("cuda"), gpu_autocast(), _gpu_attention()):
             stack.enter_context(context)
@@ -28,9 +28,9 @@ def as_on_gpu() -> Iterator[None]:
 
 @contextmanager
 def _gpu_attention() -> Iterator[None]:
-    """Have torch's attention take the kernels of a GPU: the CPU's own would hold all scores under dropout."""
+    """Replace torch's attention by the GPU's kernels: the CPU's would materialize all scores under dropout."""
     original = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = _attention  # a mode of torch would rest while layers are run again
+    functional.scaled_dot_product_attention = _attention  # a dispatch mode is off while layers are recomputed
     try:
         yield
     finally:
@@ -50,18 +50,20 @@ def _attention(
     """Return the attention of `query` [B, H, Q, D] to `key` and `value`, [B, H or G, K, D]."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = (one.to(dtype) for one in (query, key, value))
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         attn_mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.to(dtype)
     if query.dtype in _HALF and attn_mask is None and query.shape[-1] <= _WIDEST:
         flash = fused_attention("cuda")
-        found: Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-        return found
-    if enable_gqa:  # which the other kernel does not know
-        key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (key, value))
+        flash_output: Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return flash_output
+    if enable_gqa:  # not supported by the other kernel
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    wants = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-    other: Tensor = efficient_attention()(query, key, value, attn_mask, wants, dropout_p, is_causal, scale=scale)[0]
-    return other
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    efficient_output: Tensor = efficient_attention()(
+        query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
+    )[0]
+    return efficient_output

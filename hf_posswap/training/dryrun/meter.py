@@ -1,4 +1,4 @@
-"""What a step holds and does: the memory of every tensor, and the work of every operator."""
+"""Measures a step: the memory of every tensor, and the work of every operator."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hf_posswap.compat.torch_fake import is_nested
 from hf_posswap.training.dryrun.work import Work, work_of
 
 Kinds = Callable[[], dict[int, str]]
-"""Says of what kind memory is, by its key; what it does not name are activations."""
+"""Returns the kind of memory by storage key; keys without one are activations."""
 OTHERS = "activations"
 
 
 @dataclass
 class Memory:
-    """What is held.
+    """Allocated memory.
 
     Attributes:
-        now: bytes.
+        now: bytes allocated.
         peak: most bytes at any time since `begin`.
-        at_peak: bytes of each kind then.
+        at_peak: bytes of each kind at the peak.
     """
 
     now: int = 0
@@ -35,10 +35,10 @@ class Memory:
 
 
 class Meter(Watch):
-    """Counts, in the block, the memory of all tensors that operators give, and the work of the operators.
+    """Counts, within the block, the memory of all tensors that operators return, and the operators' work.
 
     Args:
-        kinds: asked when memory has been at its peak.
+        kinds: called after a peak of memory.
     """
 
     def __init__(self, kinds: Kinds) -> None:
@@ -50,38 +50,38 @@ class Meter(Watch):
         self._begun = self._is_peak = False
 
     def begin(self) -> None:
-        """Look for a peak from now on."""
+        """Start to look for the peak."""
         self.memory = Memory(self.memory.now, self.memory.now)
         self._begun = self._is_peak = True
 
     def hold(self, tensors: Any) -> None:
-        """Count tensors that were made before the block."""
+        """Count tensors that were created before the block."""
         for tensor in tensors:
             self._note(tensor)
 
     def settle(self) -> Memory:
-        """Return what was held at most since `begin`, by kinds, and watch no tensor any longer."""
-        self._look()
+        """Return the peak since `begin`, by kinds, and stop watching tensors."""
+        self._record_peak()
         for watch in self._watched.values():
             watch.detach()
         return self.memory
 
     def resized(self, storage: Any) -> None:
-        """Take note of a storage that was emptied or filled."""
+        """Record that a storage was resized."""
         key = storage_key(storage)
         if key in self._sizes:
             self._count(key, storage.nbytes())
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if is_nested():
-            return found
-        made = tensors_in(found)
-        for tensor in made:
+            return result
+        outputs = tensors_in(result)
+        for tensor in outputs:
             self._note(tensor)
-        given = tensors_in(args, kwargs)
-        self.work += work_of(func, args, kwargs, given, made, found)
-        return found
+        inputs = tensors_in(args, kwargs)
+        self.work += work_of(func, args, kwargs, inputs, outputs, result)
+        return result
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -94,7 +94,7 @@ class Meter(Watch):
     def _count(self, key: int, size: int) -> None:
         change = size - self._sizes[key]
         if change < 0:
-            self._look()
+            self._record_peak()
         self._sizes[key] = size
         self.memory.now += change
         if self.memory.now > self.memory.peak:
@@ -104,12 +104,12 @@ class Meter(Watch):
         self._count(key, 0)
         del self._sizes[key], self._watched[key]
 
-    def _look(self) -> None:
-        """Say of what kind what is held at the peak is, before any of it goes."""
+    def _record_peak(self) -> None:
+        """Record the kinds of memory at the peak, before any of it is freed."""
         if not self._is_peak:
             return
         self._is_peak = False
-        kinds, sums = self._kinds(), Counter[str]()
+        kind_by_key, sums = self._kinds(), Counter[str]()
         for key, size in self._sizes.items():
-            sums[kinds.get(key, OTHERS)] += size
+            sums[kind_by_key.get(key, OTHERS)] += size
         self.memory.at_peak = dict(sums)

@@ -1,4 +1,4 @@
-"""The model of a recipe as a fake one: from its config alone, swapped, its trained weights chosen."""
+"""Builds the model of a recipe from its config with fake weights: swapped, its trainable parameters chosen."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from hf_posswap.utils.auto_classes import TRUST
 
 @dataclass(frozen=True)
 class FakeModel:
-    """What is trained, without numbers.
+    """The model of a recipe with fake weights.
 
     Attributes:
-        model: swapped, adapters around it where the recipe wants them.
-        mode: of its fake weights.
+        model: swapped, wrapped in adapters if the recipe has them.
+        mode: fake-tensor mode of its weights.
         teacher: the unswapped model; None: the objective needs none.
         plan: of the swap; None: there is none.
-        sites: where positions were.
+        sites: position sites of the unswapped model.
     """
 
     model: Any
@@ -47,58 +47,58 @@ class FakeModel:
 
 
 def fake_model(recipe: Recipe, launch: Launch) -> FakeModel:
-    """Return what `recipe` trains; of the model's folder only config.json is read.
+    """Return the model of `recipe`, reading only config.json of its folder.
 
     Args:
         recipe: without stages.
         launch: how processes share the training.
 
     Raises:
-        PosswapError: whatever refuses the recipe before its model would be loaded, and planning.
+        PosswapError: the recipe, or its swap of this model, is refused.
     """
     mode = fake_mode()
-    model = _built(recipe, mode)
+    model = _build_model(recipe, mode)
     check_reads_text(model, recipe.objective.kind)
     sites = locate(model)
     scheme = chosen_scheme(recipe)
     plan = None
     if scheme is not None:
-        how = swap_arguments(recipe, scheme, has_table=sites.geometry.base is None)
-        _number_table(model, sites.table_path)
-        plan = swap_plan(patch_model(model, scheme, **how))
+        options = swap_arguments(recipe, scheme, has_table=sites.geometry.base is None)
+        _fill_table(model, sites.table_path)
+        plan = swap_plan(patch_model(model, scheme, **options))
     refuse_silent_errors(recipe, plan.scheme if plan else None, launch)
     teacher = None
     if recipe.objective.kind == "distill":
-        teacher = _built(recipe, mode).requires_grad_(False)
+        teacher = _build_model(recipe, mode).requires_grad_(False)
     model = prepare_trainable(model, recipe.trainable, recipe.peft)
     make_fake_as(model)
     keep_in_place(model)
     return FakeModel(model, mode, teacher, plan, sites)
 
 
-def _built(recipe: Recipe, mode: Any) -> Any:
-    wanted = recipe.model
-    options: dict[str, Any] = {TRUST: wanted.trust_remote_code}
-    options |= {} if wanted.revision is None else {"revision": wanted.revision}
-    options |= {} if wanted.attention is None else {"attn_implementation": wanted.attention}
-    config = read_config(wanted.name, **options)
+def _build_model(recipe: Recipe, mode: Any) -> Any:
+    settings = recipe.model
+    options: dict[str, Any] = {TRUST: settings.trust_remote_code}
+    options |= {} if settings.revision is None else {"revision": settings.revision}
+    options |= {} if settings.attention is None else {"attn_implementation": settings.attention}
+    config = read_config(settings.name, **options)
     cls = model_class_of(config)
     if getattr(config, "posswap", None) is not None:
         cls = swapped_class(cls)
-    own = getattr(config, "dtype", None) or torch.float32
-    dtype = own if wanted.dtype == "auto" else getattr(torch, wanted.dtype)
-    before = torch.get_default_dtype()
+    config_dtype = getattr(config, "dtype", None) or torch.float32
+    dtype = config_dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"), without_initialising():
             model = cls(config)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_dtype)
     return made_fake(mode, model).eval()
 
 
-def _number_table(model: Any, path: str | None) -> None:
-    """Put numbers into the old table: a new one may take its scale from them, and which they are changes no size."""
+def _fill_table(model: Any, path: str | None) -> None:
+    """Fill the old table with real values: a new table may take its scale from them, and values change no size."""
     table = None if path is None else get(model, path)
     if isinstance(table, nn.Embedding):
         table.weight = nn.Parameter(torch.ones(table.weight.shape, dtype=table.weight.dtype))
@@ -108,11 +108,11 @@ def objective_of(recipe: Recipe, fake: FakeModel) -> Objective:
     """Return the loss of `recipe`.
 
     Raises:
-        ConfigError: it is not for this kind of model.
+        ConfigError: the objective does not fit the model, or cannot be dry-run.
     """
-    kind = recipe.objective.kind
-    if kind in SENTENCES:
-        raise ConfigError(f"objective.kind {kind} cannot be dry-run: next-token, masked and distill can.")
+    objective_name = recipe.objective.kind
+    if objective_name in SENTENCES:
+        raise ConfigError(f"objective.kind {objective_name} cannot be dry-run: next-token, masked and distill can.")
     geometry = fake.sites.geometry
     return make_objective(
         recipe.objective,

@@ -1,4 +1,4 @@
-"""What a dry run found, in numbers and as people read it."""
+"""The results of a dry run, as numbers and as a table."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ KINDS = ("weights", "gathered weights", "teacher", "gradients", "optimizer", "ac
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one GPU holds and does in a phase of a training.
+    """The memory and work of one GPU in a phase of a training.
 
     Attributes:
-        phase: its name; "" where there is only one.
-        held: bytes of each kind when most is held; "activations" are all that is of no other kind.
-        peak: bytes held then.
-        tokens: that one GPU reads in an optimizer step.
-        steps: the work of an optimizer step on one GPU, one for each kind of window that the recipe reads by turns.
-        processes: GPUs.
-        card: what kind; None: it was not said.
+        phase: its name; "" if there is only one.
+        held: bytes of each kind at the peak; "activations" are all that have no other kind.
+        peak: bytes at the peak.
+        tokens: tokens that one GPU reads in an optimizer step.
+        steps: the work of an optimizer step on one GPU, for each window length that the recipe alternates.
+        processes: number of GPUs.
+        card: the GPU; None: not given.
     """
 
     phase: str
@@ -36,33 +36,33 @@ class Prediction:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the card's memory is enough; None: there is no card."""
+        """Whether the card's memory is enough; None: no card was given."""
         return None if self.card is None else self.peak <= self.card.usable
 
     @property
     def flops(self) -> float:
-        """Operations a token, the mean over the kinds of windows."""
+        """FLOPs per token, the mean over window lengths."""
         return sum(step.flops for step in self.steps) / len(self.steps) / self.tokens
 
     @property
     def moved(self) -> float:
-        """Bytes a token that operators read and write in the GPU's memory, likewise."""
+        """Bytes per token of the GPU's memory traffic, likewise."""
         return sum(step.moved for step in self.steps) / len(self.steps) / self.tokens
 
     @property
     def sent(self) -> float:
-        """Bytes of an optimizer step to other GPUs, likewise."""
+        """Bytes sent to other GPUs per optimizer step, likewise."""
         return sum(step.sent for step in self.steps) / len(self.steps)
 
     @property
     def seconds(self) -> float | None:
-        """The least time of an optimizer step that the card's data sheet allows, likewise; None: it is not known."""
-        found = [None if self.card is None else self.card.seconds(step) for step in self.steps]
-        known = [one for one in found if one is not None]
+        """The least seconds per optimizer step by the card's data sheet, likewise; None: not known."""
+        step_seconds = [None if self.card is None else self.card.seconds(step) for step in self.steps]
+        known = [seconds for seconds in step_seconds if seconds is not None]
         return sum(known) / len(known) if known else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON."""
+        """Return the prediction as JSON."""
         return {
             "phase": self.phase,
             "processes": self.processes,
@@ -80,26 +80,26 @@ class Prediction:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values, as a table shows them."""
-        found = [(f"memory: {kind}", human_bytes(self.held[kind])) for kind in KINDS if self.held.get(kind)]
-        found.append(("at the peak", f"{human_bytes(self.peak)} on each of {self.processes}"))
+        table_rows = [(f"memory: {kind}", human_bytes(self.held[kind])) for kind in KINDS if self.held.get(kind)]
+        table_rows.append(("at the peak", f"{human_bytes(self.peak)} on each of {self.processes}"))
         if self.card is not None:
             usable = f"{human_bytes(self.card.usable)} of {human_bytes(self.card.memory)} are left for tensors"
-            found.append((self.card.name, f"{'it fits' if self.fits else 'it DOES NOT FIT'}: {usable}"))
-        said = (
+            table_rows.append((self.card.name, f"{'it fits' if self.fits else 'it DOES NOT FIT'}: {usable}"))
+        step_text = (
             f"{self.tokens} tokens a GPU, {_count(self.flops)}FLOP and {_count(self.moved)}B of memory traffic a token"
         )
-        sent = f", {_count(self.sent)}B sent" if self.sent else ""
-        found.append(("optimizer step", f"{said}{sent}"))
+        sent_text = f", {_count(self.sent)}B sent" if self.sent else ""
+        table_rows.append(("optimizer step", f"{step_text}{sent_text}"))
         if self.seconds is not None:
             speed = self.processes * self.tokens / self.seconds
-            found.append(
+            table_rows.append(
                 ("its least time", f"{self.seconds:.3g} s: {_count(speed)}tokens a second on {self.processes}")
             )
-        return found
+        return table_rows
 
 
 def _count(number: float) -> str:
-    """Return a number as people write large ones.
+    """Return a number with a unit prefix.
 
     Example:
         >>> _count(48_300_000_000)

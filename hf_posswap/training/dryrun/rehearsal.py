@@ -1,4 +1,4 @@
-"""A few steps of a recipe through the engine's own Trainer, without numbers, and what they held and did."""
+"""Runs a few steps of a recipe through the engine's Trainer on fake tensors, and measures memory and work."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from hf_posswap.training.config import Recipe
 from hf_posswap.training.dryrun.gpu_kernels import as_on_gpu
 from hf_posswap.training.dryrun.meter import Memory, Meter
 from hf_posswap.training.dryrun.modelling import FakeModel, fake_model, objective_of
-from hf_posswap.training.dryrun.unreal import Unreal
-from hf_posswap.training.dryrun.windows import made_windows
+from hf_posswap.training.dryrun.unreal import FakeStep
+from hf_posswap.training.dryrun.windows import synthetic_windows
 from hf_posswap.training.dryrun.work import ALL_REDUCE, Work, ring_bytes
 from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.parallel import Launch
@@ -35,16 +35,16 @@ from hf_posswap.utils.atomic_io import scratch_folder
 from hf_posswap.utils.threads import PROCESS
 
 _BATCHES = 2
-"""Most batches of a step that are run: those between the first and the last are as the first."""
+"""Most batches run per step: those between the first and the last cost as much as the first."""
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    """What one process held and did.
+class RehearsalResult:
+    """The memory and work of one process.
 
     Attributes:
-        memory: at most, by kinds.
-        work: of an optimizer step, one for each kind of window that is read by turns.
+        memory: at the peak, by kinds.
+        work: of an optimizer step, for each window length that the recipe alternates.
         tokens: of one optimizer step.
     """
 
@@ -53,34 +53,34 @@ class Rehearsed:
     tokens: int
 
 
-def rehearse(recipe: Recipe, launch: Launch, *, on_gpu: bool) -> Rehearsed:
-    """Return what steps of `recipe` hold and do, after the first, in which the optimizer makes its numbers.
+def rehearse(recipe: Recipe, launch: Launch, *, on_gpu: bool) -> RehearsalResult:
+    """Return the memory and work of steps of `recipe`, after a first step that allocates the optimizer's state.
 
     Args:
         recipe: without stages, as launched.
         launch: how processes share the training.
-        on_gpu: whether a GPU runs them.
+        on_gpu: whether the training runs on a GPU.
 
     Raises:
-        PosswapError: what refuses the recipe itself.
-        UnsupportedModelError: the step goes by numbers that only weights could give.
+        PosswapError: the recipe itself is refused.
+        UnsupportedModelError: the step depends on values that are computed from weights.
     """
     batches = recipe.training.gradient_accumulation_steps
-    rehearsed = _short(recipe, on_gpu)
+    short_recipe = _short(recipe, on_gpu)
     try:
         with _seeded(recipe.training.seed):
-            marks = _run(rehearsed, fake_model(recipe, launch), launch, on_gpu)
+            marks = _run(short_recipe, fake_model(recipe, launch), launch, on_gpu)
     except cannot_be_fake() as error:
         raise UnsupportedModelError(
-            f"{recipe.model.name} cannot be dry-run: its step goes by numbers that weights alone give ({error})."
+            f"{recipe.model.name} cannot be dry-run: its step depends on values computed from weights ({error})."
         ) from error
     rows = recipe.training.per_device_train_batch_size * batches
-    return Rehearsed(marks.meter.settle(), marks.work_of_steps(batches), rows * recipe.data.length)
+    return RehearsalResult(marks.meter.settle(), marks.work_of_steps(batches), rows * recipe.data.length)
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Draw by `seed` in the block; afterwards chance is as before, and torch's threads, which accelerate sets, too."""
+    """Seed all generators within the block; restore them, and torch's threads, which accelerate sets, afterwards."""
     with PROCESS, torch.random.fork_rng(devices=[]):
         drawn, drawn_by_numpy, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
         try:
@@ -93,14 +93,14 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _short(recipe: Recipe, on_gpu: bool) -> Recipe:
-    """Return `recipe` with as many steps as show each kind of window once, and nothing written, told or measured."""
+    """Return `recipe` with one step for each window length, and without saving, logging or evaluation."""
     training = recipe.training
     values: dict[str, Any] = {
         "max_steps": 1 + len(recipe.data.cut),
         "gradient_accumulation_steps": min(training.gradient_accumulation_steps, _BATCHES),
         "optim": training.optim or ("adamw_torch_fused" if on_gpu else None),
         "use_cpu": True,
-        "bf16": training.bf16 or training.fp16,  # as large; on a CPU float16 would be float32 without a word
+        "bf16": training.bf16 or training.fp16,  # the same size; on a CPU float16 would silently be float32
         "fp16": False,
         "logging_strategy": "no",
         "save_strategy": "no",
@@ -116,7 +116,7 @@ def _short(recipe: Recipe, on_gpu: bool) -> Recipe:
 
 def _run(recipe: Recipe, fake: FakeModel, launch: Launch, on_gpu: bool) -> Marks:
     geometry, training = fake.sites.geometry, recipe.training
-    data = made_windows(
+    data = synthetic_windows(
         recipe.data,
         fake.model.config.get_text_config(),
         causal=geometry.causal,
@@ -125,7 +125,7 @@ def _run(recipe: Recipe, fake: FakeModel, launch: Launch, on_gpu: bool) -> Marks
         dtype=fake.model.dtype,
     )
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * launch.replicas
-    unreal = Unreal(fake.mode)
+    fake_step = FakeStep(fake.mode)
     with scratch_folder() as folder, ExitStack() as stack:
         trainer = _DryTrainer(
             fake.model,
@@ -138,14 +138,15 @@ def _run(recipe: Recipe, fake: FakeModel, launch: Launch, on_gpu: bool) -> Marks
             data_collator=data.collate,
             train_dataset=data.steps(training.max_steps, rows),
         )
-        trainer.unreal = unreal
+        trainer.fake_step = fake_step
         marks = Marks(trainer, fake.teacher)
         trainer.add_callback(marks)
-        stack.enter_context(warnings.catch_warnings())  # accelerate asks where fake weights lie: see create_scheduler
+        # accelerate reads pointers of fake weights: see create_scheduler
+        stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         if on_gpu:
             stack.enter_context(as_on_gpu())
-        stack.enter_context(unreal)
+        stack.enter_context(fake_step)
         stack.enter_context(resized_storages(marks.meter.resized))
         stack.enter_context(marks.meter)
         trainer.train()
@@ -153,22 +154,22 @@ def _run(recipe: Recipe, fake: FakeModel, launch: Launch, on_gpu: bool) -> Marks
 
 
 class _DryTrainer(PosswapTrainer):
-    """The engine's Trainer, whose losses are no numbers."""
+    """The engine's Trainer, without checks of the loss, which is fake."""
 
-    unreal: Unreal
+    fake_step: FakeStep
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Make the schedule, after the optimizer was given the weights as they are sharded now.
+        """Create the schedule, after giving the optimizer the sharded weights.
 
-        accelerate finds them by where they lie in memory, and fake ones all lie nowhere.
+        accelerate matches weights by data pointer, and fake weights have none.
         """
-        assert self.optimizer is not None, "made before its schedule"
+        assert self.optimizer is not None, "created before its schedule"
         for group, sharded in zip(self.optimizer.param_groups, self.groups(self.model), strict=True):
             group["params"] = sharded["params"]
         return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self.unreal.in_step():
+        with self.fake_step.in_step():
             return super().training_step(*args, **kwargs)
 
     def compute_loss(
@@ -179,11 +180,11 @@ class _DryTrainer(PosswapTrainer):
 
 
 class Marks(TrainerCallback):
-    """Reads the meter where the parts of a step begin and end, from the second step on.
+    """Reads the meter where batches and steps begin and end, from the second step on.
 
     Args:
-        trainer: whose model, gradients and optimizer are held.
-        teacher: beside it; None: there is none.
+        trainer: holds the model, the gradients and the optimizer.
+        teacher: the unswapped model; None: there is none.
     """
 
     def __init__(self, trainer: PosswapTrainer, teacher: Any) -> None:
@@ -200,13 +201,13 @@ class Marks(TrainerCallback):
     ) -> None:
         model = self.trainer.model_wrapped
         self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
-        theirs = [] if self.teacher is None else [*self.teacher.parameters(), *self.teacher.buffers()]
+        teacher_tensors = [] if self.teacher is None else [*self.teacher.parameters(), *self.teacher.buffers()]
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model.register_comm_hook(None, lambda state, bucket: self._send(bucket))
-        self.meter.hold([*map(_own, self._parameters), *self._buffers, *theirs])
+        self.meter.hold([*map(_local, self._parameters), *self._buffers, *teacher_tensors])
 
     def _send(self, bucket: Any) -> Any:
-        """Count what DDP sends, and give it back: the fake group gives nothing."""
+        """Count the bytes that DDP sends, and return the bucket: the fake group returns nothing."""
         gradients = bucket.buffer()
         self.meter.work.sent += ring_bytes(ALL_REDUCE, gradients.numel() * gradients.element_size())
         done = torch.futures.Future[Tensor]()
@@ -240,31 +241,32 @@ class Marks(TrainerCallback):
         return done
 
     def work_of_steps(self, batches: int) -> tuple[Work, ...]:
-        """Return the work of each step but the first, had it `batches` batches."""
-        found = []
-        for (*first, last), optimizer in list(zip(self._batches, self._steps, strict=True))[1:]:
-            whole = Work()
-            for part in (*(one.times(batches - 1) for one in first), last, optimizer):
-                whole += part
-            found.append(whole)
-        return tuple(found)
+        """Return the work of each step but the first, extrapolated to `batches` batches."""
+        steps = []
+        for (*earlier_batches, last_batch), optimizer in list(zip(self._batches, self._steps, strict=True))[1:]:
+            step = Work()
+            for work in (*(batch.times(batches - 1) for batch in earlier_batches), last_batch, optimizer):
+                step += work
+            steps.append(step)
+        return tuple(steps)
 
     def _kinds(self) -> dict[int, str]:
         model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer
-        assert optimizer is not None, "nothing is asked before the first step"
-        gradients = [_own(weight.grad) for weight in self._parameters if weight.grad is not None]
+        assert optimizer is not None, "not called before the first step"
+        gradients = [_local(weight.grad) for weight in self._parameters if weight.grad is not None]
         states = (
-            _own(value) for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)
+            _local(value) for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
         )
-        theirs = () if self.teacher is None else self.teacher.parameters()
+        teacher_parameters = () if self.teacher is None else self.teacher.parameters()
         groups: dict[str, Iterable[Tensor]] = {
             "optimizer": states, "gradients": [*gradients, *whole_gradients(model)], "buffers": self._buffers,
-            "teacher": theirs, "gathered weights": gathered_weights(model), "weights": map(_own, self._parameters),
+            "teacher": teacher_parameters, "gathered weights": gathered_weights(model),
+            "weights": map(_local, self._parameters),
         }  # fmt: skip
-        return {storage_key(one.untyped_storage()): kind for kind, tensors in groups.items() for one in tensors}
+        return {storage_key(tensor.untyped_storage()): name for name, tensors in groups.items() for tensor in tensors}
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """Return the part of `tensor` that this process holds."""
+def _local(tensor: Tensor) -> Tensor:
+    """Return the local shard of `tensor`."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""A recipe run dry: what it would hold and do, found without weights, text or a GPU."""
+"""Dry-runs a recipe: predicts memory and work without weights, text or a GPU."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a recipe would hold and do.
+    """The predicted memory and work of a recipe.
 
     Attributes:
         predictions: of each phase.
-        said: what else is to be known, in sentences.
-        change: the smallest that makes it fit; None: it fits, or no card was given, or none was found.
-        changed: the predictions after it.
+        said: notes, in sentences.
+        change: the smallest change that makes it fit; None: it fits, no card was given, or no change was found.
+        changed: the predictions after the change.
     """
 
     predictions: tuple[Prediction, ...]
@@ -43,13 +43,13 @@ class DryRun:
         return _fit(self.predictions)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON."""
+        """Return the results as JSON."""
         return {
             "fits": self.fits,
-            "phases": [one.to_dict() for one in self.predictions],
+            "phases": [prediction.to_dict() for prediction in self.predictions],
             "said": list(self.said),
             "change": None if self.change is None else self.change.said,
-            "changed": [one.to_dict() for one in self.changed],
+            "changed": [prediction.to_dict() for prediction in self.changed],
         }
 
 
@@ -61,80 +61,87 @@ def dry_run(
     processes: int | None = None,
     say: Say | None = None,
 ) -> DryRun:
-    """Return what a training by `recipe` would hold and do on each GPU, by a few steps of the engine without numbers.
+    """Return the memory and work of a training by `recipe` on each GPU, from a few steps on fake tensors.
 
-    Of the model only config.json is read; tokens are made up, and windows are cut from them as the recipe says. All
-    else is as in the training: plan and swap, what is trained, the Trainer, accelerate, sharding, the optimizer.
+    Only config.json of the model is read; tokens are synthetic, and cut into windows as the recipe says. Everything
+    else runs as in the training: plan and swap, trainable parameters, the Trainer, accelerate, sharding, the optimizer.
 
     Args:
         recipe: from `load_recipe`.
-        card: the GPU; None: the memory of one is told, and not whether it is enough.
-        accelerate: the file that accelerate launch would be given; None: none.
-        processes: GPUs; None: as the file says, 1 without one.
+        card: the GPU; None: memory is predicted, but not whether it fits.
+        accelerate: the file for accelerate launch; None: none.
+        processes: number of GPUs; None: the file's, or 1 without a file.
         say: shows a line while changes are tried; None: nothing is shown.
 
     Raises:
-        ConfigError: the launch or the recipe asks for what cannot be run dry, by name; or for a CPU, and for a card.
-        UnsupportedModelError: the model's step goes by numbers of its weights.
-        PosswapError: what refuses the recipe itself.
+        ConfigError: a dry run does not support the launch or the recipe, or a card is given for a training on a CPU.
+        UnsupportedModelError: the model's step depends on values of its weights.
+        PosswapError: the recipe itself is refused.
     """
     _refuse(recipe)
-    predictions, said = _predict(recipe, card, accelerate, processes)
+    predictions, notes = _predict(recipe, card, accelerate, processes)
     if card is None or _fit(predictions):
-        return DryRun(predictions, said)
+        return DryRun(predictions, notes)
     for ladder in ladders(recipe, accelerate, processes):
-        found = _first_that_fits(ladder, card, say or (lambda line: None))
-        if found is not None:
-            return DryRun(predictions, said, *found)
-    return DryRun(predictions, said)
+        change_that_fits = _first_that_fits(ladder, card, say or (lambda line: None))
+        if change_that_fits is not None:
+            return DryRun(predictions, notes, *change_that_fits)
+    return DryRun(predictions, notes)
 
 
 def _first_that_fits(ladder: list[Change], card: Card, say: Say) -> tuple[Change, tuple[Prediction, ...]] | None:
-    """Return the first step of `ladder` that fits, and its predictions; None: not even the last one does."""
-    tried: dict[str, tuple[Prediction, ...]] = {}
-    for change in [*ladder[-1:], *ladder]:  # where the last does not fit, no other does
-        if change.said not in tried:
+    """Return the first change of `ladder` that fits, and its predictions; None: not even the last one fits."""
+    predictions_by_change: dict[str, tuple[Prediction, ...]] = {}
+    for change in [*ladder[-1:], *ladder]:  # if the last does not fit, no other does
+        if change.said not in predictions_by_change:
             say(f"it does not fit; trying {change.said}")
             try:
-                tried[change.said], _ = _predict(change.recipe, card, change.accelerate, change.processes)
-            except (UnsupportedSwapError, UnsupportedModelError):  # not under this sharding, or no loss in chunks
+                predictions_by_change[change.said], _ = _predict(
+                    change.recipe, card, change.accelerate, change.processes
+                )
+            except (
+                UnsupportedSwapError,
+                UnsupportedModelError,
+            ):  # refused under this sharding, or without a chunked loss
                 return None
-        fits = _fit(tried[change.said])
-        if not fits and len(tried) == 1:
+        fits = _fit(predictions_by_change[change.said])
+        if not fits and len(predictions_by_change) == 1:
             return None
-        if fits and (len(tried) > 1 or len(ladder) == 1):
-            return change, tried[change.said]
+        if fits and (len(predictions_by_change) > 1 or len(ladder) == 1):
+            return change, predictions_by_change[change.said]
     return None
 
 
 def _fit(predictions: tuple[Prediction, ...]) -> bool | None:
-    return None if predictions[0].card is None else all(one.fits for one in predictions)
+    return None if predictions[0].card is None else all(prediction.fits for prediction in predictions)
 
 
 def _refuse(recipe: Recipe) -> None:
     if recipe.training.deepspeed:
         raise ConfigError(
-            "training.deepspeed: DeepSpeed's engine keeps weights and optimizer in memory of its own, and cannot be "
-            "dry-run. What can: one process, DDP and FSDP2 (--accelerate fsdp2.yaml)."
+            "training.deepspeed: DeepSpeed's engine manages the memory of weights and optimizer, and cannot be "
+            "dry-run. A dry run supports one process, DDP and FSDP2 (--accelerate fsdp2.yaml)."
         )
 
 
 def _predict(
     recipe: Recipe, card: Card | None, accelerate: Path | None, processes: int | None
 ) -> tuple[tuple[Prediction, ...], tuple[str, ...]]:
-    found = []
+    predictions = []
     with quiet_transformers(), launched(accelerate, processes):
-        recipe, said = as_launched(recipe)
+        recipe, notes = as_launched(recipe)
         launch = launch_of(recipe)
         on_cpu = recipe.training.use_cpu or is_launched_on_cpu()
         if on_cpu and card is not None:
             raise ConfigError("--gpu is given, and training.use_cpu, or use_cpu of accelerate's file, asks for a CPU.")
         for phase in phases_of(recipe):
-            seen = rehearse(phase.recipe, launch, on_gpu=not on_cpu)
-            held, peak = seen.memory.at_peak, seen.memory.peak
-            found.append(Prediction(phase.name, held, peak, seen.tokens, seen.work, launch.processes, card))
+            rehearsal = rehearse(phase.recipe, launch, on_gpu=not on_cpu)
+            memory_by_kind, peak = rehearsal.memory.at_peak, rehearsal.memory.peak
+            predictions.append(
+                Prediction(phase.name, memory_by_kind, peak, rehearsal.tokens, rehearsal.work, launch.processes, card)
+            )
     if recipe.training.torch_compile:
-        said = [*said, "torch.compile is left out: what is counted is each operator by itself."]
+        notes = [*notes, "torch.compile is not modelled: each operator is counted by itself."]
     if recipe.training.tf32:
-        said = [*said, "training.tf32 is left out of the least time: it takes float32 at its full precision."]
-    return tuple(found), tuple(said)
+        notes = [*notes, "training.tf32 is not modelled: the least time assumes full float32 precision."]
+    return tuple(predictions), tuple(notes)

@@ -1,4 +1,4 @@
-"""Windows of made-up tokens, cut as the recipe cuts text: a dry run needs neither text nor tokenizer."""
+"""Windows of synthetic tokens, cut as the recipe cuts text: a dry run needs neither text nor tokenizer."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from hf_posswap.training.data.settings import Source
 from hf_posswap.training.data.store import TokenStore
 
 _PACKED = 4
-"""Documents in a window of packed ones."""
+"""Documents in a window with packing."""
 _DOCUMENTS = 8
 
 
-def made_windows(
+def synthetic_windows(
     settings: DataSettings, config: Any, *, causal: bool, scheme_length: int, first_position: int, dtype: torch.dtype
 ) -> TokenData:
-    """Return windows that are full: of long documents, or where documents are packed of four each.
+    """Return full windows: of one long document each, or of four packed documents.
 
     Args:
         settings: of the recipe.
-        config: of the model, that of its text.
-        causal: whether it predicts the next token; otherwise masked ones.
+        config: the model's text config.
+        causal: whether it predicts the next token; otherwise it predicts masked ones.
         scheme_length: positions that the swapped model is meant for.
-        first_position: what its `position_ids` call position 0.
+        first_position: value of position 0 in its `position_ids`.
         dtype: of its weights.
     """
     packed = settings.packing == "documents"
     longest = settings.length // _PACKED if packed else max(settings.length, scheme_length) + 1
-    taken = {config.pad_token_id, 0}  # some classes count positions by what is no padding
-    words = np.array([word for word in range(min(config.vocab_size, 64)) if word not in taken], dtype=np.int32)
+    reserved_ids = {config.pad_token_id, 0}  # some classes derive positions from padding tokens
+    token_ids = np.array(
+        [token_id for token_id in range(min(config.vocab_size, 64)) if token_id not in reserved_ids], dtype=np.int32
+    )
     documents = _DOCUMENTS * (_PACKED if packed else 1)
-    tokens = np.resize(words, documents * longest)
+    tokens = np.resize(token_ids, documents * longest)
     store = TokenStore(tokens, np.arange(documents + 1, dtype=np.int64) * longest, digest="")
-    nothing = TokenStore(tokens[:0], np.zeros(1, dtype=np.int64), digest="")
-    special = (int(words[0]),)
+    empty_store = TokenStore(tokens[:0], np.zeros(1, dtype=np.int64), digest="")
+    special = (int(token_ids[0]),)
     return cut_data(
         dataclasses.replace(settings, sources=(Source(),)),
         [store],
-        [nothing],
-        masking=None if causal else Masking(settings.mask_share, int(words[0]), words, special, special),
-        filler=int(words[0]),
+        [empty_store],
+        masking=None if causal else Masking(settings.mask_share, int(token_ids[0]), token_ids, special, special),
+        filler=int(token_ids[0]),
         scheme_length=scheme_length,
         first_position=first_position,
         dtype=dtype,

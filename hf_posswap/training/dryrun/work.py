@@ -1,4 +1,4 @@
-"""The work of one operator: operations, bytes that it moves, and bytes that it sends to other processes."""
+"""The work of an operator: FLOPs, bytes of memory traffic, and bytes sent to other processes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hf_posswap.compat.torch_processes import is_collective
 
 aten = torch.ops.aten
 _ROWS = (aten.embedding, aten.index, aten.gather, aten.index_select)
-"""Read as many bytes of their table as they give."""
+"""Operators that read only as many bytes of their table as they return."""
 ALL_REDUCE = 2
-"""How often it sends what it adds up, by a ring; a gather or scatter once."""
+"""Passes of a ring all-reduce; a gather or scatter has one."""
 
 
 @dataclass
 class Work:
-    """What operators do.
+    """The total work of operators.
 
     Attributes:
-        items: (dtype of the operations, operations, bytes moved) of operators that do as much each, and how many.
-        sent: bytes to other processes.
+        items: counts of operators by (dtype, FLOPs, bytes moved).
+        sent: bytes sent to other processes.
     """
 
     items: Counter[tuple[torch.dtype | None, int, int]] = field(default_factory=Counter)
@@ -40,64 +40,64 @@ class Work:
         return self
 
     def copy(self) -> Work:
-        """Return the same, that does not change with it."""
+        """Return an independent copy."""
         return Work(Counter(self.items), self.sent)
 
     def since(self, before: Work) -> Work:
-        """Return what was done after `before`, a copy of this one then."""
+        """Return the work done since `before`, an earlier copy of this one."""
         return Work(self.items - before.items, self.sent - before.sent)
 
     def times(self, count: int) -> Work:
-        """Return `count` times as much."""
-        return Work(Counter({item: count * held for item, held in self.items.items()}), count * self.sent)
+        """Return `count` times this work."""
+        return Work(Counter({item: count * number for item, number in self.items.items()}), count * self.sent)
 
     @property
     def flops(self) -> int:
-        """All operations."""
+        """Total FLOPs."""
         return sum(flops * count for (_, flops, _), count in self.items.items())
 
     @property
     def moved(self) -> int:
-        """All bytes that operators read and write."""
+        """Total bytes that operators read and write."""
         return sum(moved * count for (_, _, moved), count in self.items.items())
 
 
 def work_of(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], made: list[Tensor], found: Any
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor], result: Any
 ) -> Work:
     """Return the work of the operator `func`.
 
     Args:
-        func: an overload.
-        args: of it.
-        kwargs: of it.
-        given: the tensors in both.
-        made: the tensors that it gave.
-        found: what it gave.
+        func: an operator overload.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        inputs: the tensors in both.
+        outputs: the tensors in `result`.
+        result: its return value.
     """
     if is_collective(func):
-        return Work(sent=_sent(func, given, made))
-    moved = _moved(func, given, made)
-    flops = _flops(func, args, kwargs, found)
+        return Work(sent=_sent(func, inputs, outputs))
+    moved = _moved(func, inputs, outputs)
+    flops = _flops(func, args, kwargs, result)
     if not moved and not flops:
         return Work()
-    kinds = [tensor.dtype for tensor in given if tensor.is_floating_point()]
-    return Work(Counter({(kinds[0] if flops and kinds else None, flops, moved): 1}))
+    dtypes = [tensor.dtype for tensor in inputs if tensor.is_floating_point()]
+    return Work(Counter({(dtypes[0] if flops and dtypes else None, flops, moved): 1}))
 
 
-def _moved(func: Any, given: list[Tensor], made: list[Tensor]) -> int:
-    """Return the bytes of all that is read and written; 0 of what only looks at memory in another way."""
-    held = set(map(_key, given))
-    if not writes(func) and all(_key(tensor) in held for tensor in made):
+def _moved(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """Return the bytes read and written; 0 for a view."""
+    input_keys = set(map(_storage_key, inputs))
+    if not writes(func) and all(_storage_key(tensor) in input_keys for tensor in outputs):
         return 0
     if func.overloadpacket in _ROWS:
-        return 2 * sum(map(_bytes, made))
-    read = {(_key(tensor), tensor.storage_offset(), tensor.shape): _bytes(tensor) for tensor in given}
-    written = made or given  # a fused optimizer gives nothing back
-    return sum(read.values()) + sum(map(_bytes, written))
+        return 2 * sum(map(_bytes, outputs))
+    read_bytes = {(_storage_key(tensor), tensor.storage_offset(), tensor.shape): _bytes(tensor) for tensor in inputs}
+    written_tensors = outputs or inputs  # a fused optimizer returns nothing
+    return sum(read_bytes.values()) + sum(map(_bytes, written_tensors))
 
 
-def _key(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     return storage_key(tensor.untyped_storage())
 
 
@@ -105,44 +105,44 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> int:
-    count: Any = _OF_ATTENTION.get(func.overloadpacket, flop_registry.get(func.overloadpacket))
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    count: Any = _ATTENTION_FLOPS.get(func.overloadpacket, flop_registry.get(func.overloadpacket))
     if count is None:
         return 0
-    said = dict(zip(argument_names(func), args, strict=False)) | kwargs
-    whole = int(count(*args, **kwargs, out_val=found))
-    causal = said.get("is_causal") and said["query"].shape[-2] == said["key"].shape[-2]
-    return whole // 2 if causal else whole  # of causal scores half are needed
+    arguments = dict(zip(argument_names(func), args, strict=False)) | kwargs
+    full = int(count(*args, **kwargs, out_val=result))
+    causal = arguments.get("is_causal") and arguments["query"].shape[-2] == arguments["key"].shape[-2]
+    return full // 2 if causal else full  # causal attention needs half of the scores
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, _for_each(query, key), _for_each(query, value)))
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, _expanded_shape(query, key), _expanded_shape(query, value)))
 
 
-def _backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    shapes = (query.shape, _for_each(query, key), _for_each(query, value))
+def _attention_backward_flops(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    shapes = (query.shape, _expanded_shape(query, key), _expanded_shape(query, value))
     return int(sdpa_backward_flop_count(gradient.shape, *shapes))
 
 
-def _for_each(query: Tensor, grouped: Tensor) -> tuple[int, ...]:
-    """Return the shape of `grouped`, [B, G, K, D], with a head for each of `query`, [B, H, Q, D]."""
+def _expanded_shape(query: Tensor, grouped: Tensor) -> tuple[int, ...]:
+    """Return the shape of `grouped`, [B, G, K, D], expanded to the heads of `query`, [B, H, Q, D]."""
     batch, _, length, dim = grouped.shape
     return batch, query.shape[1], length, dim
 
 
-_OF_ATTENTION = {fused_attention(device): _forward for device in ("cpu", "cuda")} | {
-    fused_attention_backward(device): _backward for device in ("cpu", "cuda")
+_ATTENTION_FLOPS = {fused_attention(device): _attention_flops for device in ("cpu", "cuda")} | {
+    fused_attention_backward(device): _attention_backward_flops for device in ("cpu", "cuda")
 }
-"""What torch has no formula for: on a CPU, and (torch 2.6) with fewer heads of keys than of queries."""
+"""FLOP formulas that torch lacks: attention on a CPU, and (torch 2.6) with grouped keys."""
 
 
-def _sent(func: Any, given: list[Tensor], made: list[Tensor]) -> int:
+def _sent(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     name = func.overloadpacket.__name__.replace("_", "")
-    often = ALL_REDUCE if "allreduce" in name else int("gather" in name or "scatter" in name)
-    return ring_bytes(often, max(map(_bytes, (*given, *made)), default=0))
+    passes = ALL_REDUCE if "allreduce" in name else int("gather" in name or "scatter" in name)
+    return ring_bytes(passes, max(map(_bytes, (*inputs, *outputs)), default=0))
 
 
-def ring_bytes(often: int, whole: int) -> int:
-    """Return what a process sends of a tensor of `whole` bytes, all but its own share of it, `often` times."""
+def ring_bytes(passes: int, size: int) -> int:
+    """Return the bytes that a process sends in `passes` ring passes over a tensor of `size` bytes."""
     count = dist.get_world_size()
-    return often * whole * (count - 1) // count
+    return passes * size * (count - 1) // count

@@ -1,4 +1,4 @@
-"""What happens beside the steps: health, the share of a gradual swap, and when a stage is done."""
+"""Callbacks: stop on an exploding loss, advance a gradual swap, and end a stage that has recovered."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hf_posswap.training.engine.log import RunLog
 ADVANCED = "stage_done"
 
 
-class Health(TrainerCallback):
-    """Stops a training whose loss explodes. It goes by the log that the checkpoints carry, so it outlives a stop.
+class LossExplosionCallback(TrainerCallback):
+    """Stops a training whose loss explodes. It reads the log in the trainer state, which checkpoints save.
 
     Args:
         settings: of the recipe.
-        last_good: returns a sentence that names the last good checkpoint.
+        last_good: returns a sentence with the last good checkpoint.
     """
 
     def __init__(self, settings: GateSettings, last_good: Callable[[], str]) -> None:
@@ -33,8 +33,8 @@ class Health(TrainerCallback):
         problem = explosion(losses, self.settings)
         if problem and "loss" in state.log_history[-1]:
             raise NumericError(
-                f"the loss exploded by step {state.global_step}: {problem}. {self.last_good()} Take a smaller learning "
-                "rate or a longer warm-up; gates.explosion says how far it may rise."
+                f"the loss exploded by step {state.global_step}: {problem}. {self.last_good()} Use a smaller learning "
+                "rate or a longer warm-up; gates.explosion sets how far it may rise."
             )
 
 
@@ -46,10 +46,10 @@ def explosion(losses: list[float], settings: GateSettings) -> str | None:
         '9.00, 7.00 nats above the best mean of 2 (2.00)'
         >>> explosion([3.0, 2.0, 2.0, 4.0], GateSettings(explosion=3.0, window=2))
     """
-    window, before = settings.window, losses[:-1]
-    if not settings.explosion or len(before) < window:
+    window, earlier = settings.window, losses[:-1]
+    if not settings.explosion or len(earlier) < window:
         return None
-    sums = np.convolve(before, np.ones(window), mode="valid")
+    sums = np.convolve(earlier, np.ones(window), mode="valid")
     best = float(sums.min()) / window
     above = losses[-1] - best
     if above <= settings.explosion:
@@ -57,12 +57,12 @@ def explosion(losses: list[float], settings: GateSettings) -> str | None:
     return f"{losses[-1]:.2f}, {above:.2f} nats above the best mean of {window} ({best:.2f})"
 
 
-class Gradual(TrainerCallback):
-    """Moves a blend on at the beginning of each step.
+class BlendScheduleCallback(TrainerCallback):
+    """Advances a blend at the beginning of each step.
 
     Args:
-        model: that carries the blend.
-        steps: until the new mechanism is alone.
+        model: with the blend.
+        steps: until the new mechanism has the full weight.
     """
 
     def __init__(self, model: Any, steps: int) -> None:
@@ -84,14 +84,14 @@ def blend_share(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / steps)
 
 
-class Recovered(TrainerCallback):
-    """Ends a stage once the loss on short text is back.
+class StopWhenRecovered(TrainerCallback):
+    """Ends a stage once the loss on short text has recovered.
 
     Args:
-        stage: how near, and when to look.
+        stage: sets the tolerance and when to check.
         measure: returns the loss on short text.
         before: that of the unswapped model.
-        log: where each look is written.
+        log: records each check.
     """
 
     def __init__(self, stage: StageSettings, measure: Callable[[], float], before: float, log: RunLog) -> None:
@@ -104,12 +104,12 @@ class Recovered(TrainerCallback):
         loss = self.measure()
         self.log.write({"step": step, "short_loss": loss, "short_loss_before": self.before})
         if loss <= self.before + self.stage.recovered:
-            state.log_history.append({ADVANCED: True, "step": step})  # which the checkpoints carry
+            state.log_history.append({ADVANCED: True, "step": step})  # checkpoints save this log
             control.should_training_stop = True
 
 
 def stage_done_at(checkpoint: Path | None) -> int | None:
-    """Return the step at which a stage was found done, if `checkpoint` was written then; None: it goes on."""
+    """Return the step at which a stage was done, if `checkpoint` was written then; None: the stage resumes."""
     if checkpoint is None:
         return None
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))

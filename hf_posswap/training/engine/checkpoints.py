@@ -1,4 +1,4 @@
-"""Checkpoints to go on from: complete and proved so, or skipped with a warning; the newest few are kept."""
+"""Checkpoints to resume from: sealed when complete, skipped with a warning when not; the newest few are kept."""
 
 from __future__ import annotations
 
@@ -15,72 +15,72 @@ from hf_posswap.utils.atomic_io import read_json, read_object, write_json
 
 SEAL = "posswap-checkpoint.json"
 UNFINISHED = ".unfinished"
-"""Folder beside the checkpoints in which the next one is written, by all processes of a run."""
+"""Folder next to the checkpoints in which all processes write the next one."""
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def seal(folder: Path, step: int, identity: dict[str, Any]) -> None:
-    """Bring the files in `folder` to the disk, and write down what a whole checkpoint holds.
+    """Sync the files in `folder` to disk, and write the digests of a complete checkpoint.
 
-    Code that is bundled with the model is left out: a training does not go on from it.
+    Code bundled with the model is left out: resuming does not need it.
 
     Args:
-        folder: a checkpoint that has been written.
+        folder: a written checkpoint.
         step: optimizer steps done.
-        identity: of the training that it belongs to.
+        identity: of its training.
     """
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".py"):
-        _to_disk(path)
+        _fsync(path)
         files[str(path.relative_to(folder))] = _digest(path)
     write_json(folder / SEAL, {"version": 1, "step": step, "identity": identity, "files": files})
-    _to_disk(folder / SEAL)
-    _to_disk(folder)
+    _fsync(folder / SEAL)
+    _fsync(folder)
 
 
 def take_place(unfinished: Path, target: Path) -> None:
-    """Give a sealed checkpoint its name; one of that name, of an earlier run, goes."""
+    """Move a sealed checkpoint to its final name, replacing one of an earlier run."""
     if target.exists():
         shutil.rmtree(target)
     os.replace(unfinished, target)
     unfinished.parent.rmdir()
-    _to_disk(target.parent)
+    _fsync(target.parent)
 
 
 def rotate(folder: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints in `folder`; None: none is removed."""
+    """Remove all but the newest `keep` checkpoints in `folder`; None: keep all."""
     if keep is None:
         return
     for path in checkpoints_in(folder)[keep:]:
-        (path / SEAL).unlink(missing_ok=True)  # a removal that is cut off leaves no checkpoint behind
+        (path / SEAL).unlink(missing_ok=True)  # an interrupted removal leaves no valid checkpoint
         shutil.rmtree(path)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, the newest first, whole or not."""
-    found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
+    """Return the checkpoints in `folder`, complete or not, the newest first."""
+    checkpoints = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(checkpoints, key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the optimizer steps after which `checkpoint` was written.
+    """Return the optimizer step of `checkpoint`.
 
     Example:
         >>> step_of(Path("run/checkpoints/checkpoint-300"))
         300
     """
-    named = _NAME.fullmatch(checkpoint.name)
-    if named is None:
-        raise CheckpointError(f"{checkpoint} is no checkpoint of a training: expected a name like checkpoint-100.")
-    return int(named.group(1))
+    match = _NAME.fullmatch(checkpoint.name)
+    if match is None:
+        raise CheckpointError(f"{checkpoint} is not a training checkpoint: expected a name like checkpoint-100.")
+    return int(match.group(1))
 
 
 def newest(folder: Path, identity: dict[str, Any]) -> Path | None:
-    """Return the newest whole checkpoint in `folder`; None where there is none. Torn ones are skipped with a warning.
+    """Return the newest complete checkpoint in `folder`, or None. Incomplete ones are skipped with a warning.
 
     Args:
         folder: of the checkpoints.
-        identity: of the training that is to go on.
+        identity: of the training to resume.
 
     Raises:
         CheckpointError: it belongs to another training.
@@ -88,14 +88,14 @@ def newest(folder: Path, identity: dict[str, Any]) -> Path | None:
     for path in checkpoints_in(folder):
         problem = problem_of(path)
         if problem is None:
-            _refuse_another(path, identity)
+            _refuse_other_training(path, identity)
             return path
-        warnings.warn(f"{path} is not whole ({problem}): it is skipped.", TrainingWarning, stacklevel=2)
+        warnings.warn(f"{path} is incomplete ({problem}): it is skipped.", TrainingWarning, stacklevel=2)
     return None
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Return what is missing or damaged in `checkpoint`; None: it is whole."""
+    """Return what is missing or damaged in `checkpoint`, or None."""
     try:
         files = read_object(checkpoint / SEAL, files=dict, identity=dict)["files"]
     except CheckpointError:
@@ -109,18 +109,18 @@ def problem_of(checkpoint: Path) -> str | None:
     return None
 
 
-def _refuse_another(checkpoint: Path, identity: dict[str, Any]) -> None:
-    held = read_json(checkpoint / SEAL)["identity"]
-    changes = [f"{key}: {was!r}, now {now!r}" for key, was, now in differences(held, identity)]
+def _refuse_other_training(checkpoint: Path, identity: dict[str, Any]) -> None:
+    saved_identity = read_json(checkpoint / SEAL)["identity"]
+    changes = [f"{key}: {old!r}, now {new!r}" for key, old, new in differences(saved_identity, identity)]
     if changes:
         raise CheckpointError(
-            f"{checkpoint} belongs to another training ({'; '.join(changes)}). Take that back, choose another folder "
-            "(out), or delete the checkpoints to begin anew."
+            f"{checkpoint} belongs to another training ({'; '.join(changes)}). Undo these changes, choose another "
+            "folder (out), or delete the checkpoints to start over."
         )
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:
-    """Return where two JSON values differ: key, old, new.
+    """Return the differences of two JSON values: key, old, new.
 
     Example:
         >>> differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})
@@ -128,8 +128,10 @@ def differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]
     """
     if isinstance(old, dict) and isinstance(new, dict):
         keys = list(dict.fromkeys([*old, *new]))
-        parts = [differences(old.get(name), new.get(name), f"{key}.{name}" if key else name) for name in keys]
-        return [found for part in parts for found in part]
+        nested_differences = [
+            differences(old.get(name), new.get(name), f"{key}.{name}" if key else name) for name in keys
+        ]
+        return [difference for nested in nested_differences for difference in nested]
     return [] if old == new else [(key, old, new)]
 
 
@@ -138,8 +140,8 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _to_disk(path: Path) -> None:
-    """Have the system write `path`, a file or a folder's entries, to the disk."""
+def _fsync(path: Path) -> None:
+    """Sync `path`, a file or a folder's entries, to disk."""
     if os.name != "posix" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""A configuration of DeepSpeed beside a recipe: what it leaves out is the recipe's, and it may not say otherwise."""
+"""DeepSpeed configurations: the recipe fills in missing values, and contradictions are refused."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ SAME: dict[str, tuple[str, str]] = {
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", "batches of {} windows"),
     "gradient_clipping": ("max_grad_norm", "gradients clipped at {}"),
 }
-"""Its keys: the key of `training` that says the same, and how it is said in words."""
+"""DeepSpeed's keys: the key of `training` with the same meaning, and its description."""
 _PRECISIONS = ("bf16", "fp16")
 _WHOLE = "stage3_gather_16bit_weights_on_model_save"
-_LOST = {
+_REFUSED_KEYS = {
     "optimizer": "the rates of `trainable` and training.optim would be lost: leave it out, the recipe has one",
     "scheduler": "training.lr_scheduler_type would be lost: leave it out, the recipe has one",
-    "tensor_parallel": "it cuts the heads that a swap counts on: leave it out",
+    "tensor_parallel": "it splits the heads that a swap relies on: leave it out",
 }
 
 
 def configuration(given: str | dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration `given`: itself, or what its file holds.
+    """Return the configuration `given`, or the one in the file `given`.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a configuration.
     """
     try:
-        held = given if isinstance(given, dict) else read_json(expand_home(given))
-        if not isinstance(held, dict):
-            raise ValueError(f"expected a JSON object, got {type(held).__name__}")
-        stage_of(held)
+        config = given if isinstance(given, dict) else read_json(expand_home(given))
+        if not isinstance(config, dict):
+            raise ValueError(f"expected a JSON object, got {type(config).__name__}")
+        stage_of(config)
     except (CheckpointError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"training.deepspeed: {error}") from error
-    return held
+    return config
 
 
-def stage_of(held: dict[str, Any]) -> int:
+def stage_of(config: dict[str, Any]) -> int:
     """Return the ZeRO stage of a configuration.
 
     Example:
         >>> stage_of({"zero_optimization": {"stage": 3}}), stage_of({})
         (3, 0)
     """
-    return int(held.get("zero_optimization", {}).get("stage", 0))
+    return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
-def completed(held: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration that takes from the recipe what `held` leaves out, and that gathers weights to be saved.
+def completed(config: dict[str, Any]) -> dict[str, Any]:
+    """Return `config` with missing values left to the recipe, and with weights gathered for saving.
 
-    Without it DeepSpeed would clip no gradient, and end a training under ZeRO-3 with nothing to save.
+    Otherwise DeepSpeed would not clip gradients, and could not save the weights of a ZeRO-3 training.
 
     Example:
         >>> completed({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5})["gradient_clipping"]
@@ -62,46 +62,48 @@ def completed(held: dict[str, Any]) -> dict[str, Any]:
         >>> completed({"zero_optimization": {"stage": 2}})["gradient_clipping"]
         'auto'
     """
-    whole = copy.deepcopy(held)
+    complete = copy.deepcopy(config)
     for key in (*SAME, "train_batch_size"):
-        whole.setdefault(key, "auto")
-    if not any(precision in whole for precision in _PRECISIONS):
-        whole |= {precision: {"enabled": "auto"} for precision in _PRECISIONS}
-    if stage_of(whole) == 3 and whole["zero_optimization"].get(_WHOLE, "auto") == "auto":
-        whole["zero_optimization"][_WHOLE] = True
-    return whole
+        complete.setdefault(key, "auto")
+    if not any(precision in complete for precision in _PRECISIONS):
+        complete |= {precision: {"enabled": "auto"} for precision in _PRECISIONS}
+    if stage_of(complete) == 3 and complete["zero_optimization"].get(_WHOLE, "auto") == "auto":
+        complete["zero_optimization"][_WHOLE] = True
+    return complete
 
 
-def said_by(held: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of `training` that a configuration decides, with its values.
+def decided_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys and values of `training` that a configuration sets.
 
     Example:
-        >>> said_by({"gradient_clipping": 0.5, "train_batch_size": "auto", "bf16": {"enabled": True}})
+        >>> decided_settings({"gradient_clipping": 0.5, "train_batch_size": "auto", "bf16": {"enabled": True}})
         {'max_grad_norm': 0.5, 'bf16': True, 'fp16': False}
     """
-    found = {name: held[key] for key, (name, _) in SAME.items() if held.get(key, "auto") != "auto"}
-    enabled = {precision: (held.get(precision) or {}).get("enabled", "auto") for precision in _PRECISIONS}
-    if True in enabled.values():  # one alone can be
+    decided = {name: config[key] for key, (name, _) in SAME.items() if config.get(key, "auto") != "auto"}
+    enabled = {precision: (config.get(precision) or {}).get("enabled", "auto") for precision in _PRECISIONS}
+    if True in enabled.values():  # at most one can be enabled
         enabled = {precision: value is True for precision, value in enabled.items()}
-    return found | {precision: value for precision, value in enabled.items() if value != "auto"}
+    return decided | {precision: value for precision, value in enabled.items() if value != "auto"}
 
 
-def problem_of(held: dict[str, Any], recipe: Recipe) -> str | None:
-    """Return what a configuration says that `recipe` cannot be trained as; None: nothing."""
-    if stage_of(held) not in (1, 2, 3):
-        return f"the configuration of DeepSpeed has ZeRO stage {stage_of(held)}: say 1, 2 or 3, or leave DeepSpeed out."
-    for key, why in _LOST.items():
-        if held.get(key):
+def problem_of(config: dict[str, Any], recipe: Recipe) -> str | None:
+    """Return why `recipe` cannot be trained with this configuration, or None."""
+    if stage_of(config) not in (1, 2, 3):
+        return (
+            f"the configuration of DeepSpeed has ZeRO stage {stage_of(config)}: set 1, 2 or 3, or leave DeepSpeed out."
+        )
+    for key, why in _REFUSED_KEYS.items():
+        if config.get(key):
             return f"the configuration of DeepSpeed has {key!r}: {why}."
-    if stage_of(held) == 3 and held["zero_optimization"].get(_WHOLE) is False:
+    if stage_of(config) == 3 and config["zero_optimization"].get(_WHOLE) is False:
         return (
             f"the configuration of DeepSpeed has {_WHOLE} (zero3_save_16bit_model in accelerate's file) off, so there "
             "would be nothing to save at the end: turn it on."
         )
-    for name, value in said_by(held).items():
+    for name, value in decided_settings(config).items():
         if value != getattr(recipe.training, name):
             return (
-                f"the configuration of DeepSpeed says {name} {value}, and training.{name} is "
-                f"{getattr(recipe.training, name)}: leave it out there, or say the same."
+                f"the configuration of DeepSpeed sets {name} to {value}, and training.{name} is "
+                f"{getattr(recipe.training, name)}: leave it out there, or set the same value."
             )
     return None

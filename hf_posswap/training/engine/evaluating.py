@@ -1,4 +1,4 @@
-"""Which held-out documents are read, and how far."""
+"""Which held-out documents are evaluated, and at which lengths."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.services import Services
 
 OF_TOKENS = ("next-token", "distill")
-"""Objectives of models whose held-out loss a token is measured."""
+"""Objectives with a held-out loss per token."""
 _LEAST_TOKENS = 2
 _LEAST_TEXT = 16
-"""Tokens below which a vector says little of a text, special ones included."""
+"""Least tokens, with special ones, at which a vector is worth comparing."""
 
 
 def lengths_of(recipe: Recipe, documents: Sequence[np.ndarray]) -> tuple[int, ...]:
-    """Return the tokens to read of held-out `documents`: as the recipe says, or one length that they have; () none."""
+    """Return the lengths at which to evaluate held-out `documents`: the recipe's, or one length that they have."""
     if recipe.evaluation.lengths:
         return recipe.evaluation.lengths
-    found = own_length(documents, recipe.data.length, recipe.evaluation.documents)
-    return (found,) if found >= _LEAST_TOKENS else ()
+    length = own_length(documents, recipe.data.length, recipe.evaluation.documents)
+    return (length,) if length >= _LEAST_TOKENS else ()
 
 
 def measure_of(
     recipe: Recipe, services: Services, model: Any, documents: Sequence[np.ndarray]
 ) -> Callable[[], dict[int, float]]:
-    """Return what measures `model` on held-out `documents` as the recipe says."""
+    """Return a function that measures `model` on held-out `documents` by the recipe's settings."""
     evaluate, lengths = services.evaluate, lengths_of(recipe, documents)
     assert evaluate is not None
     return lambda: evaluate(model, documents, lengths, recipe.evaluation.documents) if lengths else {}
 
 
 def vector_lengths(documents: Sequence[Any], window: int, longest: int, most: int) -> tuple[int, ...]:
-    """Return the tokens of held-out documents at which an encoder's vectors are held against its base's.
+    """Return the lengths at which an encoder's vectors are compared with its base's.
 
-    The base's window, doublings of it, and the longest: as far as half of the documents that would be read have.
+    The base's window, its doublings, and the longest length that half of the evaluated documents have.
 
     Args:
         documents: token ids of each.
@@ -50,18 +50,17 @@ def vector_lengths(documents: Sequence[Any], window: int, longest: int, most: in
         >>> vector_lengths(texts, 128, 600, 16), vector_lengths(texts[2:], 64, 64, 2)
         ((128, 256, 512, 600), ())
     """
-    end = own_length(documents, longest, most)
-    if end < _LEAST_TEXT:
+    limit = own_length(documents, longest, most)
+    if limit < _LEAST_TEXT:
         return ()
-    doubled = (window << number for number in range(end.bit_length()))
-    return tuple(sorted({end, *(length for length in doubled if length < end)}))
+    doublings = (window << number for number in range(limit.bit_length()))
+    return tuple(sorted({limit, *(length for length in doublings if length < limit)}))
 
 
 def own_length(documents: Sequence[Any], wanted: int, most: int) -> int:
-    """Return the tokens of held-out documents to read where a recipe does not say it.
+    """Return the default length at which held-out documents are evaluated.
 
-    As many as are wanted, or as half of the documents that would be read have: the loss of one long document would say
-    little.
+    `wanted`, or less if fewer than half of the evaluated documents are that long: one long document is a weak sample.
 
     Args:
         documents: token ids of each.

@@ -1,4 +1,4 @@
-"""The end of a run: the saved model loaded again, proved and measured; the report; the picture; the push."""
+"""The end of a run: reload, verify and measure the saved model; write the report and the loss plot; push."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_posswap.patching.record.training import TrainingRecord
 from hf_posswap.patching.verify.verify_swap import verify_swap
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.load import to_dict
-from hf_posswap.training.config.theirs import with_a_part
+from hf_posswap.training.config.theirs import result_settings
 from hf_posswap.training.engine.log import RunLog
 from hf_posswap.training.engine.measuring import held_out_loss, held_out_vectors
 from hf_posswap.training.engine.phase import LOG, PhaseResult, Run
@@ -28,20 +28,20 @@ REPORT = "report.json"
 _UNITS = {
     "next-token": "nats a token",
     "masked": "nats a masked token",
-    "distill": "nats a token, the teacher's share included",
+    "distill": "nats a token, with the teacher's share",
     "embedding": "1 - cosine to the unswapped encoder",
     "contrastive": "nats a text",
 }
 
 
 def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -> dict[str, Any]:
-    """Prove and measure the saved model, write the report, push where that is asked for; return the report.
+    """Verify and measure the saved model, write the report, and push if requested; return the report.
 
-    What was done before is not done again; a push that failed is.
+    A second call repeats only a push that failed.
 
     Args:
         recipe: as a whole.
-        run: that is at its end.
+        run: the run to finish.
         results: of its phases.
         saved: folder of the finished model.
     """
@@ -56,7 +56,7 @@ def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) ->
 
 
 def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -> dict[str, Any]:
-    """Prove and measure the saved model, and write what came of the run: it is there before anything is pushed."""
+    """Verify and measure the saved model, and write the report before anything is pushed."""
     model = load(saved, dtype="auto", trust_remote_code=recipe.model.trust_remote_code)
     swapped = getattr(unwrap(model), "_posswap", None) is not None
     plan = results[-1].plan
@@ -80,8 +80,8 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
     if importlib.util.find_spec("matplotlib") is not None and any(
         "loss" in entry for _, entries in curves for entry in entries
     ):
-        said = f"{_without_folder(recipe.model.name)}. {_swap_in_words(report)}"
-        draw_losses(curves, run.folder / "loss.png", below=said, unit=_UNITS[recipe.objective.kind])
+        subtitle = f"{_without_folder(recipe.model.name)}. {_swap_text(report)}"
+        draw_losses(curves, run.folder / "loss.png", below=subtitle, unit=_UNITS[recipe.objective.kind])
     _write(run, report)
     return report
 
@@ -92,7 +92,7 @@ def _write(run: Run, report: dict[str, Any]) -> None:
 
 
 def _push(recipe: Recipe, saved: Path) -> str | None:
-    """Push the saved model; what the card says beside it, `push` finds in the report."""
+    """Push the saved model; `push` reads the report for the card."""
     training, trusted = recipe.training, recipe.model.trust_remote_code
     assert training.hub_model_id is not None
     private, branch = bool(training.hub_private_repo), training.hub_revision
@@ -100,16 +100,16 @@ def _push(recipe: Recipe, saved: Path) -> str | None:
 
 
 def _for_card(recipe: Recipe) -> dict[str, Any]:
-    """Return what a model card says of the training, which others may know."""
+    """Return the public facts of the training for the model card."""
     local = expand_home(recipe.model.name).exists()
     return {"base": None if local else recipe.model.name, "recipe": public_recipe(recipe)}
 
 
 def public_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return what others may know of `recipe`: no path of this machine, and nothing of how it was watched and kept."""
-    held = to_dict(recipe)
-    told = ("name", "model", "swap", "data", "objective", "trainable", "peft", "stages")
-    public = {name: held[name] for name in told} | {"training": with_a_part(recipe.training)}
+    """Return the public part of `recipe`: no local paths, and no settings of logging and saving."""
+    fields = to_dict(recipe)
+    public_keys = ("name", "model", "swap", "data", "objective", "trainable", "peft", "stages")
+    public = {name: fields[name] for name in public_keys} | {"training": result_settings(recipe.training)}
     del public["data"]["cache"]
     for owner, name in [(public["model"], "name"), (public["model"], "tokenizer")]:
         owner[name] = _without_folder(owner[name])
@@ -124,22 +124,22 @@ def _without_folder(name: str | None) -> str | None:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """Return the report for people."""
+    """Return the report as Markdown."""
     rows = ["| phase | steps | tokens | first loss | last loss |", "|---|---|---|---|---|"]
     for phase in report["phases"]:
         losses = " | ".join("" if phase[n] is None else f"{phase[n]:.3f}" for n in ("first_loss", "last_loss"))
         rows.append(f"| {phase['name'] or 'training'} | {phase['steps']} | {phase['tokens']:,} | {losses} |")
     lines = [
-        f"# {_swap_in_words(report)}",
+        f"# {_swap_text(report)}",
         "",
-        f"Started from {report['model']}; saved in `{report['saved']}`{_recorded(report)}.",
+        f"Started from {report['model']}; saved in `{report['saved']}`{_record_text(report)}.",
         "",
         *rows,
         "",
         f"{report['train_runtime']:,.0f} s of training, {report['tokens_per_second']:,.0f} tokens a second.",
     ]
     for phase in report["phases"]:
-        lines += ["", *(f"- {said}" for said in phase["gates"])]
+        lines += ["", *(f"- {gate}" for gate in phase["gates"])]
     if report["nll"]:
         lines += ["", "| tokens read | nats a token |", "|---|---|"]
         shown = {
@@ -159,12 +159,12 @@ def as_markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _recorded(report: dict[str, Any]) -> str:
-    held = report.get("training")  # not in the reports of older runs
-    return "" if held is None else f", which records {TrainingRecord(**held)}"
+def _record_text(report: dict[str, Any]) -> str:
+    record = report.get("training")  # not in the reports of older runs
+    return "" if record is None else f", which records {TrainingRecord(**record)}"
 
 
-def _swap_in_words(report: dict[str, Any]) -> str:
+def _swap_text(report: dict[str, Any]) -> str:
     plan = report["phases"][-1]["plan"]
     if plan is None:
         return "No swap: the control"

@@ -1,4 +1,4 @@
-"""What must hold before the first step: positions in range, and a first loss such as the plan predicts."""
+"""Checks before the first step: positions in range, and a first loss as the plan predicts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hf_posswap.training.engine.objectives import whole_loss
 _ROWS = 2
 _CHUNK = 512
 _SHORT_WINDOWS = 8
-_NONE, _SOME, _UNIFORM = 0.25, 1.5, 1.5
-"""Nats above the unswapped model's loss that a plan predicts: without need of training, with; and above guessing."""
+_NO_TRAINING_LIMIT, _TRAINING_LIMIT, _GUESSING_LIMIT = 0.25, 1.5, 1.5
+"""Nats above the unswapped model's loss that a plan allows, without and with training; and nats above guessing."""
 
 
 @dataclass(frozen=True)
@@ -39,31 +39,30 @@ class FirstLoss:
 
     @property
     def uniform(self) -> float:
-        """The loss of guessing every token alike."""
+        """The loss of a uniform guess."""
         return math.log(self.vocabulary)
 
 
 def check_reads_text(model: Any, kind: str) -> None:
-    """Refuse a model that is not trained on one text, or that says nothing of its tokens where `kind` asks.
+    """Refuse a model that does not read text alone, or lacks the vocabulary head that `kind` needs.
 
     Args:
         model: of the recipe.
         kind: `objective.kind`.
 
     Raises:
-        UnsupportedModelError: it reads one text and writes another, sees images or hears, or has another head.
+        UnsupportedModelError: it is an encoder-decoder, reads images or audio, or has another head.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{name} reads a text with its encoder and writes another with its decoder; recipes train models of one "
-            "text, decoders and encoders. Swap it by patch_model in a script, and train it on pairs of texts by "
-            "transformers' Seq2SeqTrainer."
+            f"{name} is an encoder-decoder, and recipes train decoders and encoders. Swap it with patch_model in a "
+            "script, and train it on pairs of texts with transformers' Seq2SeqTrainer."
         )
     if model.main_input_name != "input_ids":
         raise UnsupportedModelError(
-            f"{name} reads {model.main_input_name}, and recipes train models of text. Swap it by patch_model in a "
-            "script, and train it by transformers' Trainer."
+            f"{name} reads {model.main_input_name}, and recipes train text models. Swap it with patch_model in a "
+            "script, and train it with transformers' Trainer."
         )
     if kind not in SENTENCES and model.get_output_embeddings() is None:
         raise UnsupportedModelError(
@@ -79,7 +78,7 @@ def probe(model: Any, batch: dict[str, Any], *, causal: bool, plain: int | None 
         model: on any device.
         batch: arguments of its forward, with labels.
         causal: whether it predicts the next token.
-        plain: read so many tokens of each row only, from position 0 on, whatever positions and mask say.
+        plain: if given, read only that many tokens of each row, at positions from 0, ignoring positions and mask.
     """
     rows = {k: v[:_ROWS].to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
     if plain is not None:
@@ -95,7 +94,7 @@ def probe(model: Any, batch: dict[str, Any], *, causal: bool, plain: int | None 
 
 
 def _loss(model: Any, rows: dict[str, Any], causal: bool) -> Tensor:
-    """Return the loss with the logits of some tokens at a time; of models that cannot do so, with all logits."""
+    """Return the chunked loss, or the loss from all logits for models that do not support chunks."""
     try:
         return (causal_loss if causal else masked_loss)(model, rows, chunk=_CHUNK)
     except UnsupportedModelError:
@@ -103,17 +102,17 @@ def _loss(model: Any, rows: dict[str, Any], causal: bool) -> Tensor:
 
 
 def check_positions(batch: dict[str, Any], length: int, reach: int, first: int, *, unbounded: bool) -> None:
-    """Check that no position of `batch` lies beyond what the model is meant for.
+    """Check that no position of `batch` is beyond the model's range.
 
     Args:
         batch: arguments of the forward.
         length: tokens of a window.
         reach: positions that the model is meant for.
-        first: what its `position_ids` call position 0.
+        first: value of position 0 in its `position_ids`.
         unbounded: whether the scheme runs at any length.
 
     Raises:
-        PositionRangeError: one does; says which settings disagree.
+        PositionRangeError: one is; names the settings that disagree.
     """
     positions = batch.get("position_ids")
     farthest = length if positions is None else int(positions.max()) - first + 1
@@ -125,16 +124,13 @@ def check_positions(batch: dict[str, Any], length: int, reach: int, first: int, 
 
 
 def short_of_window(length: int, window: int, batch: dict[str, Any], plan: SwapPlan | None) -> str | None:
-    """Return a warning where windows are shorter than the unswapped model's, and the swap scales its rotation.
+    """Return a warning if windows are shorter than the unswapped model's, and the swap scales its rotation.
 
     Args:
         length: tokens of a window.
         window: of the unswapped model.
-        batch: arguments of the forward; with `position_ids` windows may be short, as they reach far or are packed.
+        batch: arguments of the forward; short windows are fine if `position_ids` reach far.
         plan: of the swap; None: there is none.
-
-    Returns:
-        None: there is nothing to warn of.
     """
     if plan is None or length >= window or not isinstance(plan.scheme, RotaryScheme) or not plan.sites.rotary:
         return None
@@ -148,7 +144,7 @@ def short_of_window(length: int, window: int, batch: dict[str, Any], plan: SwapP
 
 
 def check_held_out(documents: Sequence[np.ndarray], lengths: Sequence[int]) -> None:
-    """Check that a held-out document is as long as the longest of `lengths`.
+    """Check that some held-out document is as long as the longest of `lengths`.
 
     Raises:
         DataError: none is.
@@ -162,63 +158,63 @@ def check_held_out(documents: Sequence[np.ndarray], lengths: Sequence[int]) -> N
 
 
 def predicted_limit(plan: SwapPlan | None, first: FirstLoss, above: float | None) -> float:
-    """Return the first loss that `plan` allows for.
+    """Return the highest first loss that `plan` predicts.
 
     Args:
         plan: of the swap; None: there is none.
         first: of the unswapped model.
-        above: nats above that, as the recipe says; None: what the plan predicts.
+        above: the recipe's limit in nats above that loss; None: the plan's.
     """
     if above is not None:
         return first.before + above
     if plan is None or plan.adaptation.startswith("none"):
-        return first.before + _NONE
+        return first.before + _NO_TRAINING_LIMIT
     if "required" in plan.adaptation:
-        return max(first.before + _SOME, first.uniform + _UNIFORM)
-    return first.before + _SOME
+        return max(first.before + _TRAINING_LIMIT, first.uniform + _GUESSING_LIMIT)
+    return first.before + _TRAINING_LIMIT
 
 
 def check_first_loss(loss: float, plain: float, first: FirstLoss, plan: SwapPlan | None, above: float | None) -> str:
-    """Return a sentence on the first loss, which is as predicted.
+    """Return a sentence on the first loss if it is as predicted.
 
     Args:
-        loss: of the swapped model on the batch as it is.
+        loss: of the swapped model on the batch.
         plain: of the swapped model on the tokens that the unswapped one read, at positions 0, 1, 2, ...
         first: of the unswapped model.
         plan: of the swap; None: there is none.
         above: as in `predicted_limit`.
 
     Raises:
-        TrainingError: it is not; with the likely cause.
+        TrainingError: it is higher; names the likely cause.
     """
     limit = predicted_limit(plan, first, above)
-    said = f"first loss {loss:.3f}, {first.before:.3f} before the swap"
+    message = f"first loss {loss:.3f}, {first.before:.3f} before the swap"
     if math.isfinite(loss) and loss <= limit:
-        return said + f" (at most {limit:.2f} was predicted)"
+        return message + f" (at most {limit:.2f} was predicted)"
     raise TrainingError(
-        f"{said}: the plan predicts at most {limit:.2f}. Likely cause: {_cause(plain, limit, first, plan)} "
-        "gates.start_above says how far it may stand above; gates.start=false starts all the same."
+        f"{message}: the plan predicts at most {limit:.2f}. Likely cause: {_cause(plain, limit, first, plan)} "
+        "gates.start_above sets the limit; gates.start=false skips the check."
     )
 
 
 def _cause(plain: float, limit: float, first: FirstLoss, plan: SwapPlan | None) -> str:
     if first.before > first.uniform - 0.1:
         return (
-            f"the unswapped model itself is no better than guessing ({first.uniform:.2f}): another model's tokenizer, "
-            "or weights that were never trained."
+            f"the unswapped model itself is no better than guessing ({first.uniform:.2f}): a wrong tokenizer, or "
+            "untrained weights."
         )
     if math.isfinite(plain) and plain <= limit:
         return (
-            f"the positions or masks of data.packing, or windows longer than the scheme carries the model: on the same "
+            "the positions or masks of data.packing, or windows longer than the scheme extrapolates: on the same "
             f"tokens at positions 0, 1, 2, ... the swapped model has {plain:.3f}."
         )
     if plan is None:
-        return "the data: there is no swap, so the model reads windows it was not made for."
+        return "the data: without a swap, the model cannot read these windows."
     return f"the fields of {plan.scheme}: base, layout, factor or original_length do not fit this model."
 
 
 def short_windows(documents: Sequence[np.ndarray], window: int) -> Tensor:
-    """Return the first `window` tokens of up to eight held-out `documents`, [N, window]; of shorter ones, fewer."""
+    """Return the first `window` tokens of up to eight held-out `documents`, [N, window]; else those of the longest."""
     long = [document[:window] for document in documents if len(document) >= window][:_SHORT_WINDOWS]
     if not long:
         longest = max(documents, key=len)

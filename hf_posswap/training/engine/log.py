@@ -1,4 +1,4 @@
-"""The log of a run: a line of JSON a measurement, true to the steps that count, after a stop too; and the bar."""
+"""The log of a run, a line of JSON per measurement, consistent after a resume; and the progress bar."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunLog:
 
     Args:
         path: of the file.
-        writes: whether this process is the one that writes.
+        writes: whether this process writes.
     """
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
@@ -40,31 +40,31 @@ class RunLog:
                 file.write(json.dumps(entry) + "\n")
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return the lines that are there; one that a kill cut off, or a crash of the system tore, is no line."""
+        """Return the entries, without lines that a kill or a crash cut off."""
         if not self.path.exists():
             return []
-        found = []
+        entries = []
         for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 entry = parse_json(line)
             except ValueError:
                 continue
-            found += [entry] if isinstance(entry, dict) and "step" in entry else []
-        return found
+            entries += [entry] if isinstance(entry, dict) and "step" in entry else []
+        return entries
 
     def go_back_to(self, step: int) -> None:
-        """Drop what was written after `step`: a run that goes on from there writes it again."""
+        """Drop entries after `step`: a run that resumes there writes them again."""
         if self.writes and self.path.exists():
             kept = [entry for entry in self.entries() if entry["step"] <= step]
             write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in kept))
 
 
 class Watch(TrainerCallback):
-    """Writes the log and moves the bar.
+    """Writes the log and advances the progress bar.
 
     Args:
         log: of the run.
-        reporter: of this process; None: it shows nothing.
+        reporter: of this process; None: nothing is shown.
         label: of the bar.
         tokens: that one step reads, over all processes.
     """
@@ -77,7 +77,7 @@ class Watch(TrainerCallback):
         self._more = ""
         self._began, self._first, self._before = 0.0, 0, 0.0
         self.seconds = 0.0
-        """Seconds of training, in all sittings that the log knows of."""
+        """Seconds of training, over all sessions in the log."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -100,14 +100,14 @@ class Watch(TrainerCallback):
             return
         self._loss = float(logs["loss"])
         self._more = f"lr {logs['learning_rate']:.2g}  {human_bytes(peak_memory())}"
-        here = self.seconds - self._before
-        done = state.global_step - self._first
+        session_seconds = self.seconds - self._before
+        session_steps = state.global_step - self._first
         self.log.write(
             {
                 "step": state.global_step,
                 **{name: logs[name] for name in _KEPT if name in logs},
                 "tokens": state.global_step * self.tokens,
-                "tokens_per_second": round(done * self.tokens / max(here, 1e-9), 1),
+                "tokens_per_second": round(session_steps * self.tokens / max(session_seconds, 1e-9), 1),
                 "seconds": round(self.seconds, 3),
                 "peak_memory": peak_memory(),
             }
@@ -116,9 +116,9 @@ class Watch(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
-        named = [(name.partition("loss_at_")[2], nll) for name, nll in (metrics or {}).items()]
-        at = {length: nll for length, nll in named if length}
-        self.log.write({"step": state.global_step, "nll": at})
+        losses = [(name.partition("loss_at_")[2], nll) for name, nll in (metrics or {}).items()]
+        loss_by_length = {length: nll for length, nll in losses if length}
+        self.log.write({"step": state.global_step, "nll": loss_by_length})
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -129,25 +129,25 @@ class Watch(TrainerCallback):
         self.seconds = self._before + time.monotonic() - self._began
 
     def close(self) -> None:
-        """Take the bar away, whether the training ended well or not."""
+        """Close the progress bar, whether the training succeeded or not."""
         self._stack.close()
         self._task = None
 
 
 def peak_memory() -> int:
-    """Return the most memory that this process has held, in bytes: of its GPU where it has one."""
+    """Return the peak memory of this process in bytes, of its GPU if it has one."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held if sys.platform == "darwin" else 1024 * held
+    max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max_rss if sys.platform == "darwin" else 1024 * max_rss
 
 
 def tensorboard_callback(folder: Path, after: int = 0) -> TrainerCallback:
-    """Return what writes to tensorboard, in `folder`.
+    """Return a callback that writes TensorBoard events to `folder`.
 
     Args:
         folder: of the event files.
-        after: step from which a training goes on: what was written of later ones counts no more.
+        after: step from which a training resumes: events of later steps are purged.
 
     Raises:
         CheckpointError: the folder cannot be written.

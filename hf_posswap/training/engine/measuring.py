@@ -1,4 +1,4 @@
-"""What is measured of a finished model: the loss of held-out documents, or how near an encoder's vectors stayed."""
+"""Measures a finished model: its loss on held-out documents, or how similar an encoder's vectors are to its base's."""
 
 from __future__ import annotations
 
@@ -21,61 +21,62 @@ from hf_posswap.training.engine.preparing import load_model
 
 
 def held_out_loss(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
-    """Return the loss at each length of the recipe; None where the model ends before it.
+    """Return the loss at each length of the recipe; None for a length beyond the model's.
 
-    Where the recipe names no length, that is one (`own_length`); nothing where it cannot be had at little cost: of
-    encoders, and of models that one device may not hold.
+    Without lengths in the recipe, one is chosen (`own_length`), but encoders and sharded models are not measured.
 
     Args:
         recipe: as a whole.
-        run: that is at its end.
-        model: the finished one, loaded again.
+        run: the run to finish.
+        model: the finished model, reloaded.
     """
-    by_itself = not recipe.evaluation.lengths
-    if by_itself and (recipe.objective.kind not in OF_TOKENS or run.services.evaluate is None or run.launch.shards):
+    is_default = not recipe.evaluation.lengths
+    if is_default and (recipe.objective.kind not in OF_TOKENS or run.services.evaluate is None or run.launch.shards):
         return {}
     assert run.services.evaluate is not None
     _, documents = _held_out(recipe, causal=True)
     lengths = lengths_of(recipe, documents)
     if not lengths:
         return {}
-    found = run.services.evaluate(_placed(model, recipe), documents, lengths, recipe.evaluation.documents)
-    return {str(length): found.get(length) for length in lengths}
+    loss_by_length = run.services.evaluate(_on_device(model, recipe), documents, lengths, recipe.evaluation.documents)
+    return {str(length): loss_by_length.get(length) for length in lengths}
 
 
 def held_out_vectors(recipe: Recipe, run: Run, model: Any, *, reach: int | None) -> list[dict[str, Any]]:
-    """Return how near the vectors of an encoder are to those of the model that it began as, a row a length.
+    """Return the similarity of an encoder's vectors to those of its base, a row per length.
 
-    Nothing is said of causal models, and of models that one device may not hold.
+    Causal and sharded models are not measured.
 
     Args:
         recipe: as a whole.
-        run: that is at its end.
-        model: the finished one, loaded again.
-        reach: tokens that it is meant for; None: as many as its base.
+        run: the run to finish.
+        model: the finished model, reloaded.
+        reach: tokens that it is meant for; None: those of its base.
     """
     if recipe.objective.kind in OF_TOKENS or run.services.near is None or run.launch.shards:
         return []
     tokenizer, documents = _held_out(recipe, causal=False)
     base, _ = load_model(recipe)
     window = locate(unwrap(base)).geometry.original_length
-    read = (*recipe.data.lengths, *(stage.length for stage in recipe.stages if stage.length))
-    longest = min(reach or window, max(window, *read))
+    trained_lengths = (*recipe.data.lengths, *(stage.length for stage in recipe.stages if stage.length))
+    longest = min(reach or window, max(window, *trained_lengths))
     lengths = vector_lengths(documents, window, longest, recipe.evaluation.documents)
     long = [document for document in documents if lengths and len(document) >= lengths[-1]]
     if not long:
         return []
-    placed = _placed(model, recipe), _placed(base, recipe)
+    placed = _on_device(model, recipe), _on_device(base, recipe)
     return run.services.near(*placed, tokenizer, long[: recipe.evaluation.documents], lengths)
 
 
 def _held_out(recipe: Recipe, *, causal: bool) -> tuple[Any, Sequence[np.ndarray]]:
-    """Return the tokenizer, and held-out documents, whole, however training cut them."""
-    named, trusted = recipe.model.tokenizer or recipe.model.name, recipe.model.trust_remote_code
-    words = load_tokenizer(named, instead="name one as model.tokenizer", trust_remote_code=trusted)
+    """Return the tokenizer and the held-out documents, uncut."""
+    tokenizer_name, trust_remote_code = recipe.model.tokenizer or recipe.model.name, recipe.model.trust_remote_code
+    tokenizer = load_tokenizer(
+        tokenizer_name, instead="name one as model.tokenizer", trust_remote_code=trust_remote_code
+    )
     plain = dataclasses.replace(recipe.data, packing="none", cut=(1,))
-    return words, build_data(plain, words, causal=causal, scheme_length=plain.length).held_out
+    return tokenizer, build_data(plain, tokenizer, causal=causal, scheme_length=plain.length).held_out
 
 
-def _placed(model: Any, recipe: Recipe) -> Any:
+def _on_device(model: Any, recipe: Recipe) -> Any:
     return model if on_cpu(recipe) else model.to("cuda" if torch.cuda.is_available() else "mps")

@@ -1,4 +1,4 @@
-"""How much memory a training needs, in advance."""
+"""Estimates the memory of a training."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.utils.format import human_bytes
 
-# Numbers a token that a layer keeps for its backward, in hidden and in inner widths, as measured on small models
-# (tests/training/engine/test_memory.py); what is frozen keeps no inputs of its matrices.
+# Values per token that a layer keeps for its backward, in multiples of the hidden and the inner width, as measured on
+# small models (tests/training/engine/test_memory.py); frozen matrices do not keep their inputs.
 _STATES, _FROZEN_STATES = (10, 4), (7, 3)
-_COMPOSED = ("gelu_new", "gelu_fast", "gelu_python", "quick_gelu")  # activations in several operations, each keeps one
+_COMPOSED = ("gelu_new", "gelu_fast", "gelu_python", "quick_gelu")  # each of several operations, which keep tensors
 _LOGITS = 3  # copies: logits, their logarithms, their gradient
 _SCORES = 4  # copies of a bias: bias, scores, softmax, gradient
 _ADAM_STATES = 2
-_FEWER_STATES = {"sgd": 1, "adafactor": 1}  # with momentum, and at most
+_FEWER_STATES = {"sgd": 1, "adafactor": 1}  # with momentum; an upper bound
 _FLOAT = 4  # bytes
 
 
@@ -28,13 +28,13 @@ class TrainingNeed:
 
     Attributes:
         weights: of the model.
-        gradients: of what is trained.
-        optimizer: its numbers, AdamW's two a weight.
+        gradients: of the trainable parameters.
+        optimizer: its state, two values per weight for AdamW.
         activations: kept for the backward.
-        layer: of one layer, while its backward runs.
+        layer: activations of one layer during its backward.
         logits: of one chunk, and with chunks the head's gradient.
-        teacher: the weights of the unswapped model; its layers keep nothing.
-        accumulates: whether gradients of earlier batches lie there while activations grow.
+        teacher: the weights of the unswapped model; it keeps no activations.
+        accumulates: whether gradients of earlier batches exist during the forward.
     """
 
     weights: int
@@ -48,7 +48,7 @@ class TrainingNeed:
 
     @property
     def total(self) -> int:
-        """What is held at the worst moment: when the forward ends, or when the last gradients are made."""
+        """The peak: at the end of the forward, or when the last gradients are computed."""
         forward, backward = self.activations + self.logits, self.layer + self.gradients
         if self.accumulates:
             forward += self.gradients
@@ -56,20 +56,20 @@ class TrainingNeed:
 
     def __str__(self) -> str:
         sizes = {name: size for name, size in vars(self).items() if size and name != "accumulates"}
-        parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items())
-        return f"about {human_bytes(self.total)} (not all at once: {parts})"
+        size_list = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items())
+        return f"about {human_bytes(self.total)} (not all at once: {size_list})"
 
 
 def training_need(
     model: Any, recipe: Recipe, launch: Launch, *, biased: tuple[int, ...], chunk: int, teacher: Any = None
 ) -> TrainingNeed:
-    """Return what training `model` as `recipe` says needs.
+    """Return the memory that training `model` by `recipe` needs.
 
     Args:
         model: prepared, on any device.
         recipe: without stages.
-        launch: over how many processes weights are sharded.
-        biased: lengths of windows of which attention holds scores or biases as a whole, [H, L, L].
+        launch: sets over how many processes weights are sharded.
+        biased: window lengths for which attention materializes scores or biases [H, L, L].
         chunk: tokens whose logits are held at once; 0: all.
         teacher: the unswapped model; None: there is none.
 
@@ -90,17 +90,19 @@ def training_need(
     size = _FLOAT // 2 if half else _FLOAT
     heads = getattr(config, "num_attention_heads", None) or 1
     layer = rows * length * _layer_states(config, recipe) * size
-    scores = [rows * (recipe.data.length // one) * (one // split) ** 2 for one in biased]  # shorter ones are more
+    scores = [
+        rows * (recipe.data.length // biased_length) * (biased_length // split) ** 2 for biased_length in biased
+    ]  # shorter windows are more per row
     layer += _SCORES * heads * max(scores, default=0) * _FLOAT
-    kept = 0
+    checkpointed = 0
     if recipe.checkpoints_activations and not _offloads(recipe):
-        kept = config.num_hidden_layers * rows * length * config.hidden_size * size
+        checkpointed = config.num_hidden_layers * rows * length * config.hidden_size * size
     return TrainingNeed(
         weights=sum(p.numel() * p.element_size() for p in parameters) // shards,
         gradients=gradients,
         optimizer=_FEWER_STATES.get(recipe.training.optim or "", _ADAM_STATES) * gradients,
-        activations=kept if recipe.checkpoints_activations else config.num_hidden_layers * layer,
-        layer=kept + layer,
+        activations=checkpointed if recipe.checkpoints_activations else config.num_hidden_layers * layer,
+        layer=checkpointed + layer,
         logits=_logits(model, config, rows * length, chunk, copies=_LOGITS + half),
         teacher=0 if teacher is None else sum(p.numel() * p.element_size() for p in teacher.parameters()),
         accumulates=recipe.training.gradient_accumulation_steps > 1,
@@ -109,12 +111,12 @@ def training_need(
 
 def _offloads(recipe: Recipe) -> bool:
     names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-    held = [getattr(recipe.training, name, None) for name in names]
-    return any(isinstance(options, Mapping) and bool(options.get("offload")) for options in held)
+    option_dicts = [getattr(recipe.training, name, None) for name in names]
+    return any(isinstance(options, Mapping) and bool(options.get("offload")) for options in option_dicts)
 
 
 def _layer_states(config: Any, recipe: Recipe) -> int:
-    """Return the numbers a token that one layer keeps for its backward."""
+    """Return the values per token that one layer keeps for its backward."""
     hidden = config.hidden_size
     names = ("intermediate_size", "n_inner", "ffn_dim")
     inner = next((width for name in names if (width := getattr(config, name, None))), 4 * hidden)
@@ -125,24 +127,24 @@ def _layer_states(config: Any, recipe: Recipe) -> int:
 
 
 def _logits(model: Any, config: Any, tokens: int, chunk: int, *, copies: int) -> int:
-    held = copies * min(chunk or tokens, tokens) * config.vocab_size * _FLOAT
+    logits_bytes = copies * min(chunk or tokens, tokens) * config.vocab_size * _FLOAT
     head = model.get_output_embeddings()
     if not chunk or head is None or not head.weight.requires_grad:
-        return held
-    return held + head.weight.numel() * _FLOAT  # whose gradient is made along with the loss
+        return logits_bytes
+    return logits_bytes + head.weight.numel() * _FLOAT  # its gradient is computed along with the loss
 
 
 def refuse_too_much(need: TrainingNeed, free: int | None, recipe: Recipe, *, loaded: bool) -> None:
-    """Refuse a training that needs more than its device has.
+    """Refuse a training that needs more memory than its device has.
 
     Args:
-        need: what it needs.
-        free: bytes that are free on the device; None: nothing is known.
+        need: the estimate.
+        free: free bytes of the device; None: not known.
         recipe: without stages.
-        loaded: whether the weights lie on the device already.
+        loaded: whether the weights are on the device already.
 
     Raises:
-        NotEnoughMemoryError: says what would help.
+        NotEnoughMemoryError: names settings that would help.
     """
     if free is None or need.total - (need.weights + need.teacher if loaded else 0) <= free:
         return
@@ -158,6 +160,6 @@ def refuse_too_much(need: TrainingNeed, free: int | None, recipe: Recipe, *, loa
     helps.append("a shorter data.length")
     raise NotEnoughMemoryError(
         f"training needs {need}, and {human_bytes(free)} are free on the device"
-        f"{', where the weights lie already' if loaded else ''}. What helps: {', '.join(helps)}. "
-        "gates.start=false tries it all the same."
+        f"{', where the weights are already' if loaded else ''}. What helps: {', '.join(helps)}. "
+        "gates.start=false skips this check."
     )

@@ -1,4 +1,4 @@
-"""What a training minimises, always through the model's own forward: there DDP, FSDP and autocast are at work."""
+"""The losses of a training, always computed through the model's own forward, so that DDP, FSDP and autocast apply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_posswap.training.distill import distillation_loss
 from hf_posswap.training.engine.sentences import Around, Pooling, contrastive_loss, embedding_loss
 
 Objective = Callable[[Any, dict[str, Any], Tensor | int | None], Tensor]
-"""From a model, the arguments of its forward with `labels` [B, L], and the number of counted tokens, to the loss."""
+"""From a model, its forward arguments with `labels` [B, L], and the number of counted tokens, to the loss."""
 IGNORED = -100
 
 
@@ -36,18 +36,18 @@ def make_objective(
         causal: whether the model predicts the next token.
         teacher: the unswapped model, for distill and embedding.
         window: tokens that the unswapped model can read.
-        chunk: tokens whose logits are held at once; 0: of all.
+        chunk: tokens whose logits are held at once; 0: all.
         pooling: for embedding and contrastive.
         around: special tokens before and after a text, for contrastive.
 
     Raises:
         ConfigError: the objective is not for this kind of model.
     """
-    wanted = settings.kind in ("next-token", "distill")
-    if wanted != causal:
-        kind = "causal: it predicts the next token" if causal else "an encoder: it sees both sides"
-        fit = "next-token or distill" if causal else "masked, embedding or contrastive"
-        raise ConfigError(f"objective.kind is {settings.kind}, and this model is {kind}. Use {fit}.")
+    needs_causal = settings.kind in ("next-token", "distill")
+    if needs_causal != causal:
+        model_kind = "causal: it predicts the next token" if causal else "an encoder: it sees both sides"
+        alternatives = "next-token or distill" if causal else "masked, embedding or contrastive"
+        raise ConfigError(f"objective.kind is {settings.kind}, and this model is {model_kind}. Use {alternatives}.")
     if settings.kind == "distill":
         return lambda model, inputs, items: distillation_loss(
             model, teacher, inputs, settings.distill, window=window, chunk=chunk or window, num_items=items
@@ -70,8 +70,8 @@ def whole_loss(model: Any, inputs: dict[str, Any], items: Tensor | int | None, *
 
     Args:
         model: with a head over the vocabulary.
-        inputs: arguments of its forward, with `labels` [B, L], or `shift_labels` [B, L] that are shifted already.
-        items: what the sum is divided by; None: the counted tokens.
+        inputs: arguments of its forward, with `labels` [B, L], or already shifted `shift_labels` [B, L].
+        items: divisor of the sum; None: the counted tokens.
         causal: whether the label of a token is the next token's.
     """
     labels, shifted = inputs.get("labels"), inputs.get("shift_labels")

@@ -1,4 +1,4 @@
-"""What a launcher (accelerate, torchrun) has set up for this process, read from its environment."""
+"""Reads from the environment how a launcher (accelerate, torchrun) started this process."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Collate = Callable[[list[Any]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Launch:
-    """How a launcher (accelerate, torchrun) has started this process.
+    """How a launcher (accelerate, torchrun) started this process.
 
     Attributes:
-        processes: in all.
+        processes: total number.
         fsdp: version of FSDP; 0: none.
         deepspeed: ZeRO stage; 0: no DeepSpeed.
         context: processes that share one sequence by torch's context parallelism.
@@ -49,22 +49,22 @@ class Launch:
 
     @property
     def replicas(self) -> int:
-        """Processes that read windows of their own."""
+        """Groups of processes that each read different windows."""
         return self.processes // (self.context * self.ulysses)
 
     @property
     def sharding(self) -> str | None:
-        """Whose checkpoints it writes; None: a plain Trainer's. Another would go on with a part of them alone."""
+        """The format of its sharded checkpoints, which no other launch can resume from; None: a plain Trainer's."""
         return f"ZeRO-{self.deepspeed}" if self.deepspeed else f"FSDP{self.fsdp}" if self.fsdp else None
 
     @property
     def shards(self) -> bool:
-        """Whether no process holds all weights."""
+        """Whether weights are sharded over processes."""
         return bool(self.fsdp) or self.deepspeed == 3
 
 
 def launch_of_environment() -> Launch:
-    """Return what the environment of this process says."""
+    """Return the launch by the environment of this process."""
     split = is_on("ACCELERATE_USE_PARALLELISM_CONFIG")
     return Launch(
         processes=_number("WORLD_SIZE", 1),
@@ -76,10 +76,10 @@ def launch_of_environment() -> Launch:
 
 
 def launch_of(recipe: Recipe) -> Launch:
-    """Return how this process was started, with the ZeRO stage that `recipe` itself brings.
+    """Return how this process was started, with the ZeRO stage of `recipe` if the launcher sets none.
 
     Raises:
-        ConfigError: training.deepspeed is no readable configuration.
+        ConfigError: training.deepspeed is not a readable configuration.
     """
     launch, given = launch_of_environment(), recipe.training.deepspeed
     if launch.deepspeed or not given:
@@ -88,61 +88,61 @@ def launch_of(recipe: Recipe) -> Launch:
 
 
 def launched_file() -> str | None:
-    """Return the file of DeepSpeed's own that accelerate's file names; None: none."""
-    named = os.environ.get(_FILE, "none")
-    return None if named.lower() == "none" else named
+    """Return the DeepSpeed file that accelerate's file names, or None."""
+    path = os.environ.get(_FILE, "none")
+    return None if path.lower() == "none" else path
 
 
 def launched_deepspeed() -> dict[str, Any]:
-    """Return what accelerate's file says of DeepSpeed, as a configuration of DeepSpeed."""
-    named = launched_file()
-    if named is not None:
-        return configuration(named)
-    found: dict[str, Any] = {"zero_optimization": {"stage": _number("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)}}
-    if found["zero_optimization"]["stage"] == 3:
-        found["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = is_on(_SAVES_WHOLE)
+    """Return the DeepSpeed settings of accelerate's file as a configuration of DeepSpeed."""
+    path = launched_file()
+    if path is not None:
+        return configuration(path)
+    config: dict[str, Any] = {"zero_optimization": {"stage": _number("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)}}
+    if config["zero_optimization"]["stage"] == 3:
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = is_on(_SAVES_WHOLE)
     for key, name in _OF_DEEPSPEED.items():
-        said = os.environ.get(name, "auto").lower()
-        if said not in ("auto", "none", ""):
-            found[key] = float(said) if key == "gradient_clipping" else int(said)
-    return found
+        value = os.environ.get(name, "auto").lower()
+        if value not in ("auto", "none", ""):
+            config[key] = float(value) if key == "gradient_clipping" else int(value)
+    return config
 
 
 @contextmanager
 def environment_kept() -> Iterator[None]:
-    """Take back in the end what accelerate writes into the environment in the block: the next run would read it."""
-    before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+    """Restore, after the block, the environment variables that accelerate sets, so that no later run reads them."""
+    previous = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
     try:
         yield
     finally:
-        for name in [name for name in os.environ if name.startswith("ACCELERATE_") and name not in before]:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_") and name not in previous]:
             del os.environ[name]
-        os.environ.update(before)
+        os.environ.update(previous)
 
 
 def is_launched_on_cpu() -> bool:
-    """Return whether a launcher's file asks for a CPU."""
+    """Return whether the launcher's file sets use_cpu."""
     return is_on(_CPU)
 
 
 def is_on(name: str) -> bool:
-    """Return whether the environment's variable `name` says yes."""
+    """Return whether the environment variable `name` is true."""
     return os.environ.get(name, "false").lower() in ("true", "1", "yes")
 
 
 def _number(name: str, default: int) -> int:
-    said = os.environ.get(name) or ""
-    return int(said) if said.isdigit() else default
+    value = os.environ.get(name) or ""
+    return int(value) if value.isdigit() else default
 
 
 def shard_on_cpus(accelerator: Any) -> bool:
-    """Turn FSDP2 on where a launcher asked for it and accelerate took DDP because there are only CPUs.
+    """Turn FSDP2 on if a launcher requested it and accelerate chose DDP because there are only CPUs.
 
     Args:
         accelerator: of this process.
 
     Returns:
-        Whether weights are sharded so.
+        Whether weights are sharded by FSDP now.
     """
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
@@ -156,7 +156,7 @@ def shard_on_cpus(accelerator: Any) -> bool:
 
 
 def collator_of(launch: Launch, collate: Collate) -> Collate:
-    """Return `collate`, whose batches under Ulysses also say positions [B, L]: DeepSpeed cuts them with the tokens.
+    """Return `collate`; under Ulysses its batches get positions [B, L], which DeepSpeed splits with the tokens.
 
     Args:
         launch: how the process was started.

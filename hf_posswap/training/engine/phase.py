@@ -1,4 +1,4 @@
-"""One phase of a training, from where it stands to its finished model."""
+"""Trains one phase, from the start or a checkpoint to its finished model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from hf_posswap.patching.apply.patch_model import swap_plan
 from hf_posswap.patching.tools.blending import finish_blend
 from hf_posswap.training.config import SENTENCES, Phase, Recipe
 from hf_posswap.training.engine.arguments import training_arguments
-from hf_posswap.training.engine.callbacks import Gradual, Health, Recovered, stage_done_at
+from hf_posswap.training.engine.callbacks import (
+    BlendScheduleCallback,
+    LossExplosionCallback,
+    StopWhenRecovered,
+    stage_done_at,
+)
 from hf_posswap.training.engine.checkpoints import differences, step_of
 from hf_posswap.training.engine.evaluating import measure_of
 from hf_posswap.training.engine.gates import probe
@@ -40,18 +45,18 @@ _CHECKPOINTS, _GATES = "checkpoints", "gates.json"
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """What one phase gave.
+    """The results of one phase.
 
     Attributes:
-        name: of the phase; "" where there is only one.
+        name: of the phase; "" if there is only one.
         steps: optimizer steps.
-        tokens: read, over all processes.
-        train_runtime: seconds of training, in all sittings; of one that was killed up to its last line of the log.
-        first_loss: of the first line of the log; None: nothing was logged.
-        last_loss: of the last one.
+        tokens: tokens read, over all processes.
+        train_runtime: seconds of training over all sessions; a killed session counts up to its last log entry.
+        first_loss: of the first log entry; None: nothing was logged.
+        last_loss: of the last log entry.
         plan: of the swap, as JSON; None: there was none.
-        gates: what they found.
-        data: what was read.
+        gates: messages of the checks.
+        data: summary of the data.
     """
 
     name: str
@@ -67,14 +72,14 @@ class PhaseResult:
 
 @dataclass(frozen=True)
 class Run:
-    """What the phases of one run share.
+    """The state that the phases of a run share.
 
     Attributes:
         folder: of the run.
-        identity: of the training; that of its phases has documents and base as well.
+        identity: of the training; a phase adds documents and base.
         launch: how the process was started.
         services: from the layers above.
-        main: whether this process writes and speaks.
+        main: whether this process writes files and shows lines.
     """
 
     folder: Path
@@ -90,54 +95,54 @@ class Run:
 
 
 def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
-    """Train one phase, or go on with it; return what it gave, also where it was finished before.
+    """Train or resume one phase, and return its results; a finished phase is not trained again.
 
     Args:
         phase: of the recipe.
-        run: that it belongs to.
-        weights: the finished model of the phase before.
+        run: its run.
+        weights: the finished model of the previous phase.
     """
-    place = run.folder / phase.name
-    done = _finished(place, run.identity)
+    folder = run.folder / phase.name
+    done = _finished(folder, run.identity)
     if done is not None:
-        run.say(f"{place} was finished before: it is not trained again, and its data and base are not looked at.")
+        run.say(f"{folder} is finished: it is not trained again, and its data and base are not checked.")
         return done
     recipe = phase.recipe
-    refuse_to_replace(place / MODEL, overwrite=True)  # now, not after the training
-    (place / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    refuse_to_replace(folder / MODEL, overwrite=True)  # now, not after the training
+    (folder / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     set_seed(recipe.training.seed)
     load_whole()
-    resumes = any((place / _CHECKPOINTS).glob("checkpoint-*"))
+    resumes = any((folder / _CHECKPOINTS).glob("checkpoint-*"))
     recovers = phase.stage is not None and phase.stage.recovered is not None
     prepared = prepare(recipe, run.launch, run.services, weights=weights, resumes=resumes, recovers=recovers)
     run = replace(run, identity=run.identity | prepared.identity)
     if weights is not None:
-        _refuse_another(weights.parent, run.identity)
-    for line in prepared.said:
+        _refuse_other_training(weights.parent, run.identity)
+    for line in prepared.messages:
         run.say(line)
-    prepared.said = _said_at_first(place / _GATES, prepared.said, run, resumes=resumes)
-    log = RunLog(place / LOG, writes=run.main)
-    trainer = _trainer(phase, run, prepared, place)
+    prepared.messages = _first_messages(folder / _GATES, prepared.messages, run, resumes=resumes)
+    log = RunLog(folder / LOG, writes=run.main)
+    trainer = _trainer(phase, run, prepared, folder)
     watch = Watch(log, run.services.reporter if run.main else None, phase.name or "training", _step_tokens(recipe, run))
     for callback in (watch, *_callbacks(phase, prepared, trainer, log)):
         trainer.add_callback(callback)
     checkpoint = trainer.newest_checkpoint()
     _end_at(trainer, stage_done_at(checkpoint), prepared, recipe, run)
-    _log_on_from(trainer, checkpoint, place, log, run)
+    _resume_logs(trainer, checkpoint, folder, log, run)
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         watch.close()
-    prepared.model.config.use_cache = True  # the Trainer had it off
+    prepared.model.config.use_cache = True  # the Trainer turned it off
     if recipe.swap.gradual_steps:
         prepared.plan = swap_plan(finish_blend(prepared.model, max_length=recipe.swap.max_length))
     if prepared.plan is not None and prepared.tokenizer.model_max_length == prepared.window:
-        prepared.tokenizer.model_max_length = prepared.plan.max_length  # or it would cut every text at the old length
-    _write_model(trainer, prepared, place, recipe, run)
+        prepared.tokenizer.model_max_length = prepared.plan.max_length  # otherwise it truncates at the old length
+    _write_model(trainer, prepared, folder, recipe, run)
     steps = trainer.state.global_step
     result = _result(phase, prepared, steps, steps * _step_tokens(recipe, run), watch.seconds, log)
     if run.main:
-        write_json(place / DONE, {"identity": run.identity, "result": asdict(result)})
+        write_json(folder / DONE, {"identity": run.identity, "result": asdict(result)})
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
     del trainer, prepared
@@ -151,7 +156,7 @@ def _has_sentences() -> bool:
 
 
 def _rows(recipe: Recipe, run: Run) -> int:
-    """Return how many windows of data.length, or as many tokens in shorter ones, one step reads on all processes."""
+    """Return the rows of data.length tokens that one step reads on all processes."""
     training = recipe.training
     return training.per_device_train_batch_size * training.gradient_accumulation_steps * run.launch.replicas
 
@@ -160,76 +165,76 @@ def _step_tokens(recipe: Recipe, run: Run) -> int:
     return _rows(recipe, run) * recipe.data.length
 
 
-def _trainer(phase: Phase, run: Run, prepared: Prepared, place: Path) -> PosswapTrainer:
+def _trainer(phase: Phase, run: Run, prepared: Prepared, folder: Path) -> PosswapTrainer:
     recipe, training = phase.recipe, phase.recipe.training
-    measured, documents = training.eval_strategy != "no" or training.eval_on_start, prepared.data.held_out
+    evaluates, documents = training.eval_strategy != "no" or training.eval_on_start, prepared.data.held_out
     trainer = PosswapTrainer(
         prepared.model,
-        training_arguments(recipe, place / _CHECKPOINTS),
+        training_arguments(recipe, folder / _CHECKPOINTS),
         objective=prepared.objective,
         groups=lambda model: parameter_groups(
             model, recipe.trainable, learning_rate=training.learning_rate, weight_decay=training.weight_decay
         ),
         identity=run.identity,
-        measure=measure_of(recipe, run.services, prepared.model, documents) if measured else None,
+        measure=measure_of(recipe, run.services, prepared.model, documents) if evaluates else None,
         tokenizer=prepared.tokenizer,
         data_collator=collator_of(run.launch, prepared.data.collate),
         train_dataset=prepared.data.steps(training.max_steps, _rows(recipe, run)),
-        eval_dataset=documents if measured else None,
+        eval_dataset=documents if evaluates else None,
     )
     return trainer
 
 
-def _said_at_first(path: Path, said: list[str], run: Run, *, resumes: bool) -> list[str]:
-    """Return what the gates found when this training began, which is `said` unless it `resumes`, and keep it."""
+def _first_messages(path: Path, messages: list[str], run: Run, *, resumes: bool) -> list[str]:
+    """Return the messages saved in `path` when this training started; if it starts now, save `messages`."""
     if resumes and path.is_file():
         return list(read_object(path, said=list)["said"])
     if run.main:
-        write_json(path, {"said": said})
-    return said
+        write_json(path, {"said": messages})
+    return messages
 
 
-def _log_on_from(trainer: PosswapTrainer, checkpoint: Path | None, place: Path, log: RunLog, run: Run) -> None:
-    """Have all logs go on from `checkpoint` as if there had been no stop; None: they begin anew."""
+def _resume_logs(trainer: PosswapTrainer, checkpoint: Path | None, folder: Path, log: RunLog, run: Run) -> None:
+    """Resume all logs at `checkpoint` as if there had been no interruption; None: start new ones."""
     step = 0 if checkpoint is None else step_of(checkpoint)
     log.go_back_to(step if checkpoint is not None else -1)
     if checkpoint is not None:
-        trainer.args.eval_on_start = False  # the start was measured when it was one
-    its_own = trainer.pop_callback(TensorBoardCallback)  # which writes among the checkpoints
-    if its_own is not None and run.main:
-        trainer.add_callback(tensorboard_callback(place / "tensorboard", after=step))
+        trainer.args.eval_on_start = False  # it was evaluated at the original start
+    default_callback = trainer.pop_callback(TensorBoardCallback)  # it writes next to the checkpoints
+    if default_callback is not None and run.main:
+        trainer.add_callback(tensorboard_callback(folder / "tensorboard", after=step))
 
 
 def _callbacks(phase: Phase, prepared: Prepared, trainer: PosswapTrainer, log: RunLog) -> list[Any]:
     recipe, stage = phase.recipe, phase.stage
-    wanted: list[Any] = [Health(recipe.gates, trainer.last_good)]
+    callbacks: list[Any] = [LossExplosionCallback(recipe.gates, trainer.last_good)]
     if recipe.swap.gradual_steps:
-        wanted.append(Gradual(prepared.model, recipe.swap.gradual_steps))
+        callbacks.append(BlendScheduleCallback(prepared.model, recipe.swap.gradual_steps))
     if stage is not None and prepared.recovery is not None:
         tokens, before = prepared.recovery
         short = {"input_ids": tokens, "labels": tokens}
-        wanted.append(Recovered(stage, lambda: probe(prepared.model, short, causal=True), before, log))
-    return wanted
+        callbacks.append(StopWhenRecovered(stage, lambda: probe(prepared.model, short, causal=True), before, log))
+    return callbacks
 
 
 def _end_at(trainer: PosswapTrainer, step: int | None, prepared: Prepared, recipe: Recipe, run: Run) -> None:
-    """Have `trainer` do no step more where a stage was found done just before the process was stopped."""
+    """Make `trainer` stop at once if its stage was done just before the process was interrupted."""
     if step is not None:
         trainer.args.max_steps = step
         trainer.train_dataset = prepared.data.steps(step, _rows(recipe, run))
 
 
-def _write_model(trainer: PosswapTrainer, prepared: Prepared, place: Path, recipe: Recipe, run: Run) -> None:
-    """Write the finished model, whole or not at all."""
+def _write_model(trainer: PosswapTrainer, prepared: Prepared, folder: Path, recipe: Recipe, run: Run) -> None:
+    """Write the finished model atomically."""
     is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    gathered = place / ".unfinished-model"
+    gathered = folder / ".unfinished-model"
     if is_sharded:
         if run.main:
             shutil.rmtree(gathered, ignore_errors=True)
         trainer.write_model(gathered)
     if not run.main:
         return
-    with replacing_checkpoint(place / MODEL, overwrite=True) as temporary:
+    with replacing_checkpoint(folder / MODEL, overwrite=True) as temporary:
         if is_sharded:
             gathered.rename(temporary)
         else:
@@ -249,34 +254,34 @@ def _result(phase: Phase, prepared: Prepared, steps: int, tokens: int, seconds: 
         first_loss=losses[0]["loss"] if losses else None,
         last_loss=losses[-1]["loss"] if losses else None,
         plan=None if prepared.plan is None else prepared.plan.to_dict(),
-        gates=prepared.said,
+        gates=prepared.messages,
         data=prepared.data.summary,
     )
 
 
-def _finished(place: Path, identity: dict[str, Any]) -> PhaseResult | None:
-    """Return what a finished phase gave; None: it is not finished.
+def _finished(folder: Path, identity: dict[str, Any]) -> PhaseResult | None:
+    """Return the results of a finished phase; None: it is not finished.
 
     Raises:
-        CheckpointError: it was another training's.
+        CheckpointError: it belongs to another training.
     """
-    if not (place / DONE).is_file() or not (place / MODEL).is_dir():
+    if not (folder / DONE).is_file() or not (folder / MODEL).is_dir():
         return None
-    _refuse_another(place, identity)
+    _refuse_other_training(folder, identity)
     try:
-        return PhaseResult(**read_object(place / DONE, result=dict)["result"])
+        return PhaseResult(**read_object(folder / DONE, result=dict)["result"])
     except TypeError as error:
         raise CheckpointError(
-            f"{place / DONE} holds no result of a phase: {error}. Delete {place} to begin anew."
+            f"{folder / DONE} holds no result of a phase: {error}. Delete {folder} to start over."
         ) from error
 
 
-def _refuse_another(place: Path, identity: dict[str, Any]) -> None:
-    """Raise a CheckpointError where the phase finished in `place` is another training's, in what `identity` knows."""
-    held = read_object(place / DONE, identity=dict)["identity"]
-    known = {key: value for key, value in held.items() if key in identity}
-    changes = [f"{key}: {was!r}, now {now!r}" for key, was, now in differences(known, identity)]
+def _refuse_other_training(folder: Path, identity: dict[str, Any]) -> None:
+    """Raise a CheckpointError if the finished phase in `folder` has a different `identity`, in the keys that it has."""
+    saved_identity = read_object(folder / DONE, identity=dict)["identity"]
+    known = {key: value for key, value in saved_identity.items() if key in identity}
+    changes = [f"{key}: {old!r}, now {new!r}" for key, old, new in differences(known, identity)]
     if changes:
         raise CheckpointError(
-            f"{place} holds another training, which is finished ({'; '.join(changes)}). Choose another folder (out)."
+            f"{folder} holds another, finished training ({'; '.join(changes)}). Choose another folder (out)."
         )

@@ -1,4 +1,4 @@
-"""The loss curve of a run: every measurement, faint, under its running mean, and what was held out."""
+"""Plots the loss curve of a run: every measurement, the running mean, and held-out losses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hf_posswap.plotting import canvas
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SMOOTHED = 30  # fewer points are drawn as they are
-_PARTS = 15  # of a curve, over one of which its mean is taken
-_FIRST_COLOUR = 2  # blue: grey and black stand for what was not swapped
+_SMOOTHED = 30  # fewer points are not smoothed
+_PARTS = 15  # the running mean covers one of this many parts of a curve
+_FIRST_COLOUR = 2  # blue: grey and black are for unswapped models
 
 
 def draw_losses(
@@ -25,9 +25,9 @@ def draw_losses(
     below: str,
     unit: str = "nats a token",
 ) -> None:
-    """Draw the training loss over the tokens read, one line a phase, and write it to `path` (PNG and SVG).
+    """Plot the training loss over the tokens read, a line per phase, and write it to `path` (PNG and SVG).
 
-    Losses on held-out text, where the log has any, are drawn as dots, one colour a length.
+    Held-out losses in the log are plotted as dots, a colour per length.
 
     Args:
         curves: name and log entries of each phase, in order.
@@ -37,7 +37,7 @@ def draw_losses(
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        CheckpointError: the place cannot be written.
+        CheckpointError: the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -67,21 +67,21 @@ def draw_losses(
 
 
 def _draw_phases(ax: Axes, curves: Sequence[tuple[str, list[dict[str, Any]]]]) -> dict[str, list[tuple[float, float]]]:
-    """Draw each phase after the one before, and return what was measured on held-out text: tokens and loss a length."""
-    before, measured = 0.0, dict[str, list[tuple[float, float]]]()
+    """Plot the phases one after another, and return tokens and loss of held-out measurements by length."""
+    offset, measured = 0.0, dict[str, list[tuple[float, float]]]()
     for number, (name, entries) in enumerate(curves):
         steps = [entry for entry in entries if "loss" in entry]
         if not steps:
             continue
-        tokens = np.array([before + entry["tokens"] for entry in steps])
+        tokens = np.array([offset + entry["tokens"] for entry in steps])
         _draw_curve(ax, tokens, np.array([entry["loss"] for entry in steps]), name, _FIRST_COLOUR + number)
-        a_step = steps[-1]["tokens"] / steps[-1]["step"]
+        tokens_per_step = steps[-1]["tokens"] / steps[-1]["step"]
         for entry in (entry for entry in entries if "nll" in entry):
             for length, nll in entry["nll"].items():
-                measured.setdefault(length, []).append((before + entry["step"] * a_step, nll))
+                measured.setdefault(length, []).append((offset + entry["step"] * tokens_per_step, nll))
         if number:
-            ax.axvline(before, color=canvas.FAINT, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-        before = float(tokens[-1])
+            ax.axvline(offset, color=canvas.FAINT, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+        offset = float(tokens[-1])
     return measured
 
 
@@ -107,7 +107,7 @@ def _colour(number: int) -> str:
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the mean of the last `window` values at each place, [N]; of fewer at the beginning.
+    """Return the mean of the last `window` values at each index, [N]; of fewer at the beginning.
 
     Example:
         >>> running_mean(np.array([4.0, 2.0, 2.0, 8.0]), 2)
@@ -120,7 +120,7 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def count(number: float) -> str:
-    """Return a number of tokens in short.
+    """Return a number of tokens with a unit prefix.
 
     Example:
         >>> [count(n) for n in (0, 512, 1500, 250000, 1.5e6, 2e9)]

@@ -1,4 +1,4 @@
-"""From a recipe to a model that is ready to train: loaded, planned, swapped, proved, and its weights chosen."""
+"""Prepares the model of a recipe for training: loads, swaps, verifies, and chooses the trainable weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from hf_posswap.training.trainable import prepare_trainable
 from hf_posswap.utils.auto_classes import TRUST
 
 _PROBED = 4096
-"""Most tokens of a window that the gates read."""
+"""Most tokens of a window that the checks read."""
 
 
 @dataclass
@@ -57,16 +57,16 @@ class Prepared:
     """A model ready to train.
 
     Attributes:
-        model: swapped, adapters around it where the recipe wants them.
-        tokenizer: of it.
-        data: what it reads.
-        objective: what is minimised.
+        model: swapped, wrapped in adapters if the recipe has them.
+        tokenizer: of the model.
+        data: training and held-out data.
+        objective: the loss.
         plan: of the swap; None: there is none.
         window: positions of the unswapped model.
-        recovery: held-out tokens within the unswapped model's window, [N, L], and its loss on them; None: no stage ends
-            by them.
-        identity: of the base and the documents, as JSON: what tells them from others.
-        said: what the gates found, in sentences.
+        recovery: held-out tokens within the unswapped model's window, [N, L], and its loss on them; None: no stage
+            needs them.
+        identity: of the base and the documents, as JSON.
+        messages: of the checks.
     """
 
     model: Any
@@ -77,7 +77,7 @@ class Prepared:
     window: int
     recovery: tuple[torch.Tensor, float] | None
     identity: dict[str, Any]
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
 
 def prepare(
@@ -89,20 +89,20 @@ def prepare(
     resumes: bool = False,
     recovers: bool = False,
 ) -> Prepared:
-    """Return what `recipe` trains, all gates passed.
+    """Return the prepared training of `recipe`, after all checks passed.
 
     Args:
         recipe: without stages.
         launch: how this process was started.
         services: from the layers above.
-        weights: a checkpoint of the stage before, whose weights the swapped model takes over.
-        resumes: whether training goes on from a checkpoint: the first loss has been checked then.
-        recovers: whether the unswapped model's loss in its window is to be known, for a stage that ends by it.
+        weights: a checkpoint of the previous stage, whose weights are loaded into the swapped model.
+        resumes: whether training resumes from a checkpoint, so that the first loss was checked before.
+        recovers: whether to measure the unswapped model's loss in its window, for a stage that ends by it.
 
     Raises:
-        PosswapError: of many kinds, each before anything is trained.
+        PosswapError: a check failed, before anything is trained.
     """
-    for source in recipe.data.sources:  # what needs no model is said before one is loaded
+    for source in recipe.data.sources:  # checks without a model come first
         check_source(source)
     model, tokenizer = load_model(recipe)
     check_reads_text(model, recipe.objective.kind)
@@ -110,8 +110,8 @@ def prepare(
     sites = locate(model)
     causal, window = sites.geometry.causal, sites.geometry.original_length
     scheme = chosen_scheme(recipe)
-    how = swap_arguments(recipe, scheme, has_table=sites.geometry.base is None)
-    plan = None if scheme is None else plan_swap(model, scheme, **how)
+    swap_options = swap_arguments(recipe, scheme, has_table=sites.geometry.base is None)
+    plan = None if scheme is None else plan_swap(model, scheme, **swap_options)
     refuse_silent_errors(recipe, plan.scheme if plan else None, launch)
     check_start(model, scheme, plan, recipe.swap, services)
     mean = centre(model) if recipe.swap.centre else None
@@ -125,7 +125,7 @@ def prepare(
         say=services.reporter.line if services.reporter else None,
     )
     check_held_out(data.held_out, recipe.evaluation.lengths)
-    _place(model, recipe, launch, services)
+    _move_to_gpu(model, recipe, launch, services)
     batch = _first_batch(recipe, model, data, plan, sites)
     pooling = pooling_of(recipe.model) if recipe.objective.kind in SENTENCES else None
     start = measure_start(recipe, model, batch, causal=causal, window=window, pooling=pooling)
@@ -133,30 +133,34 @@ def prepare(
     fitted_to = first_windows(data.train, recipe.swap.fit, window) if recipe.swap.fit else []
     if scheme is not None:
         scheme = fit_scheme(model, scheme, fitted_to, services) if fitted_to else scheme
-        plan = swap_plan(patch_model(model, scheme, **how))
+        plan = swap_plan(patch_model(model, scheme, **swap_options))
     teacher = make_teacher(model) if recipe.objective.kind in ("distill", "embedding") else None
     fitted = fit_weights(model, fitted_to, services) if fitted_to else ""
-    said = [] if plan is None else [f"swap verified: {', '.join(verify_swap(model).checks)}"]
+    messages = [] if plan is None else [f"swap verified: {', '.join(verify_swap(model).checks)}"]
     if (warning := short_of_window(max(recipe.data.lengths), window, batch, plan)) is not None:
-        said.append(warning)
+        messages.append(warning)
     if mean is not None:
-        said.append(f"the table's mean, of norm {float(mean.norm()):.2g}, went into the token embeddings")
+        messages.append(f"the table's mean, of norm {float(mean.norm()):.2g}, went into the token embeddings")
     if fitted:
-        said.append(fitted)
+        messages.append(fitted)
     if recipe.gates.start and not resumes and weights is None:
-        said.append(start.check(model, plan, recipe.gates.start_above))
+        messages.append(start.check(model, plan, recipe.gates.start_above))
         prove_packing(model, data)
-        several = f" of each length: {', '.join(map(str, recipe.data.lengths))}" if len(recipe.data.lengths) > 1 else ""
-        said.append(f"data.packing {recipe.data.packing} proved on one batch{several}")
+        lengths_text = (
+            f" of each length: {', '.join(map(str, recipe.data.lengths))}" if len(recipe.data.lengths) > 1 else ""
+        )
+        messages.append(f"data.packing {recipe.data.packing} verified on one batch{lengths_text}")
     model = prepare_trainable(model, recipe.trainable, recipe.peft)
     if weights is not None:
         load_weights(model, weights)
     chunk, note = chosen_chunk(recipe, model, batch, launch, causal=causal)
-    said += [*([note] if note else []), _check_memory(recipe, model, teacher, launch, services, chunk)]
-    by = {"backend": recipe.training.torch_compile_backend, "mode": recipe.training.torch_compile_mode}
-    if recipe.training.torch_compile or any(by.values()):
-        given = {name: value for name, value in by.items() if value is not None}
-        said.append(f"{compile_layers(model, sites.attention, **given)} layers are compiled, each by itself")
+    messages += [*([note] if note else []), _check_memory(recipe, model, teacher, launch, services, chunk)]
+    compile_settings = {"backend": recipe.training.torch_compile_backend, "mode": recipe.training.torch_compile_mode}
+    if recipe.training.torch_compile or any(compile_settings.values()):
+        compile_options = {name: value for name, value in compile_settings.items() if value is not None}
+        messages.append(
+            f"{compile_layers(model, sites.attention, **compile_options)} layers are compiled, each separately"
+        )
     masking = data.train.masking
     objective = make_objective(
         recipe.objective,
@@ -167,7 +171,7 @@ def prepare(
         pooling=pooling,
         around=(len(masking.before), len(masking.after)) if masking else (0, 0),
     )
-    return Prepared(model, tokenizer, data, objective, plan, window, recovery, base | data.identity, said)
+    return Prepared(model, tokenizer, data, objective, plan, window, recovery, base | data.identity, messages)
 
 
 def _recovery(model: Any, data: TokenData, window: int) -> tuple[torch.Tensor, float]:
@@ -175,8 +179,8 @@ def _recovery(model: Any, data: TokenData, window: int) -> tuple[torch.Tensor, f
     return short, probe(model, {"input_ids": short, "labels": short}, causal=True)
 
 
-def _place(model: Any, recipe: Recipe, launch: Launch, services: Services) -> None:
-    """Put `model` on its GPU, so that the gates are quick, where it is to lie there whole and fits."""
+def _move_to_gpu(model: Any, recipe: Recipe, launch: Launch, services: Services) -> None:
+    """Move `model` to its GPU, if it fits there unsharded, so that the checks are fast."""
     if on_cpu(recipe) or launch.shards or not torch.cuda.is_available():
         return
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -186,7 +190,7 @@ def _place(model: Any, recipe: Recipe, launch: Launch, services: Services) -> No
 
 
 def _first_batch(recipe: Recipe, model: Any, data: TokenData, plan: SwapPlan | None, sites: Any) -> dict[str, Any]:
-    """Return the beginning of the first two windows as a batch, after tokens and positions have been checked."""
+    """Return the beginning of the first two windows as a batch, after checking tokens and positions."""
     items = [data.train[item] for item in range(2)]
     whole = data.collate(items)
     check_token_ids(model, whole["input_ids"].numpy())
@@ -197,13 +201,13 @@ def _first_batch(recipe: Recipe, model: Any, data: TokenData, plan: SwapPlan | N
 
 
 def compile_layers(model: Any, attention: tuple[str, ...], **how: Any) -> int:
-    """Have torch.compile compile each layer of `model` when it first runs, and return how many there are.
+    """Make torch.compile compile each layer of `model` when it first runs, and return the number of layers.
 
-    Layers alone, so that the loss can still run body and head apart, and equal layers are compiled once.
+    Only layers are compiled, so that the loss can run body and head separately, and equal layers compile once.
 
     Args:
-        model: or a PEFT model around it.
-        attention: paths of its attention modules, each in a layer of its own.
+        model: a transformers or PEFT model.
+        attention: paths of its attention modules, one per layer.
         how: backend and mode of torch.compile.
     """
     inner = unwrap(model)
@@ -217,71 +221,73 @@ def load_model(recipe: Recipe) -> tuple[Any, Any]:
     """Return the model to start from and its tokenizer.
 
     Raises:
-        CheckpointError, DataError: one of them cannot be read.
-        RemoteCodeError: one of them needs code, which the recipe does not ask for.
+        CheckpointError, DataError: model or tokenizer cannot be read.
+        RemoteCodeError: model or tokenizer needs remote code, which the recipe does not allow.
     """
-    wanted = recipe.model
-    trusted = {TRUST: wanted.trust_remote_code}
-    options: dict[str, Any] = {"dtype": "auto" if wanted.dtype == "auto" else getattr(torch, wanted.dtype)}
-    if wanted.revision is not None:
-        options["revision"] = wanted.revision
-    if wanted.attention is not None:
-        options["attn_implementation"] = wanted.attention
-    model = load(wanted.name, **trusted, **options)
-    words = load_tokenizer(wanted.tokenizer or wanted.name, instead="name one as model.tokenizer", **trusted)
-    return model, words
+    settings = recipe.model
+    trust = {TRUST: settings.trust_remote_code}
+    options: dict[str, Any] = {"dtype": "auto" if settings.dtype == "auto" else getattr(torch, settings.dtype)}
+    if settings.revision is not None:
+        options["revision"] = settings.revision
+    if settings.attention is not None:
+        options["attn_implementation"] = settings.attention
+    model = load(settings.name, **trust, **options)
+    tokenizer = load_tokenizer(settings.tokenizer or settings.name, instead="name one as model.tokenizer", **trust)
+    return model, tokenizer
 
 
 def chosen_scheme(recipe: Recipe) -> Scheme | None:
-    """Return the scheme that `recipe` puts in, inside a blend where that is gradual; None: no swap."""
-    held = recipe.swap.scheme
-    if held is None:
+    """Return the scheme of `recipe`'s swap, in a blend if it is gradual; None: no swap."""
+    value = recipe.swap.scheme
+    if value is None:
         return None
-    scheme = make_scheme(held if isinstance(held, str) else dict(held))
+    scheme = make_scheme(value if isinstance(value, str) else dict(value))
     return Blend(new=scheme, weight=0.0) if recipe.swap.gradual_steps else scheme
 
 
 def swap_arguments(recipe: Recipe, scheme: Scheme | None, *, has_table: bool) -> dict[str, Any]:
-    """Return the arguments of `patch_model` beside the scheme.
+    """Return the arguments of `patch_model` other than the scheme.
 
     Args:
         recipe: without stages.
-        scheme: that it puts in; None: no swap.
-        has_table: whether the model has a position table, which is the longest that a blend can be.
+        scheme: of the swap; None: no swap.
+        has_table: whether the model has a position table, whose length limits a blend.
     """
     length = _max_length(recipe, scheme, has_table=has_table)
     return {"max_length": length, "site": recipe.swap.site, "relative": recipe.swap.relative}
 
 
 def _max_length(recipe: Recipe, scheme: Scheme | None, *, has_table: bool) -> int | None:
-    """Return the length to swap for: an old table that still fades cannot be longer than it is."""
+    """Return the length of the swap; a blend is limited to the old table's length."""
     return None if isinstance(scheme, Blend) and has_table else recipe.swap.max_length
 
 
 def chosen_chunk(recipe: Recipe, model: Any, batch: dict[str, Any], launch: Launch, *, causal: bool) -> tuple[int, str]:
-    """Return the tokens whose logits are held at once, and a note where the recipe's wish cannot be met."""
+    """Return the chunk size of the loss, and a note if the recipe's cannot be used."""
     chunk = recipe.objective.chunk
     if not chunk or recipe.objective.kind not in ("next-token", "masked"):
         return chunk, ""
     if launch.deepspeed == 3:
-        return 0, "logits are held whole: ZeRO-3 gives the head's weights back between two chunks"
+        return 0, "logits are not chunked: ZeRO-3 releases the head's weights between chunks"
     problem = chunking_problem(model, batch, chunk=chunk, causal=causal)
-    return (0, f"logits are held whole: {problem}") if problem else (chunk, "")
+    return (0, f"logits are not chunked: {problem}") if problem else (chunk, "")
 
 
 def _check_memory(recipe: Recipe, model: Any, teacher: Any, launch: Launch, services: Services, chunk: int) -> str:
-    need = training_need(model, recipe, launch, biased=_holds_scores(recipe, model), chunk=chunk, teacher=teacher)
+    need = training_need(
+        model, recipe, launch, biased=_lengths_with_scores(recipe, model), chunk=chunk, teacher=teacher
+    )
     free = services.free_bytes(torch.device("cpu" if on_cpu(recipe) else "cuda")) if services.free_bytes else None
     if recipe.gates.start:
         refuse_too_much(need, free, recipe, loaded=on_cpu(recipe))
     return f"memory needed: {need}"
 
 
-def _holds_scores(recipe: Recipe, model: Any) -> tuple[int, ...]:
-    """Return the lengths of windows whose scores attention holds as a whole: of a bias longer ones never are."""
+def _lengths_with_scores(recipe: Recipe, model: Any) -> tuple[int, ...]:
+    """Return the window lengths for which attention materializes all scores; with a bias, only short ones."""
     if attention_implementation(model.config) == "eager":
         return recipe.data.lengths
-    held = getattr(getattr(model, "_posswap", None), "plan", None)
-    if held is None or held.scheme.kind not in ("bias", "mixed"):
+    plan = getattr(getattr(model, "_posswap", None), "plan", None)
+    if plan is None or plan.scheme.kind not in ("bias", "mixed"):
         return ()
     return tuple(length for length in recipe.data.lengths if length**2 < MIN_QK_PAIRS)

@@ -1,4 +1,4 @@
-"""The record of a training, left in the config of its finished model."""
+"""Writes the record of a training into the config of its finished model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_posswap.training.engine.phase import DONE, PhaseResult
 from hf_posswap.utils.atomic_io import read_json, read_object
 
 _HOLDERS = {"config.json": (NAME, "posswap"), SIDECAR: ("training", "record")}
-"""The files that hold a record: under which key, and under which the swap."""
+"""Files that hold a record: its key, and the key of the swap."""
 _NONE = (None, "", "")
 _BASE = "weights of the base"
 _DATA = "documents of "
@@ -30,22 +30,22 @@ def leave_record(
 ) -> TrainingRecord:
     """Write the record of a training into the config.json of its finished model, and return it.
 
-    That of an adapter goes into what lies beside it and tells the swap of its base; without a swap there is none, and
-    the record is in the report alone.
+    For an adapter, the record goes into the sidecar file with the swap of its base; without a swap there is no sidecar,
+    and the record is only in the report.
 
     Args:
         recipe: as a whole.
         results: of its phases.
         nll: nats a token of held-out documents, by length.
         saved: folder of the finished model.
-        base: public name of the model that it began with.
+        base: public name of the base model.
     """
     identity = read_object(saved.parent / DONE, identity=dict)["identity"]
     path, name, swap = next(
         ((saved / file, *keys) for file, keys in _HOLDERS.items() if (saved / file).is_file()), _NONE
     )
     values = {} if path is None else read_json(path)
-    carried = values.get(swap)
+    swap_values = values.get(swap)
     record = TrainingRecord(
         base=_plain(base),
         base_weights=identity[_BASE],
@@ -56,7 +56,7 @@ def leave_record(
         tokens=sum(result.tokens for result in results),
         data=_digest({key: value for key, value in identity.items() if key.startswith(_DATA)}),
         held_out={length: float(loss) for length, loss in nll.items() if loss is not None},
-        swap=None if carried is None else swap_digest(SwapRecord.from_dict(carried)),
+        swap=None if swap_values is None else swap_digest(SwapRecord.from_dict(swap_values)),
     )
     if path is not None:
         write_listed_json(path, {**values, name: record.to_dict()})
@@ -64,10 +64,10 @@ def leave_record(
 
 
 def _plain(name: str) -> str:
-    """Return `name` as the record holds it."""
+    """Return `name` sanitized for the record."""
     return _UNPLAIN.sub("_", name)[:128] or "unnamed"
 
 
 def _digest(documents: dict[str, Any]) -> str:
-    """Return one digest of all documents, whatever the files are called that they came from."""
+    """Return one digest of all documents, independent of their file names."""
     return hashlib.sha256(json.dumps(list(documents.values())).encode()).hexdigest()[:16]

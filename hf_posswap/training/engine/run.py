@@ -1,4 +1,4 @@
-"""A whole training: every phase, the finished model, its report; cut off anywhere, the same call goes on."""
+"""Runs a training: all phases, the finished model and its report. After an interruption the same call resumes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from hf_posswap.utils.user_paths import expand_home
 
 @dataclass(frozen=True)
 class Finished:
-    """What a training leaves behind.
+    """The outputs of a training.
 
     Attributes:
         folder: of the run.
         model: folder of the finished model, for `hf_posswap.load`.
-        report: as in report.json; empty on all processes but the main one.
+        report: as in report.json; empty except on the main process.
     """
 
     folder: Path
@@ -42,49 +42,49 @@ class Finished:
 
 
 def run_recipe(recipe: Recipe, services: Services | None = None) -> Finished:
-    """Train as `recipe` says, and return what it left behind.
+    """Train by `recipe`, and return the outputs.
 
-    The same call after a stop, even by SIGKILL, goes on from the newest whole checkpoint and ends with the same
-    weights, if documents and base are the same still; after the end it says so and returns what is there.
+    After an interruption, even by SIGKILL, the same call resumes from the newest complete checkpoint and ends with the
+    same weights, if documents and base are unchanged. Once finished, it returns the existing outputs.
 
     Args:
         recipe: from `load_recipe`.
-        services: from the layers above; None: nothing is shown, evaluated, or checked against the free memory.
+        services: from the layers above; None: nothing is shown or evaluated, and free memory is not checked.
 
     Raises:
         ConfigError: the recipe needs a service that is not given, or does not fit the model.
-        CheckpointError: the folder belongs to another training, another process writes there, or nothing can be
+        CheckpointError: the folder belongs to another training, another process writes there, or it cannot be
             written.
-        TrainingError, NumericError, NotEnoughMemoryError, PositionRangeError: a gate stopped it.
+        TrainingError, NumericError, NotEnoughMemoryError, PositionRangeError: a check failed.
         UnsupportedSwapError: the swap is not possible, or not under this kind of parallelism.
     """
     with environment_kept():
         return _run_recipe(recipe, services or Services())
 
 
-def _run_recipe(recipe: Recipe, given: Services) -> Finished:
-    evaluated = {"training.eval_strategy": recipe.training.eval_strategy != "no" or recipe.training.eval_on_start,
+def _run_recipe(recipe: Recipe, services: Services) -> Finished:
+    evaluation_keys = {"training.eval_strategy": recipe.training.eval_strategy != "no" or recipe.training.eval_on_start,
                  "evaluation.lengths": bool(recipe.evaluation.lengths)}  # fmt: skip
-    for key in (key for key, wanted in evaluated.items() if wanted and given.evaluate is None):
-        raise ConfigError(f"{key} needs Services.evaluate, which posswap train and recipes/train.py give.")
-    recipe, differs = as_launched(recipe)
+    for key in (key for key, is_set in evaluation_keys.items() if is_set and services.evaluate is None):
+        raise ConfigError(f"{key} needs Services.evaluate, which posswap train and recipes/train.py provide.")
+    recipe, differences = as_launched(recipe)
     refuse_deepspeed(recipe)
     launch = launch_of(recipe)
     phases = phases_of(recipe)
     folder = expand_home(recipe.out).resolve()
-    for phase in phases:  # before anything loads; once the model is known, its resolved scheme is looked at again
+    for phase in phases:  # before anything loads; the resolved scheme is checked again once the model is loaded
         refuse_silent_errors(phase.recipe, chosen_scheme(phase.recipe), launch)
         refuse_on_cpu(phase.recipe, launch)
         training_arguments(phase.recipe, folder / phase.name)
     main = int(os.environ.get("RANK", "0")) == 0
-    run = Run(folder, identity_of(recipe, launch), launch, given, main)
+    run = Run(folder, identity_of(recipe, launch), launch, services, main)
     with ExitStack() as stack:
         stack.enter_context(quiet_transformers())
         stack.enter_context(writing_to(folder))
         if main:
             stack.enter_context(alone_in(writable_folder(folder), "training"))
             write_json(folder / "recipe.json", to_dict(recipe))
-        for line in differs:
+        for line in differences:
             run.say(line)
         results, weights = [], None
         for phase in phases:

@@ -1,4 +1,4 @@
-"""What makes a folder a model of sentence-transformers: read from the base, written beside the swapped encoder."""
+"""The sentence-transformers files of a model: read from the base, written next to the swapped encoder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENCODER = "sentence_bert_config.json"
 
 
 def is_sentence_model(settings: ModelSettings) -> bool:
-    """Return whether the base says what stands behind its encoder, as sentence-transformers writes it.
+    """Return whether the base has the module list of a sentence-transformers model.
 
     Example:
         >>> is_sentence_model(ModelSettings("hf_posswap"))
@@ -36,37 +36,37 @@ def is_sentence_model(settings: ModelSettings) -> bool:
 
 
 def pooling_of(settings: ModelSettings) -> Pooling:
-    """Return what makes vectors of the base's states: its own modules, or where it has none the mean over tokens.
+    """Return the pooling of the base: its sentence-transformers modules, or else the mean over tokens.
 
     Raises:
-        MissingDependencyError: it has some, and sentence-transformers is not installed.
-        ConfigError: they do not stand behind one encoder.
+        MissingDependencyError: it has such modules, and sentence-transformers is not installed.
+        ConfigError: the first module is not a transformers encoder.
     """
     if not is_sentence_model(settings):
         return Pooling()
     modules = list(_load(settings))
     if not hasattr(modules[0], "auto_model"):
         raise ConfigError(
-            f"{settings.name} begins with a {type(modules[0]).__name__}: expected a transformers encoder and pooling "
-            "behind it. Train the encoder by itself."
+            f"{settings.name} starts with a {type(modules[0]).__name__}: expected a transformers encoder followed by "
+            "pooling. Train the encoder by itself."
         )
     return behind_the_encoder(modules)
 
 
 def write_sentence_files(settings: ModelSettings, folder: Path, length: int) -> None:
-    """Write to `folder`, which holds the encoder, what makes `SentenceTransformer(folder)` load it; weights stay.
+    """Write the files to `folder`, the saved encoder, with which `SentenceTransformer(folder)` loads it.
 
     Args:
         settings: the base, whose pooling, normalisation and prompts are kept.
         folder: of the saved encoder.
-        length: tokens of a text that are read.
+        length: most tokens read per text.
     """
     sentences = _load(settings)
-    sentences[0].auto_model.save_pretrained = lambda *_, **__: None  # the encoder's weights are there already
+    sentences[0].auto_model.save_pretrained = lambda *_, **__: None  # the encoder's weights are already saved
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         sentences.save_pretrained(scratch, create_model_card=False)
         encoder = Path(scratch) / _ENCODER
-        # said here, it wins over the tokenizer's length and over max_position_embeddings
+        # it takes precedence over the tokenizer's length and max_position_embeddings
         write_json(encoder, read_json(encoder) | {"max_seq_length": length})
         for path in sorted(Path(scratch).rglob("*")):
             target = folder / path.relative_to(scratch)
@@ -76,20 +76,22 @@ def write_sentence_files(settings: ModelSettings, folder: Path, length: int) -> 
 
 
 def _load(settings: ModelSettings) -> Any:
-    """Return the base as sentence-transformers reads it; an encoder alone gets the mean over the tokens behind it."""
+    """Return the base loaded by sentence-transformers, which adds mean pooling to a plain encoder."""
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
         raise MissingDependencyError("sentence-transformers", "sentences") from error
-    trusted = settings.trust_remote_code
-    if not trusted:
+    trust_remote_code = settings.trust_remote_code
+    if not trust_remote_code:
         _refuse_modules(settings)
-    with refused_code(settings.name, trusted):
-        return SentenceTransformer(settings.name, revision=settings.revision, device="cpu", trust_remote_code=trusted)
+    with refused_code(settings.name, trust_remote_code):
+        return SentenceTransformer(
+            settings.name, revision=settings.revision, device="cpu", trust_remote_code=trust_remote_code
+        )
 
 
 def _refuse_modules(settings: ModelSettings) -> None:
-    """Refuse modules that are no classes of sentence-transformers: before 6.0 it imports them from a folder unasked."""
+    """Refuse modules that are not sentence-transformers classes: before 6.0 it imports them without asking."""
     path = file_of(settings.name, _MODULES, revision=settings.revision)
     for module in [] if path is None else read_json(path):
         if not str(module.get("type")).startswith("sentence_transformers."):

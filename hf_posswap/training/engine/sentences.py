@@ -1,4 +1,4 @@
-"""Sentence embeddings: those of the unswapped encoder kept, or passages of one text brought near each other."""
+"""Sentence-embedding losses: match the unswapped encoder's vectors, or pull halves of one text together."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Around = tuple[int, int]
 
 @dataclass(frozen=True)
 class Pooling:
-    """Makes one vector of the states of a text.
+    """Pools the states of a text into one vector.
 
     Attributes:
-        modules: of sentence-transformers, that stand behind the encoder; none: the mean over the tokens.
+        modules: sentence-transformers modules after the encoder; none: the mean over the tokens.
 
     Example:
         >>> states, mask = torch.tensor([[[1.0, 3.0], [3.0, 5.0], [9.0, 9.0]]]), torch.tensor([[1, 1, 0]])
@@ -52,7 +52,7 @@ def embed(model: Any, pooling: Pooling, ids: Tensor, mask: Tensor) -> Tensor:
         model: an encoder, with or without a head, possibly wrapped.
         pooling: of its last states.
         ids: [B, L].
-        mask: [B, L], 0 where a text has ended.
+        mask: [B, L], 0 at padding.
     """
     output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
     states = getattr(output, "last_hidden_state", None)  # [B, L, E]
@@ -60,7 +60,7 @@ def embed(model: Any, pooling: Pooling, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def texts_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the tokens of a batch with nothing masked, and where they are, [B, L] each."""
+    """Return the unmasked tokens of a batch and their attention mask, [B, L] each."""
     labels, ids = inputs["labels"], inputs["input_ids"]
     texts = torch.where(labels == IGNORED, ids, labels)
     mask = inputs.get("attention_mask")
@@ -70,10 +70,10 @@ def texts_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def embedding_loss(
     model: Any, teacher: Any, pooling: Pooling, inputs: dict[str, Any], items: Tensor | int | None, *, window: int
 ) -> Tensor:
-    """Return one less the mean cosine of the texts' vectors by `model` and by the unswapped `teacher`.
+    """Return 1 minus the mean cosine of the texts' vectors from `model` and from the unswapped `teacher`.
 
-    The teacher reads as much of each text as its window holds; the model reads all of it. A text counts as often as it
-    has labels, so that the losses of micro-batches add up to that of the big batch.
+    The teacher reads each text up to its window; the model reads all of it. A text is weighted by its number of labels,
+    so that the losses of micro-batches add up to that of the whole batch.
 
     Args:
         model: an encoder, with any head.
@@ -83,12 +83,12 @@ def embedding_loss(
         items: labels of all micro-batches; None: of these.
         window: tokens that the teacher can read.
     """
-    texts, real = texts_of(inputs)
+    texts, mask = texts_of(inputs)
     with torch.no_grad():
-        wanted = embed(teacher, pooling, texts[:, :window], real[:, :window])  # [B, E]
-    distances = 1 - functional.cosine_similarity(embed(model, pooling, texts, real), wanted, dim=-1)  # [B]
-    counted = _labels(inputs)  # [B]
-    return (distances * counted).sum() / (counted.sum().clamp_min(1) if items is None else items)
+        teacher_vectors = embed(teacher, pooling, texts[:, :window], mask[:, :window])  # [B, E]
+    distances = 1 - functional.cosine_similarity(embed(model, pooling, texts, mask), teacher_vectors, dim=-1)  # [B]
+    label_counts = _labels(inputs)  # [B]
+    return (distances * label_counts).sum() / (label_counts.sum().clamp_min(1) if items is None else items)
 
 
 def contrastive_loss(
@@ -96,30 +96,30 @@ def contrastive_loss(
 ) -> Tensor:
     """Return sentence-transformers' MultipleNegativesRankingLoss over the two halves of each text.
 
-    A half is to be nearer to its other half than to those of the other texts of the batch
+    It trains a half to be nearer to its other half than to the halves of other texts in the batch
     (https://arxiv.org/abs/1705.00652).
 
     Args:
         model: an encoder, with any head.
         pooling: of its last states.
         inputs: as in `embedding_loss`; at least two texts.
-        items: labels of all micro-batches, of which each weighs as much as it has; None: of these.
+        items: labels of all micro-batches, by which each is weighted; None: of these.
         scale: of the cosines.
         around: special tokens of a text.
     """
     texts, real = texts_of(inputs)
     ids, mask = halves(texts, real, around)
-    first, second = embed(model, pooling, ids, mask).chunk(2)  # in one forward, which DDP counts on
+    first, second = embed(model, pooling, ids, mask).chunk(2)  # in one forward, as DDP requires
     ranking = _ranking_loss()(nn.Identity(), scale=scale)
     loss: Tensor = ranking([{"sentence_embedding": first}, {"sentence_embedding": second}], None)
-    counted = _labels(inputs).sum()
-    return loss if items is None else loss * counted / items
+    label_count = _labels(inputs).sum()
+    return loss if items is None else loss * label_count / items
 
 
 def _ranking_loss() -> Any:
-    own = "sentence_transformers.sentence_transformer"  # from its version 6 on
-    home = own if importlib.util.find_spec(own) else "sentence_transformers"
-    return importlib.import_module(f"{home}.losses").MultipleNegativesRankingLoss
+    new_module = "sentence_transformers.sentence_transformer"  # from its version 6 on
+    module = new_module if importlib.util.find_spec(new_module) else "sentence_transformers"
+    return importlib.import_module(f"{module}.losses").MultipleNegativesRankingLoss
 
 
 def _labels(inputs: dict[str, Any]) -> Tensor:
@@ -127,11 +127,11 @@ def _labels(inputs: dict[str, Any]) -> Tensor:
 
 
 def halves(texts: Tensor, real: Tensor, around: Around) -> tuple[Tensor, Tensor]:
-    """Return the first halves of all texts and then the second ones, each with its special tokens: ids and mask.
+    """Return ids and mask of the first halves of all texts, then of the second ones, each with its special tokens.
 
     Args:
         texts: [B, L].
-        real: [B, L], 0 where a text has ended.
+        real: [B, L], 0 at padding.
         around: special tokens before and after it.
 
     Example:
@@ -141,39 +141,39 @@ def halves(texts: Tensor, real: Tensor, around: Around) -> tuple[Tensor, Tensor]
         [[1, 5, 2, 0], [1, 8, 2, 0], [1, 6, 7, 2], [1, 9, 2, 0]]
     """
     before, after = around
-    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    half_lists: tuple[list[Tensor], list[Tensor]] = ([], [])
     for row, length in zip(texts, real.sum(-1).tolist(), strict=True):
         start, body, end = row[:before], row[before : length - after], row[length - after : length]
         middle = len(body) // 2
-        for part, words in zip(parts, (body[:middle], body[middle:]), strict=True):
-            part.append(torch.cat((start, words, end)))
-    rows = [*parts[0], *parts[1]]
+        for half_list, half in zip(half_lists, (body[:middle], body[middle:]), strict=True):
+            half_list.append(torch.cat((start, half, end)))
+    rows = [*half_lists[0], *half_lists[1]]
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     return pad_sequence(rows, batch_first=True), mask
 
 
 def all_vectors(model: Any, pooling: Pooling, batch: dict[str, Any], *, plain: int) -> Tensor:
     """Return the vectors of the first `plain` tokens of a batch's texts, in eval mode, without a gradient, [B, E]."""
-    texts, real = (part[:, :plain].to(model.device) for part in texts_of(batch))
+    texts, mask = (tensor[:, :plain].to(model.device) for tensor in texts_of(batch))
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            return embed(model, pooling, texts, real)
+            return embed(model, pooling, texts, mask)
     finally:
         model.train(training)
 
 
-def distance(one: Tensor, other: Tensor) -> float:
-    """Return one less the mean cosine of two sets of vectors [B, E].
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """Return 1 minus the mean cosine of two sets of vectors [B, E].
 
     Example:
         >>> distance(torch.eye(2), torch.tensor([[3.0, 0.0], [2.0, 0.0]]))
         0.5
     """
-    return float(1 - functional.cosine_similarity(one, other, dim=-1).mean())
+    return float(1 - functional.cosine_similarity(actual, expected, dim=-1).mean())
 
 
 def behind_the_encoder(modules: Sequence[nn.Module]) -> Pooling:
-    """Return what stands behind the first module of a sentence-transformers model, frozen, in eval mode."""
+    """Return the modules after the first of a sentence-transformers model as a Pooling, frozen, in eval mode."""
     return Pooling(tuple(module.requires_grad_(False).eval() for module in modules[1:]))

@@ -1,4 +1,4 @@
-"""What the engine is given by the layers above it, which it must not import."""
+"""Functions that the layers above pass to the engine, which must not import them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from hf_posswap.schemes import Scheme
 from hf_posswap.utils.progress import Reporter
 
 Evaluate = Callable[[Any, Sequence[np.ndarray], Sequence[int], int], dict[int, float]]
-"""From a model, held-out documents, lengths and the most documents to read, to the loss a token at each length."""
+"""From a model, held-out documents, lengths and the most documents to read, to the loss per token at each length."""
 CheckFit = Callable[[Any, Scheme], None]
-"""Refuses, of an unswapped model and a scheme, what the two below could not fit."""
+"""Raises if the scheme cannot be fitted to the unswapped model."""
 FitBias = Callable[[Any, Scheme, Sequence[np.ndarray]], Scheme]
 """From an unswapped model, a scheme and rows of token ids, to the scheme fitted to the model's table."""
 FitRotation = Callable[[Any, Sequence[np.ndarray]], object]
-"""From a swapped model, whose weights it changes, and rows of token ids, to what says in words how near it came."""
+"""From a swapped model, whose weights it changes, and rows of token ids, to a printable summary of the fit."""
 Near = Callable[[Any, Any, Any, Sequence[np.ndarray], Sequence[int]], list[dict[str, Any]]]
-"""From an encoder, its base, their tokenizer, documents and lengths, to a row a length: how near its vectors are."""
+"""From an encoder, its base, their tokenizer, documents and lengths, to the similarity of vectors, a row per length."""
 
 
 @dataclass(frozen=True)
 class Services:
-    """What the engine is given.
+    """Functions for the engine.
 
     Attributes:
-        evaluate: measures a model; None: a recipe that asks for it is refused.
-        near: holds an encoder's vectors against those of its base; None: the report does not say it.
-        free_bytes: says what is free on a device; None: memory is not checked.
-        check_fit, fit_bias, fit_rotation: fit a new mechanism to a table, after a look whether that can be; None: a
-            recipe that asks for it is refused.
+        evaluate: measures a model; None: a recipe that needs it is refused.
+        near: compares an encoder's vectors with its base's; None: the report leaves this out.
+        free_bytes: returns the free memory of a device; None: memory is not checked.
+        check_fit, fit_bias, fit_rotation: check and fit a new mechanism to a table; None: a recipe that needs them is
+            refused.
         reporter: shows lines and bars on the main process; None: nothing is shown.
     """
 

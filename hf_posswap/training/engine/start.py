@@ -1,4 +1,4 @@
-"""How a training starts: what one batch says of the unswapped model, and what it must say of the swapped one."""
+"""The start check: compares the swapped model with the unswapped one on a batch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from hf_posswap.training.engine.sentences import Pooling, all_vectors, distance
 
 
 class Start(Protocol):
-    """What was measured of the unswapped model."""
+    """Measurements of the unswapped model."""
 
     def check(self, model: Any, plan: SwapPlan | None, above: float | None) -> str:
-        """Return a sentence on the swapped `model`, which starts as `plan` predicts; raise a TrainingError otherwise.
+        """Return a sentence on the swapped `model` if it starts as `plan` predicts; raise a TrainingError otherwise.
 
         Args:
             model: swapped.
             plan: of the swap; None: there is none.
-            above: of the recipe's gates.start_above.
+            above: the recipe's gates.start_above.
         """
 
 
 def measure_start(
     recipe: Recipe, model: Any, batch: dict[str, Any], *, causal: bool, window: int, pooling: Pooling | None
 ) -> Start:
-    """Return what `batch` says of the unswapped `model`, on as much of it as its window holds.
+    """Measure the unswapped `model` on `batch`, up to its window.
 
     Args:
         recipe: without stages.
@@ -36,7 +36,7 @@ def measure_start(
         batch: arguments of its forward, with labels.
         causal: whether it predicts the next token.
         window: tokens that it can read.
-        pooling: of its states, where vectors of texts are trained.
+        pooling: of its states, for objectives on text vectors.
     """
     if recipe.objective.kind in SENTENCES:
         assert pooling is not None
@@ -57,18 +57,19 @@ class _Loss:
 
 
 class _Vectors:
-    """Vectors of texts have no loss of their own: what counts is how far the swap moved them."""
+    """Measures how far the swap moves the vectors of texts."""
 
     def __init__(self, model: Any, batch: dict[str, Any], pooling: Pooling, window: int) -> None:
         self.batch, self.pooling, self.window = batch, pooling, window
         self.before = all_vectors(model, pooling, batch, plain=window)
 
     def check(self, model: Any, plan: SwapPlan | None, above: float | None) -> str:
-        found = distance(all_vectors(model, self.pooling, self.batch, plain=self.window), self.before)
-        said = f"the swap moved the vectors of texts by {found:.3f} (1 - cosine)"
-        if math.isfinite(found) and (above is None or found <= above):
-            return said
+        moved = distance(all_vectors(model, self.pooling, self.batch, plain=self.window), self.before)
+        message = f"the swap moved the vectors of texts by {moved:.3f} (1 - cosine)"
+        if math.isfinite(moved) and (above is None or moved <= above):
+            return message
         raise TrainingError(
-            f"{said}, and gates.start_above allows {'a number' if above is None else above}. Likely cause: the fields "
-            f"of {None if plan is None else plan.scheme} do not fit this model. gates.start=false starts all the same."
+            f"{message}, and gates.start_above allows {'any finite number' if above is None else above}. "
+            f"Likely cause: the fields of {None if plan is None else plan.scheme} do not fit this model. "
+            "gates.start=false skips the check."
         )

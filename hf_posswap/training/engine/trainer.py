@@ -26,16 +26,16 @@ Groups = Callable[[Any], list[dict[str, Any]]]
 
 
 class PosswapTrainer(SavingTrainer):
-    """A Trainer that reads windows in order, minimises an objective, and never tears a checkpoint.
+    """A Trainer that reads windows in order, minimizes an objective, and writes checkpoints atomically.
 
     Args:
-        model: prepared: swapped, and its trainable parameters chosen.
+        model: swapped, with its trainable parameters chosen.
         args: of transformers.
         objective: the loss.
-        groups: makes the parameter groups.
-        identity: of this training: a checkpoint of another one is refused.
+        groups: builds the parameter groups.
+        identity: of this training; checkpoints of another one are refused.
         measure: returns the loss of held-out documents at each length; None: nothing is evaluated.
-        tokenizer: saved beside the model; None: none is.
+        tokenizer: saved with the model; None: none is saved.
     """
 
     def __init__(
@@ -55,21 +55,21 @@ class PosswapTrainer(SavingTrainer):
         self._writing: Path | None = None
         super().__init__(model=model, args=args, **kwargs)
         self.remove_callback(PrinterCallback)
-        self.model_accepts_loss_kwargs = True  # so that counted tokens of all micro-batches are summed
+        self.model_accepts_loss_kwargs = True  # makes the Trainer count the tokens of all micro-batches
         self.loss_is_scaled_for_ga = True
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator; FSDP2 that was asked for on CPUs is FSDP2, which accelerate turns into DDP silently."""
+        """Create the accelerator, and keep FSDP2 on CPUs, which accelerate silently turns into DDP."""
         super().create_accelerator_and_postprocess()
         self.is_fsdp_enabled = shard_on_cpus(self.accelerator) or self.is_fsdp_enabled
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoints lie."""
+        """Folder of the checkpoints."""
         return Path(str(self.args.output_dir))
 
     def newest_checkpoint(self) -> Path | None:
-        """Return what to go on from, after all that a killed process left half-written is gone.
+        """Remove what a killed process left half-written, and return the checkpoint to resume from.
 
         Raises:
             CheckpointError: the checkpoints belong to another training.
@@ -80,35 +80,35 @@ class PosswapTrainer(SavingTrainer):
         return newest(self.folder, self.identity)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Make the optimizer of `optim` with the recipe's parameter groups.
+        """Create the optimizer `optim` with the recipe's parameter groups.
 
         Raises:
-            ConfigError: it is not installed, or takes no parameter groups.
+            ConfigError: it is not installed, or does not support parameter groups.
         """
         if self.optimizer is None:
-            chosen = self.model if model is None else model
+            target_model = self.model if model is None else model
             try:
-                kind, options = self.get_optimizer_cls_and_kwargs(self.args, chosen)  # type: ignore[arg-type]
+                optimizer_cls, options = self.get_optimizer_cls_and_kwargs(self.args, target_model)  # type: ignore[arg-type]
             except (ImportError, ValueError, RuntimeError) as error:
                 raise ConfigError(f"training.optim: {' '.join(str(error).split())}") from error
-            if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-                raise ConfigError(f"training.optim: {self.args.optim} takes no parameter groups: use another.")
-            self.optimizer = kind(self.groups(chosen), **options)
+            if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
+                raise ConfigError(f"training.optim: {self.args.optim} does not support parameter groups: use another.")
+            self.optimizer = optimizer_cls(self.groups(target_model), **options)
         return self.optimizer
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Leave the Hub alone: the finished model is pushed once it is proved."""
+        """Do nothing: the finished model is pushed once it is verified."""
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return the loss of held-out documents, at the longest length and at each, without touching what is random."""
+        """Return the loss of held-out documents at each length, without changing the state of random generators."""
         assert self.measure is not None
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
-            found = self.measure()
-        metrics = {f"{metric_key_prefix}_loss_at_{length}": nll for length, nll in found.items()}
-        metrics |= {f"{metric_key_prefix}_loss": found[max(found)]} if found else {}
+            loss_by_length = self.measure()
+        metrics = {f"{metric_key_prefix}_loss_at_{length}": nll for length, nll in loss_by_length.items()}
+        metrics |= {f"{metric_key_prefix}_loss": loss_by_length[max(loss_by_length)]} if loss_by_length else {}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -120,10 +120,10 @@ class PosswapTrainer(SavingTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the objective's loss, so scaled that the mean over processes divides by the tokens of all of them.
+        """Return the objective's loss, scaled so that the mean over processes divides by the tokens of all processes.
 
         Raises:
-            NumericError: it is no number; the message names the last good checkpoint.
+            NumericError: it is NaN or infinite; the message names the last good checkpoint.
         """
         if self._splits_by_deepspeed():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -133,7 +133,7 @@ class PosswapTrainer(SavingTrainer):
         if not bool(torch.isfinite(loss)):
             raise NumericError(
                 f"the loss became {loss.item()} at step {self.state.global_step + 1} of {self.state.max_steps} "
-                f"(learning rate {self.current_learning_rate():.2g}). {self.last_good()} Take a smaller learning rate "
+                f"(learning rate {self.current_learning_rate():.2g}). {self.last_good()} Use a smaller learning rate "
                 "or a longer warm-up."
             )
         return (loss, {}) if return_outputs else loss
@@ -143,16 +143,16 @@ class PosswapTrainer(SavingTrainer):
         return config is not None and getattr(config, "sp_enabled", False)
 
     def last_good(self) -> str:
-        """Return a sentence that names the newest whole checkpoint."""
-        found = newest(self.folder, self.identity)
-        return "There is no checkpoint yet." if found is None else f"The last good checkpoint is {found}."
+        """Return a sentence with the newest complete checkpoint."""
+        checkpoint = newest(self.folder, self.identity)
+        return "There is no checkpoint yet." if checkpoint is None else f"The last good checkpoint is {checkpoint}."
 
     def checkpoint_parent(self) -> str | None:
-        """Return the folder for what is half-written, while there is any."""
+        """Return the folder of the checkpoint that is being written, or None."""
         return None if self._writing is None else str(self._writing)
 
     def write_checkpoint(self, write: Callable[[], None]) -> None:
-        """Write a checkpoint beside the others, seal it, and only then give it its name."""
+        """Write a checkpoint to a temporary folder, seal it, and then move it to its final name."""
         name = f"checkpoint-{self.state.global_step}"
         self._writing = self.folder / UNFINISHED
         try:
@@ -171,20 +171,20 @@ class PosswapTrainer(SavingTrainer):
         self.accelerator.wait_for_everyone()
 
     def write_model_files(self, folder: str | None, weights: dict[str, Any] | None) -> None:
-        """Write the model with its swap, and its tokenizer; no pickled arguments."""
+        """Write the model with its swap, and its tokenizer, without pickled arguments."""
         if not self.args.should_save:
             return
-        place = Path(folder or self.folder)
-        os.makedirs(place, exist_ok=True)
+        output_folder = Path(folder or self.folder)
+        os.makedirs(output_folder, exist_ok=True)
         target: Any = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         refuse_lost_positions(target)
-        target.save_pretrained(place, state_dict=weights)
-        write_sidecars(target, place)
+        target.save_pretrained(output_folder, state_dict=weights)
+        write_sidecars(target, output_folder)
         if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(place)
+            self.tokenizer.save_pretrained(output_folder)
 
     def write_model(self, folder: Path) -> None:
-        """Write the model as it stands to `folder`, which is new; every process has to call it."""
+        """Write the current model to the new `folder`; every process must call it."""
         state = None
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             state = self.accelerator.get_state_dict(self.model_wrapped)

@@ -1,4 +1,4 @@
-"""A disk that is full or cannot be written, met by any writer in a training: said as what it is."""
+"""Turns write errors of any library in a training, such as a full disk, into a CheckpointError."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.utils.format import said_by
 
-_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-_OF_WRITERS = ("os error", "inline_container", "PytorchStreamWriter", "No space left")
-"""What safetensors, torch (twice) and tokenizers say where a file cannot be written: they raise errors of their own."""
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+_WRITER_MESSAGES = ("os error", "inline_container", "PytorchStreamWriter", "No space left")
+"""Messages of safetensors, torch (twice) and tokenizers for a failed write: they raise their own error types."""
 
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Write below `folder` in the block, by whatever library.
+    """Convert write errors within the block, which writes below `folder`.
 
     Raises:
-        CheckpointError: something could not be written; what was finished before stays.
+        CheckpointError: something could not be written; what was finished before is kept.
     """
     try:
         yield
@@ -31,12 +31,12 @@ def writing_to(folder: Path) -> Iterator[None]:
             raise
         reason = (isinstance(error, OSError) and error.strerror) or said_by(error)
         raise CheckpointError(
-            f"cannot write to {folder}: {reason}. What was finished before is kept: free some space, and the same call "
-            "goes on from the newest checkpoint."
+            f"cannot write to {folder}: {reason}. Finished files are kept: free some space, and the same call resumes "
+            "from the newest checkpoint."
         ) from error
 
 
 def _is_about_writing(error: Exception) -> bool:
-    if isinstance(error, OSError) and error.errno in _OF_DISKS:
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return True
-    return not isinstance(error, OSError) and any(said in str(error) for said in _OF_WRITERS)
+    return not isinstance(error, OSError) and any(text in str(error) for text in _WRITER_MESSAGES)

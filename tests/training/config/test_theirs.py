@@ -14,7 +14,7 @@ from hf_posswap.errors import ConfigError
 from hf_posswap.training.config import Recipe, make_recipe
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.old_keys import OLD
-from hf_posswap.training.config.theirs import REFUSED, THEIRS, TrainingSettings, with_a_part
+from hf_posswap.training.config.theirs import REFUSED, THEIRS, TrainingSettings, result_settings
 from hf_posswap.training.engine.arguments import argument_values, training_arguments
 
 HINTS: dict[str, Any] = get_type_hints(TrainingSettings)
@@ -142,8 +142,12 @@ def test_new_keys_of_old_ones_are_keys() -> None:
 def test_what_is_watched_kept_and_computed_has_no_part_in_the_weights() -> None:
     same = {"save_steps": 7, "logging_steps": 3, "report_to": "none", "eval_strategy": "steps", "run_name": "a"}
     computed = {"use_cpu": True, "torch_compile": True, "dataloader_num_workers": 2, "gradient_checkpointing": True}
-    plain = with_a_part(TrainingSettings())
-    assert with_a_part(recipe(same | computed).training) == plain == {"max_steps": 1000}
-    assert with_a_part(recipe({"optim": "sgd", "seed": 3}).training) == {"max_steps": 1000, "optim": "sgd", "seed": 3}
+    plain = result_settings(TrainingSettings())
+    assert result_settings(recipe(same | computed).training) == plain == {"max_steps": 1000}
+    assert result_settings(recipe({"optim": "sgd", "seed": 3}).training) == {
+        "max_steps": 1000,
+        "optim": "sgd",
+        "seed": 3,
+    }
     plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 5}
-    assert with_a_part(recipe(plateau).training) == {"max_steps": 1000, **plateau}
+    assert result_settings(recipe(plateau).training) == {"max_steps": 1000, **plateau}

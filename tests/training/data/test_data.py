@@ -29,7 +29,7 @@ from hf_posswap.training.data.cutting import LEAST, cut_pieces, pack_pieces
 from hf_posswap.training.data.masking import make_masking
 from hf_posswap.training.data.order import Order
 from hf_posswap.training.data.positions import pose_draw, random_positions
-from hf_posswap.training.data.telling import Telling
+from hf_posswap.training.data.telling import TokenizingProgress
 from tests.training.data.test_packing import built, masked_tokenizer
 
 TEXTS = [f"document {number} says {'more ' * number}and ends" for number in range(40)]
@@ -135,7 +135,7 @@ def test_damaged_tokens_are_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds 100 tokens where \d+ were written: it is damaged. Delete that folder"):
         data(tmp_path, Source(documents=20))
     (folder / "train.bin").unlink()
-    with pytest.raises(DataError, match=r"the kept tokens in .* cannot be read: .*Delete that folder"):
+    with pytest.raises(DataError, match=r"the cached tokens in .* cannot be read: .*Delete that folder"):
         data(tmp_path, Source(documents=20))
 
 
@@ -363,7 +363,9 @@ def test_tokens_that_take_long_are_told_of_and_others_are_not(tmp_path: Path, mo
     assert said == []
     monkeypatch.setattr(storing, "_AT_ONCE", 15)
     seconds = itertools.count(0.0, 12.0)
-    monkeypatch.setattr(storing, "Telling", lambda source, say: Telling(source, say, lambda: next(seconds)))
+    monkeypatch.setattr(
+        storing, "TokenizingProgress", lambda source, say: TokenizingProgress(source, say, lambda: next(seconds))
+    )
     slow = build(tmp_path / "folder", "slow")
     shown = [line.partition(": ")[2].partition(" a second")[0] for line in said]
     assert shown == [f"{n} of 40 documents are tokens, {rate}" for n, rate in ((15, 1.25), (30, 1.25), (40, 1.11))]

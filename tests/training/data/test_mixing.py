@@ -141,9 +141,9 @@ def test_the_packing_of_every_length_is_proved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cut", "said"),
     [
-        ((8,), r"cut holds 1 at least once, for the steps that read windows whole, got \[8\]"),
-        ((), r"cut holds 1 at least once, .* got \[\]"),
-        ((1, 3, 0, 32), r"cut holds numbers of windows that 64 tokens can be cut into, .* 4 tokens each, got 3, 0, 32"),
+        ((8,), r"cut must contain 1, for steps of full-length windows, got \[8\]"),
+        ((), r"cut must contain 1, .* got \[\]"),
+        ((1, 3, 0, 32), r"cut must divide 64 tokens into windows .* 4 tokens each, got 3, 0, 32"),
     ],
 )
 def test_a_cut_that_cannot_be_is_refused(cut: tuple[int, ...], said: str) -> None:

@@ -200,7 +200,7 @@ def test_the_proof_catches_a_leak_a_wall_and_positions_without_effect(tmp_path: 
     with pytest.raises(DataError, match=r"packing 'documents' on GPT2LMHeadModel: .*documents leak into one another"):
         prove_packing(model, built(tmp_path, "documents"))
     model.forward = lambda **batch: forward(**batch | {"attention_mask": None})
-    with pytest.raises(DataError, match=r"packing 'pose' .*takes the pieces for packed documents"):
+    with pytest.raises(DataError, match=r"packing 'pose' .*treats the pieces as packed documents"):
         prove_packing(model, built(tmp_path, "pose"))
     model.forward = lambda **batch: forward(**batch | {"position_ids": None})
     with pytest.raises(DataError, match="the positions that training gives have no effect"):
@@ -211,7 +211,7 @@ def test_the_proof_catches_a_leak_a_wall_and_positions_without_effect(tmp_path: 
     encoder = swapped("bert", None, "sdpa")
     whole = encoder.forward
     encoder.forward = lambda **batch: whole(**batch | {"position_ids": None})
-    with pytest.raises(DataError, match="positions do not begin anew with it"):
+    with pytest.raises(DataError, match="its positions do not restart"):
         prove_packing(encoder, built(tmp_path, "documents", causal=False))
 
 

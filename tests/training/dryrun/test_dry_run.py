@@ -29,7 +29,7 @@ from hf_posswap.training.dryrun import CARDS, DryRun, Prediction, card_of, dry_r
 from hf_posswap.training.dryrun.changes import ladders
 from hf_posswap.training.dryrun.launching import launched
 from hf_posswap.training.dryrun.modelling import fake_model
-from hf_posswap.training.dryrun.unreal import Unreal
+from hf_posswap.training.dryrun.unreal import FakeStep
 from hf_posswap.training.dryrun.work import Work
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.trainable import prepare_trainable
@@ -340,16 +340,16 @@ def test_weights_are_never_read(folders: dict[str, Path], tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["deepspeed-zero3", "deepspeed-ulysses", "fsdp2-cp"])
 def test_engines_that_cannot_be_run_dry_are_refused_by_name(folders: dict[str, Path], name: str) -> None:
     what = "context parallelism" if name == "fsdp2-cp" else "DeepSpeed"
-    with pytest.raises(ConfigError, match=rf"{name}.yaml asks for .*{what}.*What can: one process, DDP and FSDP2"):
+    with pytest.raises(ConfigError, match=rf"{name}.yaml asks for .*{what}.*It supports one process, DDP and FSDP2"):
         dry_run(recipe(folders["llama"]), accelerate=launch_file(name))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no file of accelerate that can be read"),
-        ("- ddp", "is no file of accelerate that can be read"),
-        ("{distributed_type: MULTI_GPU, num_processes: eight}", "is no file of accelerate that can be read: .*'eight'"),
+        ("", "is not a readable accelerate file"),
+        ("- ddp", "is not a readable accelerate file"),
+        ("{distributed_type: MULTI_GPU, num_processes: eight}", "is not a readable accelerate file: .*'eight'"),
         ("{distributed_type: MULTI_GPU, num_processes: 0}", "starts 0 processes: give num_processes there, or --proc"),
         ("{distributed_type: MULTI_GPU, num_processes: 2, mixed_precision: fp8}", "asks for float8"),
     ],
@@ -365,14 +365,14 @@ def test_files_that_are_no_launch_are_refused(
 
 @of_processes
 def test_a_teacher_is_not_shared(folders: dict[str, Path]) -> None:
-    with pytest.raises(UnsupportedSwapError, match="objective.kind distill needs the unswapped model whole"):
+    with pytest.raises(UnsupportedSwapError, match="objective.kind distill needs an unsharded teacher"):
         dry_run(recipe(folders["gpt2"], objective={"kind": "distill"}), accelerate=launch_file("fsdp2"))
 
 
 def test_other_refusals(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text("num_processes: [")
-    with pytest.raises(ConfigError, match=r"bad.yaml is no file of accelerate that can be read"):
+    with pytest.raises(ConfigError, match=r"bad.yaml is not a readable accelerate file"):
         dry_run(recipe(folders["llama"]), accelerate=bad)
     with pytest.raises(OptionError, match="--processes is a whole number of at least 1, got 0"):
         dry_run(recipe(folders["llama"]), processes=0)
@@ -415,7 +415,7 @@ def test_a_number_that_weights_give_is_refused_in_a_step() -> None:
     mode = fake_mode()
     with mode:
         weight = torch.ones(3)
-    unreal = Unreal(mode)
+    unreal = FakeStep(mode)
     with unreal:
         assert torch.arange(3).sum().item() == 3  # what no weight has a part in is real
         assert weight.sum().item() == 0
@@ -446,7 +446,7 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (tiny("t5"), "reads a text .* by transformers' Seq2SeqTrainer"),
+        (tiny("t5"), "is an encoder-decoder, .* with transformers' Seq2SeqTrainer"),
         (ViTForImageClassification(ViTConfig(**SMALL)), "reads pixel_values, and recipes train models of text"),
         (BertForSequenceClassification(BertConfig(**SMALL)), "has no head over the vocabulary, which .* next-token"),
     ],

@@ -61,8 +61,8 @@ def test_what_the_file_leaves_out_is_the_recipes(tmp_path: Path) -> None:
             r"has 'optimizer': the rates of `trainable` and training.optim would be lost",
         ),
         ({"scheduler": {"type": "WarmupLR"}}, r"has 'scheduler': training.lr_scheduler_type would be lost"),
-        ({"tensor_parallel": {"autotp_size": 2}}, r"has 'tensor_parallel': it cuts the heads"),
-        ({"gradient_clipping": 0.5}, r"says max_grad_norm 0.5, and training.max_grad_norm is 1.0: leave it out"),
+        ({"tensor_parallel": {"autotp_size": 2}}, r"has 'tensor_parallel': it splits the heads"),
+        ({"gradient_clipping": 0.5}, r"sets max_grad_norm to 0.5, and training.max_grad_norm is 1.0: leave it out"),
         ({"gradient_accumulation_steps": 4}, r"says gradient_accumulation_steps 4, and training.* is 1"),
         ({"train_micro_batch_size_per_gpu": 1}, r"says per_device_train_batch_size 1, and training.* is 4"),
         ({"bf16": {"enabled": True}}, r"says bf16 True, and training.bf16 is False"),
@@ -93,7 +93,7 @@ def test_without_a_launcher_it_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_launcher_that_asks_for_a_cpu_would_leave_it_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_launcher(monkeypatch, USE_CPU="true")
-    with pytest.raises(ConfigError, match=r"use_cpu: true, and accelerate leaves DeepSpeed out"):
+    with pytest.raises(ConfigError, match=r"use_cpu: true, with which accelerate silently ignores DeepSpeed"):
         run_recipe(recipe(tmp_path))
 
 

@@ -283,7 +283,7 @@ def test_mixed_lengths_train_as_a_plain_loop_over_both_does(tmp_path: Path) -> N
         torch.testing.assert_close(weight.view_as(expected[name]), expected[name], rtol=0, atol=2e-4)
     (phase,) = done.report["phases"]
     assert (phase["steps"], phase["tokens"], phase["data"]["cut"]) == (4, 4 * 2 * 128, [4, 1])
-    assert "data.packing none proved on one batch of each length: 128, 32" in phase["gates"]
+    assert "data.packing none verified on one batch of each length: 128, 32" in phase["gates"]
     small = trained(tmp_path, *MIXED, "training.per_device_train_batch_size=1",
                     "training.gradient_accumulation_steps=2", "out=" + str(tmp_path / "small"),
                     kind="llama")  # fmt: skip
@@ -329,9 +329,9 @@ CONTEXT, ULYSSES = Launch(8, fsdp=2, context=4), Launch(8, deepspeed=3, ulysses=
     ("scheme", "settings", "launch", "says"),
     [
         (hf_posswap.Alibi(), (), CONTEXT, r"alibi cannot be trained under context parallelism: .* drops the mask"),
-        (hf_posswap.SelfExtend(), (), CONTEXT, r"self_extend cannot .* pieces need the whole sequence"),
+        (hf_posswap.SelfExtend(), (), CONTEXT, r"self_extend cannot .* a shard would need all of it"),
         (hf_posswap.Kerple(), (), ULYSSES, r"kerple cannot be trained under Ulysses"),
-        (hf_posswap.Dynamic(), (), CONTEXT, r"dynamic cannot .* angles follow the length that each process sees"),
+        (hf_posswap.Dynamic(), (), CONTEXT, r"dynamic cannot .* angles depend on the length that a process sees"),
         (hf_posswap.LongRope(long_factor=(1.0,)), (), ULYSSES, r"longrope cannot .* angles follow the length"),
         (hf_posswap.Rope(), ("objective.chunk=8",), CONTEXT, r"objective.chunk must be 0 under context"),
         (hf_posswap.Rope(), ("data.packing=documents",), CONTEXT, r"data.packing documents cannot be trained under"),
@@ -348,16 +348,16 @@ CONTEXT, ULYSSES = Launch(8, fsdp=2, context=4), Launch(8, deepspeed=3, ulysses=
             hf_posswap.Rope(),
             ("swap.gradual_steps=2",),
             Launch(8, fsdp=2),
-            r"gradual swap cannot be ended where weights",
+            r"gradual swap cannot end on sharded weights",
         ),
         (hf_posswap.Rope(), ("trainable.what=new_rows",), Launch(8, deepspeed=3), r"new_rows masks rows of a gradient"),
         (
             hf_posswap.Rope(),
             ("training.eval_strategy=steps",),
             Launch(8, fsdp=2),
-            r"training.eval_strategy needs whole weights",
+            r"training.eval_strategy needs unsharded weights",
         ),
-        (hf_posswap.Rope(), ("objective.kind=distill",), Launch(8, fsdp=2), r"distill needs the unswapped model whole"),
+        (hf_posswap.Rope(), ("objective.kind=distill",), Launch(8, fsdp=2), r"distill needs an unsharded teacher"),
     ],
 )
 def test_what_would_go_wrong_silently_is_refused_by_name(
@@ -384,7 +384,7 @@ def test_compiled_layers_train_alike(tmp_path: Path) -> None:
     plain = trained(tmp_path, *settings, kind=kind, model={"name": str(still(tmp_path / "still", kind))})
     compiled = ("training.torch_compile=true", f"out={tmp_path / 'compiled'}", f"model.name={tmp_path / 'still'}")
     done = trained(tmp_path, *settings, *compiled, kind=kind)
-    assert "2 layers are compiled, each by itself" in done.report["phases"][0]["gates"]
+    assert "2 layers are compiled, each separately" in done.report["phases"][0]["gates"]
     assert done.report["phases"][0]["last_loss"] == pytest.approx(plain.report["phases"][0]["last_loss"], abs=1e-4)
     assert hf_posswap.load(done.model).config.posswap["scheme"]["name"] == "rope"
 

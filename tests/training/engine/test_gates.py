@@ -81,7 +81,7 @@ def test_the_limit_follows_from_the_plan(swap: Any, above: float | None, limit: 
     [
         (9.0, 3.1, FIRST, True, r"the positions or masks of data.packing, .* the swapped model has 3.100"),
         (9.0, 9.0, FIRST, True, r"the fields of yarn\(.*\): base, layout, factor or original_length do not fit"),
-        (9.0, 9.0, FIRST, False, r"the data: there is no swap"),
+        (9.0, 9.0, FIRST, False, r"the data: without a swap"),
         (9.5, 9.0, FirstLoss(7.0, 1000), True, r"no better than guessing \(6.91\): another model's tokenizer"),
         (float("nan"), 3.1, FIRST, True, r"first loss nan, 3.000 before the swap: the plan predicts at most 4.50"),
     ],
@@ -106,7 +106,7 @@ def test_a_wrong_scheme_is_stopped_before_the_first_step(tmp_path: Path) -> None
         kind="llama",
     )
     spoilt = ("model.name=" + str(base.model), "out=" + str(tmp_path / "spoilt"), "gates.start_above=0.05")
-    with pytest.raises(TrainingError, match=r"first loss .* Likely cause: .* gates.start_above says how far"):
+    with pytest.raises(TrainingError, match=r"first loss .* Likely cause: .* gates.start_above sets the limit"):
         trained(tmp_path, *spoilt, kind="llama", swap={"scheme": {"name": "rope", "base": 1.5}})
     assert not any((tmp_path / "spoilt").rglob("checkpoint-*"))
 
@@ -251,7 +251,9 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_of_two_texts_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"T5ForCond\w+ reads a text .* by transformers' Seq2SeqTrainer"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"T5ForCond\w+ is an encoder-decoder, .* with transformers' Seq2SeqTrainer"
+    ):
         trained(tmp_path, kind="t5", swap={"scheme": "alibi"})
 
 

@@ -60,7 +60,7 @@ def test_what_helps_is_named(tmp_path: Path) -> None:
     everything = recipe(tmp_path, "objective.chunk=0")
     with pytest.raises(
         NotEnoughMemoryError,
-        match=r"144 B .* and 133 B are free on the device, where the weights lie already. What helps: a smaller "
+        match=r"144 B .* and 133 B are free on the device, where the weights are already. What helps: a smaller "
         r"training.per_device_train_batch_size with .*, training.gradient_checkpointing=true, peft.peft_type=LORA, "
         r"objective.chunk=1024, a shorter",
     ):

@@ -184,7 +184,7 @@ def test_a_torn_newest_checkpoint_is_skipped_with_a_warning(tmp_path: Path) -> N
         (whole.folder / left).unlink()
     torn = whole.folder / "checkpoints" / "checkpoint-6" / "optimizer.pt"
     torn.write_bytes(torn.read_bytes()[:-1])
-    with pytest.warns(TrainingWarning, match=r"checkpoint-6 is not whole \(optimizer.pt is damaged\): it is skipped"):
+    with pytest.warns(TrainingWarning, match=r"checkpoint-6 is incomplete \(optimizer.pt is damaged\): it is skipped"):
         done = trained(tmp_path)
     assert done.report["phases"][0]["steps"] == 6
     assert problem_of(whole.folder / "checkpoints" / "checkpoint-6") is None
@@ -291,7 +291,7 @@ def test_a_finished_training_is_said_to_be_so(tmp_path: Path) -> None:
     trained(tmp_path)
     shown = io.StringIO()
     trained(tmp_path, services=Services(reporter=Reporter(Console(file=shown, width=60))))
-    assert "was finished before: it is not trained again, and its data and base are not looked at" in shown.getvalue()
+    assert "is finished: it is not trained again, and its data and base are not checked" in shown.getvalue()
 
 
 @pytest.mark.slow
@@ -362,7 +362,7 @@ def test_a_missing_file_or_seal_is_found(tmp_path: Path) -> None:
     assert problem_of(path) == "below/state is missing"
     (path / SEAL).write_text("{")
     assert problem_of(path) == f"no readable {SEAL}"
-    with pytest.warns(TrainingWarning, match="is not whole"):
+    with pytest.warns(TrainingWarning, match="is incomplete"):
         assert newest(tmp_path, IDENTITY) is None
 
 

@@ -143,7 +143,7 @@ def test_a_base_that_does_not_begin_with_an_encoder_is_refused(tmp_path: Path) -
     kind = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.BoW"}
     (bag / "modules.json").write_text(json.dumps([kind]))
     (bag / "config.json").write_text(json.dumps({"vocab": ["a", "b"], "word_weights": {}, "unknown_word_weight": 1}))
-    with pytest.raises(ConfigError, match=r"bag begins with a BoW: expected a transformers encoder"):
+    with pytest.raises(ConfigError, match=r"bag starts with a BoW: expected a transformers encoder"):
         pooling_of(ModelSettings(str(bag)))
 
 

@@ -179,7 +179,7 @@ ZERO = {"zero_stage": 2, "zero3_init_flag": False}
             FSDP2,
             ("gradient_checkpointing=true",),
             {"gradient_checkpointing": False},
-            "FSDP makes activations again, not training.gradient_checkpointing",
+            "FSDP checkpoints activations, not training.gradient_checkpointing",
         ),
         (FSDP2, ("deepspeed={zero_optimization: {stage: 2}}",), {"deepspeed": None}, "FSDP, not training.deepspeed"),
         (
@@ -220,7 +220,7 @@ def test_each_key_that_both_have_is_accelerates_files(
 
 def test_float8_that_accelerates_file_asks_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    with pytest.raises(ConfigError, match=r"asks for mixed_precision fp8, under which no swap was proved: use bf16"):
+    with pytest.raises(ConfigError, match=r"asks for mixed_precision fp8, which no swap was tested with: use bf16"):
         trained(tmp_path)
 
 
