@@ -1,7 +1,7 @@
-"""What the training-free extensions share that treat near keys and far keys differently.
+"""Base of the training-free extensions that treat near keys and far keys differently.
 
-Near pairs keep the angles that the model was trained with; far pairs get distances that the model has met. The
-schemes differ in where the border lies and in the positions that each side is given.
+Near pairs keep the angles that the model was trained with; far pairs get distances that occurred in training. The
+schemes differ in where the border lies and in the positions that each side gets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Part:
         query: of positions [B or 1, Q]: those to rotate by; whole or not.
         key: of positions [B or 1, K]; None: keys are rotated by `Piecewise.cached_key` before they are cached.
         region: which pairs belong here.
-        copy: which of the different `key` this is, counted from 0: parts of the same copy have their keys in common.
+        copy: which of the different `key` this is, counted from 0: parts of the same copy share their keys.
     """
 
     query: Callable[[Tensor], Tensor]
@@ -42,11 +42,11 @@ class Part:
 
 
 class Far(NamedTuple):
-    """The positions of pairs that are a window apart or more: of their keys, and of a query for those on either side.
+    """The positions of pairs that are a window apart or more: of their keys, and of a query for keys on either side.
 
     Attributes:
         behind: of positions [B or 1, Q]: of a query for keys in its past.
-        ahead: of positions [B or 1, Q]: of a query for keys that stand later than it.
+        ahead: of positions [B or 1, Q]: of a query for keys later than it.
         key: of positions [B or 1, K].
     """
 
@@ -59,8 +59,8 @@ class Far(NamedTuple):
 class Piecewise(RotaryScheme):
     """Rotary attention in parts. Angles are the model's own, its scaling included, unless `base` is given.
 
-    The papers have no key that stands later than its query. Where a mask shows one (a prefix that is read both ways,
-    the tokens of an image), the pair has the distance of the text read backwards, with the other sign.
+    The papers have no keys later than their query. Where a mask shows one (a bidirectional prefix, the tokens of an
+    image), the pair has the distance that it has in the reversed text, with the opposite sign.
 
     Attributes:
         original_length: L, in tokens; None takes the length that the model was made for.
@@ -83,8 +83,8 @@ class Piecewise(RotaryScheme):
         resolved = super().resolve(geometry, max_length)
         if resolved.base is None and geometry.base is not None and geometry.frequencies is None:
             raise SchemeError(
-                f"{self.name}: the model's own angles follow the length of its input, so there are none to keep; give "
-                "base= (theta) for plain ones."
+                f"{self.name}: the model's own angles follow the length of its input, so they cannot be kept; give "
+                "base= (theta) for plain angles."
             )
         return dataclasses.replace(resolved, original_length=self.original_length or geometry.original_length)
 
@@ -132,7 +132,7 @@ class PiecewiseMechanism(RotaryMechanism):
         return tuple(self._turn(key(positions)) for key in _key_positions(self.scheme.parts()))
 
     def rotate_query(self, query: Tensor, prepared: Any) -> Tensor:
-        return query  # each piece rotates it in its own way
+        return query  # each piece rotates it itself
 
     def rotate_key(self, key: Tensor, prepared: Any) -> Tensor:
         return rotate(key, prepared, self.layout) if self.rotates else side_by_side(key, prepared, self.layout)
@@ -156,19 +156,19 @@ class PiecewiseMechanism(RotaryMechanism):
         )
 
     def _query_table(self, part: Part, positions: Tensor) -> CosSin | LateCosSin:
-        """Return what rotates queries at `positions` [B or 1, Q] for `part`."""
+        """Return cos and sin of queries at `positions` [B or 1, Q] for `part`."""
         late = LateCosSin(positions, lambda at: self._turn(part.query(at)))
         return late if part.region.is_ahead else late.table
 
     def _key_table(self, copy: int, positions: Tensor, keys: Keys) -> CosSin | LateTable | None:
-        """Return what rotates keys that come as `keys` says for the parts of a copy; None: nothing needs to."""
+        """Return cos and sin that rotate keys in the form `keys` for the parts of a copy; None: nothing to rotate."""
         known = _key_positions(self.scheme.parts())
-        own, far = known[copy], known[-1]
-        if keys == "copies" or (keys == "far" and own is far):
+        near, far = known[copy], known[-1]
+        if keys == "copies" or (keys == "far" and near is far):
             return None
         if keys != "far":
-            return self._turn(own(positions))
-        return LateTable(positions, lambda at: self._turn(own(at)), lambda at: self._turn(far(at)))
+            return self._turn(near(positions))
+        return LateTable(positions, lambda at: self._turn(near(at)), lambda at: self._turn(far(at)))
 
     def _turn(self, positions: Tensor) -> CosSin:
         return cos_sin(positions, self.fixed(positions.device))
@@ -182,7 +182,7 @@ def _key_positions(parts: tuple[Part, ...]) -> list[Callable[[Tensor], Tensor]]:
 
 @dataclass(frozen=True)
 class Windowed(Piecewise):
-    """A scheme of exact distances below a window, on both sides of a query, and others from there on.
+    """A scheme with exact distances inside a window, on both sides of a query, and other distances outside it.
 
     Attributes:
         window: w, distances below which are exact, in tokens, less than L; None takes a quarter of L.
@@ -201,8 +201,8 @@ class Windowed(Piecewise):
         window = max(1, original // 4) if self.window is None else self.window
         if window >= original:
             raise SchemeError(
-                f"{self.name}: window must be less than the original length, {original} tokens, got {window}: with all "
-                "of it exact nothing would be extended."
+                f"{self.name}: window must be less than the original length, {original} tokens, got {window}: if "
+                "all distances are exact, nothing is extended."
             )
         return dataclasses.replace(resolved, window=window)
 

@@ -54,7 +54,7 @@ GIVEN: dict[str, tuple[Callable[[], Any], str]] = {
     "a data-parallel model": (lambda: nn.DataParallel(build("gpt2")), r"got DataParallel; .*: patch first, then wrap"),
     "a compiled model": (lambda: torch.compile(build("gpt2"), backend="eager"), r"OptimizedModule; .*patch first, the"),
     "checkpointed": (lambda: checkpoint_wrapper(build("gpt2")), r"got CheckpointWrapper; .*: patch first, then wrap"),
-    "a traced model": (traced, r"got TopLevelTracedModule; .*what was traced cannot be changed"),
+    "a traced model": (traced, r"got TopLevelTracedModule; .*a traced model cannot be changed"),
 }
 
 
@@ -160,7 +160,7 @@ def test_a_table_with_an_adapter_is_taken_away_and_comes_back_but_never_written(
     before = logits(model, IDS)
     for scheme in ("learned", "sinusoidal", "blend"):
         options = {"new": "sinusoidal", "weight": 0.5} if scheme == "blend" else {}
-        with pytest.raises(UnsupportedSwapError, match=r"'transformer.wpe' carries an adapter of PEFT .*patch first"):
+        with pytest.raises(UnsupportedSwapError, match=r"'transformer.wpe' carries a PEFT adapter .*patch first"):
             patch_model(model, scheme, **options)
         assert gap(logits(model, IDS), before) == 0
     patch_model(model, "alibi")
