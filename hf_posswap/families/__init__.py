@@ -2,7 +2,7 @@
 
 To write a family you need: `Family` (for most models a `TableSpec` and the paths of their attention suffice);
 `StackSpec` for encoder-decoders, `ImageSpec` for vision models, `AttentionTraits` for positions inside attention;
-`register`, which adds it to `FAMILIES`; `family_of` and `locate`, which show what it finds in a model. A family is
+`register`, which adds it to `FAMILIES`; `family_of` and `locate`, which show its result for a model. A family is
 data: paths, counts, names.
 
 Example:

@@ -18,7 +18,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.merge import Region
 from hf_posswap.schemes.base import SCHEMES
 from hf_posswap.schemes.common import checks
-from hf_posswap.schemes.common.piecewise import Part, Piecewise
+from hf_posswap.schemes.common.piecewise import Piecewise, RegionPositions
 
 
 @SCHEMES.register("dual_chunk")
@@ -73,14 +73,14 @@ class DualChunk(Piecewise):
     def cached_key(self, positions: Tensor) -> Tensor:
         return positions % (self.filled("chunk") - self.filled("local"))
 
-    def parts(self) -> tuple[Part, ...]:
+    def region_positions(self) -> tuple[RegionPositions, ...]:
         largest = self.filled("chunk")
         size = largest - self.filled("local")
         least = size - 1 - largest
         return (
-            Part(lambda i: i % size, None, Region(size, 0, 1)),
-            Part(lambda i: (i % size + size).clamp(max=largest), None, Region(size, 1, 2)),
-            Part(lambda i: torch.full_like(i, min(2 * size - 1, largest)), None, Region(size, 2, None)),
-            Part(lambda i: (i % size - size).clamp(min=least), None, Region(size, -1, 0)),
-            Part(lambda i: torch.full_like(i, max(-size, least)), None, Region(size, None, -1)),
+            RegionPositions(lambda i: i % size, None, Region(size, 0, 1)),
+            RegionPositions(lambda i: (i % size + size).clamp(max=largest), None, Region(size, 1, 2)),
+            RegionPositions(lambda i: torch.full_like(i, min(2 * size - 1, largest)), None, Region(size, 2, None)),
+            RegionPositions(lambda i: (i % size - size).clamp(min=least), None, Region(size, -1, 0)),
+            RegionPositions(lambda i: torch.full_like(i, max(-size, least)), None, Region(size, None, -1)),
         )

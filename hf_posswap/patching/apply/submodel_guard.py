@@ -25,7 +25,7 @@ def guard_saving(model: nn.Module) -> RemovableHandle:
     """Make every transformers model around a swapped `model` refuse to be saved, and return a handle that undoes this.
 
     Refused are `save_pretrained`, and with it `push_to_hub`, and saving by a Trainer. A plain `state_dict()` works as
-    usual, and so does saving by wrappers that are not transformers models (PEFT, DDP, torch.compile,
+    usual, as does saving by wrappers that are not transformers models (PEFT, DDP, torch.compile,
     SentenceTransformer), because they contain the whole model. An outer model whose config has the record of this swap
     is saved. Deep copies and pickles of the model keep the guard.
 

@@ -1,8 +1,8 @@
 """Size limits for a config: its model is first built on the meta device, and refused if it is too large.
 
 A config.json is untrusted and may have any number in it. On the meta device tensors take no memory, but modules do; and
-what is not in a checkpoint (masks, sinusoids, weights of missing layers) is allocated in real memory when a model is
-loaded, before anything compares it with the files.
+tensors missing in a checkpoint (masks, sinusoids, weights of missing layers) are allocated in real memory when a model
+is loaded, before anything compares it with the files.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from hf_posswap.schemes.base import schemes_for
 from hf_posswap.testing.tiny import language_models, tiny_model
 
 ASKED: dict[str, dict[str, Any]] = {"rope": {"base": 50000.0}, "yarn": {"factor": 4.0}, "alibi": {}, "nope": {}}
-"""The schemes that are planned for each text class, with their options; for vision classes, all of theirs are."""
+"""The schemes that are planned for each text class, with their options; for vision classes, all vision schemes are."""
 
 
 @dataclass(frozen=True)

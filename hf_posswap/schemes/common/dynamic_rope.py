@@ -2,8 +2,8 @@
 
 Stock transformers takes the angles of the current length for all tokens. Keys and values of deeper layers were then
 computed under other angles than a full forward would use, so decoding with a cache and one full forward differ past
-the original length. There are two fixes: every query takes the angles of its own length, which depends only on its
-position; or one length is fixed for the whole sequence.
+the original length. There are two fixes: every query takes the angles of its length so far, which depends only on
+its position; or one length is fixed for the whole sequence.
 """
 
 from __future__ import annotations

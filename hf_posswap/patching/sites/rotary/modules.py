@@ -89,7 +89,7 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class KeepAngles:
     """Pre-hook of a rotary module that restores its angles after a cast of the model (`model.to(bfloat16)`).
 
-    A cast replaces the tensors of the module, and so does a move, which keeps the angles. A length-dependent module
+    A cast replaces the tensors of the module, as does a move, which keeps the angles. A length-dependent module
     recomputes its frequencies but never replaces its original ones.
 
     Args:
