@@ -64,7 +64,7 @@ def refuse_whole(submodel: nn.Module, prefix: str, keep_vars: bool) -> None:
 def _saved_around(submodel: nn.Module) -> Any:
     """Return the outermost transformers model being saved that contains `submodel` and lacks its record; or None."""
     record = _record(submodel)
-    savers = (_saved_by(frame, submodel) for frame in _frames())
+    savers = [_saved_by(frame, submodel) for frame in _frames()]
     without_record = [saver for saver in savers if saver is not None and _record(saver) != record]
     return without_record[-1] if without_record else None
 
