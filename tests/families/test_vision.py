@@ -280,7 +280,8 @@ def test_other_refusals_say_what_works() -> None:
         hf_posswap.plan_swap(vit, "nope", logit_scale=0.1)
     for scheme in NATIVE:
         with pytest.raises(
-            UnsupportedSwapError, match=f"{scheme} does not act inside attention, and ViTModel was asked"
+            UnsupportedSwapError,
+            match=f"{scheme} does not act inside attention, but site='attention' was requested for ViTModel",
         ):
             hf_posswap.plan_swap(vit, scheme, site="attention")
     assert torch.equal(states(vit, images()), states(build("ViTModel"), images()))

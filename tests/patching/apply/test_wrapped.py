@@ -109,7 +109,7 @@ PARTS = {
     "a data-parallel layer": (put("model.layers.1", nn.DataParallel), r"'model.layers.1' .* is in DataParallel"),
     "a wrapper of one's own": (
         put("model.layers.1", Unknown),
-        r"'model.layers.1.held.self_attn' is a LlamaAttention as those .* it would keep its positions",
+        r"'model.layers.1.held.self_attn' is a LlamaAttention like those .* it would keep its positions",
     ),
 }
 
