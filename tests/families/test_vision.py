@@ -281,7 +281,7 @@ def test_other_refusals_say_what_works() -> None:
     for scheme in NATIVE:
         with pytest.raises(
             UnsupportedSwapError,
-            match=f"{scheme} does not act inside attention, but site='attention' was requested for ViTModel",
+            match=f"{scheme} does not act inside attention, but site='attention' was requested",
         ):
             hf_posswap.plan_swap(vit, scheme, site="attention")
     assert torch.equal(states(vit, images()), states(build("ViTModel"), images()))
