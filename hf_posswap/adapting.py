@@ -1,4 +1,4 @@
-"""Training by a recipe, from Python: the engine, given evaluation and memory, which lie above it."""
+"""Training by a recipe, from Python: the engine with its evaluation and memory services."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ if TYPE_CHECKING:
 
 
 def run_recipe(recipe: Recipe, *, reporter: Reporter | None = None) -> Finished:
-    """Train as `recipe` says, as `posswap train` does, and return what it left behind.
+    """Train by `recipe`, as `posswap train` does, and return the results.
 
-    The same call after a stop, even by SIGKILL, goes on from the newest whole checkpoint and ends with the same
-    weights; after the end it returns what is there. Under a launcher every process calls it.
+    After an interruption, even by SIGKILL, the same call resumes from the newest complete checkpoint and ends with the
+    same weights. For a finished run it returns the existing results. Under a launcher, every process calls it.
 
     Args:
         recipe: from `load_recipe`.
         reporter: shows lines and bars on the main process; None: nothing is shown.
 
     Returns:
-        The folder of the run, that of the finished model, and the report.
+        The run folder, the folder of the finished model, and the report.
 
     Raises:
         ConfigError: the recipe does not fit the model.
-        CheckpointError: the folder belongs to another training, another process writes there, or nothing can be
-            written.
-        DataError: the text does not do.
+        CheckpointError: the folder belongs to another run, another process writes there, or it is not writable.
+        DataError: the text is unsuitable.
         TrainingError, NumericError, NotEnoughMemoryError, PositionRangeError: a gate stopped it.
-        UnsupportedSwapError: the swap is not possible, or not under this kind of parallelism.
+        UnsupportedSwapError: the swap is not possible, or not under this form of parallelism.
 
     Example:
         >>> import tempfile
@@ -77,11 +76,11 @@ def run_recipe(recipe: Recipe, *, reporter: Reporter | None = None) -> Finished:
 def vectors_at_lengths(
     model: Any, base: Any, tokenizer: Any, documents: Sequence[np.ndarray], lengths: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return how near an encoder's vectors are to its base's at each length, as JSON.
+    """Return the similarity of an encoder's vectors to its base model's at each length, as JSON.
 
     Args:
         model: an encoder, or a PEFT model around one.
-        base: what it came from.
+        base: the model before the swap.
         tokenizer: of both.
         documents: token ids of each.
         lengths: tokens to read of each document.
@@ -98,7 +97,7 @@ def vectors_at_lengths(
 
 
 def nll_at_lengths(model: Any, documents: Sequence[np.ndarray], lengths: Sequence[int], limit: int) -> dict[int, float]:
-    """Return the mean loss a token of whole held-out documents at each length that the model can run.
+    """Return the mean loss per token of whole held-out documents at each length that the model supports.
 
     Args:
         model: a causal model, or a PEFT model around one.
@@ -127,4 +126,4 @@ def nll_at_lengths(model: Any, documents: Sequence[np.ndarray], lengths: Sequenc
         losses = measure_losses(target, np.stack(long), runs, one_pass=reach.prefix_consistent)
     finally:
         model.train(training)
-    return {length: float(found.mean(dtype=np.float64)) for length, found in losses.items()}
+    return {length: float(per_token.mean(dtype=np.float64)) for length, per_token in losses.items()}

@@ -1,6 +1,6 @@
-"""Where the command `posswap` starts: Ctrl-C ends it quietly while its modules are still being imported, too.
+"""Entry point of the command `posswap`: Ctrl-C ends it quietly even while its modules are being imported.
 
-So this module imports nothing of the package at first; `import hf_posswap` itself takes milliseconds.
+For this, the module imports nothing of the package at first; `import hf_posswap` itself takes milliseconds.
 """
 
 import signal

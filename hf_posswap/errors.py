@@ -1,6 +1,6 @@
-"""Every error of the package: what was given, what was expected, what to do.
+"""Every error of the package. A message says what was given, what was expected and what to do.
 
-Each one subclasses `PosswapError` and the builtin it means, so `except ValueError` works as well.
+Each one subclasses `PosswapError` and the matching builtin, so `except ValueError` works as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class PosswapError(Exception):
 
 
 class UnknownNameError(PosswapError, KeyError):
-    """A name that no registry knows; the message suggests near names and lists all."""
+    """An unknown name; the message suggests close matches and lists all names."""
 
     def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
         self.kind, self.name, self.known = kind, name, sorted(known)
@@ -43,7 +43,7 @@ class _PosswapWarning(UserWarning):
 
 
 class PluginWarning(_PosswapWarning):
-    """Another package announced schemes or families by an entry point that could not be loaded."""
+    """An entry point of another package, which declares schemes or families, could not be loaded."""
 
 
 class SchemeError(PosswapError, ValueError):
@@ -57,7 +57,7 @@ class OptionError(PosswapError, TypeError):
 class UnsupportedModelError(PosswapError, ValueError):
     """No family describes this model, or the model has position parts that its family does not mention."""
 
-    def __str__(self) -> str:  # what is missing, what is near and what to do each have a line
+    def __str__(self) -> str:  # one line each: what is missing, the closest match, what to do
         return printable_lines(self.args[0]) if self.args else ""
 
 
@@ -74,7 +74,7 @@ class AlreadyPatchedError(PosswapError, ValueError):
 
 
 class ModelInUseError(PosswapError, RuntimeError):
-    """Positions cannot be changed now, or a forward not run: another thread, or a forward around, uses the model."""
+    """Positions cannot be changed, or a forward not run: another thread, or an enclosing forward, uses the model."""
 
 
 class SwapVerificationError(PosswapError, RuntimeError):
@@ -86,7 +86,7 @@ class PositionRangeError(PosswapError, IndexError):
 
 
 class PositionShapeError(PosswapError, ValueError):
-    """Position ids are not as many as the tokens that they are of."""
+    """The number of position ids differs from the number of tokens."""
 
 
 class RecordError(PosswapError, ValueError):
@@ -98,7 +98,7 @@ class CheckpointError(PosswapError, OSError):
 
 
 class RemoteCodeError(CheckpointError):
-    """What is to be loaded brings Python code of its own, which runs only where that is asked for."""
+    """The checkpoint contains custom Python code, which runs only with trust_remote_code=True."""
 
     def __init__(self, source: object, what: str = "cannot be read without running code that it brings") -> None:
         self.source, self.what = str(source), what
@@ -116,11 +116,11 @@ class DataError(PosswapError, ValueError):
 
 
 class ConfigError(PosswapError, ValueError):
-    """A recipe that cannot be run as it stands: the message lists every problem, each with its key."""
+    """An invalid recipe; the message lists every problem with its key."""
 
 
 class TrainingError(PosswapError, RuntimeError):
-    """A training that must not begin or go on: the message gives the likely cause and the last good checkpoint."""
+    """Training must not start or continue; the message gives the likely cause and the last good checkpoint."""
 
 
 class NumericError(PosswapError, RuntimeError):
@@ -128,19 +128,19 @@ class NumericError(PosswapError, RuntimeError):
 
 
 class NotEnoughMemoryError(PosswapError, MemoryError):
-    """What was asked for needs more memory than there is; the message says how much, and what would fit."""
+    """The operation needs more memory than is available; the message says how much, and what would fit."""
 
 
 class TrainingWarning(_PosswapWarning):
-    """A training goes on, but not as it would have: the message says what it does without."""
+    """Training continues in a degraded form; the message names the missing feature."""
 
 
 class BackendWarning(_PosswapWarning):
-    """A faster way of computing attention is not to be had here: the message says why, and what is used instead."""
+    """A faster attention backend is unavailable; the message says why, and what is used instead."""
 
 
 class UntestedVersionWarning(_PosswapWarning):
-    """transformers or torch is installed in a version that no test has run: the message says what is done about it."""
+    """transformers or torch is installed in an untested version; the message says what happens next."""
 
 
 class MissingDependencyError(PosswapError, ImportError):

@@ -1,4 +1,4 @@
-"""What a scheme may know of a model: its shape, and nothing else of it."""
+"""The only thing that a scheme knows of a model: its shape."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Geometry:
             position; None where there is none, or where they follow the length of the input.
         attention_factor: what the native rotary multiplies cos and sin by.
         table_width: width of the position table's rows where it is not E: some models project their embeddings.
-        sliding_window: keys that a query sees at most, in every layer that rotates, where some do; None: one sees all.
+        sliding_window: the most keys that a query sees, in every rotary layer if any layer is rotary; None: unlimited.
         image_size: height and width, in pixels, of the images that the model was made for; None: it sees no images.
         patch_size: height and width of the patch of an image that becomes one token, in pixels; None as above.
-        prefix_tokens: tokens before the patches that have no place in the image: class, distillation.
+        prefix_tokens: tokens before the patches that are not patches: class, distillation.
     """
 
     hidden_size: int
@@ -59,7 +59,7 @@ class Geometry:
             if getattr(self, name) < 1:
                 raise UnsupportedModelError(
                     f"a model has a {name} of at least 1, and by its config this one's is {getattr(self, name)!r}: "
-                    "check config.json against that of the model it was made from."
+                    "check config.json against that of the original model."
                 )
 
     @property

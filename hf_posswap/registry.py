@@ -14,12 +14,12 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names to things, filled by the files that define them and by other packages' entry points.
+    """A mapping of names to objects, filled by the files that define them and by other packages' entry points.
 
     Args:
-        kind: what it holds, for messages ("scheme").
+        kind: name of the registered objects, for messages ("scheme").
         entry_point_group: a package that declares an entry point in this group has it loaded at first use;
-            loading it must register its things. One that fails to load warns (`PluginWarning`) and is left out.
+            loading it must register its objects. One that fails to load warns (`PluginWarning`) and is left out.
 
     Example:
         >>> numbers = Registry("number", "example.numbers")
@@ -42,9 +42,11 @@ class Registry(Generic[T]):
         Raises:
             DuplicateNameError: the name is taken by another item.
         """
-        held = self._items.get(name, item)
-        if held is not item:
-            raise DuplicateNameError(f"{self.kind} {name!r} is already registered as {held!r}; choose another name.")
+        registered = self._items.get(name, item)
+        if registered is not item:
+            raise DuplicateNameError(
+                f"{self.kind} {name!r} is already registered as {registered!r}; choose another name."
+            )
         self._items[name] = item
         return item
 
@@ -56,7 +58,7 @@ class Registry(Generic[T]):
         """Return the item called `name`.
 
         Raises:
-            UnknownNameError: with near names and the whole list.
+            UnknownNameError: no such name; the message suggests close matches and lists all names.
         """
         self._load_plugins()
         try:
@@ -99,7 +101,7 @@ class Registry(Generic[T]):
             except Exception as error:  # another package's defect must not take every scheme with it
                 warnings.warn(
                     f"the entry point {point.name!r} = {point.value!r} of group {self._group!r} could not be loaded, "
-                    f"so what it registers is missing: {type(error).__name__}: {error}",
+                    f"so its registrations are missing: {type(error).__name__}: {error}",
                     PluginWarning,
                     stacklevel=3,
                 )

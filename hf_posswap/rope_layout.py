@@ -26,8 +26,8 @@ def permute_rows(weight: Tensor, heads: int, rotary_dim: int, source: Layout, ta
         weight: [H D, E] of a Linear, or its bias or a norm's weight [H D]; heads one after the other.
         heads: H of the query projection, G of the key projection.
         rotary_dim: R, the rotated dimensions of a head; the other D - R stay where they are.
-        source: how the pairs lie now.
-        target: how they shall lie.
+        source: the current layout of the pairs.
+        target: the layout to convert to.
 
     Returns:
         A new tensor of the same shape, dtype and device.

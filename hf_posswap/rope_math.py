@@ -48,20 +48,20 @@ class Frequencies(_Frequencies):
 
     @classmethod
     def of(cls, exact: Tensor, inv_freq: Tensor | None = None, attention_factor: float = 1.0) -> Frequencies:
-        """Return frequencies that are known better than float32 says them.
+        """Return frequencies that are known more precisely than float32.
 
         Args:
             exact: radians per position, [R/2], float64 where the device has it.
             inv_freq: the same in float32, as stock transformers computes them; None rounds `exact`.
             attention_factor: multiplies cos and sin.
         """
-        made = cls(exact.float() if inv_freq is None else inv_freq, attention_factor)
-        made.__dict__["exact"] = exact
-        return made
+        result = cls(exact.float() if inv_freq is None else inv_freq, attention_factor)
+        result.__dict__["exact"] = exact
+        return result
 
     @property
     def exact(self) -> Tensor:
-        """What turns tokens, radians per position, [R/2]: float64 where the device has it."""
+        """The angles used for rotation, radians per position, [R/2]: float64 if the device supports it."""
         return self.__dict__["exact"] if "exact" in self.__dict__ else self.inv_freq.to(widest(self.inv_freq.device))
 
     @property
@@ -70,11 +70,11 @@ class Frequencies(_Frequencies):
         return self.__dict__["phase_step"] if "phase_step" in self.__dict__ else _phase_step(self.exact)
 
     def to(self, device: torch.device | str) -> Frequencies:
-        """Return them on `device`, made ready, so that turning costs nothing but the turning."""
-        made = Frequencies(self.inv_freq.to(device), self.attention_factor)
-        made.__dict__["exact"] = self.exact.to(device, widest(device))
-        made.__dict__["phase_step"] = self.phase_step.to(device)
-        return made
+        """Return them on `device`, with `exact` and `phase_step` precomputed."""
+        result = Frequencies(self.inv_freq.to(device), self.attention_factor)
+        result.__dict__["exact"] = self.exact.to(device, widest(device))
+        result.__dict__["phase_step"] = self.phase_step.to(device)
+        return result
 
 
 def widest(device: torch.device | str) -> torch.dtype:
@@ -83,13 +83,13 @@ def widest(device: torch.device | str) -> torch.dtype:
 
 
 def _phase_step(exact: Tensor) -> Tensor:
-    """Return radians as 2^-64 of a turn, modulo a turn: int64, whose overflow is the end of a turn."""
+    """Return radians in units of 2^-64 of a turn, modulo a turn: int64, which overflows after exactly one turn."""
     turns = exact / (2 * math.pi)
     return ((turns - turns.round()) * 2.0**64).long()
 
 
 _RADIANS = 2 * math.pi * 2.0**-64
-"""Of one step of a phase."""
+"""Radians per phase step."""
 
 
 class _Halves(NamedTuple):
@@ -101,15 +101,15 @@ class CosSin(_Halves):
     """cos and sin of every position and pair, half width: [B or 1, 1, Q, R/2], float32."""
 
     def wide(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Return what multiplies x, and x with its pairs swapped, in `rotate`: [B or 1, 1, Q, R] each, made once."""
-        made: dict[Any, tuple[Tensor, Tensor]] = self.__dict__
-        if layout not in made:
-            made[layout] = _wide(self.cos, self.cos, layout), _wide(-self.sin, self.sin, layout)
-        return made[layout]
+        """Return the factors of x, and of x with its pairs swapped, in `rotate`: [B or 1, 1, Q, R] each, cached."""
+        cache: dict[Any, tuple[Tensor, Tensor]] = self.__dict__
+        if layout not in cache:
+            cache[layout] = _wide(self.cos, self.cos, layout), _wide(-self.sin, self.sin, layout)
+        return cache[layout]
 
 
 def _wide(first: Tensor, second: Tensor, layout: Layout) -> Tensor:
-    """Return numbers [..., R] of which the first and the second members of pairs are given, [..., R/2] each."""
+    """Return [..., R] from the first and the second members of its pairs, [..., R/2] each."""
     return torch.cat((first, second), dim=-1) if layout == "half" else torch.stack((first, second), dim=-1).flatten(-2)
 
 
@@ -135,12 +135,12 @@ def cos_sin(positions: Tensor, frequencies: Frequencies) -> CosSin:
         >>> abs(far.cos.item() - math.cos(2**24 - 1)) < 5e-7
         True
     """
-    places = positions[:, None, :, None]  # [B, 1, Q, 1]
+    at = positions[:, None, :, None]  # [B, 1, Q, 1]
     if positions.is_floating_point():
-        turns = places.to(widest(positions.device)) * (frequencies.exact / (2 * math.pi))
+        turns = at.to(widest(positions.device)) * (frequencies.exact / (2 * math.pi))
         angles = (turns - turns.round()).float() * (2 * math.pi)  # [B, 1, Q, R/2], in [-pi, pi]
     else:
-        angles = (places * frequencies.phase_step).float() * _RADIANS  # overflows as angles do
+        angles = (at * frequencies.phase_step).float() * _RADIANS  # overflow wraps around like an angle
     if frequencies.attention_factor == 1.0:
         return CosSin(angles.cos(), angles.sin())
     return CosSin(angles.cos() * frequencies.attention_factor, angles.sin() * frequencies.attention_factor)
@@ -172,8 +172,8 @@ def rotate(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
         >>> rotate(x, cos_sin(torch.tensor([[1]]), quarter), "half").round().abs()
         tensor([[[[0., 1.]]]])
 
-        A dog and a pig, each turned as it stands at its place. Neither becomes longer, and what they give each other
-        depends on their distance: at 1 and 4 as at 101 and 104, not as at 4 and 1.
+        "dog" and "pig", each rotated by its position. The norms do not change, and their product depends only on the
+        distance: positions 1 and 4 give the same as 101 and 104, but not the same as 4 and 1.
 
         >>> words = {"dog": torch.tensor([1.0, 0.2, 0.0, 0.5]), "pig": torch.tensor([0.9, 0.0, 0.3, 0.1])}
         >>> def at(word, place):
@@ -184,7 +184,7 @@ def rotate(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
         >>> [round(float(at("dog", i) @ at("pig", j)), 4) for i, j in ((1, 4), (101, 104), (4, 1))]
         [-0.8111, -0.8111, -0.8709]
 
-        By hand: the first pair turns by an angle of 1 a token, the second by 0.01.
+        The same from the formula: the first pair turns by an angle of 1 a token, the second by 0.01.
 
         >>> first = 0.9 * math.cos(3) + 0.18 * math.sin(3)  # (q1 k1 + q2 k2) cos + (q2 k1 - q1 k2) sin
         >>> round(first + 0.05 * math.cos(0.03) + 0.15 * math.sin(0.03), 4)
@@ -199,7 +199,7 @@ def rotate(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
 
 
 def _joined(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """Return `rotate` of x, from parts."""
+    """Return `rotate` of x, computed from its pair members."""
     width = 2 * cos.shape[-1]
     rotated, passed = x[..., :width], x[..., width:]
     first, second = _pair_members(rotated, layout)  # [B, H, Q, R/2] each
@@ -208,7 +208,7 @@ def _joined(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 
 def _swapped(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
-    """Return `rotate` of x in the fewest calls, which are what a few tokens cost: layers share the wide tables."""
+    """Return `rotate` of x with the fewest calls, which dominate for few tokens: layers share the wide tables."""
     cos, sin = table.wide(layout)
     width = cos.shape[-1]
     rotated = x if width == x.shape[-1] else x[..., :width]
@@ -221,18 +221,18 @@ def _swapped(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
 
 
 LARGE = 2**18
-"""Numbers in x from which `rotate` writes the result where it belongs, at once, instead of joining parts."""
+"""Elements of x from which `rotate` writes the result in place instead of concatenating."""
 
 
 _compiled: Callable[[Tensor, Tensor, Tensor, Layout], Tensor] | None = None
 
 
 def compile_rotation(on: bool = True) -> None:
-    """Say whether large tensors are rotated by a compiled kernel, everywhere in this process; at first they are not.
+    """Turn the compiled rotation kernel for large tensors on or off in this process; it is off by default.
 
-    It reads and writes each number once, but takes seconds to build, needs what torch.compile needs (a C++ compiler, or
-    Triton), and its results may differ from transformers' in the last bit. Small tensors never take it: calling it
-    costs more than it saves.
+    It reads and writes each element once, but takes seconds to compile, needs a C++ compiler or Triton, and its results
+    may differ from transformers' in the last bit. Small tensors never use it, because the call costs more than it
+    saves.
 
     Example:
         >>> compile_rotation(False)
@@ -242,16 +242,16 @@ def compile_rotation(on: bool = True) -> None:
 
 
 def _is_plain(x: Tensor, table: CosSin) -> bool:
-    """Return whether x may be rotated in the ways made for speed: nothing is traced, only x is differentiated."""
+    """Return whether x may take the fast paths: nothing is traced, and only x is differentiated."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not (type(x) is Tensor or is_fake(x)):
         return False
-    if transforms_active():  # torch.func wants the parts
+    if transforms_active():  # torch.func needs the plain operations
         return False
     return not (table.cos.requires_grad or table.sin.requires_grad)
 
 
 class _Rotation(torch.autograd.Function):
-    """`rotate`, whose gradient is the rotation back: nothing but the angles is kept for it."""
+    """`rotate`, whose gradient is the inverse rotation: only the angles are saved for it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
@@ -266,9 +266,9 @@ class _Rotation(torch.autograd.Function):
 
 
 IN_CACHE = 3 * 2**16
-"""Numbers of x that a processor's cache holds beside what becomes of them: so many are turned before the next."""
+"""Elements of x per block on a CPU: the block and its result fit into the cache."""
 LEAST_TOKENS = 16
-"""Tokens that are turned at a time at least."""
+"""The fewest tokens per block."""
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
@@ -288,7 +288,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 def _turn_into(turned: Tensor, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> None:
     """Write `rotate` of x [B, H, q, R] into `turned`."""
-    # whole rows at once are multiplied faster than halves of rows
+    # multiplying whole rows is faster than half rows
     both = torch.cat((cos, cos), dim=-1) if layout == "half" else cos.repeat_interleave(2, dim=-1)  # [B or 1, 1, q, R]
     torch.mul(x, both, out=turned)
     (first, second), (to_first, to_second) = (_pair_members(tensor, layout) for tensor in (x, turned))

@@ -9,17 +9,17 @@ from pathlib import Path
 FILE = Path(__file__).with_name("tested_versions.json")
 """The one list of tested versions: {"transformers": ["5.14.0", ...], "torch": [...]}."""
 
-_stated: dict[str, list[str]] = {}
+_overrides: dict[str, list[str]] = {}
 
 
 def state_tested(versions: dict[str, list[str]]) -> None:
-    """Use `versions` instead of the file: in the code that goes with a checkpoint there is no file.
+    """Use `versions` instead of the file, which the code exported with a checkpoint does not have.
 
     Args:
         versions: as `tested` returns them.
     """
-    _stated.clear()
-    _stated.update(versions)
+    _overrides.clear()
+    _overrides.update(versions)
 
 
 def tested() -> dict[str, list[str]]:
@@ -33,14 +33,14 @@ def tested() -> dict[str, list[str]]:
         >>> sorted(tested())
         ['accelerate', 'peft', 'torch', 'transformers']
     """
-    versions = _stated or json.loads(FILE.read_text(encoding="utf-8"))
-    return {package: sorted(found, key=_order) for package, found in versions.items()}
+    versions = _overrides or json.loads(FILE.read_text(encoding="utf-8"))
+    return {package: sorted(releases, key=_order) for package, releases in versions.items()}
 
 
 def is_tested(package: str, version: str) -> bool:
     """Return whether the tests have run with exactly this version of `package`.
 
-    A build tag (`+cpu`, `+cu129`) is left out; patch releases, pre-releases and development versions count as others.
+    A build tag (`+cpu`, `+cu129`) is ignored; patch releases, pre-releases and development versions count as different.
 
     Example:
         >>> is_tested("torch", "2.13.0+cpu"), is_tested("transformers", "5.14.0.dev0")
@@ -50,7 +50,7 @@ def is_tested(package: str, version: str) -> bool:
 
 
 def tested_range(package: str) -> str:
-    """Return the oldest and the newest tested version of `package` in words.
+    """Return the oldest and the newest tested version of `package` as text.
 
     Example:
         >>> tested_range("transformers").startswith("5.14.0 to ")

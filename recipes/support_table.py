@@ -24,9 +24,9 @@ BEGIN, END = "<!-- support table -->", "<!-- /support table -->"
 KEYS = {"class", "model_types", "family", "transformers", "torch", "schemes"}
 CELLS = {"native": "native", "attention": "plugin", "no": "–"}
 PROMISES = (
-    "Promises, with a scheme's defaults, each held to by a test: **P**refix-consistent (a cached and a full forward "
+    "Guarantees with a scheme's defaults, each tested: **P**refix-consistent (a cached and a full forward "
     "agree), **C**ausal only, **R**elative, **T**raining-free, **U**nbounded, **S**hardable (context parallelism); "
-    "`posswap schemes` tells what each means."
+    "`posswap schemes` explains each."
 )
 WORDS = (
     "**native**: stock transformers loads the saved checkpoint, no plugin needed. **plugin**: the scheme acts inside "
@@ -84,7 +84,7 @@ def _minor(version: str) -> str:
 
 
 def _schemes_table() -> str:
-    lines = [_line(["scheme", "kind", "promises", "what it is"]), _line(["---"] * 4)]
+    lines = [_line(["scheme", "kind", "guarantees", "summary"]), _line(["---"] * 4)]
     for name, scheme in schemes_for("text").items():
         lines.append(_line([f"`{name}`", scheme.kind, f"`{scheme().traits.letters()}`", scheme.summary]))
     return "\n".join(lines)

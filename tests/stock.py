@@ -17,7 +17,7 @@ RELEASE = Version(transformers.__version__).release[:2]
 
 
 UNBUILT = {
-    "EncoderDecoderModel": "it is made of two models of your choice",
+    "EncoderDecoderModel": "it combines two models of your choice",
     "Gemma3nForConditionalGeneration": "requires the timm library",
     "Gemma4AssistantForCausalLM": "set of layer types producing a cache",
     "Gemma4UnifiedAssistantForCausalLM": "set of layer types producing a cache",

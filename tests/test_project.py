@@ -62,7 +62,7 @@ def test_hooks_run_what_the_development_tools_hold() -> None:
 def test_the_support_table_is_there() -> None:
     page = (ROOT / ".docs" / "pages" / "support.md").read_text(encoding="utf-8")
     table = page.partition("<!-- support table -->")[2].partition("<!-- /support table -->")[0]
-    assert "| scheme | kind | promises |" in table, "run the light contract, then python recipes/support_table.py"
+    assert "| scheme | kind | guarantees |" in table, "run the light contract, then python recipes/support_table.py"
 
 
 def test_the_readme_counts_as_the_support_table_does() -> None:

@@ -1,7 +1,7 @@
 """The manifest of a saved checkpoint: the files that a save wrote, each with its SHA-256.
 
-With it, `overwrite=True` tells what a save wrote from what the user added or edited. The whole content is hashed, of
-weights too, so that no edit goes unseen.
+With it, `overwrite=True` tells what a save wrote from what the user added or edited. The whole content is hashed, that
+of weights too, so that no edit goes unseen.
 """
 
 from __future__ import annotations

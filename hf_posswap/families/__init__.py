@@ -1,9 +1,9 @@
-"""Model families: where positions live; importing this package registers them all.
+"""Model families: where positions are in a model; importing this package registers them all.
 
-What the author of a family needs is here: `Family`, of which most models need no more than a `TableSpec` and the paths
-of their attention; `StackSpec` for encoder-decoders, `ImageSpec` for models that see images, `AttentionTraits` for
-positions inside attention; `register`, which puts it into `FAMILIES`; `family_of` and `locate`, which show what it
-finds in a model. A family is data: paths, counts, names.
+To write a family you need: `Family` (for most models a `TableSpec` and the paths of their attention suffice);
+`StackSpec` for encoder-decoders, `ImageSpec` for vision models, `AttentionTraits` for positions inside attention;
+`register`, which adds it to `FAMILIES`; `family_of` and `locate`, which show its result for a model. A family is
+data: paths, counts, names.
 
 Example:
     >>> from transformers import BertConfig, BertModel

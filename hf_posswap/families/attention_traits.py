@@ -1,4 +1,4 @@
-"""What is peculiar to the attention of some kinds of model: a class with the interface, positions inside it."""
+"""Model-specific traits of attention: a class with the AttentionInterface, native positions inside attention."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Literal
 from torch import nn
 
 NativeScheme = dict[str, Any]
-"""A position mechanism as `Scheme.to_dict` writes it: families know schemes by name alone."""
+"""A position mechanism in the format of `Scheme.to_dict`: families refer to schemes only by name."""
 
 
 @dataclass(frozen=True)
 class RelativePart:
-    """Positions inside the attention of a kind of model that are no scheme: they stay beside one, or go.
+    """Relative positions inside attention that no scheme can express: a swap keeps or drops them.
 
     Attributes:
-        config_name: the config value that says whether they are there.
-        switches: patterns of the modules, from the base model, whose attribute of that name puts them in force.
-        weights: patterns of the modules, from the base model, that are out of use without them.
+        config_name: the config value that says whether the model has them.
+        switches: patterns of the modules, from the base model, whose attribute of that name enables them.
+        weights: patterns of the modules, from the base model, that are unused without them.
     """
 
     config_name: str
@@ -33,25 +33,26 @@ class RelativePart:
 
 @dataclass(frozen=True)
 class AttentionTraits:
-    """What differs in the attention of one stack from what transformers promises of its newer models.
+    """How the attention of one stack differs from the conventions of newer transformers models.
 
     Attributes:
-        interface: of a self-attention module, the class with transformers' AttentionInterface that equals its own (or
-            that class itself, if it has the interface), or why there is none; None: it has the interface.
-        positions: of a config, the position mechanism that is native inside attention; None: none is.
-        scheme: the name of that mechanism, for lists that have no config; None: there is none.
-        switch: path, from the base model, and name of the attribute that is true where that mechanism is made.
-        made_from: pattern of the embeddings, from the base model, that it is made from; "": none.
-        angles: path, from the base model, of the module that makes its angles in releases that have one; "": none.
-        causal: of a config, whether a query sees only its past; None: the attention modules say it.
-        length_name: the config value that says how many positions the model was made for; None: it has none.
-        length: positions that it was made for, where its config does not say.
-        heads: of a config, how many heads attend and how wide they are; None: as it says usually.
-        closed: of a config, why nothing can be put inside its attention, or None; None: nothing speaks against it.
-        relative: positions inside attention that are no scheme; None: there are none.
-        ends: whether its own causal mask ends where the original length does.
-        position_source: what the mechanism that is native inside attention counts; None: what all of the stack does.
-        eager_masks: whether the masks that the model makes are for eager attention alone.
+        interface: maps a self-attention module to the class with transformers' AttentionInterface that equals its own
+            (or that class itself, if it has the interface), or to the reason why there is none; None: it has the
+            interface.
+        positions: maps a config to the native position mechanism inside attention; None: there is none.
+        scheme: the name of that mechanism, for lists without a config; None: there is none.
+        switch: path, from the base model, and name of the attribute that is true if that mechanism is in use.
+        made_from: pattern of the embeddings, from the base model, that it is computed from; "": none.
+        angles: path, from the base model, of the module that computes its angles in releases that have one; "": none.
+        causal: maps a config to whether a query sees only its past; None: the attention modules decide.
+        length_name: the config value with the original length; None: the config has none.
+        length: the original length if the config has none.
+        heads: maps a config to the number and the width of attention heads; None: the usual config values.
+        closed: maps a config to the reason why no scheme fits inside its attention, or to None; None: any config works.
+        relative: relative positions inside attention that no scheme expresses; None: there are none.
+        ends: whether its own causal mask ends at the original length.
+        position_source: what the native mechanism inside attention counts; None: the same as the stack.
+        eager_masks: whether the model's masks only work with eager attention.
     """
 
     interface: Callable[[nn.Module], type | str] | None = None
@@ -75,6 +76,6 @@ class AttentionTraits:
         return None if self.positions is None else self.positions(config)
 
     def made_for(self, config: Any) -> int:
-        """Return the positions, in tokens, that a model of `config` was made for."""
-        said = None if self.length_name is None else getattr(config, self.length_name, None)
-        return self.length if said is None else said
+        """Return the original length, in tokens, of a model of `config`."""
+        length = None if self.length_name is None else getattr(config, self.length_name, None)
+        return self.length if length is None else length

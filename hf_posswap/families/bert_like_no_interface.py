@@ -1,4 +1,4 @@
-"""Encoders with a learned table whose attention is BERT's by another class, without the interface."""
+"""Encoders with a learned table and BERT's attention in another class, without the interface."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _bert_like(module: nn.Module) -> type | str:
     from hf_posswap.families.interfaces.fitting import fitting
 
     if module.is_decoder and not masks_the_future(modeling_module(module)):
-        return "this release of transformers lets decoders of its kind see their future: nothing can be put inside."
+        return "this release of transformers lets such decoders see future tokens: nothing can be put inside."
     classes = bert_like.BigBirdInterface, bert_like.MegatronBertInterface, bert_like.RemBertInterface
     return fitting(module, *classes)
 
@@ -44,13 +44,13 @@ def _convbert(module: nn.Module) -> type | str:
 
 
 def _attending_heads(config: Any) -> tuple[int, int]:
-    """Return how many heads of ConvBERT attend, and their width: others convolve."""
+    """Return how many heads of ConvBERT attend, and their width; the others convolve."""
     heads = max(1, config.num_attention_heads // config.head_ratio)
     return heads, config.hidden_size // heads // 2
 
 
 def sees_blocks(config: Any) -> str | None:
-    """Return why nothing is put inside attention to blocks, where the config says that it is."""
+    """Return why no scheme fits inside block-sparse attention, if the config selects it."""
     if config.attention_type == "original_full":
         return None
     return (

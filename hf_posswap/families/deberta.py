@@ -18,11 +18,11 @@ def _deberta(module: nn.Module) -> type | str:
 
 
 def _talks(config: Any) -> str | None:
-    """Return why nothing is put inside attention whose heads mix their scores, where the config says that they do."""
+    """Return why no scheme fits inside attention whose heads mix their scores, if the config says so."""
     if not getattr(config, "talking_head", False):
         return None
     return (
-        "its config says talking_head=True: its heads mix their scores, which the AttentionInterface has no place for. "
+        "its config says talking_head=True: its heads mix their scores, which the AttentionInterface does not support. "
         "What works: sinusoidal, learned"
     )
 

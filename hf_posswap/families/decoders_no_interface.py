@@ -86,7 +86,7 @@ def _alibi(config: Any) -> NativeScheme:
 
 
 def _scaled_alibi(config: Any) -> NativeScheme | None:
-    """Return Falcon's ALiBi, where it has one: its bias is scaled with the scores."""
+    """Return Falcon's ALiBi if it has one: its bias is scaled with the scores."""
     width = config.hidden_size // config.num_attention_heads
     return {"name": "alibi", "interpolation": width**0.5} if config.alibi else None
 

@@ -1,4 +1,4 @@
-"""Encoders whose attention lacks the interface and has positions of its own inside: MPNet, RoFormer."""
+"""Encoders whose attention lacks the interface and has native positions inside: MPNet, RoFormer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _roformer(module: nn.Module) -> type | str:
     from hf_posswap.families.interfaces.roformer import RoFormerInterface
 
     if module.is_decoder and not masks_the_future(modeling_module(module)):
-        return "this release of transformers lets decoders of its kind see their future: nothing can be put inside."
+        return "this release of transformers lets such decoders see future tokens: nothing can be put inside."
     return fitting(module, RoFormerInterface)
 
 

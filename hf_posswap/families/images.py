@@ -1,4 +1,4 @@
-"""Where positions live in a model that sees images: its table of patches, found by what the family states of it."""
+"""Where positions are in a vision model: its table of patches, found from the family's data."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hf_posswap.geometry import Geometry
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """How the models of a family make tokens of an image, each with a row of a learned table.
+    """How the models of a family turn an image into tokens, each with a row of a learned table.
 
     Attributes:
         table: path of the parameter [P, E] or [1, P, E] that holds the table, below `embeddings`.
         patches: path of the convolution whose stride is the patch, below `embeddings`.
-        prefix: tokens before the patches that have no place in the image: class, distillation.
-        embeddings: path, from the base model, of the module that makes the tokens. Its method
-            `interpolate_pos_encoding` gives the rows, where its forward is told to ask it, or always does.
+        prefix: tokens before the patches that are not patches: class, distillation.
+        embeddings: path, from the base model, of the module that creates the tokens. Its forward takes the rows from
+            its method `interpolate_pos_encoding`, always or if its argument of that name says so.
         ids: path of the buffer [1, P] with one entry a row, below `embeddings`; None: there is none.
-        square_config: whether its code takes square images alone from the config.
-        square_heads: classes whose head takes the patches for a square.
+        square_config: whether its code only supports square images from the config.
+        square_heads: classes whose head assumes a square of patches.
     """
 
     table: str
@@ -39,14 +39,14 @@ class ImageSpec:
 
 @dataclass(frozen=True)
 class PatchTable:
-    """The position table of a stack that sees images: a row for each patch, after those of tokens without a place.
+    """The position table of a vision stack: one row per patch, after the rows of tokens that are not patches.
 
     Attributes:
         path: of the parameter [P, E] or [1, P, E] that holds it.
-        embeddings: path of the module that makes tokens of an image.
+        embeddings: path of the module that turns an image into tokens.
         ids: path of the buffer with one entry a row, or None.
-        square_config: whether the config can say square images alone.
-        square_head: whether the model's head takes the patches for a square.
+        square_config: whether the config can only express square images.
+        square_head: whether the model's head assumes a square of patches.
     """
 
     path: str
@@ -57,14 +57,14 @@ class PatchTable:
 
 
 def patch_table(model: nn.Module, root: nn.Module, base: str, spec: ImageSpec) -> PatchTable:
-    """Return the table that `spec` states, in `model`, whose base model `root` lies at `base`.
+    """Return the table that `spec` describes in `model`, whose base model `root` is at `base`.
 
     Raises:
-        UnsupportedModelError: the table is missing, or a swap has left something else in its place.
+        UnsupportedModelError: the table is missing, or a swap has replaced it.
     """
     table, ids = join(spec.embeddings, spec.table), spec.ids and join(spec.embeddings, spec.ids)
-    held = tensor_at(root, table)
-    if held is None:
+    rows = tensor_at(root, table)
+    if rows is None:
         raise UnsupportedModelError(f"{who(model)}: its family expects a table at {join(base, table)!r}, none there.")
     return PatchTable(
         path=join(base, table),
@@ -78,22 +78,22 @@ def patch_table(model: nn.Module, root: nn.Module, base: str, spec: ImageSpec) -
 def image_geometry(
     model: nn.Module, config: Any, root: nn.Module, spec: ImageSpec, attention: list[str], causal: bool
 ) -> Geometry:
-    """Return what a scheme may know of a stack that sees images.
+    """Return the geometry of a vision stack.
 
     Args:
         model: of which the stack is a part.
         config: the part of its config that the stack was built from.
-        root: the module that all paths count from.
-        spec: what the family states of its images.
+        root: the module that all paths start from.
+        spec: the family's data about its images.
         attention: paths of its attention modules.
         causal: whether a query sees only its past.
 
     Raises:
-        UnsupportedModelError: the table has not one row for each token.
+        UnsupportedModelError: the table does not have one row per token.
     """
-    held = tensor_at(root, join(spec.embeddings, spec.table))
-    assert held is not None
-    rows = held.shape[-2] if held.ndim > 1 else 0
+    table = tensor_at(root, join(spec.embeddings, spec.table))
+    assert table is not None
+    rows = table.shape[-2] if table.ndim > 1 else 0
     stride: Any = root.get_submodule(join(spec.embeddings, spec.patches)).stride
     geometry = Geometry(
         hidden_size=config.hidden_size,
@@ -118,16 +118,16 @@ def image_geometry(
 
 
 def refuse_other_tables(model: nn.Module, table: str, kept: list[str], family: str) -> None:
-    """Refuse a model with parameters that look like another table of positions than the one at `table`.
+    """Refuse a model with parameters that look like a second position table besides the one at `table`.
 
     Raises:
-        UnsupportedModelError: it has one that is in none of the paths `kept`.
+        UnsupportedModelError: it has one outside the paths `kept`.
     """
     for path, _ in model.named_parameters():
         leaf = path.rsplit(".", 1)[-1]
-        # copies that PEFT keeps of a module are refused as such, when a swap is planned
+        # copies of a module that PEFT keeps are refused later, when a swap is planned
         copied = is_copy(path)
-        claimed = copied or path == table or any(path.startswith(f"{one}.") for one in kept)
+        claimed = copied or path == table or any(path.startswith(f"{parent}.") for parent in kept)
         if ("position" in leaf or "pos_embed" in leaf) and not claimed:
             raise UnsupportedModelError(
                 f"{who(model)}: {path!r} looks like a part of the position mechanism, and family {family!r} does not "
@@ -138,8 +138,8 @@ def refuse_other_tables(model: nn.Module, table: str, kept: list[str], family: s
 def tensor_at(root: nn.Module, path: str) -> Tensor | None:
     """Return the parameter or buffer at `path` below `root`, or None."""
     owner, _, leaf = path.rpartition(".")
-    held = getattr(get(root, owner), leaf, None)
-    return held if isinstance(held, Tensor) else None
+    value = getattr(get(root, owner), leaf, None)
+    return value if isinstance(value, Tensor) else None
 
 
 def pair(size: Any) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Encoder-decoders with a position table in each stack, learned or sinusoidal, and decoders cut from them.
 
-Cross-attention knows no positions and stays as it is.
+Cross-attention uses no positions and stays unchanged.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ def _bigbird_pegasus(module: nn.Module) -> type | str:
 
 
 def _prompts(config: Any) -> str | None:
-    """Return why nothing is put inside attention to prompts, where the config says that there are some."""
+    """Return why no scheme fits inside attention with prompts, if the config enables them."""
     if not config.use_prompt:
         return None
-    return "its config says use_prompt=True: prompts stand before the keys, nowhere. What works: use_prompt=False"
+    return (
+        "its config says use_prompt=True: prompts precede the keys and have no positions. What works: use_prompt=False"
+    )
 
 
 def stacks(**table: Any) -> tuple[StackSpec, StackSpec]:

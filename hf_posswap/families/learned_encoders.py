@@ -18,7 +18,7 @@ _PADDED = TableSpec(_TABLE, offset="padding", config_counts_offset=True, buffers
 
 
 def is_absolute_esm(config: PreTrainedConfig) -> bool:
-    """Return whether `config` is of an ESM with a table: others, of the same type, rotate."""
+    """Return whether `config` is of an ESM with a table; others of the same type are rotary."""
     return config.model_type == "esm" and getattr(config, "position_embedding_type", "absolute") == "absolute"
 
 

@@ -1,4 +1,4 @@
-"""Finding where positions live in one model, and refusing one with position parts that its family does not mention."""
+"""Finding the positions of a model, and refusing a model with position modules that its family does not list."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def family_of(config: PreTrainedConfig) -> Family:
         config: of a transformers model.
 
     Raises:
-        UnsupportedModelError: none does; the message says why, or names near model types and how a family is added.
+        UnsupportedModelError: there is none; the message says why, or lists similar model types and how to add a
+            family.
 
     Example:
         >>> from transformers import GPT2Config
@@ -49,7 +50,7 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 
 def _unknown(model_type: str, families: list[Family]) -> str:
-    """Return in three lines that no family describes a model type, what is near, and what to do."""
+    """Return a message in three lines: no family describes the model type, similar names, what to do."""
     known = sorted({name for family in families for name in (family.name, *family.model_types)})
     near = difflib.get_close_matches(model_type, known, n=3)
     hint = f"Near names: {', '.join(map(repr, near))}. " if near else ""
@@ -62,13 +63,13 @@ def _unknown(model_type: str, families: list[Family]) -> str:
 
 
 def locate(model: PreTrainedModel) -> Sites:
-    """Return where positions live in `model`, which may lie on the meta device; in a swapped one, where they lived.
+    """Return where positions are in `model`, which may be on the meta device; for a swapped one, where they were.
 
     Args:
         model: a transformers model, without a PEFT model around it.
 
     Raises:
-        UnsupportedModelError: no family, a path that is missing, or a position part that the family does not mention.
+        UnsupportedModelError: no family, a missing path, or a position module that the family does not list.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -77,7 +78,7 @@ def locate(model: PreTrainedModel) -> Sites:
         ('transformer.wpe', ('transformer.h.0.attn',))
     """
     swapped: Any = getattr(model, "_posswap", None)
-    if swapped is not None:  # what the family states is no longer there
+    if swapped is not None:  # the modules that the family lists are gone
         return swapped.plan.sites
     family = family_of(model.config)
     base = root_path = model.base_model_prefix if getattr(model, model.base_model_prefix, None) is not None else ""
@@ -95,9 +96,9 @@ def locate(model: PreTrainedModel) -> Sites:
 
 
 def _tower(root: nn.Module, family: Family) -> str:
-    """Return where in `root` the part lies that the family's paths count from."""
-    held = [tower for tower in family.towers if get(root, tower) is not None]
-    for tower in held:
+    """Return the path in `root` of the module that the family's paths start from."""
+    present = [tower for tower in family.towers if get(root, tower) is not None]
+    for tower in present:
         if any(matching(root.get_submodule(tower), spec.attention) for spec in family.parts):
             return tower
     return ""
@@ -116,8 +117,8 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
         )
     if table is not None and not _is_whole(table, root):
         raise UnsupportedModelError(
-            f"{who(model)}: the table at {table.path!r} was taken away by a swap of the model that this is a part of. "
-            "Ask the whole model, or take the swap back: unpatch_model(model)."
+            f"{who(model)}: the table at {table.path!r} was removed by a swap of the model that contains this one. "
+            "Use the whole model, or take the swap back: unpatch_model(model)."
         )
     if not attention:
         raise UnsupportedModelError(f"{who(model)}: no self-attention modules at {spec.attention!r}.")
@@ -126,8 +127,8 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
     if spec.image is not None:
         return _image_stack(model, root, base, spec, attention)
     offset = _table_offset(table, root) if table else 0
-    part = _config_of(model, root, rotary)
-    nope = _nope_layers(model, root, config_at(model.config, part), family, attention) if rotary else ()
+    subconfig = _config_of(model, root, rotary)
+    nope = _nope_layers(model, root, config_at(model.config, subconfig), family, attention) if rotary else ()
     return Stack(
         spec=spec,
         entry=join(base, spec.entry),
@@ -135,12 +136,12 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
         table=None if table is None else TokenTable(join(base, table.path), offset, table.kind, table.computed),
         buffers=tuple(join(base, path) for path in buffers if has_buffer(root, path)),
         rotary=tuple(join(base, path) for path in rotary),
-        geometry=geometry_of(model, config_at(model.config, part), root, spec, attention, rotary, offset, nope),
-        config=part,
+        geometry=geometry_of(model, config_at(model.config, subconfig), root, spec, attention, rotary, offset, nope),
+        config=subconfig,
         rope_layer_types=rope_sets(root.get_submodule(rotary[0])) if rotary else (),
         inside=None if spec.traits is None else spec.traits.inside(model.config),
         nope_layers=nope,
-        position_source=spec.counted_by(config_at(model.config, part)),
+        position_source=spec.counted_by(config_at(model.config, subconfig)),
     )
 
 
@@ -157,12 +158,12 @@ def _nope_layers(model: Any, root: nn.Module, config: Any, family: Family, atten
 
 def _image_stack(model: PreTrainedModel, root: Any, base: str, spec: StackSpec, attention: list[str]) -> Stack:
     assert spec.image is not None
-    part = config_path(model.config, root.config)
-    if part is None:
+    subconfig = config_path(model.config, root.config)
+    if subconfig is None:
         raise UnsupportedModelError(
-            f"{who(model)}: the part of it that sees images was built from another config than its own."
+            f"{who(model)}: its vision part was built from a different config than the model's."
         )
-    config = config_at(model.config, part)
+    config = config_at(model.config, subconfig)
     causal = causal_of(model, config, root, spec, attention)
     return Stack(
         spec=spec,
@@ -172,24 +173,24 @@ def _image_stack(model: PreTrainedModel, root: Any, base: str, spec: StackSpec, 
         buffers=(),
         rotary=(),
         geometry=image_geometry(model, config, root, spec.image, attention, causal),
-        config=part,
+        config=subconfig,
     )
 
 
 def _config_of(model: PreTrainedModel, root: nn.Module, rotary: list[str]) -> str:
-    """Return the path of the part of the model's config that its rotary modules were built from."""
-    held = (getattr(root.get_submodule(path), "config", None) for path in rotary)
-    paths = {config_path(model.config, config) for config in held if config is not None}
+    """Return the path of the sub-config that the model's rotary modules were built from."""
+    configs = (getattr(root.get_submodule(path), "config", None) for path in rotary)
+    paths = {config_path(model.config, config) for config in configs if config is not None}
     if len(paths) > 1 or None in paths:
         raise UnsupportedModelError(
             f"{who(model)}: its rotary modules ({', '.join(rotary)}) were built from different or altered copies of "
-            "the config, so no one config says what they do."
+            "the config, so no single config describes them."
         )
     return paths.pop() or "" if paths else ""
 
 
 def _is_whole(table: TableSpec, root: nn.Module) -> bool:
-    """Return whether the table is there, and not what a swap left in its place."""
+    """Return whether the table is the original one and not what a swap left there."""
     padded = table.offset != "padding" or getattr(get(root, table.path), "padding_idx", None) is not None
     rows = table_at(root, table.path)
     return padded and rows is not None and rows.ndim == 2
@@ -202,7 +203,7 @@ def _table_offset(table: TableSpec, root: nn.Module) -> int:
 
 
 def _refuse_unclaimed(model: PreTrainedModel, sites: Sites, kept: list[str]) -> None:
-    """Refuse a model with a rotary module or a position table that its family does not mention."""
+    """Refuse a model with a rotary module or a position table that its family does not list."""
     claimed: set[str] = set()
     attention = tuple(f"{path}." for stack in sites.stacks for path in stack.attention)
     for stack in sites.stacks:
@@ -215,9 +216,10 @@ def _refuse_unclaimed(model: PreTrainedModel, sites: Sites, kept: list[str]) -> 
     for path, module in model.named_modules():
         leaf = path.rsplit(".", 1)[-1]
         table_like = isinstance(module, nn.Embedding) and ("position" in leaf or leaf in {"wpe", "pos_embed"})
-        mentioned = path in claimed or any(path == one or path.startswith(f"{one}.") for one in kept)
+        mentioned = path in claimed or any(path == parent or path.startswith(f"{parent}.") for parent in kept)
         computed = "PositionalEmbedding" in type(module).__name__ or (
-            "RotaryEmbedding" in type(module).__name__ and path.startswith(attention)  # which gives no other its angles
+            "RotaryEmbedding" in type(module).__name__
+            and path.startswith(attention)  # which provides angles to no other module
         )
         if (inv_freq_names(module) or table_like or computed) and not mentioned:
             raise UnsupportedModelError(

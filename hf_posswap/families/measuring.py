@@ -1,4 +1,4 @@
-"""What a scheme may know of a model, read off its config and its modules."""
+"""The geometry of a model, read from its config and its modules."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def geometry_of(
     offset: int,
     still: tuple[int, ...] = (),
 ) -> Geometry:
-    """Return what a scheme may know of a stack of `model`.
+    """Return the geometry of a stack of `model`.
 
     Args:
         model: of which the stack is a part.
         config: the part of its config that the stack was built from.
-        root: the module that all paths count from.
-        spec: what the family states of the stack.
+        root: the module that all paths start from.
+        spec: the family's data about the stack.
         attention: paths of its attention modules.
         rotary: paths of its native rotary modules.
         offset: rows of its table before position 0.
         still: which of its attention modules, counted from 0, do not rotate.
 
     Raises:
-        UnsupportedModelError: its layers differ, or its config says no length.
+        UnsupportedModelError: its layers differ, or its config has no length.
     """
     turning = reaching(rope_sets(root.get_submodule(rotary[0]))) if rotary else ("",)
     config, whole = layer_config(config, turning[0]), config
@@ -103,18 +103,18 @@ def causal_of(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackS
 
 
 def _extent(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackSpec, offset: int) -> tuple[int, int]:
-    """Return the positions that a stack was made for, and the width of what its table adds."""
+    """Return the original length of a stack, and the width of its table rows."""
     if spec.table is not None:
         rows, width = table_at(root, spec.table.path).shape  # type: ignore[union-attr]
         return (config.max_position_embeddings if spec.table.computed else rows - offset), width
     length = getattr(config, TableSpec.config_name, None) if spec.traits is None else spec.traits.made_for(config)
     if length is None:
-        raise UnsupportedModelError(f"{who(model)}: its config says no length ({TableSpec.config_name}).")
+        raise UnsupportedModelError(f"{who(model)}: its config has no length ({TableSpec.config_name}).")
     return length, config.hidden_size
 
 
 def _rotation(rotary: nn.Module, config: Any, rope_set: str) -> dict[str, Any]:
-    """Return what a set of the native module `rotary` says of its rotation."""
+    """Return the geometry fields of one set of frequencies of the native module `rotary`."""
     frequencies, factor = _own_angles(rotary, config, rope_set)
     width = 2 * getattr(rotary, buffer_name(rope_set)).shape[-1]
     return {"rotary_dim": width, "frequencies": frequencies, "attention_factor": factor}
@@ -123,16 +123,16 @@ def _rotation(rotary: nn.Module, config: Any, rope_set: str) -> dict[str, Any]:
 def _common(model: PreTrainedModel, config: Any, turning: tuple[str, ...]) -> dict[str, Any]:
     """Return the rope parameters of the layers that a rotary scheme replaces, which must be the same in all of them."""
     parameters = [parameters_of(config, name) for name in turning]
-    if any(one != parameters[0] for one in parameters):
+    if any(other != parameters[0] for other in parameters[1:]):
         raise UnsupportedModelError(
-            f"{who(model)}: its layers of types {', '.join(turning)} see all tokens and rotate differently, so no one "
-            "scheme takes their place."
+            f"{who(model)}: its layers of types {', '.join(turning)} see all tokens and rotate differently, so no "
+            "single scheme can replace them."
         )
     return parameters[0]
 
 
 def _head_dim(config: Any, root: nn.Module, attention: list[str], rope_set: str) -> int | None:
-    """Return the width of a head in the layers of one type, where their attention modules say it."""
+    """Return the width of a head in the layers of one type, if their attention modules have it."""
     types = getattr(config, "layer_types", None) or []
     layers = [root.get_submodule(path) for path in attention]
     widths = {getattr(m, "head_dim", None) for m in layers if types[getattr(m, "layer_idx", 0)] == rope_set}
@@ -140,8 +140,8 @@ def _head_dim(config: Any, root: nn.Module, attention: list[str], rope_set: str)
 
 
 def _sliding_window(config: Any, still: tuple[int, ...]) -> int | None:
-    """Return how many keys a query sees at most where that holds in all layers but those that stand `still`."""
-    types = {kind for i, kind in enumerate(getattr(config, "layer_types", None) or []) if i not in still}
+    """Return the most keys that a query sees, if all layers except the `still` ones have that limit."""
+    types = {layer_type for i, layer_type in enumerate(getattr(config, "layer_types", None) or []) if i not in still}
     if types == {"chunked_attention"}:
         return config.attention_chunk_size
     window = getattr(config, "sliding_window", None)
@@ -152,37 +152,39 @@ def _sliding_window(config: Any, still: tuple[int, ...]) -> int | None:
 def _own_angles(rotary: Any, config: Any, rope_set: str) -> tuple[tuple[float, ...] | None, float]:
     """Return theta_i of a set of the module `rotary`, and its factor on cos and sin; None where they follow the length.
 
-    They are those of the config: a module on meta has none, and one that was ever cast has lost digits, whatever its
-    dtype is now. One that does not follow its config has what it holds.
+    They are computed from the config, because a module on meta has none, and a module that was ever cast has lost
+    digits, whatever its dtype now. If the module does not match its config, its own values are used.
     """
     name = buffer_name(rope_set)
     if parameters_of(config, rope_set).get("rope_type") in ("dynamic", "longrope"):
         return None, 1.0
-    held = getattr(rotary, name)
+    current = getattr(rotary, name)
     try:
         with torch.device("cpu"):
             exact = type(rotary)(config)
-    except Exception:  # code of any model, whose module may be built from something else
+    except Exception:  # arbitrary model code, which may take other arguments
         exact = rotary
-    if rounds(held, getattr(exact, name)):
-        rotary, held = exact, getattr(exact, name)
-    return tuple(held.detach().float().cpu().tolist()), factor_of(rotary, rope_set)
+    if rounds(current, getattr(exact, name)):
+        rotary, current = exact, getattr(exact, name)
+    return tuple(current.detach().float().cpu().tolist()), factor_of(rotary, rope_set)
 
 
-def rounds(held: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Return whether the frequencies `held` may be `exact` ones that were cast, to float16 at worst; on meta, all may.
+def rounds(current: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Return whether the frequencies `current` may be a cast of `exact`, to float16 at worst; on meta, always.
 
     Example:
         >>> rounds(torch.tensor([0.75, 0.0]), torch.tensor([0.74989, 5e-8])), rounds(torch.ones(1), 2 * torch.ones(1))
         (True, False)
     """
-    if held.shape != exact.shape:
+    if current.shape != exact.shape:
         return False
-    return not holds_values(held) or torch.allclose(held.float().cpu(), exact.float().cpu(), rtol=2**-7, atol=2**-24)
+    return not holds_values(current) or torch.allclose(
+        current.float().cpu(), exact.float().cpu(), rtol=2**-7, atol=2**-24
+    )
 
 
 def rotary_layout(attention: nn.Module) -> Layout | None:
-    """Return how the model's own code pairs rotary dimensions, found by running it; None: unknown."""
+    """Return how the model's own code pairs rotary dimensions, detected by running it; None: unknown."""
     turned = quarter_turn(modeling_module(attention), torch.tensor([[1.0, 2.0, 3.0, 4.0]], device="cpu"))
     if turned is None:
         return None

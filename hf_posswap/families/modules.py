@@ -1,4 +1,4 @@
-"""Finding modules of a model by their paths, and what little the code of their class says."""
+"""Finding modules of a model by path, and small facts about their classes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hf_posswap.compat.transformers_calls import forward_parameters
 
 
 class WeakModule:
-    """A reference to a module that leaves its memory to be freed; copied with the module, it refers to the copy.
+    """A weak reference to a module; copied with the module, it refers to the copy.
 
-    What hooks inside a model hold of that model must be no more: the model would be freed by the next search for
-    garbage alone, and on a GPU that does not come in time.
+    Hooks inside a model must hold only weak references to it. Otherwise only garbage collection frees the model, which
+    is too late on a GPU.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -30,20 +30,20 @@ class WeakModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeakModule:
         module = self()
-        return WeakModule(None if module is None else memo.get(id(module)))  # None: of a part that is copied by itself
+        return WeakModule(None if module is None else memo.get(id(module)))  # None: only a submodule is copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeakModule, (self(),)
 
 
 class CarriedModule:
-    """The module that another one carries under a name, also once that other one is gone and parts of it are in use.
+    """The child module of another module by name; still available if the owner is gone but its parts are in use.
 
-    It is looked up in each call, as PEFT's `modules_to_save` puts a trained copy in its place.
+    It is looked up in each call, because PEFT's `modules_to_save` replaces it with a trained copy.
 
     Args:
-        owner: the module that carries it.
-        name: under which it does.
+        owner: the parent module.
+        name: attribute of the parent.
     """
 
     def __init__(self, owner: nn.Module, name: str) -> None:
@@ -51,14 +51,14 @@ class CarriedModule:
         self.last: Any = getattr(owner, name)
 
     def __call__(self) -> Any:
-        """Return the module that is carried now."""
+        """Return the current module."""
         owner = self.owner()
         if owner is None:
             return self.last
-        found = getattr(owner, self.name)
-        if found is not self.last and not torch.compiler.is_compiling():
-            self.last = found
-        return found
+        module = getattr(owner, self.name)
+        if module is not self.last and not torch.compiler.is_compiling():
+            self.last = module
+        return module
 
 
 def matching(root: nn.Module, pattern: str) -> list[str]:
@@ -66,9 +66,9 @@ def matching(root: nn.Module, pattern: str) -> list[str]:
     wanted = pattern.split(".")
 
     def matches(path: str) -> bool:
-        parts = path.split(".")
-        return len(parts) == len(wanted) and all(
-            w == "*" or p in w.split("|") for w, p in zip(wanted, parts, strict=True)
+        segments = path.split(".")
+        return len(segments) == len(wanted) and all(
+            w == "*" or p in w.split("|") for w, p in zip(wanted, segments, strict=True)
         )
 
     return [path for path, _ in root.named_modules() if matches(path)]
@@ -107,12 +107,12 @@ def table_of(module: nn.Module) -> torch.Tensor:
 def table_at(root: nn.Module, path: str) -> torch.Tensor | None:
     """Return the rows [P, E] of the table at `path` below `root`, a module or a plain buffer; None: none is there."""
     owner, _, leaf = path.rpartition(".")
-    held = getattr(get(root, owner), leaf, None)
-    return table_of(held) if isinstance(held, nn.Module) else held
+    table = getattr(get(root, owner), leaf, None)
+    return table_of(table) if isinstance(table, nn.Module) else table
 
 
 def owner_of(root: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Return the module below `root` that has what lies at `path`, and the name that it has it by."""
+    """Return the module below `root` that owns the attribute at `path`, and the attribute's name."""
     owner, _, leaf = path.rpartition(".")
     return root.get_submodule(owner), leaf
 
@@ -125,7 +125,7 @@ def entry_signature(module: nn.Module) -> list[str]:
 def by_name(signature: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by their names; those beyond `signature` are left out.
 
-    The compiler of torch 2.6 takes no `zip` of lists of two lengths, and no `|` of dictionaries.
+    torch.compile of torch 2.6 supports neither `zip` of lists of different lengths nor `|` of dictionaries.
 
     Example:
         >>> by_name(["x", "mask"], [1], {"cache": 2})
@@ -135,11 +135,11 @@ def by_name(signature: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, 
     return {**dict(zip(signature[:count], args[:count], strict=True)), **kwargs}
 
 
-def join(*parts: str) -> str:
-    """Return the path made of those parts that are not empty."""
-    return ".".join(part for part in parts if part)
+def join(*segments: str) -> str:
+    """Return the path that joins the non-empty segments."""
+    return ".".join(segment for segment in segments if segment)
 
 
 def who(model: nn.Module) -> str:
-    """Return how messages call `model`."""
+    """Return the name of `model` in messages."""
     return type(model).__name__

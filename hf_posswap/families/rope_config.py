@@ -1,7 +1,7 @@
-"""What a config says of rotary modules: in which part of it, for which layers, and which of those see all tokens.
+"""The rope parameters in a config: in which sub-config, for which layers, and which of those see all tokens.
 
-Most models have one set of rope parameters. Some have one for each type of layer; then the layers that see all tokens
-are what a longer context is a matter of, and the others, which see the last few, keep their own (as Gemma 3's do).
+Most models have one set of rope parameters. Some have one for each layer type. Then only the layers that see all tokens
+matter for a longer context; the others, which see a window, keep theirs (as in Gemma 3).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def buffer_name(rope_set: str) -> str:
 
 
 def factor_of(module: nn.Module, rope_set: str) -> float:
-    """Return what a rotary module multiplies the cos and sin of a set by."""
+    """Return the factor on cos and sin of a set in a rotary module."""
     return float(getattr(module, f"{rope_set}_attention_scaling" if rope_set else "attention_scaling", 1.0))
 
 
@@ -48,7 +48,7 @@ def reaching(sets: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _is_windowed(rope_set: str) -> bool:
-    return "sliding" in rope_set or rope_set == "main"  # DeepSeek-V4 calls its sliding layers' rotation so
+    return "sliding" in rope_set or rope_set == "main"  # DeepSeek-V4's name for the rotation of its sliding layers
 
 
 def parameters_of(config: Any, rope_set: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def parameters_of(config: Any, rope_set: str) -> dict[str, Any]:
 
 
 def layer_config(config: Any, rope_set: str) -> Any:
-    """Return what `config` says of the layers of one type: some values may differ from one layer to the next."""
+    """Return the config of the layers of one type: some values may differ between layers."""
     types = getattr(config, "layer_types", None) or []
     views = getattr(config, "per_layer_config", None)  # None where all layers have the same values
     return views[types.index(rope_set)] if views and rope_set in types else config
@@ -73,7 +73,7 @@ def has_rope(config: PreTrainedConfig) -> bool:
 
 
 def config_at(config: Any, path: str) -> Any:
-    """Return the part of `config` at `path`, "" being all of it.
+    """Return the sub-config of `config` at `path`; "" is `config` itself.
 
     Example:
         >>> from transformers import Gemma3Config
@@ -87,17 +87,17 @@ def config_at(config: Any, path: str) -> Any:
 
 def config_parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     """Return `config` and the configs in it, by their paths."""
-    found = {"": config}
+    configs = {"": config}
     for name in config.sub_configs or {}:
         inner = getattr(config, name, None)
         if inner is not None:
-            found |= {f"{name}.{path}".rstrip("."): part for path, part in config_parts(inner).items()}
-    return found
+            configs |= {f"{name}.{path}".rstrip("."): sub for path, sub in config_parts(inner).items()}
+    return configs
 
 
-def config_path(config: PreTrainedConfig, part: Any) -> str | None:
-    """Return the path in `config` of the object `part`, or of one that says the same; None: it is not there."""
-    parts = config_parts(config)
-    same = [path for path, found in parts.items() if found is part]
-    alike = [path for path, found in parts.items() if type(found) is type(part) and found.to_dict() == part.to_dict()]
-    return next(iter(same + alike), None)
+def config_path(config: PreTrainedConfig, target: Any) -> str | None:
+    """Return the path in `config` of the object `target`, or of an equal one; None: there is none."""
+    configs = config_parts(config)
+    same = [path for path, sub in configs.items() if sub is target]
+    equal = [p for p, sub in configs.items() if type(sub) is type(target) and sub.to_dict() == target.to_dict()]
+    return next(iter(same + equal), None)

@@ -1,6 +1,6 @@
-"""Families with a standard rotary module, most of them by rule: a config with rope parameters, layers in `layers`.
+"""Families with a standard rotary module, most matched by rule: rope parameters in the config, layers in `layers`.
 
-What differs from transformers' own conventions is refused by `locate`, never guessed.
+`locate` refuses a model that deviates from transformers' conventions; it never guesses.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from hf_posswap.families.rotary_compatibility import ATTENTION_PROVED, ATTENTION
 
 
 def rotary_modules(root: nn.Module) -> list[str]:
-    """Return the paths below `root` of the modules that own rotary frequencies and are called as all such are."""
-    found = paths_of(root, lambda module: bool(inv_freq_names(module)))
-    return [path for path in found if path.rsplit(".", 1)[-1] in ("rotary_emb", "pos_emb")]
+    """Return the paths below `root` of the modules that own rotary frequencies and have a standard name."""
+    paths = paths_of(root, lambda module: bool(inv_freq_names(module)))
+    return [path for path in paths if path.rsplit(".", 1)[-1] in ("rotary_emb", "pos_emb")]
 
 
 _MODALITIES = (
@@ -24,7 +24,7 @@ _MODALITIES = (
     "multi_modal_projector", "pos_emb", "projector", "semantic_tokenizer_encoder", "time_embedding", "vision_embedder",
     "vision_model", "vision_tower", "visual", "word_timestamp_encoder",
 )  # fmt: skip
-"""What other modalities' towers are called: they keep their positions."""
+"""Names of the towers of other modalities, which keep their positions."""
 
 register(
     Family(
@@ -53,7 +53,7 @@ register(
 register(
     Family(
         name="dbrx",
-        summary="DBRX: rotary, attention beside a norm in each block, causal",
+        summary="DBRX: rotary, attention in one block with its norms, causal",
         model_types=("dbrx",),
         rotary=rotary_modules,
         attention="blocks.*.norm_attn_norm.attn",

@@ -1,6 +1,6 @@
-"""Whether a scheme can be put inside the attention of a rotary model: known by trial, for each model type.
+"""Whether a scheme works inside the attention of a rotary model: tested for each model type.
 
-Model types are those of the part of the config that has the rope parameters: a text tower's own, not the whole's.
+Model types are those of the sub-config with the rope parameters: the text tower's, not the whole model's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _is_windowed(module: Any) -> bool:
     return module.sliding_window is not None
 
 
-def _is_windowed_or_told(module: Any) -> bool:
+def _is_windowed_or_forced(module: Any) -> bool:
     return module.sliding_window is not None or module.force_rope
 
 
@@ -51,17 +51,17 @@ def _is_local(module: Any) -> bool:
 ROTATES: dict[str, Callable[[nn.Module], bool]] = {
     "afmoe": _is_local,
     **dict.fromkeys(("cohere2", "flint", "lara_mini"), _is_windowed),
-    "cohere2_moe": _is_windowed_or_told,
+    "cohere2_moe": _is_windowed_or_forced,
     **dict.fromkeys(("exaone4", "exaone_moe"), _is_windowed_where_some_are),
     **dict.fromkeys(("llama4_text", "smollm3"), _has_rope),
 }
-"""Of the model types whose layers do not all rotate: whether an attention module does, as its own forward asks."""
+"""For model types where not all layers rotate: whether an attention module does, as its forward decides."""
 
-_LATENT = "its latent attention rotates a part of each head that it keeps apart"
-_INDEXED = "what chooses the tokens that it attends to turns by the same rotary module"
-_NORMALISED = "its queries and keys are normalised after they were rotated"
+_LATENT = "its latent attention rotates a separate part of each head"
+_INDEXED = "its indexer, which selects the tokens to attend to, uses the same rotary module"
+_NORMALISED = "its queries and keys are normalised after the rotation"
 _LINEAR = "some of its layers have linear attention"
-_LOOPED = "its layers run several times in each forward, on keys of their own"
+_LOOPED = "its layers run several times in each forward, each time on new keys"
 
 TURNING_REFUSED: dict[str, str] = {
     **dict.fromkeys(
@@ -69,9 +69,9 @@ TURNING_REFUSED: dict[str, str] = {
         _LATENT,
     ),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), _NORMALISED),
-    "nanochat": "its pairs turn the other way round",
+    "nanochat": "its pairs rotate in the opposite direction",
 }
-"""Model types of which it is known why q and k cannot be turned inside attention; a bias can be added there."""
+"""Model types with a known reason why q and k cannot be rotated inside attention; a bias can be added there."""
 
 ATTENTION_REFUSED: dict[str, str] = {
     **dict.fromkeys(
@@ -79,31 +79,31 @@ ATTENTION_REFUSED: dict[str, str] = {
     ),
     "longcat_flash": _LATENT,
     **dict.fromkeys(("bailing_hybrid", "minimax"), _LINEAR),
-    "deepseek_v4": "it attends to keys of several tokens that it has pressed into one",
-    "gemma3n_text": "some of its layers take the keys of others, which are rotated already",
+    "deepseek_v4": "it attends to compressed keys of several tokens",
+    "gemma3n_text": "some of its layers reuse the keys of others, which are already rotated",
     "gpt_neox_japanese": "its attention does not go through transformers' AttentionInterface",
     **dict.fromkeys(("dory", "hrm_text"), _LOOPED),
     "t5gemma2_decoder": "its self-attention and its cross-attention are one",
     "t5gemma2_text": "its decoder's self-attention and cross-attention are one",
-    "voxtral_realtime_text": "it cannot be run on text alone, so nothing is proved of it",
+    "voxtral_realtime_text": "it cannot run on text alone, so it is not tested",
 }
-"""Model types of which it is known why a scheme cannot be put inside, as the end of a sentence."""
+"""Model types with a known reason why no scheme works inside, as the end of a sentence."""
 
 MOVED_BY_SHIFT: dict[str, str] = {
     **{name: TURNING_REFUSED[name] for name in ("hunyuan_v1_dense", "hunyuan_v1_moe")},
     "deepseek_v4": ATTENTION_REFUSED["deepseek_v4"],
-    "dory": "its queries are scaled channel by channel after they were rotated",
+    "dory": "its queries are scaled channel by channel after the rotation",
     **{name: ATTENTION_REFUSED[name] for name in ("t5gemma2_decoder", "t5gemma2_text")},
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa"),
-        "older releases of transformers compare its position ids with places counted from the first token",
+        "older releases of transformers compare its position ids with indices counted from the first token",
     ),
-    "switch_transformers": "each of its experts takes so many tokens of a sequence, and padding takes their room",
+    "switch_transformers": "each of its experts takes a limited number of tokens of a sequence, and padding counts too",
 }
-"""Model types whose attention is moved by a shift of all positions under any rotation, and why."""
+"""Model types whose attention changes if all positions are shifted, under any rotation, and why."""
 
 POSITIONS_ELSEWHERE: dict[str, str] = {
     **{name: MOVED_BY_SHIFT[name] for name in ("deepseek_v32", "glm_moe_dsa")},
-    "deepseek_v4": "its pressed keys stand at places that are counted from the first token, whatever turns them",
+    "deepseek_v4": "its compressed keys have positions counted from the first token, whatever rotates them",
 }
-"""Model types that know positions also without their rotation, and how, as the end of a sentence."""
+"""Model types that use positions outside their rotation too, and how, as the end of a sentence."""

@@ -1,4 +1,4 @@
-"""Where positions live in one model: the full paths of its sites, stack by stack."""
+"""Where positions are in a model: the full paths of its sites, stack by stack."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TokenTable:
     Attributes:
         path: of its module, or of the plain buffer [P, E] that it is.
         offset: rows before position 0.
-        kind: what stands in it.
-        computed: whether its module makes its rows itself, at any length, and no checkpoint holds them.
+        kind: the type of its rows.
+        computed: whether its module computes the rows, at any length, and they are not in checkpoints.
     """
 
     path: str
@@ -36,18 +36,18 @@ class Stack:
     """The full paths of the position sites of one stack of a model.
 
     Attributes:
-        spec: whose data found them.
+        spec: the family data that describes the stack.
         entry: path of the module that takes input ids, position ids and the cache; or the image.
         attention: paths of the self-attention modules, in layer order.
         table: of positions, or of patches where the stack sees images; None: there is none.
         buffers: paths of the buffers with one entry a position.
         rotary: paths of the native rotary modules.
-        geometry: what a scheme may know of the stack.
-        config: path of its part of the model's config; "": all of it.
-        rope_layer_types: of native frequencies, by name; see `rope_config`.
-        inside: the position mechanism that is native inside attention, as `Scheme.to_dict` writes it; None: none is.
+        geometry: of the stack.
+        config: path of its sub-config; "": the whole config.
+        rope_layer_types: layer types of native frequencies; see `rope_config`.
+        inside: the native position mechanism inside attention, in the format of `Scheme.to_dict`; None: there is none.
         nope_layers: which of `attention`, counted from 0, do not rotate, in a stack whose other layers do.
-        position_source: what its stock class counts where it is given no position ids.
+        position_source: what its stock class counts if it gets no position ids.
     """
 
     spec: StackSpec
@@ -65,24 +65,24 @@ class Stack:
 
     @property
     def inputs(self) -> Literal["text", "images"]:
-        """What the stack takes."""
+        """The input type of the stack."""
         return "images" if isinstance(self.table, PatchTable) else "text"
 
     def source_for(self, scheme: str) -> PositionSource:
-        """Return what the stock class counts for the mechanism in whose place `scheme` comes, or that it is."""
-        own = self.spec.traits
-        if own is not None and own.position_source is not None and self.inside is not None:
-            return own.position_source if self.inside["name"] == scheme else self.position_source
+        """Return what the stock class counts for the mechanism that `scheme` replaces or equals."""
+        traits = self.spec.traits
+        if traits is not None and traits.position_source is not None and self.inside is not None:
+            return traits.position_source if self.inside["name"] == scheme else self.position_source
         return self.position_source
 
     @property
     def padding_id(self) -> int | None:
-        """The id of the tokens that are no input where positions skip them; None: they skip none."""
+        """The id of padding tokens, if positions skip them; None: positions skip no tokens."""
         return self.table_offset - 1 if self.position_source == "input_ids" else None
 
     @property
     def table_path(self) -> str | None:
-        """Path of what holds the table; None: there is none."""
+        """Path of the table; None: there is none."""
         return None if self.table is None else self.table.path
 
     @property
@@ -102,17 +102,17 @@ class Stack:
 
     @property
     def name(self) -> str:
-        """By which users and records call it; "" where the model has one stack only."""
+        """Its name for users and in records; "" if the model has only one stack."""
         return self.spec.name
 
     @property
     def first_position(self) -> int:
-        """What the model's `position_ids` call position 0: where padding shifts a table, they count its rows."""
+        """The value of the model's `position_ids` for position 0: if padding shifts the table, they count its rows."""
         return self.table_offset if self.spec.table is not None and self.spec.table.offset == "padding" else 0
 
     @property
     def config_name(self) -> str | None:
-        """The config value that says how long the model is, by its path in the config; None: none does."""
+        """The path in the config of the value with the model's length; None: there is none."""
         if self.inputs == "images":
             return None
         if self.spec.traits is not None and self.spec.table is None:
@@ -121,20 +121,20 @@ class Stack:
         return join(self.config, name)
 
     def config_length(self, length: int) -> int:
-        """Return what that config value says for `length` tokens."""
+        """Return that config value for `length` tokens."""
         counts = self.spec.table is not None and self.spec.table.config_counts_offset
         return length + self.table_offset if counts else length
 
 
 @dataclass(frozen=True)
 class Sites:
-    """Where positions live in one model: its stacks, of which most models have one.
+    """Where positions are in a model: its stacks, of which most models have one.
 
-    What it says itself is of its main stack: the only one, or the decoder.
+    Its properties refer to the main stack: the only one, or the decoder.
 
     Attributes:
-        family: whose data found them.
-        base: path of the base model; "" where the model is one.
+        family: of the model.
+        base: path of the base model; "" if the model is one.
         stacks: of the model, the main one last.
     """
 
@@ -173,7 +173,7 @@ class Sites:
 
     @property
     def first_position(self) -> int:
-        """What the main stack's `position_ids` call position 0."""
+        """The value of the main stack's `position_ids` for position 0."""
         return self.main.first_position
 
     @property
@@ -183,7 +183,7 @@ class Sites:
 
     @property
     def geometry(self) -> Geometry:
-        """What a scheme may know of the main stack."""
+        """The geometry of the main stack."""
         return self.main.geometry
 
     def to_dict(self) -> dict[str, Any]:
@@ -206,10 +206,10 @@ def _stack_to_dict(stack: Stack) -> dict[str, Any]:
 
 
 def _stack_from_dict(family: Family, values: dict[str, Any]) -> Stack:
-    spec = next(part for part in family.parts if part.name == values["name"])
-    table, kind = values["table"], {"TokenTable": TokenTable, "PatchTable": PatchTable}
+    spec = next(candidate for candidate in family.parts if candidate.name == values["name"])
+    table, classes = values["table"], {"TokenTable": TokenTable, "PatchTable": PatchTable}
     if table is None:
         spec = replace(spec, table=None)
-    made = None if table is None else kind[table["kind"]](**table["fields"])
+    restored = None if table is None else classes[table["kind"]](**table["fields"])
     plain = {name: value for name, value in values.items() if name not in ("name", "table")}
-    return Stack(spec=spec, table=made, **plain)
+    return Stack(spec=spec, table=restored, **plain)

@@ -1,4 +1,4 @@
-"""The T5 kind: encoder-decoders with a learned bias on the scores, by buckets of distances, and no other positions."""
+"""T5-like encoder-decoders: a learned bias on the scores, by buckets of distances, and no other positions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def _buckets(config: Any) -> NativeScheme:
 
 
 def _t5(module: nn.Module) -> type | str:
-    """Return the class of `module`, or where transformers has none with the interface yet, the one that equals it."""
+    """Return the class of `module`, or an equal one with the interface if transformers has none yet."""
     if attends_by_interface(type(module)):
         return type(module)
     if type(module).__name__ == "SwitchTransformersAttention":
-        return "this release of transformers gives its bias to the first layer alone: nothing can be put inside."
+        return "this release of transformers gives its bias only to the first layer: nothing can be put inside."
     from hf_posswap.families.interfaces import t5
     from hf_posswap.families.interfaces.fitting import fitting
 
@@ -33,7 +33,7 @@ def _t5(module: nn.Module) -> type | str:
 
 def _stack(name: str) -> StackSpec:
     attention = f"{name}.block.*.layer.0.SelfAttention"
-    own = AttentionTraits(
+    traits = AttentionTraits(
         _t5,
         positions=_buckets,
         scheme="t5",
@@ -41,7 +41,7 @@ def _stack(name: str) -> StackSpec:
         length_name=None,
         length=512,
     )
-    return StackSpec(name, attention, entry=name, causal=name == "decoder", traits=own, position_source="relative")
+    return StackSpec(name, attention, entry=name, causal=name == "decoder", traits=traits, position_source="relative")
 
 
 register(
@@ -58,6 +58,6 @@ register(
         summary="LongT5's decoder: a learned bias for each bucket of distances; the encoder's blocks keep theirs",
         model_types=("longt5",),
         stacks=(_stack("decoder"),),
-        note="The encoder attends to blocks, by code of its own, and keeps its bias.",
+        note="The encoder attends to blocks with custom code and keeps its bias.",
     )
 )

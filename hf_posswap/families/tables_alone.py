@@ -1,6 +1,6 @@
-"""Models with a learned table whose attention is code of its own, without transformers' AttentionInterface.
+"""Models with a learned table whose attention is custom code, without transformers' AttentionInterface.
 
-Their table can be replaced; nothing can be put inside attention, and a swap that would have to be is refused.
+Their table can be replaced; nothing can be put inside attention, so swaps that need it are refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Models that see images, with a learned table of one row a patch, and no other position mechanism.
 
-In a model of two towers (CLIP, SigLIP) the one that sees images is meant; the one that reads keeps its positions.
+In a model with two towers (CLIP, SigLIP) only the vision tower is swapped; the text tower keeps its positions.
 """
 
 from __future__ import annotations

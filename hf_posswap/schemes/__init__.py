@@ -1,9 +1,9 @@
 """Position schemes: one file each; importing this package registers them all.
 
-What the author of a scheme needs is here: `Scheme` or one of its bases (`RotaryScheme`, `ScaledRotary`, `TableScheme`,
-`GridTable`), `Mechanism` for what acts inside attention (`RotaryMechanism`, `DistanceMechanism`), `Traits` for what
-the scheme promises, `Geometry` for what it may know of a model, and `SCHEMES`, under which it registers. The module
-that the class is written in goes into checkpoints as their code: it imports hf_posswap by `from hf_posswap... import`.
+To write a scheme you need: `Scheme` or one of its bases (`RotaryScheme`, `ScaledRotary`, `TableScheme`, `GridTable`),
+`Mechanism` for code inside attention (`RotaryMechanism`, `DistanceMechanism`), `Traits` for its guarantees, `Geometry`
+for the shape of a model, and `SCHEMES`, where it registers. The module of the class is exported with checkpoints, so it
+must import hf_posswap by `from hf_posswap... import`.
 
 Example:
     >>> from dataclasses import dataclass

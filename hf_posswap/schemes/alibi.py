@@ -34,11 +34,11 @@ def slopes(heads: int) -> list[float]:
         [0.25, 0.0625, 0.015625, 0.00390625]
     """
     power = 2 ** int(math.log2(heads))
-    own = [2.0 ** (-8.0 * h / power) for h in range(1, power + 1)]
+    coarse = [2.0 ** (-8.0 * h / power) for h in range(1, power + 1)]
     if power == heads:
-        return own
+        return coarse
     finer = [2.0 ** (-4.0 * h / power) for h in range(1, 2 * power + 1)]
-    return own + finer[0::2][: heads - power]
+    return coarse + finer[0::2][: heads - power]
 
 
 @SCHEMES.register("alibi")
@@ -48,10 +48,10 @@ class Alibi(LinearBias):
 
     Attributes:
         interpolation: s >= 1, the target length over the length that the model was trained on with ALiBi: all
-            distances then cost what they cost there. The paper takes s anew from each input that is longer; here it is
-            one number, so that a cached and a full forward agree. None divides by nothing.
-        slopes: m_h of each head, >= 0; None: the paper's. `hf_posswap.fit_bias` finds those that are nearest to a
-            learned table, for each layer.
+            distances then cost what they cost there. The paper recomputes s for each longer input; here it is one
+            number, so that a cached and a full forward agree. None means s = 1.
+        slopes: m_h of each head, >= 0; None: the paper's. `hf_posswap.fit_bias` finds those closest to a learned
+            table, for each layer.
 
     Example:
         >>> Alibi().traits.relative
@@ -92,8 +92,8 @@ class Alibi(LinearBias):
         return dataclasses.replace(self, slopes=None) if stock else self
 
     def mechanism(self, geometry: Geometry) -> Mechanism:
-        own = slopes(geometry.num_heads) if self.slopes is None else self.slopes
-        return AlibiMechanism(own, self.interpolation or 1.0)
+        per_head = slopes(geometry.num_heads) if self.slopes is None else self.slopes
+        return AlibiMechanism(per_head, self.interpolation or 1.0)
 
     def features(self, distances: Tensor, geometry: Geometry) -> Tensor:
         return -distances.abs()[None].double() / (self.interpolation or 1.0)
@@ -110,9 +110,9 @@ class AlibiMechanism(DistanceMechanism):
 
     slopes: Tensor
 
-    def __init__(self, own: Sequence[float], interpolation: float) -> None:
+    def __init__(self, per_head: Sequence[float], interpolation: float) -> None:
         super().__init__()
-        divided = [slope / interpolation for slope in own]
+        divided = [slope / interpolation for slope in per_head]
         self.slopes = torch.tensor(divided, dtype=torch.float32, device="cpu")  # [H]
 
     def distance_bias(self, distances: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from hf_posswap.schemes.mechanism import Mechanism
 class Alibi2D(Scheme):
     """Score - m_h sqrt((r - r')^2 + (c - c')^2), m_h the slopes of ALiBi.
 
-    Tokens that have no place (class, distillation) attend and are attended to without a penalty.
+    Tokens without a patch (class, distillation) attend and are attended to without a penalty.
 
     Example:
         >>> Alibi2D().traits.relative

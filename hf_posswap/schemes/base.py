@@ -1,4 +1,4 @@
-"""What a scheme is: hyper-parameters, the mathematics, and what it promises.
+"""The base of all schemes: hyper-parameters, the mathematics, and the guarantees of a scheme.
 
 Shape legend of the package: B batch, Q query length, K key length, H heads, G kv heads, D head dim, R rotary dim,
 E hidden size. Schemes are pure torch: they never see a transformers model, only its `Geometry`.
@@ -27,7 +27,7 @@ Kind = Literal["rotary", "bias", "table", "none", "mixed"]
 Input = Literal["text", "images"]
 
 SCHEMES: Registry[type[Scheme]] = Registry("scheme", "hf_posswap.schemes")
-"""Every scheme by its name; what kind of model each is for stands in `Scheme.inputs`."""
+"""Every scheme by its name; `Scheme.inputs` says which models each is for."""
 
 _ROPE_TYPES = {name: name for name in ("linear", "dynamic", "yarn", "longrope", "llama3")} | {"default": "rope"}
 """Scheme for each `rope_type` of transformers."""
@@ -36,22 +36,22 @@ _ROPE_FIELDS = {
     "partial_rotary_factor": "partial",
     "original_max_position_embeddings": "original_length",
 }
-"""Field of a scheme for each key of `rope_parameters` that has another name there."""
+"""Scheme field for each key of `rope_parameters` that goes by another name in transformers."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What a scheme promises; the contract suite holds it to each of these.
+    """The guarantees of a scheme; the contract suite tests each of them.
 
     Attributes:
         prefix_consistent: logits at t depend on tokens <= t only, whatever the total length; so a cached and a full
             forward agree, and one forward gives the loss of every prefix.
-        causal_only: meaningless where a query sees its future.
+        causal_only: only meaningful in causal attention.
         relative: only differences of positions matter: shifting all positions changes nothing.
         training_free: meant to be used on its native kind of model without adapting the weights.
-        unbounded: runs at any length; otherwise there is an end, beyond which PositionRangeError is raised.
-        shardable: what a token needs follows from its own position, so that a sequence may be split over devices
-            (context parallelism) under any attention kernel.
+        unbounded: runs at any length; otherwise PositionRangeError is raised beyond a maximum length.
+        shardable: each token needs only its own position, so a sequence may be split over devices (context parallelism)
+            under any attention kernel.
     """
 
     prefix_consistent: bool = True
@@ -62,14 +62,14 @@ class Traits:
     shardable: bool = False
 
     def letters(self) -> str:
-        """Return the first letter of each promise, in capitals, or a dot where it is not made.
+        """Return the capitalized first letter of each guarantee, or a dot where it does not hold.
 
         Example:
             >>> Traits(causal_only=True).letters()
             'PCR.U.'
         """
-        promises = dataclasses.asdict(self).items()
-        return "".join(name[0].upper() if held else "." for name, held in promises)
+        guarantees = dataclasses.asdict(self).items()
+        return "".join(name[0].upper() if holds else "." for name, holds in guarantees)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Scheme:
     """Hyper-parameters of one position mechanism.
 
     A subclass is one file: a frozen dataclass under `@SCHEMES.register(name)` with `name`, `summary`, `source`, `kind`.
-    A field that is None is filled from the model by `resolve`. `hf_posswap.schemes` has an example of one's own.
+    A field that is None is filled from the model by `resolve`. `hf_posswap.schemes` has an example of a custom scheme.
 
     Example:
         >>> from hf_posswap.schemes import Yarn
@@ -93,25 +93,25 @@ class Scheme:
     source: ClassVar[str]
     kind: ClassVar[Kind]
     inputs: ClassVar[tuple[Input, ...]] = ("text",)
-    """What the models take that it is for."""
+    """The inputs of the models that it is for."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        add_inherited_fields(cls)  # help() of a scheme names all that it takes
+        add_inherited_fields(cls)  # help() of a scheme lists all its parameters
 
     @classmethod
     def stand_ins(cls, geometry: Geometry) -> dict[str, Any]:
-        """Return options with which a scheme that is known by name alone shows what it does in such a model."""
+        """Return example options for the scheme in such a model, for when only its name is known."""
         return {}
 
     @property
     def traits(self) -> Traits:
-        """What the scheme promises with these parameters."""
+        """The guarantees of the scheme with these parameters."""
         return Traits()
 
     @property
     def acts_inside(self) -> bool:
-        """Whether there is something to do inside attention."""
+        """Whether the scheme acts inside attention."""
         return self.kind in ("rotary", "bias", "mixed")
 
     @property
@@ -121,7 +121,7 @@ class Scheme:
 
     @property
     def table_part(self) -> Any:
-        """The table scheme that says what stands in the position table; None: nothing does."""
+        """The table scheme that defines the position table; None: there is no table."""
         return None
 
     def with_table(self, table: Any) -> Self:
@@ -143,7 +143,7 @@ class Scheme:
         return None
 
     def notes(self) -> tuple[str, ...]:
-        """Return what a plan should say of the resolved scheme, in sentences."""
+        """Return the sentences that a plan prints about the resolved scheme."""
         return ()
 
     def mechanism(self, geometry: Geometry) -> Mechanism:
@@ -173,7 +173,7 @@ class Scheme:
         return {"name": self.name} | {name: _plain(value) for name, value in fields.items()}
 
     def per_layer(self, layers: Mapping[int, Scheme | str]) -> Scheme:
-        """Return a scheme that is this one, but for the `layers` named, counted from 0.
+        """Return a scheme that is this one except in the given `layers`, counted from 0.
 
         Example:
             >>> from hf_posswap.schemes import NoPE, Rope
@@ -183,7 +183,7 @@ class Scheme:
         return SCHEMES.get("per_layer")(layers=layers, default=self)  # type: ignore[call-arg]
 
     def __add__(self, other: Scheme) -> Scheme:
-        """Return a position table and a scheme inside attention at work together.
+        """Return a scheme that combines a position table with a scheme inside attention.
 
         Example:
             >>> from hf_posswap.schemes import Learned, Rope
@@ -202,7 +202,7 @@ class Scheme:
 
 
 def _plain(value: Any) -> Any:
-    """Return a field's value as JSON has it."""
+    """Return a field's value as JSON."""
     if isinstance(value, Scheme):
         return value.to_dict()
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
@@ -223,8 +223,8 @@ def make_scheme(scheme: Scheme | str | Mapping[Any, Any], /, **options: Any) -> 
 
     Raises:
         UnknownNameError: no such scheme.
-        OptionError: the scheme has no such field, fields are spelt in another way or given twice, or options were given
-            beside an object.
+        OptionError: the scheme has no such field, fields are misspelt or given twice, or options were given with an
+            object.
         SchemeError: a field's value is impossible, or `scheme` is none of the three.
 
     Example:
@@ -235,7 +235,7 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
     if isinstance(scheme, Scheme):
         if options:
             raise OptionError(
-                f"options {sorted(options)} were given beside the scheme object {scheme}: "
+                f"options {sorted(options)} were given with the scheme object {scheme}: "
                 "set them on the object, or give the scheme by name."
             )
         return scheme
@@ -313,7 +313,7 @@ def _from_dict(scheme: dict[str, Any], options: dict[str, Any]) -> tuple[str, di
         scheme = _from_rope_parameters(scheme)
     name = scheme.get("name")
     if not isinstance(name, str):
-        got = f"{brief_repr(scheme)}.{_meant(scheme)}"
+        got = f"{brief_repr(scheme)}.{_did_you_mean(scheme)}"
         raise SchemeError(f"a scheme's dict needs its name under 'name', as Scheme.to_dict writes it; got {got}")
     return name, _joined(name, "a dict", {key: value for key, value in scheme.items() if key != "name"}, options)
 
@@ -332,17 +332,17 @@ def _from_rope_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _registered(text: str) -> str:
-    """Return `text` with the name at its start as it is registered: "ALiBi" as "alibi", "NTK-by-parts:..." likewise."""
+    """Return `text` with its leading name in registered spelling: "ALiBi" as "alibi", "NTK-by-parts:..." likewise."""
     name, colon, fields = text.partition(":")
     if name in SCHEMES:
         return text
     plain = re.sub(r"[-_\s]", "", name).lower()
-    found = [known for known in SCHEMES if known.replace("_", "").lower() == plain]
-    return f"{found[0]}{colon}{fields}" if len(found) == 1 else text
+    matches = [known for known in SCHEMES if known.replace("_", "").lower() == plain]
+    return f"{matches[0]}{colon}{fields}" if len(matches) == 1 else text
 
 
-def _meant(scheme: dict[str, Any]) -> str:
-    """Return how the scheme is written that such a dict seems to mean: {"yarn": {"factor": 4}}."""
+def _did_you_mean(scheme: dict[str, Any]) -> str:
+    """Return a hint with the correct spelling of the scheme that a dict such as {"yarn": {"factor": 4}} means."""
     named = next((key for key in scheme if key in SCHEMES), None)
     right = respelled(repr(scheme), dict(SCHEMES.items())) or named
     return "" if right is None else f" Did you mean {right!r}?"
@@ -350,15 +350,15 @@ def _meant(scheme: dict[str, Any]) -> str:
 
 def _from_text(text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name in `text`, and its fields joined with `options`."""
-    found = scheme_and_fields(text, dict(SCHEMES.items()))
-    if found is None:
+    parsed = scheme_and_fields(text, dict(SCHEMES.items()))
+    if parsed is None:
         return text.partition(":")[0], options
-    name, fields = found
+    name, fields = parsed
     return name, _joined(name, "a text", fields, options)
 
 
-def _joined(name: str, what: str, fields: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def _joined(name: str, source: str, fields: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     twice = sorted(set(fields) & set(options))
     if twice:
-        raise OptionError(f"options {twice} were given beside {what} of scheme {name!r} that has them: give them once.")
+        raise OptionError(f"options {twice} were given twice, here and in {source} of scheme {name!r}: give them once.")
     return fields | options

@@ -1,4 +1,4 @@
-"""The gradual swap: a model's own mechanism and a new one, in shares that training moves from one to the other."""
+"""The gradual swap: a weighted mix of a model's own mechanism and a new one; training shifts the weight."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from hf_posswap.schemes.rope import Rope, RotaryScheme, own_theta
 @SCHEMES.register("blend")
 @dataclass(frozen=True)
 class Blend(Scheme):
-    """The model's own mechanism in the share 1 - w, the new one in the share w: the old model at 0, the new one at 1.
+    """The model's own mechanism with weight 1 - w, the new one with weight w: the old model at 0, the new one at 1.
 
-    Rows of a position table are added in their share (a new table's beside the old one's), a bias acts in its share,
-    and a rotation turns by (1 - w) theta_old + w theta_new, a mechanism that does not rotate having theta = 0. Move w
-    with `set_blend` while training; `finish_blend` leaves the new mechanism alone behind.
+    Rows of the old and the new position table, and a bias, are scaled by their weight. A rotation uses the angles
+    (1 - w) theta_old + w theta_new, where a mechanism that does not rotate has theta = 0. Change w with `set_blend`
+    while training; `finish_blend` leaves only the new mechanism.
 
     Attributes:
         new: the scheme to end with (an object, a name or a dict).
         weight: w, in [0, 1].
-        old: "table" or "rotary", the mechanism that the model has; None finds out.
+        old: "table" or "rotary", the mechanism that the model has; None detects it.
 
     Example:
         >>> Blend(new="rope", weight=0.25).weight
@@ -115,8 +115,8 @@ class BlendMechanism(Mechanism):
         self.new = scheme.new.mechanism(geometry) if scheme.new.acts_inside else None
         self._old = self._new = None
         if scheme.old == "rotary":
-            own = torch.tensor(geometry.frequencies, dtype=torch.float32, device="cpu")
-            self._old = Frequencies.of(own_theta(geometry, torch.float64), own, geometry.attention_factor)
+            native = torch.tensor(geometry.frequencies, dtype=torch.float32, device="cpu")
+            self._old = Frequencies.of(own_theta(geometry, torch.float64), native, geometry.attention_factor)
         self.layout = geometry.layout or "half"
         if isinstance(scheme.new, RotaryScheme):
             self._new = scheme.new.angles(geometry)
@@ -125,7 +125,7 @@ class BlendMechanism(Mechanism):
 
     @property
     def biases(self) -> bool:  # type: ignore[override]
-        """Whether a bias is added: not at weight 0, where nothing of the new mechanism is there."""
+        """Whether a bias is added: not at weight 0, where the new mechanism is inactive."""
         return self.new is not None and self.new.biases and self.weight > 0
 
     @property
@@ -135,7 +135,7 @@ class BlendMechanism(Mechanism):
 
     @property
     def slopes(self) -> Tensor | None:  # type: ignore[override]
-        """Those of the new mechanism, in its share."""
+        """Those of the new mechanism, times its weight."""
         slopes = None if self.new is None else self.new.slopes
         return None if slopes is None else self.weight * slopes
 
@@ -145,7 +145,7 @@ class BlendMechanism(Mechanism):
         return self.new is not None and self.new.scales and self.weight > 0
 
     def angles(self) -> Frequencies:
-        """Return (1 - w) theta_old + w theta_new, and the factor on cos and sin in the same shares."""
+        """Return (1 - w) theta_old + w theta_new, and the factor on cos and sin with the same weights."""
         still = Frequencies(torch.zeros_like((self._old or self._new or Frequencies(torch.zeros(0))).inv_freq))
         old, new, w = self._old or still, self._new or still, self.weight
         mixed = (1 - w) * old.exact + w * new.exact

@@ -18,24 +18,23 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.merge import Region
 from hf_posswap.schemes.base import SCHEMES
 from hf_posswap.schemes.common import checks
-from hf_posswap.schemes.common.piecewise import Part, Piecewise
+from hf_posswap.schemes.common.piecewise import Piecewise, RegionPositions
 
 
 @SCHEMES.register("dual_chunk")
 @dataclass(frozen=True)
 class DualChunk(Piecewise):
-    """Dual chunk attention (DCA): a key at j has position j mod l; so its rotation is final when it is cached.
+    """Dual chunk attention (DCA): a key at j has position j mod l, so its rotation is final when it is cached.
 
-    A query at i has position i mod l for keys of its own chunk of l tokens, min(i mod l + l, s) for keys of the
-    previous chunk, so that the nearest s - l keep their distance, and min(2 l - 1, s) for older ones. For keys that
-    stand later, which the paper does not have, but a mask may show, as in the text read backwards: max(i mod l - l,
-    l - 1 - s) for those of the next chunk, so that the nearest s - l keep their distance, and max(-l, l - 1 - s) for
-    those behind it.
+    A query at i has position i mod l for keys in the same chunk of l tokens, min(i mod l + l, s) for keys of the
+    previous chunk, so that the nearest s - l keep their distance, and min(2 l - 1, s) for older ones. The paper has no
+    later keys, but a mask may show them. They are treated as in the reversed text: max(i mod l - l, l - 1 - s) for
+    those of the next chunk, so that the nearest s - l keep their distance, and max(-l, l - 1 - s) for later ones.
 
-    The authors' released code also multiplies cos and sin by 0.05 ln(n/L) + 1 once a text of n > L tokens was read,
-    and for all texts after it; the paper's results were made without that, and so is this. It keeps the scaling of the
-    model's own angles, and counts positions behind padding, where the released code takes plain angles, and while it
-    reads a prompt no padding at all.
+    The authors' released code also multiplies cos and sin by 0.05 ln(n/L) + 1 once it has read a text of n > L tokens,
+    and for all texts after it. The paper's results do not use this factor, and neither does this scheme. It keeps the
+    scaling of the model's own angles and counts positions from the end of the padding; the released code uses plain
+    angles and ignores padding while it reads a prompt.
 
     Attributes:
         chunk: s, the largest position that a query takes, less than L; None takes 3 L/4.
@@ -74,14 +73,14 @@ class DualChunk(Piecewise):
     def cached_key(self, positions: Tensor) -> Tensor:
         return positions % (self.filled("chunk") - self.filled("local"))
 
-    def parts(self) -> tuple[Part, ...]:
+    def region_positions(self) -> tuple[RegionPositions, ...]:
         largest = self.filled("chunk")
         size = largest - self.filled("local")
         least = size - 1 - largest
         return (
-            Part(lambda i: i % size, None, Region(size, 0, 1)),
-            Part(lambda i: (i % size + size).clamp(max=largest), None, Region(size, 1, 2)),
-            Part(lambda i: torch.full_like(i, min(2 * size - 1, largest)), None, Region(size, 2, None)),
-            Part(lambda i: (i % size - size).clamp(min=least), None, Region(size, -1, 0)),
-            Part(lambda i: torch.full_like(i, max(-size, least)), None, Region(size, None, -1)),
+            RegionPositions(lambda i: i % size, None, Region(size, 0, 1)),
+            RegionPositions(lambda i: (i % size + size).clamp(max=largest), None, Region(size, 1, 2)),
+            RegionPositions(lambda i: torch.full_like(i, min(2 * size - 1, largest)), None, Region(size, 2, None)),
+            RegionPositions(lambda i: (i % size - size).clamp(min=least), None, Region(size, -1, 0)),
+            RegionPositions(lambda i: torch.full_like(i, max(-size, least)), None, Region(size, None, -1)),
         )

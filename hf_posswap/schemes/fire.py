@@ -26,8 +26,8 @@ PAPER_SHARE = 0.25
 """Of the length that the paper trains on, 2048 tokens."""
 EPSILON = 1e-6
 IN_CACHE = 2**12
-"""Pairs of a query and a key, in all rows of a batch, whose hidden layer a processor's cache holds: so many go through
-the network at a time."""
+"""Query-key pairs, over all rows of a batch, that go through the network at a time on a CPU: their hidden layer fits
+into the cache."""
 
 
 @SCHEMES.register("fire")
@@ -37,14 +37,15 @@ class Fire(Scheme):
 
     f is a network 1 -> width -> ReLU -> H; it, c and M are learned and shared by the layers. Distances are measured
     against the query's position i, so all of them lie in [0, 1] at any length; below the threshold |M| L only
-    differences of positions matter, above it i itself does. M begins at 1, f as torch's linear layers do.
+    differences of positions matter, above it i itself does. M starts at 1, f is initialized as torch's linear layers
+    are.
 
     Attributes:
         width: of the network.
-        c: where it begins; > 0.
+        c: its initial value; > 0.
         threshold: L, in tokens; None takes the paper's 512, or a quarter of the model's original length, as 512 is of
             the paper's 2048, where that is less.
-        seed: of the numbers that f begins with.
+        seed: of the initial weights of f.
 
     Example:
         >>> Fire().width, Fire().c
@@ -105,7 +106,7 @@ class FireMechanism(Mechanism):
         source, width = generator(scheme.seed), scheme.width
         self.c = parameter(torch.tensor([scheme.c], dtype=torch.float32, device="cpu"))
         self.multiplier = parameter(torch.ones(1, dtype=torch.float32, device="cpu"))
-        # as nn.Linear begins: uniform within 1 / sqrt(inputs). No nn.Linear itself: PEFT and quantizers would take it
+        # initialized like nn.Linear: uniform within 1 / sqrt(inputs). PEFT and quantizers would wrap nn.Linear itself
         self.hidden_weight = parameter(uniform(-1.0, 1.0, (width,), source))
         self.hidden_bias = parameter(uniform(-1.0, 1.0, (width,), source))
         bound = width**-0.5
@@ -136,7 +137,7 @@ class FireMechanism(Mechanism):
         """Return f_h of `share` [B, 1, n], [B, H, n]."""
         inner, outer = self.hidden_bias.float()[:, None], self.out_bias.float()[:, None]
         hidden = (self.hidden_weight.float()[:, None] * share).add_(inner).relu_()  # [B, W, n]
-        # matmul would take another path, and round otherwise, for frozen weights
+        # matmul takes another path, with other rounding, for frozen weights
         return torch.einsum("hw,bwn->bhn", self.out_weight.float(), hidden) + outer
 
     def _psi(self, length: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from hf_posswap.schemes.common.bias import DistanceMechanism, generator, paramet
 from hf_posswap.schemes.mechanism import Mechanism
 
 SMALLEST = 0.01
-"""What r1 and r2 begin above, as the authors' code clamps them."""
+"""Lower bound of the initial r1 and r2, as the authors' code clamps them."""
 HIGHEST_POWER = 2.0
 """r2 of the power variant stays below it: up to there the kernel is conditionally positive definite."""
 
@@ -27,13 +27,13 @@ HIGHEST_POWER = 2.0
 class Kerple(Scheme):
     """KERPLE: score - r1 ln(1 + r2 |i - j|), or score - r1 |i - j|^r2; r1, r2 > 0 learned for each head.
 
-    They begin at random, as the authors' do: "log" with r1 in (0, 2), r2 in (0, 1); "power" with r1 in (0, 1), r2 in
-    (0, 2). The authors clamp them after each step; here r = softplus(raw), and 2 sigmoid(raw) for the power, so that
-    they cannot leave their ranges. In an encoder the penalty is the same to both sides.
+    They are initialized at random, as in the authors' code: "log" with r1 in (0, 2), r2 in (0, 1); "power" with r1 in
+    (0, 1), r2 in (0, 2). The authors clamp them after each step; here r = softplus(raw), and 2 sigmoid(raw) for the
+    power, so that they cannot leave their ranges. In an encoder the penalty is the same to both sides.
 
     Attributes:
         variant: "log" (the paper's best) or "power".
-        seed: of the numbers that r1 and r2 begin at.
+        seed: of the initial r1 and r2.
 
     Example:
         >>> Kerple().variant

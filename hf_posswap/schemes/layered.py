@@ -19,24 +19,24 @@ from hf_posswap.schemes.rope import Rope, own_rope
 
 
 def combined(schemes: Iterable[Scheme]) -> Traits:
-    """Return what a model promises of which several schemes are parts; NoPE alone makes no encoder blind."""
-    parts = list(schemes)
-    seeing = [scheme for scheme in parts if scheme.kind != "none"] or parts
+    """Return the guarantees of a model with several schemes; NoPE in some layers leaves an encoder order-aware."""
+    members = list(schemes)
+    seeing = [scheme for scheme in members if scheme.kind != "none"] or members
     return Traits(
-        prefix_consistent=all(scheme.traits.prefix_consistent for scheme in parts),
+        prefix_consistent=all(scheme.traits.prefix_consistent for scheme in members),
         causal_only=any(scheme.traits.causal_only for scheme in seeing),
-        relative=all(scheme.traits.relative for scheme in parts),
-        training_free=all(scheme.traits.training_free for scheme in parts),
-        unbounded=all(scheme.traits.unbounded for scheme in parts),
-        shardable=all(scheme.traits.shardable for scheme in parts),
+        relative=all(scheme.traits.relative for scheme in members),
+        training_free=all(scheme.traits.training_free for scheme in members),
+        unbounded=all(scheme.traits.unbounded for scheme in members),
+        shardable=all(scheme.traits.shardable for scheme in members),
     )
 
 
 def inside(owner: str, field: str, value: Any) -> Scheme:
-    """Return `value` as a scheme, if it is one that acts inside attention or does nothing.
+    """Return `value` as a scheme if it acts inside attention or does nothing.
 
     Raises:
-        SchemeError: it is a table, or made of several schemes itself.
+        SchemeError: it is a table, or itself combines several schemes.
     """
     scheme = make_scheme(value)
     if scheme.kind not in ("rotary", "bias", "none"):
@@ -48,7 +48,7 @@ def inside(owner: str, field: str, value: Any) -> Scheme:
 
 @dataclass(frozen=True)
 class Layered(Scheme):
-    """What schemes that differ from layer to layer share. Layers are counted from 0 in the order of the model."""
+    """Base of schemes that differ from layer to layer. Layers are counted from 0 in the order of the model."""
 
     kind: ClassVar[Kind] = "mixed"
 
@@ -65,11 +65,11 @@ class Layered(Scheme):
         return combined(self.parts())
 
     def reach(self, geometry: Geometry) -> int | None:
-        reached = [part.reach(geometry) for part in self.parts()]
+        reached = [member.reach(geometry) for member in self.parts()]
         return min((length for length in reached if length is not None), default=None)
 
     def notes(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(note for part in self.parts() for note in part.notes()))
+        return tuple(dict.fromkeys(note for member in self.parts() for note in member.notes()))
 
     def mechanism(self, geometry: Geometry) -> LayeredMechanism:
         return LayeredMechanism(self, geometry)
@@ -82,13 +82,13 @@ class LayeredMechanism(Mechanism):
         super().__init__()
         chosen = [scheme.of_layer(layer) for layer in range(geometry.num_layers)]
         different = list(dict.fromkeys(chosen))
-        self.parts = nn.ModuleList([part.mechanism(geometry) for part in different])
-        self.index = tuple(different.index(part) for part in chosen)
+        self.parts = nn.ModuleList([member.mechanism(geometry) for member in different])
+        self.index = tuple(different.index(member) for member in chosen)
 
     def for_layer(self, layer: int) -> Mechanism:
-        part = self.parts[self.index[layer]]
-        assert isinstance(part, Mechanism)
-        return part
+        mechanism = self.parts[self.index[layer]]
+        assert isinstance(mechanism, Mechanism)
+        return mechanism
 
 
 @SCHEMES.register("per_layer")
@@ -97,8 +97,8 @@ class PerLayer(Layered):
     """A scheme of your choice for each layer.
 
     Attributes:
-        layers: layer to scheme (an object, a name or a dict); layers that are not named have `default`.
-        default: of the other layers; None: every layer is named.
+        layers: layer to scheme (an object, a name or a dict); all other layers use `default`.
+        default: scheme of the other layers; None: `layers` lists every layer.
 
     Example:
         >>> scheme = Rope().per_layer({0: NoPE(), 1: "alibi"})
@@ -131,10 +131,10 @@ class PerLayer(Layered):
         return tuple(dict.fromkeys((*dict(self.layers).values(), *([self.default] if self.default else []))))
 
     def of_layer(self, layer: int) -> Scheme:
-        found = dict(self.layers).get(layer, self.default)
-        if found is None:
+        scheme = dict(self.layers).get(layer, self.default)
+        if scheme is None:
             raise SchemeError(f"{self.name}: layer {layer} has no scheme, and there is no default.")
-        return found
+        return scheme
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
         super().resolve(geometry, max_length)
@@ -168,7 +168,7 @@ class RNoPE(Layered):
 
     Attributes:
         every: how often a layer has no positions, >= 2, counted from 1; None takes 4, where `layers` is not given.
-        layers: the layers without positions, in place of `every`.
+        layers: the layers without positions; replaces `every`.
         rotary: scheme of the other layers; None keeps the model's own angles (plain RoPE where it has none).
         logit_scale: c of the scale 1 + c ln s on the scores of layers without positions; None scales nothing.
         original_length: L of that scale, in tokens; None takes the model's own.

@@ -1,4 +1,4 @@
-"""A learned table: kept, extended to more positions by four rules or at random, or begun anew."""
+"""A learned table: kept, extended to more positions by four rules or at random, or reinitialized."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _USUAL_STD = 0.02  # of the first table of BERT and GPT-2
 class Learned(TableScheme):
     """A learned table of L rows, extended to P.
 
-    With k = P/L: "tile" new[p] = old[p mod L]; "interpolate" new[k p] = old[p], linear between, the last row held
+    With k = P/L: "tile" new[p] = old[p mod L]; "interpolate" new[k p] = old[p], linear between, the last row repeated
     beyond it; "group" new[p] = old[floor(p/k)]; "hierarchical" (Su 2020, https://kexue.fm/archives/7947)
     u_0 = old_0 and u_p = (old_p - a old_0)/(1 - a), new[p] = a u[p div L] + (1 - a) u[p mod L], up to L^2 rows;
-    "random" new[p] drawn from N(0, std^2) where p >= L; "reinit" every row drawn, as before any training. The first L
+    "random" new[p] drawn from N(0, std^2) where p >= L; "reinit" draws every row, as before any training. The first L
     rows stay as they were under "tile", "hierarchical" and "random".
 
     Attributes:
@@ -62,8 +62,8 @@ class Learned(TableScheme):
             object.__setattr__(self, "std", checks.number(self.name, "std", self.std, above=0.0))
             if self.extend not in _DRAWN:
                 raise SchemeError(
-                    f"{self.name}: std is of drawn rows, and extend={self.extend!r} draws none; leave it out, or give "
-                    "extend='random' or 'reinit'."
+                    f"{self.name}: std applies to drawn rows, but extend={self.extend!r} draws none; leave it out, or "
+                    "give extend='random' or 'reinit'."
                 )
         checks.whole(self.name, "seed", self.seed, minimum=0, maximum=checks.LARGEST_SEED)
 
@@ -109,16 +109,16 @@ class Learned(TableScheme):
         if self.extend == "hierarchical":
             basis = (old - self.alpha * old[:1]) / (1 - self.alpha)
             new = self.alpha * basis[position // count] + (1 - self.alpha) * basis[position % count]
-            new[:count] = old[:rows]  # what the formula gives there but for rounding
+            new[:count] = old[:rows]  # the formula gives the same up to rounding
             return new
-        place = position.double() * count / rows  # where new position p lies among the old ones
-        low = place.floor().long().clamp(max=count - 1)
+        source = position.double() * count / rows  # the old position that new position p maps to
+        low = source.floor().long().clamp(max=count - 1)
         high = (low + 1).clamp(max=count - 1)
-        weight = (place - low).to(old.dtype)[:, None]
+        weight = (source - low).to(old.dtype)[:, None]
         return torch.lerp(old[low], old[high], weight)
 
     def _drawn(self, old: Tensor, rows: int) -> Tensor:
-        """Return `rows` drawn rows, the first of them the `old` ones unless all are to be new."""
+        """Return `rows` drawn rows; unless all are to be new, the first ones are the `old` rows."""
         generator = torch.Generator().manual_seed(self.seed)
         new = self.filled("std") * torch.randn(rows, old.shape[1], generator=generator, dtype=old.dtype, device="cpu")
         if self.extend == "random":

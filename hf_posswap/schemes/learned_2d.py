@@ -20,9 +20,9 @@ from hf_posswap.schemes.common.grid_table import GridTable
 @SCHEMES.register("learned_2d")
 @dataclass(frozen=True)
 class Learned2D(GridTable):
-    """A learned table of R x C patches; one of another image size is its bicubic interpolation.
+    """A learned table of R x C patches, interpolated bicubically for other image sizes.
 
-    It is that of transformers' own `interpolate_pos_encoding`: without aligned corners, without antialiasing.
+    The interpolation matches `interpolate_pos_encoding` of transformers: without aligned corners, without antialiasing.
 
     Attributes:
         image_size: what the table is made for, in pixels: one number, or height and width; None keeps the model's own.

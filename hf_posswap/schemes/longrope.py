@@ -21,7 +21,7 @@ from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.dynamic_rope import DynamicRope
 
 MOST_POSITIONS = 2**31
-"""The largest n-hat: as many positions as a swap can be made for."""
+"""The largest n-hat: the most positions that a swap supports."""
 
 
 @SCHEMES.register("longrope")
@@ -29,10 +29,10 @@ MOST_POSITIONS = 2**31
 class LongRope(DynamicRope):
     """LongRoPE: theta'_i = theta_i / factor_i; cos and sin times sqrt(1 + ln s / ln L).
 
-    As stock transformers has it ("sequence"), the long factors hold for the whole text as soon as it is longer than L,
-    so it is not prefix-consistent; follow="query" gives the long factors to the queries past L alone. With
-    n-hat = original_positions > 0, position p turns pair i by p theta_i where p < n-hat, by p theta'_i from there on;
-    then absolute positions matter near the start, and no stock model can say it.
+    As in stock transformers ("sequence"), the long factors apply to the whole text as soon as it is longer than L, so
+    it is not prefix-consistent; follow="query" applies the long factors only to the queries past L. With n-hat =
+    original_positions > 0, position p turns pair i by p theta_i where p < n-hat, by p theta'_i from there on; then
+    absolute positions matter near the start, and no stock config can express it.
 
     Attributes:
         short_factor: divisors up to the original length, R/2 numbers; None: all 1.

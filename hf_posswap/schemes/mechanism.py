@@ -1,4 +1,4 @@
-"""What acts inside attention for a scheme: it rotates queries and keys, adds to scores, or splits them into pieces."""
+"""The module of a scheme inside attention: it rotates queries and keys, biases scores, or splits attention."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hf_posswap.schemes.common.piece import Keys, Piece
 class Mechanism(nn.Module):
     """A scheme at work inside the attention of one model; its layers share one instance.
 
-    A subclass sets the flags and overrides the methods that they announce. Learned parameters, where a scheme has
-    them, are ordinary `nn.Parameter`s of the subclass, made with dtype=torch.float32: the dtype that they are made with
-    is the one that they are loaded in, whatever the checkpoint's. Constant tensors are plain attributes, never
+    A subclass sets the flags and overrides the methods that they announce. Learned parameters are ordinary
+    `nn.Parameter`s of the subclass. Create them with dtype=torch.float32: they are loaded in the dtype in which they
+    were created, whatever the checkpoint's. Constant tensors are plain attributes, never
     buffers, so that `model.to(bfloat16)` leaves them in float32.
     """
 
@@ -29,25 +29,25 @@ class Mechanism(nn.Module):
     distance_only: bool = False
     """Whether the bias is a function of the distance alone: `distance_bias` gives it."""
     slopes: Tensor | None = None
-    """m_h, [H], float32, never trained, where the bias is -m_h |i - j|; None: it is another."""
+    """m_h, [H], float32, never trained, where the bias is -m_h |i - j|; None: the bias has another form."""
     regions: tuple[Region, ...] | None = None
     """The regions of the pieces, where they are fixed; None: they follow the input, or there are none."""
     backend: str = "auto"
     """How attention with this mechanism is computed: see `set_backend`."""
     splits: bool = False
-    """Whether attention falls into pieces, each with rotations of its own."""
+    """Whether attention splits into pieces, each with its own rotations."""
     keys_per_token: int = 1
-    """Where it splits: how many keys `rotate_key` makes of each, side by side, for the cache to hold and the pieces to
-    take their own from; 1: the pieces rotate the keys, or have them in common."""
+    """Where it splits: how many rotated copies of each key `rotate_key` returns, side by side, for the cache; each
+    piece uses its own copy. 1: the pieces rotate the keys themselves, or share them."""
     turns_on: bool = False
-    """Where the cache may hold several keys of each token: whether it may as well hold the one of the far piece, from
-    which the near ones are turned on in each step."""
+    """Whether the cache may hold only the far piece's key of each token, instead of several copies; each step then
+    re-rotates the near keys from it."""
     scales: bool = False
     """Whether each query is multiplied by a number that depends on its position."""
     head_dim: int = 0
     """D, where the mechanism rotates or splits."""
     watches: bool = False
-    """Whether `watch` is shown what scores are made of; for measurements, never for a scheme."""
+    """Whether `watch` is called with the inputs of the scores; for measurements, never for a scheme."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,20 +60,20 @@ class Mechanism(nn.Module):
 
     @property
     def number(self) -> Tensor:
-        """By which a compiled graph finds it, []."""
+        """The number by which a compiled graph finds this mechanism, []."""
         return self._number
 
     @property
     def turns(self) -> bool:
-        """Whether q and k are rotated, anywhere in it."""
-        return any(part.rotates or part.splits for part in self.modules() if isinstance(part, Mechanism))
+        """Whether q and k are rotated by this mechanism or any inside it."""
+        return any(module.rotates or module.splits for module in self.modules() if isinstance(module, Mechanism))
 
     def for_layer(self, layer: int) -> Mechanism:
-        """Return the mechanism of attention layer `layer`, counted from 0: this one, where all have the same."""
+        """Return the mechanism of attention layer `layer`, counted from 0: this one, if all layers share it."""
         return self
 
     def prepare(self, positions: Tensor, length: Tensor) -> Any:
-        """Return what `rotate_query` and `rotate_key` need for tokens at `positions` [B or 1, Q]: cos and sin, mostly.
+        """Return what `rotate_query` and `rotate_key` need for tokens at `positions` [B or 1, Q]: usually cos and sin.
 
         Args:
             positions: of the tokens to rotate, [B or 1, Q].
@@ -96,13 +96,13 @@ class Mechanism(nn.Module):
     def pieces(self, query_positions: Tensor, key_positions: Tensor, *, keys: Keys = "raw") -> tuple[Piece, ...]:
         """Return the pieces of the attention of queries at [B or 1, Q] to keys at [B or 1, K].
 
-        Each pair of a query and a key belongs to one piece, also where the key stands later: masks say what is seen.
+        Each query-key pair belongs to one piece, even if the key comes later: masks decide what is visible.
 
         Args:
             query_positions: [B or 1, Q].
             key_positions: [B or 1, K].
-            keys: how they come: "copies", as `rotate_key` makes them, `keys_per_token` > 1 of each; "far", as
-                `rotate_far` makes them.
+            keys: the form of the keys: "copies", as `rotate_key` returns them, `keys_per_token` > 1 of each; "far", as
+                `rotate_far` returns them.
         """
         raise NotImplementedError
 
@@ -111,22 +111,22 @@ class Mechanism(nn.Module):
         raise NotImplementedError
 
     def watch(self, query: Tensor, key: Tensor, scaling: float | None, mask: Any, window: int | None) -> None:
-        """Look at what scores are made of before a bias is added: scaling q k; None scales by 1/sqrt(D).
+        """Observe the inputs of the scores before a bias is added: scaling q k; None scales by 1/sqrt(D).
 
         Args:
             query: [B, H, Q, D].
             key: [B, G, K, D].
             scaling: as the model passes it on.
             mask: likewise.
-            window: likewise: keys that a query sees at most, where the mask does not say it.
+            window: likewise: the most keys that a query sees, if the mask does not encode it.
         """
         raise NotImplementedError
 
     def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return what is added to the scaled scores, [B or 1, H, Q, K], float32.
 
-        It comes with the mask: where a model caps its scores (Gemma 2's softcap) it is added after the cap, so that
-        far keys may be put away by more than the cap allows a score to say.
+        It is added together with the mask: in a model that caps its scores (Gemma 2's softcap) it is added after the
+        cap, so it can suppress far keys by more than the cap allows.
 
         Args:
             query_positions: [B or 1, Q].

@@ -24,12 +24,12 @@ from hf_posswap.schemes.mechanism import Mechanism
 class NoPE(Scheme):
     """Nothing: a causal decoder can infer order from its mask alone; an encoder cannot.
 
-    At lengths beyond the original one the attention scores may be scaled by 1 + c ln s, which keeps attention as sharp
+    Beyond the original length, the attention scores may be scaled by 1 + c ln s, which keeps attention as sharp
     as it was.
 
     Attributes:
-        logit_scale: c, see `fit_logit_scale`; 0 does nothing until `set_logit_scale`; None has no scale at all, which
-            is what stock models can say.
+        logit_scale: c, see `fit_logit_scale`; 0 does nothing until `set_logit_scale`; None has no scale at all, the
+            only form that stock models support.
         pin: one length, in tokens, whose s = length/L all queries take; None takes for each query its own length.
         original_length: L, in tokens; None takes the model's own. Within it s is 1.
 
@@ -39,10 +39,10 @@ class NoPE(Scheme):
         >>> str(NoPE(logit_scale=0.2, pin=4096))
         'nope(logit_scale=0.2, pin=4096)'
 
-        Without positions attention is a mean over a set. Two sentences of the same words are one to it:
+        Without positions, attention is a mean over a set. It cannot tell two sentences of the same words apart:
 
         >>> words = {"the": [0.1, 0.3], "dog": [1.0, 0.2], "chases": [0.3, 1.0], "pig": [0.9, 0.0]}
-        >>> def chases(sentence):  # what it attends to, its own vector as the query
+        >>> def chases(sentence):  # output at "chases", with its own vector as the query
         ...     states = torch.tensor([words[word] for word in sentence.split()])
         ...     return (states[2] @ states.T).softmax(dim=-1) @ states
         >>> one, other = chases("the dog chases the pig"), chases("the pig chases the dog")

@@ -1,4 +1,4 @@
-"""NTK-aware scaling, fixed and dynamic: a larger base in place of smaller positions.
+"""NTK-aware scaling, fixed and dynamic: a larger base instead of smaller positions.
 
 Peng et al. 2023, https://arxiv.org/abs/2309.00071, definition 1 and appendix A.
 """
@@ -23,7 +23,7 @@ from hf_posswap.schemes.scaled import ScaledRotary
 
 @dataclass(frozen=True)
 class StretchedBase(ScaledRotary):
-    """What both share: b' = b g^(R/(R-2)), which slows the slowest pair by g and leaves the fastest alone."""
+    """Base of both: b' = b g^(R/(R-2)), which slows the slowest pair by g and leaves the fastest alone."""
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
         resolved = super().resolve(geometry, max_length)
@@ -82,19 +82,19 @@ class NTK(StretchedBase):
 class Dynamic(DynamicRope, StretchedBase):
     """Dynamic NTK: b' = b (s l/L - (s - 1))^(R/(R-2)) with l = max(current length, L).
 
-    Within the original length it is plain RoPE. Beyond, the angles follow the current length, so as stock transformers
-    has it ("sequence") a token's representation depends on how much follows it.
+    Within the original length it is plain RoPE. Beyond, the angles follow the current length, so as in stock
+    transformers ("sequence") a token's representation depends on how much follows it.
 
-    As a stock config (the native route) it also remembers: transformers keeps the angles of the longest text that the
-    model object has read, for all later ones of L tokens or more, and forgets them at a text shorter than L. What a
-    text of such a length gives then depends on what was read before it. Inside attention (site="attention", or a model
-    without rotation of its own) each text has its own angles.
+    As a stock config (the native route) it is also stateful: transformers keeps the angles of the longest text that the
+    model object has read for all later ones of L tokens or more, and resets them at a text shorter than L. The output
+    for such a text then depends on what was read before it. Inside attention (site="attention", or a model without
+    native rotation) each text has its own angles.
     Source: https://arxiv.org/abs/2309.00071, section 3.3 and appendix A; transformers' rope type "dynamic", which takes
     L from `max_position_embeddings`.
 
     Attributes:
-        step: with follow="query", lengths beyond L are rounded up to L + a multiple of this, in tokens; each step that
-            a text holds costs a rotation of all keys. None takes a quarter of L.
+        step: with follow="query", lengths beyond L are rounded up to L + a multiple of this, in tokens; each step
+            within a text costs a rotation of all keys. None takes a quarter of L.
 
     Example:
         >>> Dynamic(factor=2, original_length=100).growth(150)
@@ -134,7 +134,7 @@ class Dynamic(DynamicRope, StretchedBase):
 
     def growth(self, length: Any) -> Any:
         original = self.filled("original_length")
-        # equal to s l/L - (s - 1), without the difference of near numbers that float32 would blur
+        # equal to s l/L - (s - 1), without the cancellation that would lose float32 precision
         return 1 + self.filled("factor") * (length - original) / original
 
     def theta_at(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -153,5 +153,5 @@ class Dynamic(DynamicRope, StretchedBase):
             growth = self.growth(max(self.pin, self.filled("original_length")))
             return {"rope_type": "default", "rope_theta": self.stretched(growth, self.rotary_dim(geometry))}
         if self.filled("original_length") != geometry.original_length:
-            return None  # transformers knows no other L for it than max_position_embeddings
+            return None  # transformers always takes L from max_position_embeddings
         return {"rope_type": "dynamic", "rope_theta": self.filled("base"), "factor": self.filled("factor")}

@@ -1,4 +1,4 @@
-"""p-RoPE: only a part of the frequencies turns, and those that do are RoPE's own.
+"""p-RoPE: only some pairs rotate, at RoPE's own frequencies.
 
 Barbero et al. 2024, https://arxiv.org/abs/2410.06205, section 6.1; the other selections are those of MHA2MLA, Ji et
 al. 2025, https://arxiv.org/abs/2502.14837, section 3.1.
@@ -38,7 +38,7 @@ class PRope(RotaryScheme):
     Attributes:
         p: share of the pairs that turn, in (0, 1]; None: 0.75, the paper's best.
         select: with n = R/2 pairs and k that turn, "first": the k fastest (the paper); "last": the k slowest;
-            "uniform": the pairs floor(j n/k), j < k. Or a list of the pairs that turn, in place of p; or one such list
+            "uniform": the pairs floor(j n/k), j < k. Or a list of the pairs that turn, instead of p; or one such list
             for each key head, which its query heads share. `hf_posswap.select_pairs` makes lists by 2-norm.
 
     Example:
@@ -68,8 +68,8 @@ class PRope(RotaryScheme):
         object.__setattr__(self, "p", checks.number(self.name, "p", self.p, above=0.0, maximum=1.0))
         if not isinstance(self.select, str):
             raise SchemeError(
-                f"{self.name}: a list in select says itself how many pairs turn, got p={self.p:g} beside it; give one "
-                "of the two."
+                f"{self.name}: a list in select already sets how many pairs turn, got p={self.p:g} as well; give "
+                "one of the two."
             )
 
     @property
@@ -78,7 +78,7 @@ class PRope(RotaryScheme):
 
     @property
     def by_head(self) -> bool:
-        """Whether each key head has pairs of its own."""
+        """Whether each key head has its own pairs."""
         return not isinstance(self.select, str) and isinstance(self.select[0], tuple)
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
@@ -115,7 +115,7 @@ class PRope(RotaryScheme):
         return (tuple(range(kept)) if self.select == "first" else tuple(range(pairs - kept, pairs)),)
 
     def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return theta_i as any rotary scheme does, [R/2]; where each key head has pairs of its own, [G, 1, R/2]."""
+        """Return theta_i as any rotary scheme does, [R/2]; where each key head has its own pairs, [G, 1, R/2]."""
         plain = default_inv_freq(self.filled("base"), self.rotary_dim(geometry), dtype)  # [R/2]
         turning = self.turning(geometry)
         inv_freq = plain.new_zeros(len(turning), len(plain))  # [G or 1, R/2]
@@ -131,22 +131,22 @@ class PRope(RotaryScheme):
         if others or self.by_head or chosen != tuple(range(len(chosen))):
             return None
         width, kept = self.rotary_dim(geometry), len(chosen)
-        # stock rounds p R / 2 down in floats; where that loses a pair, the middle of the right interval says it
+        # stock rounds p R / 2 down in floats; where that loses a pair, use the middle of the right interval
         share = self.p if self.p is not None and int(self.p * width // 2) == kept else min(1.0, (2 * kept + 1) / width)
         return {"rope_type": "proportional", "rope_theta": self.filled("base"), "partial_rotary_factor": share}
 
 
 class HeadwiseMechanism(RotaryMechanism):
-    """Rotates each key head, and the query heads that attend to it, by angles of their own."""
+    """Rotates each key head, and the query heads that attend to it, by its own angles."""
 
     def rotate_query(self, query: Tensor, prepared: CosSin) -> Tensor:
         share = query.shape[1] // prepared.cos.shape[1]  # query heads of one key head, H / G
-        cos, sin = (part.repeat_interleave(share, dim=1) for part in prepared)  # [B, H, Q, R/2]
+        cos, sin = (table.repeat_interleave(share, dim=1) for table in prepared)  # [B, H, Q, R/2]
         return super().rotate_query(query, CosSin(cos, sin))
 
 
 def _checked_lists(owner: str, select: Any) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
-    """Return `select` as a rising tuple of pairs, or as one such tuple a head, some of which may be empty."""
+    """Return `select` as a sorted tuple of pairs, or as one such tuple a head, some of which may be empty."""
     nested = isinstance(select, Sequence) and any(not isinstance(item, int) for item in select)
     lists = list(select) if nested else [select]
     for chosen in lists:

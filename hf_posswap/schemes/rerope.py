@@ -3,8 +3,8 @@
 Su 2023, https://kexue.fm/archives/9708 (both), https://kexue.fm/archives/9731 (log scaling).
 
 The author's released code (https://github.com/bojone/rerope) always scales queries by the logarithm of their position,
-with L = 4096; here that is `log_scaling`, off unless it is asked for, with the L of the model. Its window is 512 and
-its slowdown 16 for every model; here they follow from L and from the length that is wanted. The distances are the same.
+with L = 4096; here that is `log_scaling`, off by default, with the L of the model. Its window is 512 and its slowdown
+16 for every model; here they follow from L and from the requested length. The distances are the same.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hf_posswap.schemes.common.piecewise import Far, PiecewiseMechanism, Windowe
 
 @dataclass(frozen=True)
 class Rectified(Windowed):
-    """What both share.
+    """Base of both.
 
     Attributes:
         log_scaling: whether each query is also multiplied by max(1, ln(i + 1)/ln L), which keeps the entropy of
-            attention level as the text grows.
+            attention constant as the text grows.
     """
 
     log_scaling: bool = False
@@ -55,7 +55,7 @@ class Rectified(Windowed):
 
 
 class RectifiedMechanism(PiecewiseMechanism):
-    """Splits attention, and scales queries where that is on."""
+    """Splits attention, and scales queries if log scaling is on."""
 
     scheme: Rectified
 
@@ -71,7 +71,7 @@ class RectifiedMechanism(PiecewiseMechanism):
 @SCHEMES.register("rerope")
 @dataclass(frozen=True)
 class ReRope(Rectified):
-    """ReRoPE: distance min(i - j, w); of a key that stands later than its query max(i - j, -w).
+    """ReRoPE: distance min(i - j, w); for a key later than its query, max(i - j, -w).
 
     Example:
         >>> ReRope(window=512, log_scaling=True).traits.relative
@@ -95,7 +95,7 @@ class ReRope(Rectified):
 class LeakyReRope(Rectified):
     """Leaky ReRoPE: distance i - j below w, else w + (i - j - w)/k. Reaches (L - w) k + w tokens.
 
-    Of a key that stands later than its query: i - j where j - i < w, else -w + (i - j + w)/k.
+    For a key later than its query: i - j where j - i < w, else -w + (i - j + w)/k.
 
     Attributes:
         slowdown: k >= 1; None takes the smallest that reaches max_length.

@@ -35,8 +35,8 @@ def resonant(inv_freq: Tensor) -> Tensor:
 class Resonance(RotaryScheme):
     """Resonance RoPE: theta'_i = 2 pi / round(2 pi / theta_i) with theta_i = base^(-2i/R).
 
-    Positions beyond the training length then meet only angles that shorter ones have had, in every pair whose
-    wavelength is below that length. All are rounded, as in the paper; a long wavelength barely notices.
+    In every pair whose wavelength is below the training length, positions beyond that length then see only angles that
+    occurred in training. All wavelengths are rounded, as in the paper; a long one barely changes.
 
     Example:
         >>> Resonance(base=500000.0).base

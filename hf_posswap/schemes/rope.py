@@ -26,7 +26,7 @@ DEFAULT_BASE = 10000.0
 
 @dataclass(frozen=True)
 class RotaryScheme(Scheme):
-    """What all rotary schemes share: a base, a width, a layout and their frequencies.
+    """Base of all rotary schemes: a base, a width, a layout and frequencies.
 
     Attributes:
         base: theta; None keeps the model's own, 10000 where it has none.
@@ -36,7 +36,7 @@ class RotaryScheme(Scheme):
 
     kind: ClassVar[Kind] = "rotary"
     only_rotates: ClassVar[bool] = True
-    """Whether equal angles mean an equal mechanism: q and k are rotated, and nothing else is done to them."""
+    """Whether the angles define the whole mechanism: q and k are rotated and not changed otherwise."""
 
     base: float | None = None
     partial: float | None = None
@@ -61,7 +61,7 @@ class RotaryScheme(Scheme):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether `angles` say all: the same for every length and position, and nothing else done to q and k."""
+        """Whether `angles` define the whole mechanism: the same for every length and position, q and k only rotated."""
         same_everywhere = type(self).turns is RotaryScheme.turns or self.traits.relative
         return self.only_rotates and not self.length_dependent and same_everywhere
 
@@ -101,8 +101,8 @@ class RotaryScheme(Scheme):
 
         Args:
             geometry: of the model.
-            length: tokens seen so far, any shape that ends in 1 (only length-dependent schemes read it); None stands
-                for the original length.
+            length: tokens seen so far, any shape that ends in 1 (only length-dependent schemes read it); None means the
+                original length.
 
         Returns:
             inv_freq [R/2], or [..., R/2] where it depends on the length, float32; and the factor on cos and sin.
@@ -116,7 +116,7 @@ class RotaryScheme(Scheme):
     def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return theta_i as `angles` does, computed in `dtype`: in float32 with the operations of stock transformers.
 
-        float64 is what turns tokens, so that far positions are exact.
+        The rotation uses float64, so that far positions are exact.
         """
         raise NotImplementedError
 
@@ -125,7 +125,7 @@ class RotaryScheme(Scheme):
         return 1.0
 
     def turns(self, positions: Tensor, angles: Frequencies, geometry: Geometry) -> CosSin:
-        """Return cos and sin with which `angles` turn tokens at `positions` [B or 1, Q]."""
+        """Return cos and sin of `angles` at `positions` [B or 1, Q]."""
         return cos_sin(positions, angles)
 
     def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
@@ -133,10 +133,10 @@ class RotaryScheme(Scheme):
         return None
 
     def native_list(self, geometry: Geometry) -> dict[str, Any] | None:
-        """Return the `rope_parameters` that spell out fixed angles pair by pair, None where a pair does not turn.
+        """Return the `rope_parameters` that list fixed angles pair by pair; None if a pair does not turn.
 
-        Rope type "longrope" divides each theta_i by a number of its own; the same numbers within the original length
-        and beyond it are no choice, so any fixed angles above 0 can be said in a stock config.
+        Rope type "longrope" divides each theta_i by its own factor. With the same factors within the original length
+        and beyond it, a stock config can express any fixed angles above 0.
         """
         angles = self.angles(geometry)
         if not bool((angles.inv_freq > 0).all()):
@@ -199,8 +199,8 @@ class Rope(RotaryScheme):
     """Plain RoPE: theta_i = base^(-2i/R), or angles of your own. Raising the base is "ABF" (Xiong et al. 2023).
 
     Attributes:
-        frequencies: theta_i of each of the R/2 pairs, radians per position, >= 0 (a pair of 0 does not turn), in place
-            of those that the base gives.
+        frequencies: theta_i of each of the R/2 pairs, radians per position, >= 0 (a pair of 0 does not turn); replaces
+            those that the base gives.
 
     Example:
         >>> Rope(base=500000.0)
@@ -223,8 +223,8 @@ class Rope(RotaryScheme):
         object.__setattr__(self, "frequencies", checked)
         if self.base is not None:
             raise SchemeError(
-                f"{self.name}: frequencies stand in place of those that a base gives, got base={self.base:g} beside "
-                "them; give one of the two."
+                f"{self.name}: frequencies replace those that a base gives, got base={self.base:g} as well; give "
+                "one of the two."
             )
 
     @property
@@ -256,17 +256,17 @@ class Rope(RotaryScheme):
 
 
 def own_rope(owner: str, geometry: Geometry) -> Rope:
-    """Return the rotation that a model has by itself, its scaling included; plain RoPE where it has none.
+    """Return the native rotation of a model, its scaling included; plain RoPE if it has none.
 
     Raises:
-        SchemeError: no fixed angles say it: it follows the length, or changes the size of cos and sin too.
+        SchemeError: fixed angles cannot express it: it follows the length, or also scales cos and sin.
     """
     if geometry.base is None:
         return Rope()
     if geometry.frequencies is None or geometry.attention_factor != 1.0:
         raise SchemeError(
-            f"{owner}: the model's own rotation is no plain one (it follows the length, or scales cos and sin), so it "
-            "cannot be kept as it is; say which to use: rotary=..., for example Rope() or Yarn(factor=...)."
+            f"{owner}: the model's own rotation is not a plain one (it follows the length, or scales cos and sin), so "
+            "it cannot be kept; choose one: rotary=..., for example Rope() or Yarn(factor=...)."
         )
     if _are_of_the_base(geometry):
         return Rope(base=geometry.base)
@@ -274,16 +274,16 @@ def own_rope(owner: str, geometry: Geometry) -> Rope:
 
 
 def are_native(angles: Frequencies, geometry: Geometry) -> bool:
-    """Return whether `angles` are those by which a model turns tokens itself, but for how float32 rounds them."""
-    own = geometry.frequencies
+    """Return whether `angles` equal the native angles of a model, up to float32 rounding."""
+    native = geometry.frequencies
     same_factor = angles.attention_factor == geometry.attention_factor
-    if own is None or not same_factor or len(own) != len(angles.inv_freq):
+    if native is None or not same_factor or len(native) != len(angles.inv_freq):
         return False
-    return all(math.isclose(one, other, rel_tol=1e-6) for one, other in zip(angles.inv_freq.tolist(), own, strict=True))
+    return all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(angles.inv_freq.tolist(), native, strict=True))
 
 
 def own_theta(geometry: Geometry, dtype: torch.dtype) -> Tensor:
-    """Return theta_i that a model has by itself, [R/2]: in float64 those of its base, where that is all they are."""
+    """Return the native theta_i of a model, [R/2]; for plain RoPE, float64 is computed from its base."""
     assert geometry.frequencies is not None, "the model's own angles follow the length"
     if _are_of_the_base(geometry):
         assert geometry.base is not None

@@ -26,8 +26,8 @@ from hf_posswap.schemes.mechanism import Mechanism
 class Rope2D(Scheme):
     """Of the R/2 rotary pairs, i < R/4 turn by row * theta_i and i >= R/4 by column * theta_(i - R/4).
 
-    theta_i = base^(-4i/R), i = 0..R/4-1. A score depends on how many rows and columns lie between two patches, and on
-    nothing else of their places. Tokens that have no place (class, distillation) do not turn.
+    theta_i = base^(-4i/R), i = 0..R/4-1. A score depends only on how many rows and columns lie between two
+    patches. Tokens without a patch (class, distillation) do not turn.
 
     Attributes:
         base: of the angles; 100 is the paper's: an image has far fewer rows than a text has tokens.
@@ -76,7 +76,7 @@ class Rope2D(Scheme):
 
 
 class Rope2DMechanism(Mechanism):
-    """Rotates q and k by the places of their patches."""
+    """Rotates q and k by the row and column of their patches."""
 
     rotates = True
 

@@ -77,7 +77,7 @@ class ScaledRotary(RotaryScheme):
 
 
 def _stretched(factor: float, original: int) -> int:
-    """Return s L in whole tokens, forgiving the rounding of a factor that was made as length / L."""
+    """Return s L in whole tokens, tolerating the rounding of a factor computed as length / L."""
     return math.floor(factor * original + 1e-6)
 
 

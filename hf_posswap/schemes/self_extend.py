@@ -23,13 +23,13 @@ from hf_posswap.utils.grouping import groups_of
 class SelfExtend(Windowed):
     """Distance i - j below w; else floor(i/G) - floor(j/G) + w - floor(w/G). Reaches (L - w) G + w tokens.
 
-    A key that stands later than its query, which the paper does not have, but a mask may show: i - j where j - i < w,
-    else floor(i/G) - floor(j/G) - w + floor(w/G).
+    A key later than its query, which the paper does not have but a mask may show: i - j where j - i < w, else
+    floor(i/G) - floor(j/G) - w + floor(w/G).
 
     The authors' released code (https://github.com/datamllab/LongLM) shifts by w - w/G, not rounded, in its eager
-    forward, and by w - floor(w/G) in its decoding with flash attention: where G does not divide w the two differ by
-    part of a position, and this is the paper's. Its scaling of queries by the logarithm of their position is off there
-    by default, and is not part of this; w is 1024 and G is 8 there, whatever the model.
+    forward, and by w - floor(w/G) in its decoding with flash attention: if G does not divide w, the two differ by
+    part of a position. This scheme follows the paper. The released code can also scale queries by the logarithm of
+    their position, off by default; this scheme does not. There w is 1024 and G is 8, whatever the model.
 
     Attributes:
         group: G >= 2, tokens that share a far position; None takes the smallest that reaches max_length.

@@ -18,7 +18,7 @@ from hf_posswap.schemes.common.ridge import in_span, ridge_map
 from hf_posswap.schemes.common.table import TableScheme
 
 _MOST_GROWTH = 3.0
-"""How much longer than all inside a ridge-fitted row beyond the old table may be."""
+"""The largest allowed length of a ridge-fitted row beyond the old table, relative to the longest row inside it."""
 
 S = TypeVar("S", bound=Any)
 
@@ -40,7 +40,7 @@ def matching_scale(scheme: S, old: Tensor) -> S:
     """Return `scheme` with the scale that gives sines and cosines the root mean square of the table `old`.
 
     Raises:
-        SchemeError: the table has none.
+        SchemeError: the table has NaN or infinite values.
     """
     if scheme.scale != "match":
         return scheme
@@ -60,18 +60,18 @@ class Sinusoidal(TableScheme):
 
     With `ridge`, the rows are a linear map of these sines and cosines, S(p) W + m, that starts where the old table T of
     L rows was: m is the mean of its rows, and W = argmin ||S W - (T - m)||^2 + ridge ||W||^2 over its positions (Hoerl
-    and Kennard 1970, https://doi.org/10.1080/00401706.1970.10488634). It is a table as any other, and holds for each
-    position beyond. With a small `ridge` W grows, and with it the rows beyond: they may be 3 times as long as those
-    inside, less the mean. 100 does well for a table of 256 rows, 1 and 300 little worse: recipes/studies/starts.py.
+    and Kennard 1970, https://doi.org/10.1080/00401706.1970.10488634). The fit also defines the rows of later
+    positions. With a small `ridge`, W and those rows grow: less the mean, they may be at most 3 times as long as the
+    rows inside. 100 works well for a table of 256 rows, 1 and 300 almost as well: recipes/studies/starts.py.
 
     Attributes:
         base: of the wavelengths.
         layout: "interleaved" sines and cosines (the paper), or "halves": [sin | cos] (fairseq, Marian).
         scale: factor on the table; "match" gives it the root mean square of the table it replaces. With `ridge` it is
-            the root mean square of the rows, which the fit finds and loading checks: leave it out.
+            the root mean square of the rows, set by the fit and checked on loading: leave it out.
         ridge: penalty of the fit, above 0, where S has entries up to 1; None: sines and cosines as they are.
-        residual: found by the fit: ||S W - (T - m)|| / ||T - m||; leave it out.
-        growth: found by the fit: the longest row beyond L by the longest inside, less m; leave it out.
+        residual: set by the fit: ||S W - (T - m)|| / ||T - m||; leave it out.
+        growth: set by the fit: the longest row beyond L divided by the longest inside, less m; leave it out.
 
     Example:
         >>> Sinusoidal(layout="halves", scale=1.0).layout
@@ -109,16 +109,16 @@ class Sinusoidal(TableScheme):
         self._check_fit()
 
     def _check_fit(self) -> None:
-        """Refuse what a fit finds where there was none."""
-        found = self.residual is not None
-        if self.ridge is not None and found == (self.scale != "match"):
+        """Refuse fields that only a fit sets where there was none."""
+        is_fitted = self.residual is not None
+        if self.ridge is not None and is_fitted == (self.scale != "match"):
             return
         if self.ridge is not None:
             raise SchemeError(
                 f"{self.name}: with ridge the fit to the old table finds scale and residual, got scale={self.scale!r} "
                 f"and residual={self.residual!r}; leave both out."
             )
-        if found or self.growth is not None:
+        if is_fitted or self.growth is not None:
             raise SchemeError(f"{self.name}: residual and growth are found by a fit, and ridge is not given.")
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
@@ -134,11 +134,11 @@ class Sinusoidal(TableScheme):
         if self.ridge is None:
             return ()
         if self.residual is None:
-            return ("the sinusoids will be ridge-fitted to the old table, once its weights are there",)
-        said = f"the sinusoids are ridge-fitted to the old table, with a residual of {self.residual:.0%} of its spread"
+            return ("the sinusoids will be ridge-fitted to the old table, once its weights are loaded",)
+        note = f"the sinusoids are ridge-fitted to the old table, with a residual of {self.residual:.0%} of its spread"
         if self.growth is not None:
-            said += f"; the longest row beyond it has {self.growth:.2f} of the length of the longest inside"
-        return (said,)
+            note += f"; the longest row beyond it is {self.growth:.2f} times as long as the longest inside"
+        return (note,)
 
     def fit(self, old: Tensor, rows: int, geometry: Geometry) -> Self:
         if self.ridge is None or self.scale != "match":
@@ -148,22 +148,22 @@ class Sinusoidal(TableScheme):
             wrong = "is zero everywhere" if target.isfinite().all() else "has NaN or infinite values"
             raise SchemeError(f"{self.name}: the table to fit {wrong}; repair it, or leave ridge out and give scale.")
         count, mean = len(target), target.mean(dim=0)
-        made = self._fitted(target, max(rows, count))
-        spread, left = (target - mean).norm().item(), (made[:count] - target).norm().item()
-        lengths = (made - mean).norm(dim=-1)  # [max(P, L)]
+        fitted = self._fitted(target, max(rows, count))
+        spread, left = (target - mean).norm().item(), (fitted[:count] - target).norm().item()
+        lengths = (fitted - mean).norm(dim=-1)  # [max(P, L)]
         inside = lengths[:count].max().item()
         growth = None
         if rows > count:
             growth = lengths[count:].max().item() / inside if inside else 0.0
             self._check_growth(growth)
-        scale = made[:rows].square().mean().sqrt().item()
+        scale = fitted[:rows].square().mean().sqrt().item()
         return dataclasses.replace(self, scale=scale, residual=left / spread if spread else 0.0, growth=growth)
 
     def _check_growth(self, growth: float) -> None:
         if growth > _MOST_GROWTH:
             raise SchemeError(
                 f"{self.name}: with ridge={self.ridge:g} rows beyond the old table are up to {growth:.3g} times as "
-                f"long as those inside, and at most {_MOST_GROWTH:g} is sound: the fit is too close to the old rows. "
+                f"long as those inside, the limit is {_MOST_GROWTH:g}: the fit is too close to the old rows. "
                 "Give a larger ridge."
             )
 
@@ -190,24 +190,24 @@ class Sinusoidal(TableScheme):
             >>> round(math.sin(50 / 10000 ** (2 / 8)), 3), round(math.cos(50 / 10000 ** (2 / 8)), 3)
             (-0.959, 0.284)
 
-            What tells place 50 from place 0, and 99 from 50:
+            The difference between positions 50 and 0, and between 99 and 50:
 
             >>> rounded(table[50] - table[0])
             [-0.262, -0.035, -0.959, -0.716, 0.479, -0.122, 0.05, -0.001]
             >>> rounded(table[99] - table[50])
             [-0.737, -0.925, 0.501, -1.173, 0.357, -0.329, 0.049, -0.004]
 
-            All rows are as long, and the product of two tells their distance alone:
+            All rows have the same norm, and the product of two depends only on their distance:
 
             >>> bool((table.norm(dim=1) - 2).abs().max() < 1e-12)
             True
             >>> round(float(table[0] @ table[49]), 3), round(float(table[50] @ table[99]), 3)
             (2.368, 2.368)
 
-            "the dog chases the pig" is told from "the pig chases the dog" once positions are added; see `NoPE`:
+            Once positions are added, "the dog chases the pig" differs from "the pig chases the dog"; see `NoPE`:
 
             >>> words = {"the": [0.1, 0.3], "dog": [1.0, 0.2], "chases": [0.3, 1.0], "pig": [0.9, 0.0]}
-            >>> def chases(sentence):  # what it attends to, its own vector as the query
+            >>> def chases(sentence):  # output at "chases", with its own vector as the query
             ...     states = torch.tensor([words[word] for word in sentence.split()]) + table[:5, :2]
             ...     return (states[2] @ states.T).softmax(dim=-1) @ states
             >>> one, other = chases("the dog chases the pig"), chases("the pig chases the dog")
@@ -225,12 +225,12 @@ class Sinusoidal(TableScheme):
     def _sized(self, old: Tensor, rows: int, scale: float) -> Tensor:
         """Return rows fitted to `old` [L, E], with the root mean square `scale` that the fit found; [rows, E], float64.
 
-        A model that is made from its config alone has some other table, or raw memory, until its rows are loaded.
+        A model built from its config alone has another table, or uninitialized memory, until its weights are loaded.
         """
         there = bool(old.isfinite().all() and old.any())
-        made = self._fitted(old, rows) if there else self.waves(rows, old.shape[1])
-        size = made.square().mean().sqrt().item()
-        return made if size == scale else made * (scale / size)
+        fitted = self._fitted(old, rows) if there else self.waves(rows, old.shape[1])
+        size = fitted.square().mean().sqrt().item()
+        return fitted if size == scale else fitted * (scale / size)
 
     def _fitted(self, old: Tensor, rows: int) -> Tensor:
         """Return S(p) W + m of the table `old` [L, E], [rows, E], float64."""
@@ -244,9 +244,9 @@ class Sinusoidal(TableScheme):
         return self.ridge is None
 
     def expected(self, held: Tensor, geometry: Geometry) -> Tensor:
-        """Return the rows that the table must have: of a fit, whose W is kept nowhere, the nearest that any W gives.
+        """Return the rows that the table must have; W of a fit is not stored, so the nearest rows that any W gives.
 
-        Every table is such, but for its scale, that has fewer positions than the waves have directions over them.
+        With fewer positions than wave directions, every table passes up to its scale.
         """
         if self.ridge is None:
             return super().expected(held, geometry)

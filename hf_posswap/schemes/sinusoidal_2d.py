@@ -26,7 +26,7 @@ class Sinusoidal2D(GridTable):
     """Row (r, c) = scale [sin(c w) | cos(c w) | sin(r w) | cos(r w)], w_i = base^(-4i/E) for i = 0..E/4-1.
 
     Half the width is for the column, half for the row, in the order of the authors' code. A table for any other image
-    size is made, not interpolated.
+    size is computed, not interpolated.
 
     Attributes:
         image_size: what the table is made for, in pixels: one number, or height and width; None keeps the model's own.

@@ -31,8 +31,8 @@ def buckets(num_buckets: int, max_distance: int, *, causal: bool) -> Tensor:
 
     Distances of one side below n/2, n its number of buckets, have a bucket each; the others share
     n/2 + floor(n/2 * ln(2 distance / n) / ln(2 max_distance / n)), at most n - 1. A causal model has all buckets for
-    the past; else the second half of them is for the keys that come after the query. The logarithm is float32, as where
-    T5 was trained, so that a distance on the edge of two buckets falls where it does there.
+    the past; else the second half of them is for the keys that come after the query. The logarithm is float32, as in
+    T5's training, so that a distance on the edge of two buckets falls into the same one.
 
     Example:
         >>> buckets(4, 8, causal=True).tolist()
@@ -52,7 +52,7 @@ def _rows(owner: str, given: Any, count: int) -> tuple[tuple[float, ...], ...]:
     """Return `given` as the rows of a table of `count` buckets.
 
     Raises:
-        SchemeError: it is none: what is wrong.
+        SchemeError: it is not such a table; the message says why.
     """
     listed = isinstance(given, Sequence) and not isinstance(given, str)
     rows = [row for row in given if isinstance(row, Sequence) and not isinstance(row, str) and row] if listed else []
@@ -63,7 +63,7 @@ def _rows(owner: str, given: Any, count: int) -> tuple[tuple[float, ...], ...]:
     if len(rows) != count:
         raise SchemeError(f"{owner}: start has {len(rows)} buckets, and num_buckets is {count}.")
     numbers = [
-        [checks.number(owner, f"start[{i}][{h}]", one) for h, one in enumerate(row)] for i, row in enumerate(rows)
+        [checks.number(owner, f"start[{i}][{h}]", item) for h, item in enumerate(row)] for i, row in enumerate(rows)
     ]
     return tuple(map(tuple, numbers))
 
@@ -73,16 +73,16 @@ def _rows(owner: str, given: Any, count: int) -> tuple[tuple[float, ...], ...]:
 class T5Bias(LinearBias):
     """T5's bias: score + table[bucket(i - j), h], the table learned and shared by the layers.
 
-    It is added to the scaled score q k / sqrt(D); T5 itself does not scale. With `init_std` 0 the swapped model begins
-    as one without positions (nope): the bias has to be trained.
+    It is added to the scaled score q k / sqrt(D); T5 itself does not scale. With `init_std` 0 the swapped model starts
+    without positions (nope): the bias has to be trained.
 
     Attributes:
         num_buckets: rows of the table, even in an encoder, where half are for each side.
         max_distance: distance, in tokens, from which all keys share the last bucket of their side.
-        init_std: standard deviation of the normal numbers that the table begins with; 0: it begins at zero.
+        init_std: standard deviation of the normal distribution of the initial table; 0: it starts at zero.
         seed: of those numbers.
-        start: the table to begin with, in place of such numbers: for each bucket a number for each head.
-            `hf_posswap.fit_bias` finds the one that is nearest to a learned table, for each layer.
+        start: the initial table instead: for each bucket a number for each head. `hf_posswap.fit_bias` finds the one
+            closest to a learned table, for each layer.
 
     Example:
         >>> T5Bias().num_buckets, T5Bias().max_distance
@@ -111,7 +111,9 @@ class T5Bias(LinearBias):
         if self.start is not None:
             object.__setattr__(self, "start", _rows(self.name, self.start, self.num_buckets))
             if self.init_std:
-                raise SchemeError(f"{self.name}: start says how the table begins, got init_std={self.init_std:g} too.")
+                raise SchemeError(
+                    f"{self.name}: start already sets the initial table, got init_std={self.init_std:g} as well."
+                )
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
         super().resolve(geometry, max_length)
@@ -123,8 +125,8 @@ class T5Bias(LinearBias):
             )
         if self.max_distance <= side // 2:
             raise SchemeError(
-                f"{self.name}: num_buckets={self.num_buckets} gives each of the first {side // 2} distances a bucket "
-                f"of its own here, so max_distance must be more than {side // 2}, got {self.max_distance}."
+                f"{self.name}: num_buckets={self.num_buckets} gives each of the first {side // 2} distances its "
+                f"own bucket here, so max_distance must be more than {side // 2}, got {self.max_distance}."
             )
         if self.start is not None and len(self.start[0]) != geometry.num_heads:
             raise SchemeError(
@@ -142,9 +144,9 @@ class T5Bias(LinearBias):
         return torch.nn.functional.one_hot(row, self.num_buckets).T.double()
 
     def with_weights(self, weights: Tensor, geometry: Geometry) -> Self:
-        """Return a copy that begins with `weights` [H, num_buckets]; buckets that were not seen have the next nearer's.
+        """Return a copy that starts with `weights` [H, num_buckets]; unseen buckets take the next nearer one's value.
 
-        Zero there would be a bias like any other, and mostly one that far keys stand out by.
+        Zero would be a bias like any other there, and would usually favour far keys.
         """
         filled = weights.clone()
         side = self.num_buckets if geometry.causal else self.num_buckets // 2
@@ -154,7 +156,7 @@ class T5Bias(LinearBias):
         return dataclasses.replace(self, start=tuple(tuple(rounded(row)) for row in filled.T))
 
     def __str__(self) -> str:
-        """Return the scheme as others are written, but for the numbers of `start`: there are hundreds."""
+        """Return the usual form, without the hundreds of numbers in `start`."""
         if self.start is None:
             return super().__str__()
         plain = str(dataclasses.replace(self, start=None))

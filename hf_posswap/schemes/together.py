@@ -1,4 +1,4 @@
-"""A position table and a scheme inside attention, both at work."""
+"""A position table combined with a scheme inside attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Together(Scheme):
 
     Attributes:
         table: the table scheme: learned, sinusoidal.
-        inside: the scheme inside attention: rope and its kind, alibi and its kind.
+        inside: the scheme inside attention: a rotary or a bias scheme.
 
     Example:
         >>> str(Learned() + Rope(base=500.0))
@@ -44,7 +44,7 @@ class Together(Scheme):
             raise SchemeError(f"{self.name}: table must be a table scheme (learned, sinusoidal), got {table}.")
         within = inside(self.name, "inside", self.inside)
         if within.kind == "none":
-            raise SchemeError(f"{self.name}: a table beside {within} is the table alone: use {table.name}.")
+            raise SchemeError(f"{self.name}: a table with {within} is only the table: use {table.name}.")
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "inside", within)
 

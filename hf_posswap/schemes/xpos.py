@@ -1,4 +1,4 @@
-"""xPos: rotation with a decay, so that far keys count less, the fast pairs' first.
+"""xPos: rotation with a decay, so that far keys count less, in fast pairs first.
 
 Sun et al. 2022, https://arxiv.org/abs/2212.10554, section 2.2 and algorithm 1.
 """
@@ -22,7 +22,7 @@ from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.rope import RotaryMechanism, RotaryScheme
 
 HEADROOM = 64.0
-"""How far the entries of q and k themselves may lie from 1 before a scaled one leaves its dtype's range."""
+"""Largest magnitude of entries of q and k that, once scaled, still fit into their dtype."""
 
 
 @SCHEMES.register("xpos")
@@ -31,10 +31,10 @@ class XPos(RotaryScheme):
     """xPos: RoPE with q times zeta_i^((n - c)/scale_base), k times zeta_i^(-(n - c)/scale_base).
 
     zeta_i = (2i/R + gamma) / (1 + gamma). The centre c cancels in every score, which decays with the distance alone; it
-    is fixed, so that cached keys stay true. But each factor grows or shrinks with |n - c|: float32 and bfloat16 hold
-    some 33 900 positions to both sides of c with the paper's parameters, float16 some 2 200. Beyond, a
-    PositionRangeError; on other devices than the CPU, where asking would make the host wait, only the planned length
-    is checked.
+    is fixed, so that cached keys stay valid. But each factor grows or shrinks with |n - c|: with the paper's
+    parameters, float32 and bfloat16 hold some 33 900 positions to both sides of c, float16 some 2 200. Beyond,
+    PositionRangeError is raised. On devices other than the CPU, where the check would synchronize with the host, only
+    the planned length is checked.
 
     Attributes:
         gamma: > 0; the larger, the slower the decay.
@@ -70,10 +70,10 @@ class XPos(RotaryScheme):
         resolved = super().resolve(geometry, max_length)
         length = max(max_length or 0, geometry.original_length)
         centre = self.centre or max(1, length // 2)
-        farthest, held = max(centre, length - 1 - centre), resolved.held(geometry, torch.float32)
-        if farthest > held:
+        farthest, limit = max(centre, length - 1 - centre), resolved.held(geometry, torch.float32)
+        if farthest > limit:
             raise SchemeError(
-                f"{self.name}: float32 holds its factors up to {held} positions from the centre, but {length} tokens "
+                f"{self.name}: float32 holds its factors up to {limit} positions from the centre, but {length} tokens "
                 f"around centre={centre} reach {farthest}; choose a larger scale_base, or a shorter max_length."
             )
         return dataclasses.replace(resolved, centre=centre)
@@ -122,7 +122,7 @@ class XPosMechanism(RotaryMechanism):
             self.octaves = self.octaves.to(positions.device, widest(positions.device))
         offset = positions - self.centre  # [B or 1, Q]
         octaves = offset[:, None, :, None].to(self.octaves.dtype) * self.octaves  # [B or 1, 1, Q, R/2]
-        whole = octaves.round()  # apart, because float32 would round a large exponent too coarsely
+        whole = octaves.round()  # separately, because float32 would round a large exponent too coarsely
         factor = whole.float().exp2() * (octaves - whole).float().exp2()
         farthest = self.centre
         if positions.device.type == "cpu" and holds_values(positions) and not torch.compiler.is_compiling():
@@ -138,9 +138,9 @@ class XPosMechanism(RotaryMechanism):
         return rotate(key, prepared.key, self.layout)
 
     def _within(self, farthest: int, dtype: torch.dtype) -> None:
-        held = self.scheme.held(self.geometry, dtype)
-        if farthest > held:
+        limit = self.scheme.held(self.geometry, dtype)
+        if farthest > limit:
             raise PositionRangeError(
                 f"xpos: a position lies {farthest} tokens from centre={self.centre}, and in {dtype} its factors hold "
-                f"for {held}. Use a wider dtype, or swap again with a larger scale_base or a centre nearer to the text."
+                f"for {limit}. Use a wider dtype, or swap again with a larger scale_base or a closer centre."
             )

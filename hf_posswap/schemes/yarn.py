@@ -32,9 +32,8 @@ def temperature(factor: float, mscale: float = 1.0) -> float:
 class Yarn(NTKByParts):
     """YaRN. theta' = ramp theta/s + (1 - ramp) theta; cos and sin times 0.1 ln s + 1.
 
-    The paper divides whole scores by a temperature. On cos and sin, as the authors' code and transformers have it, that
-    is the same where all of a head turns; with partial rotation only the scores of the dimensions that turn are
-    sharpened, and what the others give is left alone.
+    The paper divides whole scores by a temperature. Scaling cos and sin, as the authors' code and transformers do, is
+    equivalent if the whole head rotates; with partial rotation it sharpens only the scores of the rotated dimensions.
 
     Attributes:
         attention_factor: factor on cos and sin; None computes it from s (and mscale, mscale_all_dim).

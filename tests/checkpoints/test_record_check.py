@@ -181,7 +181,7 @@ def test_weights_that_are_not_what_the_record_says_are_refused(
 
 def test_the_error_names_what_differs(saved: dict[str, Path], tmp_path: Path) -> None:
     folder = changed(saved["yarn"], tmp_path / "lying", _scheme(factor=8.0))
-    with pytest.raises(RecordError, match=r"factor=4.0 instead of 8.0.*take posswap out of it"):
+    with pytest.raises(RecordError, match=r"factor=4.0 instead of 8.0.*remove posswap from it"):
         hf_posswap.load(folder)
 
 

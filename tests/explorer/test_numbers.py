@@ -146,7 +146,7 @@ def test_relative(chromium: Chromium, tmp_path: Path) -> None:
         query, key = at[None, :, None], at[None, None, :]  # [1, Q, 1] and [1, 1, K]
         expected = (query - key)[0].double()
         if isinstance(scheme, Piecewise):
-            for part in scheme.parts():
+            for part in scheme.region_positions():
                 keys = (part.key or scheme.cached_key)(at[None])[0]
                 seen = part.query(at[None])[0].double()[:, None] - keys.double()[None, :]
                 expected = torch.where(part.region.holds(query, key)[0], seen, expected)

@@ -177,7 +177,9 @@ def test_the_t5_kinds_through_the_interface_are_what_they_were(name: str) -> Non
 
 @pytest.mark.skipif(SHARES_ITS_BIAS, reason="in this release of transformers all its layers have the bias")
 def test_a_switch_whose_first_layer_alone_has_a_bias_is_refused() -> None:
-    with pytest.raises(UnsupportedSwapError, match="this release of transformers gives its bias to the first layer"):
+    with pytest.raises(
+        UnsupportedSwapError, match="this release of transformers gives its bias only to the first layer"
+    ):
         plan_swap(build("SwitchTransformersForConditionalGeneration"), "rope")
 
 
@@ -347,7 +349,7 @@ def neox_of(model: Any) -> Any:
 )
 def test_a_blend_with_what_is_inside_attention_is_refused(kind: str) -> None:
     with pytest.raises(
-        UnsupportedSwapError, match="blend cannot fade the .* native inside .* What works: rope by itself"
+        UnsupportedSwapError, match="blend cannot combine with the native .* inside .* What works: rope without blend"
     ):
         plan_swap(build(kind), "blend", new="rope", weight=0.5)
 

@@ -97,5 +97,5 @@ def test_a_table_that_stands_again_is_noticed() -> None:
 
 
 def test_schemes_that_need_a_table_in_checkpoints_are_refused() -> None:
-    with pytest.raises(UnsupportedSwapError, match="needs a table that checkpoints hold, and CTRLLMHeadModel computes"):
+    with pytest.raises(UnsupportedSwapError, match="needs a table in checkpoints, and CTRLLMHeadModel computes"):
         plan_swap(build(), "learned")

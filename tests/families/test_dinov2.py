@@ -50,7 +50,7 @@ def test_no_positions_is_a_stock_model_with_zero_rows() -> None:
 
 
 def test_its_config_says_square_images_alone() -> None:
-    with pytest.raises(UnsupportedSwapError, match="24 x 40 cannot be said in the config of Dinov2ForImageClass"):
+    with pytest.raises(UnsupportedSwapError, match="24 x 40 cannot be expressed in the config of Dinov2ForImageClass"):
         plan_swap(build(NAME), "learned_2d", image_size=OTHER)
 
 

@@ -286,7 +286,7 @@ def test_another_class_of_attention_is_refused() -> None:
     reason="in this release of transformers they do not see their future",
 )
 def test_a_roformer_decoder_that_sees_its_future_is_refused() -> None:
-    with pytest.raises(UnsupportedSwapError, match="lets decoders of its kind see their future"):
+    with pytest.raises(UnsupportedSwapError, match="lets such decoders see future tokens"):
         plan_swap(tiny_model("RoFormerForCausalLM", is_decoder=True), "rope")
 
 

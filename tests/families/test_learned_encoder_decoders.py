@@ -413,7 +413,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "options beside stacks": (
         lambda: patch_model(build(BART), MIXED, base=5.0),
         OptionError,
-        r"options \['base'\] were given beside schemes by stack: set them on the schemes",
+        r"options \['base'\] were given with schemes by stack: set them on the schemes",
     ),
     "a planted table": (
         lambda: patch_model(planted(), "rope"),
@@ -423,12 +423,12 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a table where rows are computed": (
         lambda: patch_model(build("M2M100ForConditionalGeneration"), "learned"),
         UnsupportedSwapError,
-        "learned needs a table that checkpoints hold, and M2M100ForConditionalGeneration computes its sinusoids",
+        "learned needs a table in checkpoints, and M2M100ForConditionalGeneration computes its sinusoids",
     ),
     "a fading table where rows are computed": (
         lambda: patch_model(build("M2M100ForConditionalGeneration"), Blend(new=Rope())),
         UnsupportedSwapError,
-        "computes its sinusoids itself",
+        "computes its sinusoids, for any length",
     ),
     "attention to blocks": (
         lambda: patch_model(build("BigBirdPegasusForConditionalGeneration", attention_type="block_sparse"), "rope"),
@@ -438,7 +438,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "attention to prompts": (
         lambda: patch_model(build("MvpForConditionalGeneration", use_prompt=True), "rope"),
         UnsupportedSwapError,
-        r"use_prompt=True: prompts stand .*What works: use_prompt=False",
+        r"use_prompt=True: prompts precede .*What works: use_prompt=False",
     ),
     "an encoder alone": (
         lambda: locate(transformers.WhisperForAudioClassification(whisper_config())),

@@ -171,5 +171,5 @@ def test_a_swapped_model_says_where_its_positions_lived(name: str, scheme: str) 
 def test_a_part_of_a_swapped_model_refers_to_the_whole(name: str) -> None:
     model = build(name)
     patch_model(model, "rope")
-    with pytest.raises(UnsupportedModelError, match="was taken away by a swap of the model that this is a part of. "):
+    with pytest.raises(UnsupportedModelError, match="was removed by a swap of the model that contains this one. "):
         locate(model.base_model)

@@ -208,4 +208,4 @@ def test_what_turns_is_refused_where_nothing_may_turn(scheme: str) -> None:
     report = explain(tiny_model("deepseek_v3"), scheme)
     assert report.refusal is not None
     assert f"{scheme} would turn queries and keys inside attention" in report.refusal
-    assert "its latent attention rotates a part of each head" in report.refusal
+    assert "its latent attention rotates a separate part of each head" in report.refusal

@@ -203,11 +203,11 @@ def test_image_sizes_that_do_not_fit() -> None:
             PositionRangeError, match=f"ViTModel was given images of {size[0]} x {size[1]} pixels, which"
         ):
             states(model, images(*size))
-    with pytest.raises(PositionRangeError, match="no whole number of patches of 8 x 8: resize or pad"):
+    with pytest.raises(PositionRangeError, match="not a whole number of patches of 8 x 8: resize or pad"):
         states(model, images(4, 32))
     masked = build("ViTForMaskedImageModeling")
     hf_posswap.patch_model(masked, "rope_2d")
-    with pytest.raises(PositionRangeError, match="images of 2 x 8 patches, and its head takes as many rows as columns"):
+    with pytest.raises(PositionRangeError, match="images of 2 x 8 patches, and its head needs as many rows as columns"):
         masked(images(16, 64))
 
 
@@ -262,10 +262,12 @@ def test_schemes_for_images_are_refused_where_text_is_read(scheme: str) -> None:
 
 def test_other_refusals_say_what_works() -> None:
     clip, vit = build("CLIPVisionModel"), build("ViTModel")
-    with pytest.raises(UnsupportedSwapError, match=r"24 x 40 cannot be said in the config of CLIPVisionModel, which"):
+    with pytest.raises(
+        UnsupportedSwapError, match=r"24 x 40 cannot be expressed in the config of CLIPVisionModel, which"
+    ):
         hf_posswap.plan_swap(clip, "learned_2d", image_size=OTHER)
     with pytest.raises(
-        SchemeError, match="36 x 36 pixels is no whole number of patches of 8 x 8; the nearest .* 32 x 32"
+        SchemeError, match="36 x 36 pixels is not a whole number of patches of 8 x 8; the nearest .* 32 x 32"
     ):
         hf_posswap.plan_swap(vit, "sinusoidal_2d", image_size=36)
     with pytest.raises(
@@ -278,7 +280,8 @@ def test_other_refusals_say_what_works() -> None:
         hf_posswap.plan_swap(vit, "nope", logit_scale=0.1)
     for scheme in NATIVE:
         with pytest.raises(
-            UnsupportedSwapError, match=f"{scheme} does not act inside attention, and ViTModel was asked"
+            UnsupportedSwapError,
+            match=f"{scheme} does not act inside attention, but site='attention' was requested",
         ):
             hf_posswap.plan_swap(vit, scheme, site="attention")
     assert torch.equal(states(vit, images()), states(build("ViTModel"), images()))
@@ -379,8 +382,10 @@ def test_tables_that_are_kept_elsewhere_are_refused(name: str) -> None:
     offloaded = accelerate.cpu_offload(build(name), execution_device="cpu")
     adapted = peft.get_peft_model(build(name), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[wrapped]))
     for scheme in ALL:
-        with pytest.raises(UnsupportedSwapError, match="is offloaded by accelerate, and .* patch the model first and"):
+        with pytest.raises(
+            UnsupportedSwapError, match="is offloaded by accelerate, and .* patch the model first, then"
+        ):
             hf_posswap.patch_model(offloaded, scheme)
-        with pytest.raises(UnsupportedSwapError, match="carries an adapter of PEFT, and .* patch first and add"):
+        with pytest.raises(UnsupportedSwapError, match="carries a PEFT adapter, and .* patch first, then add"):
             hf_posswap.patch_model(adapted, scheme)
     assert torch.equal(states(offloaded, images()), states(build(name), images()))

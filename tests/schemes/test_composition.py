@@ -74,7 +74,7 @@ def test_rotary_layers_keep_the_models_own_angles(geometry: Geometries) -> None:
     assert isinstance(rotary, Rope)
     assert rotary.frequencies == own
     for strange in ({"frequencies": None}, {"frequencies": own, "attention_factor": 1.2}):
-        with pytest.raises(SchemeError, match=r"rnope: the model's own rotation is no plain one .* rotary="):
+        with pytest.raises(SchemeError, match=r"rnope: the model's own rotation is not a plain one .* rotary="):
             own_rope("rnope", geometry(base=10000.0, rotary_dim=16, layout="half", **strange))
 
 
@@ -101,7 +101,7 @@ def test_the_logit_scale_is_one_plus_c_ln_s(geometry: Geometries, pin: int | Non
         (lambda: RNoPE(layers="12"), "rnope: layers must be a list of whole numbers >= 0, got '12'."),
         (lambda: RNoPE(layers=[1.5]), "rnope: a layer must be a whole number from 0 to 65536, got 1.5."),
         (lambda: Together(table="rope"), "together: table must be a table scheme (learned, sinusoidal), got rope."),
-        (lambda: Learned() + NoPE(), "together: a table beside nope is the table alone: use learned."),
+        (lambda: Learned() + NoPE(), "together: a table with nope is only the table: use learned."),
         (lambda: Rope() + Rope(), "together: table must be a table scheme"),
         (lambda: Blend(new=Blend()), "blend: new must be one scheme, not several in one, got blend("),
     ],

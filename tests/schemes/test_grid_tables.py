@@ -101,7 +101,7 @@ def test_image_sizes_are_taken_as_one_number_or_two(name: str) -> None:
     for wrong in (0, -8, 8.0, "48", True, (48,), (48, 0), (48, 48, 48), 2**16):
         with pytest.raises(SchemeError, match=f"{name}: image_size must be a number of pixels, or height and width"):
             make_scheme(name, image_size=wrong)
-    with pytest.raises(SchemeError, match=r"36 x 44 pixels is no whole number of patches of 8 x 8; .* 32 x 48\."):
+    with pytest.raises(SchemeError, match=r"36 x 44 pixels is not a whole number of patches of 8 x 8; .* 32 x 48\."):
         make_scheme(name, image_size=(36, 44)).resolve(shape, None)
     odd = image_geometry(image_size=(35, 35))  # SigLIP's 384 pixels are 27 patches of 14, and a rest
     assert make_scheme(name).resolve(odd, None).grid(odd) == (4, 4)  # type: ignore[attr-defined]

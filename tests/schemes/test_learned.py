@@ -164,7 +164,10 @@ def test_a_broken_table_gives_no_spread(geometry: Geometries) -> None:
     [
         ({"std": 0.0, "extend": "random"}, "std must be a finite number > 0, got 0.0"),
         ({"std": math.nan, "extend": "random"}, "std must be a finite number > 0, got nan"),
-        ({"std": 0.1}, "std is of drawn rows, and extend='tile' draws none; leave it out, or give extend='random' or"),
+        (
+            {"std": 0.1},
+            "std applies to drawn rows, but extend='tile' draws none; leave it out, or give extend='random' or",
+        ),
         ({"seed": -1}, "seed must be a whole number from 0 to"),
         ({"extend": "randomly"}, "extend must be one of 'tile', .*'random', 'reinit', got 'randomly'"),
     ],
@@ -198,9 +201,9 @@ def test_a_model_with_drawn_rows() -> None:
 
 def test_where_there_is_no_table_or_no_weights_it_is_refused() -> None:
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=11)
-    with pytest.raises(UnsupportedSwapError, match="learned needs a position table to stand in, and LlamaForCausalLM"):
+    with pytest.raises(UnsupportedSwapError, match="learned needs a position table, and LlamaForCausalLM"):
         plan_swap(LlamaForCausalLM(config), "learned", extend="random")
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-    with pytest.raises(SchemeError, match="takes a value from the old table's weights, and this model's are on meta"):
+    with pytest.raises(SchemeError, match="needs a value from the old table's weights, and this model's are on meta"):
         patch_model(model, "learned", extend="random", max_length=40)

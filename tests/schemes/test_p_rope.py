@@ -190,7 +190,7 @@ def test_a_record_keeps_it(geometry: Geometries, select: Any) -> None:
         ({"select": 3}, "select must be one of 'first', 'last'"),
         ({"select": None}, "select must be one of 'first', 'last'"),
         ({"select": "middle"}, "select must be one of 'first', 'last', 'uniform', got 'middle'"),
-        ({"select": [0], "p": 0.5}, "a list in select says itself how many pairs turn, got p=0.5 beside it; give one"),
+        ({"select": [0], "p": 0.5}, "a list in select already sets how many pairs turn, got p=0.5 as well; give one"),
     ],
 )
 def test_impossible_lists_are_refused(options: dict[str, Any], says: str) -> None:

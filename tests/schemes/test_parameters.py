@@ -166,7 +166,7 @@ def test_what_is_no_flag_is_refused(name: str, field: str, value: Any) -> None:
         ("longrope", {"pin": 8, "follow": "query"}, "chooses angles for each token, pin=8 one for all; give one"),
         ("nope", {"pin": 8}, "pin=8 acts through logit_scale, which is not given."),
         ("rnope", {"every": 2, "layers": [1]}, "give every=2 or layers=[1], not both."),
-        ("rope", {"base": 500, "frequencies": [1.0]}, "got base=500 beside them; give one of the two."),
+        ("rope", {"base": 500, "frequencies": [1.0]}, "got base=500 as well; give one of the two."),
         ("rope", {"base": 1e39}, "base must be a finite number > 1 and <= 3.40282e+38, got 1e+39."),
     ],
 )
@@ -189,7 +189,7 @@ def test_parameters_that_contradict_each_other(name: str, options: dict[str, Any
             "scheme 'nope' has no field 'x', 'y'. It has: logit_scale",
         ),
         (lambda: make_scheme("rope", scheme=1), OptionError, "scheme 'rope' has no field 'scheme'."),
-        (lambda: make_scheme(Linear(factor=2.0), factor=4), OptionError, "options ['factor'] were given beside the"),
+        (lambda: make_scheme(Linear(factor=2.0), factor=4), OptionError, "options ['factor'] were given with the"),
         (lambda: make_scheme({"name": "yarn", 3: 4}), OptionError, "scheme 'yarn' has no field 3."),
         (lambda: make_scheme({"factor": 4}), SchemeError, "needs its name under 'name', as Scheme.to_dict writes it"),
         (lambda: make_scheme({"name": ["yarn"]}), SchemeError, "needs its name under 'name'"),

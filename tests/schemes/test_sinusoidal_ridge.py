@@ -128,7 +128,7 @@ def test_what_it_notes_is_what_the_fit_found(geometry: Geometries) -> None:
     assert "will be ridge-fitted" in Sinusoidal(ridge=1.0).notes()[0]
     fitted = Sinusoidal(ridge=1.0).fit(old, 128, shape)
     assert f"residual of {fitted.residual:.0%} of its spread" in fitted.notes()[0]
-    assert f"{fitted.growth:.2f} of the length of the longest inside" in fitted.notes()[0]
+    assert f"{fitted.growth:.2f} times as long as the longest inside" in fitted.notes()[0]
     assert "beyond" not in Sinusoidal(ridge=1.0).fit(old, 64, shape).notes()[0]
 
 

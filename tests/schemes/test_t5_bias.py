@@ -171,7 +171,7 @@ def test_a_table_to_begin_with_is_the_table_and_survives_json(geometry: Geometri
         ({"start": [*START[:7], [1.0]]}, "start must be a list of lists"),
         ({"start": START[:7]}, r"start has 7 buckets, and num_buckets is 8\.$"),
         ({"start": [*START[:7], [0.0, 0.0, "x", 0.0]]}, r"start\[7\]\[2\] must be a finite number, got 'x'\.$"),
-        ({"start": START, "init_std": 0.5}, r"start says how the table begins, got init_std=0.5 too\.$"),
+        ({"start": START, "init_std": 0.5}, r"start already sets the initial table, got init_std=0.5 as well\.$"),
     ],
 )
 def test_no_table_to_begin_with_is_refused(options: dict[str, Any], says: str) -> None:

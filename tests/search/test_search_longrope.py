@@ -431,7 +431,7 @@ def test_where_attention_cannot_be_patched_only_the_native_n_hat_is_tried(docume
     found = search_longrope(model, documents, 4.0, **SMALL)
     assert found.original_positions == (0,)
     assert found.perplexity <= min(found.seeds.values())
-    with pytest.raises(UnsupportedSwapError, match="are normalised after they were rotated"):
+    with pytest.raises(UnsupportedSwapError, match="are normalised after the rotation"):
         search_longrope(model, documents, 4.0, original_positions=[0, 4], **SMALL)
 
 

@@ -66,16 +66,16 @@ def test_each_scheme_is_served_or_refused_by_name() -> None:
             refused[name] = problem
     assert refused.keys() == BIASES | SPLIT | FOLLOWING | {"blend"}
     assert all(refused[name].startswith(f"{name} adds a bias to the scores") for name in BIASES)
-    assert all(refused[name].startswith(f"{name} takes the scores over") for name in SPLIT)
-    assert all(refused[name].startswith(f"{name} turns keys anew as the text grows") for name in FOLLOWING)
+    assert all(refused[name].startswith(f"{name} computes the scores itself") for name in SPLIT)
+    assert all(refused[name].startswith(f"{name} re-rotates keys as the text grows") for name in FOLLOWING)
     assert "finish_blend" in refused["blend"]
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("bloom", "the attention of BloomForCausalLM does not go by"),
-        ("BertForMaskedLM", "BertForMaskedLM is no decoder"),
+        ("bloom", "the attention of BloomForCausalLM does not use"),
+        ("BertForMaskedLM", "BertForMaskedLM is not a text-only decoder"),
     ],
 )
 def test_other_kinds_of_models_are_refused_by_name(kind: str, words: str) -> None:

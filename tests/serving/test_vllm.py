@@ -107,12 +107,12 @@ ENDS = {"gpt2 table and rope": ORIGINAL}
 SIXTEEN = ("alibi", "sliding xpos", "gpt2 yarn", "yarn")
 """Those that are served in bfloat16 as well."""
 REFUSED: dict[str, tuple[Case, str]] = {
-    "kerple": (("llama", "kerple", LONG, {}), "kerple adds a bias to the scores that is no line by distance"),
+    "kerple": (("llama", "kerple", LONG, {}), "kerple adds a bias to the scores that is not linear in the distance"),
     "t5": (("llama", "t5", LONG, {}), "t5 adds a bias to the scores"),
-    "self_extend": (("llama", "self_extend", LONG, {}), "self_extend takes the scores over"),
-    "gpt2 dynamic": (("gpt2", "dynamic", {"factor": 4.0}, {}), "dynamic turns keys anew as the text grows"),
+    "self_extend": (("llama", "self_extend", LONG, {}), "self_extend computes the scores itself"),
+    "gpt2 dynamic": (("gpt2", "dynamic", {"factor": 4.0}, {}), "dynamic re-rotates keys as the text grows"),
     "gpt2 longrope": (("gpt2", "longrope", {"factor": 4.0} | LISTS, {}), "longrope with pin=LENGTH have fixed angles"),
-    "bloom": (("bloom", "rope", LONG, {}), "the attention of BloomForCausalLM does not go by transformers'"),
+    "bloom": (("bloom", "rope", LONG, {}), "the attention of BloomForCausalLM does not use transformers'"),
     "dynamic": (("llama", "dynamic", {"factor": 4.0}, {}), "beyond 256 tokens its angles follow the length"),
     "gemma3 dynamic": (
         ("gemma3_text", "dynamic", {"factor": 4.0}, {}),
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "other implementation": (("llama", "alibi", LONG, BY_TRANSFORMERS), "leave --model-impl and --hf-overrides out"),
     "other class": (
         ("llama", "alibi", LONG, {"hf_overrides": {"architectures": ["GPT2LMHeadModel"]}}),
-        "cannot be carried out on GPT2LMHeadModel",
+        "cannot be applied to GPT2LMHeadModel",
     ),
     "two devices": (("llama", "alibi", LONG, {"tensor_parallel_size": 2}), "served by one device alone"),
     "embeddings": (("llama", "alibi", LONG, {"runner": "pooling"}), "for generating text alone"),

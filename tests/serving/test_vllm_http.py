@@ -122,4 +122,4 @@ def test_what_cannot_be_served_never_answers(tmp_path: Path) -> None:
         typed(folder, free_port()), env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False
     )
     assert run.returncode != 0
-    assert "kerple adds a bias to the scores that is no line by distance" in run.stdout + run.stderr
+    assert "kerple adds a bias to the scores that is not linear in the distance" in run.stdout + run.stderr

@@ -1,4 +1,4 @@
-"""A toy family, whole: our house has a decoder of its own, which keeps a learned table as BERT does."""
+"""A toy family, whole: our house has its own decoder, with a learned table like BERT's."""
 
 from hf_posswap.families import Family, TableSpec, register
 

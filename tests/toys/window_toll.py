@@ -18,7 +18,7 @@ class WindowToll(Scheme):
 
     Attributes:
         window: distance, in tokens, from which a key costs.
-        toll: what it costs each head before training.
+        toll: cost for each head before training.
 
     Example:
         >>> WindowToll(window=4).toll

@@ -100,7 +100,9 @@ def test_what_is_wrong_is_said(text: str, error: type[Exception], message: str) 
 
 def test_a_text_and_keywords_are_joined_and_none_is_given_twice() -> None:
     assert make_scheme("yarn:factor=4", base=500) == Yarn(factor=4.0, base=500)
-    with pytest.raises(OptionError, match=r"options \['factor'\] were given beside a text of scheme 'yarn'"):
+    with pytest.raises(
+        OptionError, match=r"options \['factor'\] were given twice, here and in a text of scheme 'yarn'"
+    ):
         make_scheme("yarn:factor=4", factor=8)
 
 

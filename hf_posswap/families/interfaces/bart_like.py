@@ -1,4 +1,4 @@
-"""The self-attention that BART has, in classes which kept it when BART's own got the interface."""
+"""BART's former self-attention, in classes that kept it when BART moved to the interface."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class BartLike(ThroughInterface):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
-        own: Any = self
-        shape = (*hidden_states.shape[:-1], own.num_heads, own.head_dim)
-        projections = (own.q_proj, own.k_proj, own.v_proj)
+        module: Any = self
+        shape = (*hidden_states.shape[:-1], module.num_heads, module.head_dim)
+        projections = (module.q_proj, module.k_proj, module.v_proj)
         query, key, value = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
         cache = self_attention_cache(cache)
         if cache is not None:
-            key, value = cache.update(key, value, own.layer_idx)
+            key, value = cache.update(key, value, module.layer_idx)
         out, weights = self.attend(
-            query, key, value, attention_mask, scaling=own.scaling, dropout=own.dropout or 0.0, **kwargs
+            query, key, value, attention_mask, scaling=module.scaling, dropout=module.dropout or 0.0, **kwargs
         )
-        return own.out_proj(out), weights
+        return module.out_proj(out), weights
 
 
 class MvpInterface(BartLike, MvpAttention):

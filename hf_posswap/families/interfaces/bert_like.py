@@ -1,4 +1,4 @@
-"""The self-attention that BERT has, in classes which kept it when BERT's own got the interface."""
+"""BERT's former self-attention, in classes that kept it when BERT moved to the interface."""
 
 from __future__ import annotations
 
@@ -36,16 +36,22 @@ class BertLike(ThroughInterface):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
-        own: Any = self
-        shape = (*hidden_states.shape[:-1], -1, own.attention_head_size)
-        projections = (own.query, own.key, own.value)
+        module: Any = self
+        shape = (*hidden_states.shape[:-1], -1, module.attention_head_size)
+        projections = (module.query, module.key, module.value)
         query, key, value = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
         query, key, value = self.placed(query, key, value, kwargs)
         cache = self_attention_cache(cache)
         if cache is not None:
-            key, value = cache.update(key, value, own.layer_idx)
+            key, value = cache.update(key, value, module.layer_idx)
         return self.attend(
-            query, key, value, attention_mask, scaling=own.attention_head_size**-0.5, dropout=own.dropout.p, **kwargs
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=module.attention_head_size**-0.5,
+            dropout=module.dropout.p,
+            **kwargs,
         )
 
     def placed(

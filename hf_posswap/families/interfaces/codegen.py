@@ -1,4 +1,4 @@
-"""CodeGen: GPT-J with one projection for q, v and k, in four parts; before transformers 5.24 without interface."""
+"""CodeGen: GPT-J with one projection for q, v and k, in four parts; without the interface before transformers 5.24."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CodeGenInterface(ThroughInterface, CodeGenAttention):
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
         stacked = self.qkv_proj(hidden_states).unflatten(-1, (PARTS, 3, -1))
         shape = (*hidden_states.shape[:-1], self.num_attention_heads, self.head_dim)
-        query, value, key = (part.reshape(shape) for part in stacked.unbind(dim=-2))  # [B, Q, H, D]
+        query, value, key = (projection.reshape(shape) for projection in stacked.unbind(dim=-2))  # [B, Q, H, D]
         if self.native_positions:
             query, key = self._rotated(query, key, position_ids)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

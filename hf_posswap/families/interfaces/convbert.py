@@ -1,4 +1,4 @@
-"""ConvBERT: heads that attend beside heads that convolve, the kernels made from the tokens."""
+"""ConvBERT: some heads attend, the others convolve with kernels computed from the tokens."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class ConvBertInterface(ThroughInterface, ConvBertSelfAttention):
         return torch.cat((out, self._convolved(hidden_states, projected)), dim=-1), weights
 
     def _convolved(self, hidden: Tensor, query: Tensor) -> Tensor:
-        """Return what the other heads give, [B, Q, H D], of the input and the queries before they are split."""
-        made = self.key_conv_attn_layer(hidden.transpose(1, 2)).transpose(1, 2) * query
-        kernels = self.conv_kernel_layer(made).unflatten(-1, (-1, self.conv_kernel_size)).softmax(dim=-1)
+        """Return the output of the convolving heads, [B, Q, H D]; `query` is not split into heads yet."""
+        kernel_states = self.key_conv_attn_layer(hidden.transpose(1, 2)).transpose(1, 2) * query
+        kernels = self.conv_kernel_layer(kernel_states).unflatten(-1, (-1, self.conv_kernel_size)).softmax(dim=-1)
         reach = (self.conv_kernel_size - 1) // 2
         padded = nn.functional.pad(self.conv_out_layer(hidden), (0, 0, reach, reach))
         windows = padded.unfold(1, self.conv_kernel_size, 1)  # [B, Q, H D, W]

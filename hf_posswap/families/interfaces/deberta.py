@@ -13,7 +13,7 @@ from hf_posswap.families.interfaces.eager import ThroughInterface
 
 
 class _Disentangled(ThroughInterface):
-    """What the two versions share: masks are of pairs of tokens, and what is relative is added to the scores."""
+    """Base of both versions: masks are per token pair, and the relative bias is added to the scores."""
 
     is_causal = False
 
@@ -30,12 +30,12 @@ class _Disentangled(ThroughInterface):
             relative: what is added to the scaled scores, [B, H, Q, K], or None.
             kwargs: for the attention function.
         """
-        kept, own = kwargs.pop("output_attentions"), self
-        dropout: Any = own.dropout  # type: ignore[attr-defined]
-        seen = query.new_zeros(()) if relative is None else relative
-        additive = torch.where(mask.bool(), seen, torch.finfo(query.dtype).min)
+        returns_weights = kwargs.pop("output_attentions")
+        dropout: Any = self.dropout  # type: ignore[attr-defined]
+        bias = query.new_zeros(()) if relative is None else relative
+        additive = torch.where(mask.bool(), bias, torch.finfo(query.dtype).min)
         out, weights = self.attend(query, key, value, additive, dropout=dropout.p, **kwargs)
-        return out, weights if kept else None
+        return out, weights if returns_weights else None
 
 
 class DebertaInterface(_Disentangled, first.DisentangledSelfAttention):
@@ -90,6 +90,6 @@ class DebertaV2Interface(_Disentangled, second.DisentangledSelfAttention):
             rows = self.pos_dropout(rel_embeddings)
             relative = self.disentangled_attention_bias(query, key, relative_pos, rows, factor)
             relative = relative.unflatten(0, (-1, heads))
-        query, key, value = (part.unflatten(0, (-1, heads)) for part in (query, key, value))  # [B, H, Q, D]
+        query, key, value = (states.unflatten(0, (-1, heads)) for states in (query, key, value))  # [B, H, Q, D]
         kwargs |= {"scaling": float(query.shape[-1] * factor) ** -0.5, "output_attentions": output_attentions}
         return self._attended(query, key, value, attention_mask, relative, **kwargs)

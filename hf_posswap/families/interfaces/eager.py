@@ -1,4 +1,4 @@
-"""What the attention classes share: how they are called, their originals' eager arithmetic, how masks are joined."""
+"""Base of the attention classes: their call signature, the eager arithmetic of their originals, joining masks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class StockCall:
     Attributes:
         stock: name of the stock class.
         names: of the arguments of its forward, in order.
-        defaults: what those arguments are that a call leaves out.
+        defaults: of arguments that a call leaves out.
         cache_names: which of them may hold a cache.
         takes_cache: whether `attention` takes one.
-        absent: arguments that `attention` knows and cannot obey: they must be None.
+        absent: arguments that `attention` knows but does not support: they must be None.
         mismatch: why the stock class cannot be replaced; "": it can.
     """
 
@@ -42,13 +42,13 @@ class StockCall:
 
     @classmethod
     def between(cls, stock: type, attention: Any, alternatives: tuple[str, ...]) -> StockCall:
-        """Return how the forward of `stock` is called in the place of which `attention` stands.
+        """Return how the forward of `stock`, which `attention` replaces, is called.
 
         Args:
             stock: an attention class of transformers.
-            attention: declares the stock arguments that it was written for by name, after the hidden states. Those
-                without a default are in every release; those annotated as None must be left out.
-            alternatives: arguments of which the forward of `stock` must name one.
+            attention: names the stock arguments that it was written for, after the hidden states. Those without a
+                default are in every release; those annotated as None must be left out.
+            alternatives: arguments of which the forward of `stock` must have one.
         """
         parameters = [p for p in forward_parameters(stock).values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         names = tuple(p.name for p in parameters)
@@ -62,9 +62,9 @@ class StockCall:
             missing.append(" or ".join(alternatives))
         why = ""
         if unknown or missing:
-            said = [f"names {', '.join(unknown)}, which it did not before"] if unknown else []
-            said += [f"does not name {', '.join(missing)} any more"] if missing else []
-            why = f"the forward of {stock.__name__} {' and '.join(said)}"
+            changes = [f"names {', '.join(unknown)}, which it did not before"] if unknown else []
+            changes += [f"does not name {', '.join(missing)} any more"] if missing else []
+            why = f"the forward of {stock.__name__} {' and '.join(changes)}"
         return cls(
             stock=stock.__name__,
             names=names,
@@ -79,21 +79,21 @@ class StockCall:
         """Return the arguments of `attention` for a call of the stock forward with `args` and `kwargs`.
 
         Raises:
-            UnsupportedSwapError: an argument was given that `attention` cannot obey.
+            UnsupportedSwapError: an argument was given that `attention` does not support.
         """
         given = {**self.defaults, **by_name(self.names, args, kwargs)}
         try:
-            found = find_cache((), given)
+            cache_argument = find_cache((), given)
         except TypeError as error:
             raise UnsupportedSwapError(f"{self.stock}: {error}") from error
-        cache = None if found is None else given.pop(str(found[0]))
+        cache = None if cache_argument is None else given.pop(str(cache_argument[0]))
         for name in self.cache_names:
             if given.pop(name, None) is not None:
-                raise UnsupportedSwapError(f"{self.stock} was given {name}, which is no cache of transformers.")
+                raise UnsupportedSwapError(f"{self.stock} was given {name}, which is not a transformers cache.")
         if self.takes_cache:
             given["cache"] = cache
         elif cache is not None:
-            raise UnsupportedSwapError(f"{self.stock} was given a cache, and is not known to use one.")
+            raise UnsupportedSwapError(f"{self.stock} was given a cache, but is not known to use one.")
         for name in self.absent:
             if given.pop(name, None) is not None:
                 raise UnsupportedSwapError(
@@ -105,15 +105,15 @@ class StockCall:
 class ThroughInterface:
     """Mixed into a native attention class, before it: attends as the config says, through the AttentionInterface.
 
-    A subclass defines `attention`, and declares there the arguments of the stock forward that it was written for. Its
-    forward takes what the stock forward of the installed release takes.
+    A subclass defines `attention` with the arguments of the stock forward that it was written for. Its forward takes
+    the arguments of the stock forward in the installed release.
 
     Attributes:
         stock_call: how the native class is called.
-        positions_from: arguments of the stock forward of which one says the positions that are native inside attention.
-        config: of the model; a module whose own class keeps none is given it.
+        positions_from: arguments of the stock forward, one of which holds the native positions inside attention.
+        config: of the model; set on modules whose own class has none.
         upcasts: whether eager scores are computed in float32.
-        returns_scores: whether eager code hands out the scores in the place of the weights.
+        returns_scores: whether eager code returns the scores instead of the weights.
         native_positions: whether positions that the original applies inside attention are applied here too.
     """
 
@@ -129,7 +129,7 @@ class ThroughInterface:
         super().__init_subclass__(**kwargs)
         stock = cls.__bases__[-1]
         if not issubclass(stock, nn.Module):
-            return  # what several classes share
+            return  # a base of several classes
         attention: Any = cls.attention  # type: ignore[attr-defined]
         call = cls.stock_call = StockCall.between(stock, attention, cls.positions_from)
 
@@ -190,7 +190,7 @@ def eager_attention_forward(
         query: [B, H, Q, D].
         key: [B, G, K, D]; each of its heads serves H / G heads of the query.
         value: [B, G, K, D].
-        attention_mask: added to the scores, or bool (True: attend), [B, 1 or H, Q or 1, K]; None: all is seen.
+        attention_mask: added to the scores, or bool (True: attend), [B, 1 or H, Q or 1, K]; None: nothing is masked.
         scaling: multiplies the scores.
         dropout: probability of dropping a weight, while training.
         position_bias: added to the scaled scores, [B or 1, H, Q or 1, K].

@@ -13,14 +13,15 @@ from hf_posswap.families.interfaces.eager import ThroughInterface
 class FalconInterface(ThroughInterface, FalconAttention):
     """FalconAttention, through the AttentionInterface.
 
-    With ALiBi the model has it in the mask already; eager code of transformers adds it once more, this does not.
+    With ALiBi, the mask already contains the bias; eager code of transformers adds it a second time, this class does
+    not.
     """
 
     num_kv_heads: Any
 
     @property
     def num_key_value_groups(self) -> int:
-        """Heads of the query for each key head, as the functions behind the interface ask for it."""
+        """Query heads per key head, as the attention functions expect it."""
         return 1 if self.new_decoder_architecture else self.num_heads // self.num_kv_heads
 
     def attention(
@@ -37,13 +38,13 @@ class FalconInterface(ThroughInterface, FalconAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
-        parts = self._split_heads(self.query_key_value(hidden_states))  # [B, Q, H or G, D] each
-        query, key, value = (part.transpose(1, 2) for part in parts)
+        projections = self._split_heads(self.query_key_value(hidden_states))  # [B, Q, H or G, D] each
+        query, key, value = (projection.transpose(1, 2) for projection in projections)
         if alibi is None and self.native_positions and position_embeddings is not None:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        # the original drops no weights of rotary models
+        # the original applies no dropout in rotary models
         dropout = self.attention_dropout.p if self.config.alibi else 0.0
         kwargs["position_ids"] = position_ids
         out, weights = self.attend(

@@ -1,4 +1,4 @@
-"""Whether an attention module is of the class that an interface class stands for."""
+"""Whether an interface class can replace the class of an attention module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_posswap.compat.transformers_calls import forward_parameters
 
 
 def fitting(module: nn.Module, *classes: type) -> type | str:
-    """Return which of `classes` replaces the forward that `module` has, or why none does and what works."""
+    """Return the one of `classes` that replaces the forward of `module`, or why none does and what works."""
     natives = [cls.__bases__[-1] for cls in classes]
     for cls, native in zip(classes, natives, strict=True):
         if type(module) is native or type(module) is cls:
@@ -23,12 +23,12 @@ def fitting(module: nn.Module, *classes: type) -> type | str:
 
 
 def _mismatch(cls: Any, native: type) -> str:
-    """Return why `cls` cannot stand for `native` in the release that is installed; "": it can."""
+    """Return why `cls` cannot replace `native` in the installed release; "": it can."""
     call = getattr(cls, "stock_call", None)
     if call is not None:
         why = call.mismatch
     else:
-        now, then = (", ".join(forward_parameters(one)) for one in (native, cls))
+        now, then = (", ".join(forward_parameters(owner)) for owner in (native, cls))
         why = "" if now == then else f"the forward of {native.__name__} takes {now}, and {cls.__name__} knows {then}"
     return why and (
         f"in this release of transformers {why}, so a scheme cannot be put inside. "

@@ -11,7 +11,7 @@ from hf_posswap.families.interfaces.eager import ThroughInterface, indices, narr
 
 
 class GPTNeoInterface(ThroughInterface, GPTNeoSelfAttention):
-    """GPTNeoSelfAttention, through the AttentionInterface; its causal buffer, which ends, is not read."""
+    """GPTNeoSelfAttention, through the AttentionInterface; its finite causal buffer is not read."""
 
     upcasts = True
 

@@ -1,4 +1,4 @@
-"""GPT-J: interleaved rotary positions inside attention, scores in float32; without interface before 5.24."""
+"""GPT-J: interleaved rotary positions inside attention, scores in float32; without the interface before 5.24."""
 
 from __future__ import annotations
 

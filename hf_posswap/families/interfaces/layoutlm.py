@@ -1,4 +1,4 @@
-"""LayoutLM: an attention class that has the interface, but does not say that it is an encoder's."""
+"""LayoutLM: an attention class with the interface that is not marked as an encoder's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from transformers.models.layoutlm.modeling_layoutlm import LayoutLMSelfAttention
 
 
 class LayoutLMInterface(LayoutLMSelfAttention):
-    """LayoutLMSelfAttention, and a mask that is left out means that every token sees every other."""
+    """LayoutLMSelfAttention in which no mask means bidirectional attention."""
 
     is_causal = False
     eager_attention = staticmethod(eager_attention_forward)

@@ -1,4 +1,4 @@
-"""MPT: ALiBi, made by the model and added inside attention; masks that say what is hidden."""
+"""MPT: ALiBi, made by the model and added inside attention; masks are True where a key is hidden."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class MptInterface(ThroughInterface, MptAttention):
         if self.clip_qkv:
             stacked = stacked.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         shape = (*hidden_states.shape[:-1], self.n_heads, self.head_dim)
-        query, key, value = (part.reshape(shape).transpose(1, 2) for part in stacked.chunk(3, dim=2))  # [B, H, Q, D]
+        query, key, value = (
+            projection.reshape(shape).transpose(1, 2) for projection in stacked.chunk(3, dim=2)
+        )  # [B, H, Q, D]
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         if self.native_positions:

@@ -1,4 +1,4 @@
-"""OpenAI GPT: no cache, causality from a buffer that ends, the padding mask apart from it."""
+"""OpenAI GPT: no cache, causality from a finite buffer, a separate padding mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_posswap.families.interfaces.eager import ThroughInterface, indices, narr
 
 
 class OpenAIGPTInterface(ThroughInterface, Attention):
-    """Attention of OpenAI GPT, through the AttentionInterface; its causal buffer, which ends, is not read."""
+    """Attention of OpenAI GPT, through the AttentionInterface; its finite causal buffer is not read."""
 
     def attention(
         self,
@@ -22,8 +22,10 @@ class OpenAIGPTInterface(ThroughInterface, Attention):
         **kwargs: Any,
     ) -> list[Any]:
         """Return the output [B, Q, E], and the weights [B, H, Q, K] if `output_attentions`."""
-        parts = self.c_attn(hidden_states).split(self.split_size, dim=2)
-        query, key, value = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in parts)  # [B, H, Q, D]
+        projections = self.c_attn(hidden_states).split(self.split_size, dim=2)
+        query, key, value = (
+            projection.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for projection in projections
+        )  # [B, H, Q, D]
         rows, columns = indices(hidden_states, None, 0)
         mask = narrowed(attention_mask, rows[:, None] >= columns[None, :], hidden_states.dtype)
         scaling = query.shape[-1] ** -0.5 if self.scale else 1.0

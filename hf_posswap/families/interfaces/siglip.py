@@ -1,4 +1,4 @@
-"""SigLIP: an attention class that has the interface, but keeps from it what its caller says."""
+"""SigLIP: an attention class with the interface that does not pass its keyword arguments on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers.models.siglip.modeling_siglip import SiglipAttention
 
 
 class SiglipInterface(SiglipAttention):
-    """SiglipAttention, with the forward of CLIP's: the same arithmetic, and keyword arguments go on."""
+    """SiglipAttention with the forward of CLIP's: the same arithmetic, and keyword arguments are passed on."""
 
     forward = CLIPAttention.forward  # type: ignore[assignment]  # it names its keyword arguments
     eager_attention = staticmethod(eager_attention_forward)

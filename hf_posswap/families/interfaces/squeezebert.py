@@ -18,7 +18,7 @@ class SqueezeBertInterface(ThroughInterface, SqueezeBertSelfAttention):
 
     @staticmethod
     def tokens_first(hidden: Tensor) -> Tensor:
-        """Return the input [B, E, Q] of this module as others have it, [B, Q, E]."""
+        """Return the input [B, E, Q] of this module in the usual order, [B, Q, E]."""
         return hidden.transpose(1, 2)
 
     def attention(

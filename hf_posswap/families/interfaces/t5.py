@@ -1,4 +1,4 @@
-"""T5, mT5 and UMT5 in releases of transformers in which they do not attend through the interface yet."""
+"""T5, mT5 and UMT5 in releases of transformers where they do not use the interface yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_posswap.families.interfaces.eager import ThroughInterface
 
 
 class _T5Kind(ThroughInterface):
-    """What the three share: self-attention without a factor on its scores, and with a bias of its own."""
+    """Base of the three: self-attention with unscaled scores and its own bias."""
 
     is_decoder: bool
 
@@ -23,21 +23,21 @@ class _T5Kind(ThroughInterface):
         self, hidden: Tensor, mask: Tensor | None, bias: Tensor | None, cache: Any, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the output [B, Q, E], the bias with the mask in it [B, H, Q, K], and the weights."""
-        own: Any = self
-        past = 0 if cache is None else cache.get_seq_length(own.layer_idx)
-        shape = (*hidden.shape[:-1], own.n_heads, own.key_value_proj_dim)
-        query, key, value = (project(hidden).view(shape).transpose(1, 2) for project in (own.q, own.k, own.v))
+        module: Any = self
+        past = 0 if cache is None else cache.get_seq_length(module.layer_idx)
+        shape = (*hidden.shape[:-1], module.n_heads, module.key_value_proj_dim)
+        query, key, value = (project(hidden).view(shape).transpose(1, 2) for project in (module.q, module.k, module.v))
         cache = self_attention_cache(cache)
         if cache is not None:
-            key, value = cache.update(key, value, own.layer_idx)
+            key, value = cache.update(key, value, module.layer_idx)
         if self.native_positions:
             if bias is None:
-                bias = own.compute_bias(hidden.shape[1], key.shape[2], hidden.device, past)
+                bias = module.compute_bias(hidden.shape[1], key.shape[2], hidden.device, past)
                 bias = bias if mask is None else bias + mask
             mask = bias
         kwargs.setdefault("is_causal", self.is_decoder)
-        out, weights = self.attend(query, key, value, mask, scaling=1.0, dropout=own.dropout, **kwargs)
-        return own.o(out), bias, weights
+        out, weights = self.attend(query, key, value, mask, scaling=1.0, dropout=module.dropout, **kwargs)
+        return module.o(out), bias, weights
 
 
 class T5Interface(_T5Kind, T5Attention):
@@ -55,8 +55,8 @@ class T5Interface(_T5Kind, T5Attention):
         **kwargs: Any,
     ) -> tuple[Any, ...]:
         """Return the output [B, Q, E], the bias for the next layers, and the weights if `output_attentions`."""
-        found = self._attended(hidden_states, mask, position_bias, cache, kwargs)
-        return found if output_attentions else found[:2]
+        outputs = self._attended(hidden_states, mask, position_bias, cache, kwargs)
+        return outputs if output_attentions else outputs[:2]
 
 
 class MT5Interface(_T5Kind, MT5Attention):

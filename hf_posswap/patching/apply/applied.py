@@ -1,4 +1,4 @@
-"""What a swapped model carries of its swap, in `model._posswap`."""
+"""The state of a swap that a swapped model keeps in `model._posswap`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hf_posswap.patching.plan.swap_plan import SwapPlan
 
 @dataclass
 class AppliedSwap:
-    """A plan in force.
+    """An applied plan.
 
     Attributes:
-        plan: of the swap as it stands.
-        config: the model's config from before the swap; the model has a copy of its own since.
-        saved: what each edit took out of the model, in the order of the plan's edits; None for a model that was loaded
-            swapped: what was there before is not known.
-        offloaded: what puts weights back to where accelerate had them.
-        fitted: whether weights of the model itself were fitted to the swap (`fit_rotation`), so that undoing it would
-            not give back what was there before.
-        guard: handle of the hook that keeps a whole around the model from being saved without the record.
+        plan: the current plan of the swap.
+        config: the model's config before the swap; the swapped model uses a copy.
+        saved: what each edit removed from the model, in the order of the plan's edits; None for a model that was loaded
+            swapped, because the original is unknown.
+        offloaded: callables that move weights back to where accelerate had them.
+        fitted: whether weights of the model were fitted to the swap (`fit_rotation`), so that undoing the swap would
+            not restore the original.
+        guard: handle of the hook that refuses to save an enclosing model without the record.
     """
 
     plan: SwapPlan
@@ -36,14 +36,14 @@ class AppliedSwap:
 
     @property
     def can_undo(self) -> bool:
-        """Whether the original mechanism can be had back."""
+        """Whether the original mechanism can be restored."""
         return self.saved is not None
 
     def done(self) -> list[tuple[Edit, Saved]]:
-        """Return the edits that were made, or begun, each with what it saved."""
+        """Return the edits that were applied, at least in part, each with its saved state."""
         return list(zip(self.plan.edits, self.saved or (), strict=False))
 
-    def saved_of(self, kind: type[Edit], path: str) -> Saved:
-        """Return what the edit of this kind at `path` saved; empty where there is none."""
-        found = (saved for edit, saved in self.done() if isinstance(edit, kind) and edit.path == path)
-        return next(found, {})
+    def saved_of(self, edit_type: type[Edit], path: str) -> Saved:
+        """Return the saved state of the edit of this type at `path`; empty if there is none."""
+        matches = (saved for edit, saved in self.done() if isinstance(edit, edit_type) and edit.path == path)
+        return next(matches, {})

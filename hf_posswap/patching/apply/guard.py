@@ -1,8 +1,7 @@
 """When positions may be changed: not under inference mode, not in a forward, and by one thread at a time.
 
-A swap takes several steps, and a forward that reads between two of them computes neither the old mechanism nor the
-new. So whoever comes second is refused: a change where a forward or another change is running, a forward where a change
-is.
+A swap takes several steps. A forward between two of them would compute neither the old mechanism nor the new one. So
+the second caller is refused: a change while a forward or another change is running, and a forward during a change.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class _Change:
-    """What one thread changes: `model` with all its `parts`, by the function `what`."""
+    """A change by one thread: the function `operation` changes `model` and all its `modules`."""
 
     model: nn.Module
-    parts: frozenset[nn.Module]
-    what: str
+    modules: frozenset[nn.Module]
+    operation: str
 
 
 _changes: dict[threading.Thread, list[_Change]] = {}
-"""What each thread changes, the outermost first."""
+"""The changes by each thread, the outermost first."""
 _table = threading.Lock()
 
 
 def alone(*, parameters: bool = True) -> Callable[[F], F]:
-    """Return what makes a function of a model, its first argument, hold that model by `changing` from end to end.
+    """Return a decorator that runs a function of a model, its first argument, inside `changing`.
 
     Args:
         parameters: as in `changing`.
@@ -49,63 +48,63 @@ def alone(*, parameters: bool = True) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
-        def held(model: Any, *args: Any, **kwargs: Any) -> Any:
+        def guarded(model: Any, *args: Any, **kwargs: Any) -> Any:
             with changing(unwrap(model), function.__name__, parameters=parameters):
                 return function(model, *args, **kwargs)
 
-        return cast(F, held)
+        return cast(F, guarded)
 
     return decorate
 
 
 @contextmanager
-def changing(model: nn.Module, what: str, *, parameters: bool = True) -> Iterator[None]:
-    """Change the positions of `model` in the block, alone: forwards that begin meanwhile in other threads are refused.
+def changing(model: nn.Module, operation: str, *, parameters: bool = True) -> Iterator[None]:
+    """Change the positions of `model` exclusively in the block; forwards that other threads start are refused.
 
-    It costs forwards nothing: the gates stand only while the block lasts, and what runs is read from the stacks of the
-    threads (in a Python without a GIL that of its own alone). Blocks may be nested in one thread.
+    It costs forwards nothing: the hooks exist only inside the block, and running calls are read from the stacks of all
+    threads (without a GIL, only from the current thread). Blocks may be nested in one thread.
 
     Args:
         model: the transformers model, inside any adapters.
-        what: the function that changes it, for messages.
-        parameters: whether it makes parameters, which under inference mode would be of no use.
+        operation: name of the function that changes it, for messages.
+        parameters: whether it creates parameters, which could not be trained under inference mode.
 
     Raises:
-        UnsupportedSwapError: inference mode is on, and parameters are made: there they never train.
+        UnsupportedSwapError: inference mode is on and parameters are created, which could never be trained.
         ModelInUseError: a forward or `generate` of the model is running, in this thread or another, or another thread
             is changing its positions.
     """
     if parameters:
-        _refuse_inference_mode(what)
+        _refuse_inference_mode(operation)
     me = threading.current_thread()
-    if any(one.model is model for one in _changes.get(me, ())):
+    if any(change.model is model for change in _changes.get(me, ())):
         yield
         return
-    with _taken(model, what, me), _gated(model, what, me):
-        _refuse_forward(model, what)
+    with _locked(model, operation, me), _gated(model, operation, me):
+        _refuse_forward(model, operation)
         yield
 
 
-def _refuse_inference_mode(what: str) -> None:
+def _refuse_inference_mode(operation: str) -> None:
     if torch.is_inference_mode_enabled():
         raise UnsupportedSwapError(
-            f"{what} under torch.inference_mode() would make parameters that can never be trained, even after it. "
-            "Call it outside of that block; or use torch.no_grad() for the block."
+            f"{operation} under torch.inference_mode() would create parameters that can never be trained, even later. "
+            "Call it outside of that block, or use torch.no_grad() for the block."
         )
 
 
 @contextmanager
-def _taken(model: nn.Module, what: str, me: threading.Thread) -> Iterator[None]:
-    """Hold `model` and all in it, as other threads see it, until the block ends."""
+def _locked(model: nn.Module, operation: str, me: threading.Thread) -> Iterator[None]:
+    """Lock `model` and all its modules against changes by other threads until the block ends."""
     with _table:
         for thread, changes in _changes.items():
-            other = next((one for one in changes if thread is not me and _share(model, one)), None)
+            other = next((change for change in changes if thread is not me and _share(model, change)), None)
             if other is not None:
                 raise ModelInUseError(
-                    f"{what} meets {other.what} of the same {type(other.model).__name__} in thread {thread.name!r}: "
-                    "change a model's positions in one thread, before others use it."
+                    f"{operation} overlaps {other.operation} of the same {type(other.model).__name__} in thread "
+                    f"{thread.name!r}: change a model's positions in one thread, before others use it."
                 )
-        _changes.setdefault(me, []).append(_Change(model, frozenset(model.modules()), what))
+        _changes.setdefault(me, []).append(_Change(model, frozenset(model.modules()), operation))
     try:
         yield
     finally:
@@ -116,82 +115,83 @@ def _taken(model: nn.Module, what: str, me: threading.Thread) -> Iterator[None]:
 
 
 def _share(model: nn.Module, other: _Change) -> bool:
-    """Return whether `model` is what `other` changes, a part of it, or a model around it."""
-    if model in other.parts:
+    """Return whether `model` is the model that `other` changes, a submodule of it, or a model around it."""
+    if model in other.modules:
         return True
     try:
-        return not other.parts.isdisjoint(model.modules())
+        return not other.modules.isdisjoint(model.modules())
     except RuntimeError:  # its modules change while they are walked
         return True
 
 
 class _Gate:
-    """A forward pre-hook that refuses what other threads run."""
+    """A forward pre-hook that refuses calls from other threads."""
 
-    def __init__(self, what: str, owner: threading.Thread) -> None:
-        self.what, self.owner, self.stands = what, owner, True
+    def __init__(self, operation: str, owner: threading.Thread) -> None:
+        self.operation, self.owner, self.is_active = operation, owner, True
 
     def __call__(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if self.stands and threading.current_thread() is not self.owner:
+        if self.is_active and threading.current_thread() is not self.owner:
             raise ModelInUseError(
-                f"{self.what} in thread {self.owner.name!r} is changing the positions of this "
-                f"{type(module).__name__}: a forward now would compute neither mechanism. Run it when that is done."
+                f"{self.operation} in thread {self.owner.name!r} is changing the positions of this "
+                f"{type(module).__name__}: a forward now would compute neither mechanism. Run it afterwards."
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Gate:
-        return self  # a copy that another thread takes meanwhile holds a gate that opens with this one
+        return self  # a copy of the model that another thread makes meanwhile shares this gate
 
 
 @contextmanager
-def _gated(model: nn.Module, what: str, me: threading.Thread) -> Iterator[None]:
-    """Refuse forwards of other threads: of the model, and of each model in it, as encoders and towers are."""
+def _gated(model: nn.Module, operation: str, me: threading.Thread) -> Iterator[None]:
+    """Refuse forwards in other threads: of the model, and of each model in it, such as encoders and towers."""
     from transformers import PreTrainedModel
 
-    gate = _Gate(what, me)
-    entries = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    handles = [part.register_forward_pre_hook(gate, prepend=True) for part in entries]
+    gate = _Gate(operation, me)
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    handles = [inner.register_forward_pre_hook(gate, prepend=True) for inner in models]
     try:
         yield
     finally:
-        gate.stands = False
+        gate.is_active = False
         for handle in handles:
             handle.remove()
 
 
-def _refuse_forward(model: nn.Module, what: str) -> None:
-    """Refuse where a forward or `generate` of the model, or of a part of it, is on the stack of some thread."""
-    parts = {id(part) for part in model.modules()}
+def _refuse_forward(model: nn.Module, operation: str) -> None:
+    """Refuse if a forward or `generate` of the model, or of a submodule, is on the stack of any thread."""
+    module_ids = {id(module) for module in model.modules()}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, kind in _calls_by_thread(parts).items():
-        if kind is None:
+    for ident, call in _calls_by_thread(module_ids).items():
+        if call is None:
             continue
         here = ident == threading.get_ident()
         where = "this thread" if here else f"thread {names.get(ident, str(ident))!r}"
         raise ModelInUseError(
-            f"{what} inside {kind} of the same {type(model).__name__}, which runs in {where}: it would go on with "
-            f"neither mechanism. {'Change positions before or after it' if here else 'Wait for its end'}."
+            f"{operation} inside {call} of the same {type(model).__name__}, which runs in {where}: it would continue "
+            f"with neither mechanism. {'Change positions before or after it' if here else 'Wait for its end'}."
         )
 
 
-def _calls_by_thread(parts: set[int]) -> dict[int, str | None]:
-    """Return what each thread computes with one of `parts`, by its ident.
+def _calls_by_thread(module_ids: set[int]) -> dict[int, str | None]:
+    """Return the running call of one of these modules in each thread, by thread ident; None: there is none.
 
-    It ends without any frame: one of its own would keep itself, and with it the model, until garbage is searched.
+    It keeps no reference to a frame: a reference to the current one would keep the model alive until garbage
+    collection.
     """
-    stacks, found = stacks_of_threads(), {}
+    stacks, calls = stacks_of_threads(), {}
     while stacks:
         ident, innermost = stacks.popitem()
-        found[ident] = _kind_of_call(innermost, parts)
+        calls[ident] = _running_call(innermost, module_ids)
         del innermost
-    return found
+    return calls
 
 
-def _kind_of_call(frame: FrameType | None, parts: set[int]) -> str | None:
-    """Return what the stack from `frame` outwards computes with one of `parts`, modules by id; None: nothing."""
+def _running_call(frame: FrameType | None, module_ids: set[int]) -> str | None:
+    """Return the call of one of these modules on the stack from `frame` outwards; None: there is none."""
     while frame is not None:
         name = frame.f_code.co_name
-        generates = name.startswith("generate")  # whatever it is called: generate, generate_batch, ...
-        if (generates or computes(name)) and id(self_of(frame)) in parts:
+        generates = name.startswith("generate")  # generate, generate_batch, ...
+        if (generates or computes(name)) and id(self_of(frame)) in module_ids:
             return "generate" if generates else "a forward"
         frame = frame.f_back
     return None

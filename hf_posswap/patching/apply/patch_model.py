@@ -1,4 +1,4 @@
-"""Patching a model and taking it back."""
+"""Patching a model and undoing it."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ def patch_model(
 ) -> M:
     """Swap the position mechanism of `model`, in place, and return it.
 
-    `plan_swap` says beforehand what a swap would do, `swap_plan` afterwards what was done.
+    `plan_swap` shows what a swap would do, `swap_plan` shows what was done.
 
-    Everything is checked before anything is touched; afterwards the change is proved (`verify_swap` proves more). Only
-    this instance changes: no class and no module of transformers does.
+    Everything is checked before the model is touched, and the result is checked afterwards (`verify_swap` checks more).
+    Only this instance changes: no class and no module of transformers does.
 
     Args:
         model: a transformers model, or a PEFT model around one.
-        scheme: an object, or a name with its fields as `options`: see `list_schemes()`. An encoder-decoder has it in
-            both stacks; a mapping, {"encoder": ..., "decoder": ...}, says otherwise, and leaves out what is to stay.
+        scheme: an object, or a name with its fields as `options`: see `list_schemes()`. An encoder-decoder gets it in
+            both stacks, unless it is a mapping, {"encoder": ..., "decoder": ...}; a stack that it omits stays as it is.
         max_length: positions the swapped model is meant for, in tokens; None keeps the model's own (or what a given
             factor reaches).
         site: "auto" expresses the swap natively where it can be; "attention" always applies it inside attention.
-        relative: "keep" DeBERTa's relative positions inside attention, or "drop" them;
-            None keeps them, and is all that other models take.
-        options: fields of the scheme, where it is given by name.
+        relative: whether to "keep" or "drop" DeBERTa's relative positions inside attention; None keeps them. Other
+            models take only None.
+        options: fields of the scheme, if it is given by name.
 
     Raises:
-        UnsupportedSwapError: this scheme cannot be put into this model: why, and what would work.
+        UnsupportedSwapError: this model does not support the scheme; the message says why, and what would work.
         UnsupportedModelError: no family describes the model.
         SchemeError, OptionError, UnknownNameError: the scheme or its parameters are wrong.
         AlreadyPatchedError: the model carries a swap.
@@ -88,7 +88,7 @@ def patch_model(
 
 
 def swap_plan(model: nn.Module) -> SwapPlan:
-    """Return the plan of the swap that `model` carries, as it stands: printable, picklable, and JSON in its record.
+    """Return the current plan of the swap of `model`: printable, picklable, and JSON in its record.
 
     Args:
         model: patched, or a PEFT model around one.
@@ -111,15 +111,15 @@ def swap_plan(model: nn.Module) -> SwapPlan:
 
 
 def apply_plan(model: Any, plan: SwapPlan, owner: nn.Module | None = None) -> None:
-    """Apply `plan`, which was made for `model`, or leave the model as it was.
+    """Apply `plan`, which was made for `model`; on an error, leave the model unchanged.
 
     Args:
         model: the transformers model.
-        plan: for it.
-        owner: what wraps the model (a PEFT model), so that it sees the new config too.
+        plan: of the swap.
+        owner: the wrapper of the model (a PEFT model), which gets the new config too.
 
     Raises:
-        UnsupportedSwapError: this version of transformers or torch is untested, and the swap could not be proved.
+        UnsupportedSwapError: this version of transformers or torch is untested, and the swap could not be verified.
     """
     guard_version(model, plan, apply_plan)
     register_attention()
@@ -145,16 +145,16 @@ def apply_plan(model: Any, plan: SwapPlan, owner: nn.Module | None = None) -> No
 
 
 def unpatch_model(model: M) -> M:
-    """Give `model` back its original mechanism, bit for bit, and return it.
+    """Restore the original mechanism of `model`, bit for bit, and return the model.
 
-    Weights trained since the swap stay as they are; what the swap had put out of use comes back as it was.
+    Weights trained since the swap keep their values; weights that the swap disabled come back unchanged.
 
     Args:
         model: patched in this process, or a PEFT model around one.
 
     Raises:
-        NotPatchedError: the model carries no swap, or was loaded from a swapped checkpoint, which does not hold the
-            original mechanism's weights; or `fit_rotation` has changed its weights since.
+        NotPatchedError: the model carries no swap; or it was loaded from a swapped checkpoint, which lacks the original
+            mechanism's weights; or `fit_rotation` has changed its weights.
         UnsupportedSwapError: inference mode is on.
         ModelInUseError: a forward of the model is running, or another thread changes it.
 
@@ -188,15 +188,15 @@ def unpatch_model(model: M) -> M:
 
 @contextmanager
 def patched(model: M, scheme: SchemeChoice, **options: Any) -> Iterator[M]:
-    """Swap inside a `with` block; after it `model` is what it was, also where the block raises.
+    """Swap inside a `with` block; the original mechanism is restored afterwards, also if the block raises.
 
     Args:
-        model: as in `patch_model`; the block is given it.
+        model: as in `patch_model`; `as` yields it.
         scheme: likewise.
         options: the other arguments of `patch_model`: max_length, site, relative, fields of the scheme.
 
     Raises:
-        NotPatchedError: the block took the swap back itself.
+        NotPatchedError: the block undid the swap itself.
         PosswapError: whatever `patch_model` raises, before the block.
 
     Example:
@@ -217,7 +217,7 @@ def patched(model: M, scheme: SchemeChoice, **options: Any) -> Iterator[M]:
 
 def _undo(model: Any, swap: AppliedSwap, owner: nn.Module | None) -> None:
     leave_swapped_class(model)
-    for path in offloaded_tables(model, swap.plan.edits):  # which was done since
+    for path in offloaded_tables(model, swap.plan.edits):  # offloaded since the swap
         bring_into_memory(model, path)
     if swap.guard is not None:
         swap.guard.remove()
@@ -230,20 +230,20 @@ def _undo(model: Any, swap: AppliedSwap, owner: nn.Module | None) -> None:
 
 
 def _own_config(config: Any, plan: SwapPlan) -> Any:
-    """Return a copy of `config` for the swapped model alone: models built from one config object share it."""
-    own = copy.deepcopy(config)
-    own.posswap = plan.record.to_dict()
+    """Return a copy of `config` for the swapped model, because other models may share the config object."""
+    swapped = copy.deepcopy(config)
+    swapped.posswap = plan.record.to_dict()
     if plan.route == "plugin":
-        as_plugin_config(own)
-    return own
+        as_plugin_config(swapped)
+    return swapped
 
 
 def _set_config(owner: nn.Module, old: Any, new: Any) -> None:
-    """Give `owner` and all in it `new` for `old`, and the configs inside the one for those inside the other."""
+    """Replace config `old` by `new` in `owner` and all its modules, and sub-configs likewise."""
     before, after = config_parts(old), config_parts(new)
-    instead = {id(part): after[path] for path, part in before.items() if path in after}
+    replacements = {id(config): after[path] for path, config in before.items() if path in after}
     module: Any
     for module in owner.modules():
-        held = vars(module).get("config")
-        if id(held) in instead:
-            module.config = instead[id(held)]
+        config = vars(module).get("config")
+        if id(config) in replacements:
+            module.config = replacements[id(config)]

@@ -1,4 +1,4 @@
-"""What the classes of swapped models need at run time: putting a recorded swap back, and what it begins with."""
+"""Run-time services for the classes of swapped models: restoring a recorded swap, and initializing its modules."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from hf_posswap.schemes.blend import Blend
 
 
 def restore_swap(model: Any, record: SwapRecord) -> None:
-    """Put the swap of `record` into a freshly built native `model`; its weights come afterwards.
+    """Apply the swap of `record` to a freshly built native `model`; its weights are loaded afterwards.
 
     Raises:
-        RecordError: this version of the package would carry out another swap than the one recorded.
+        RecordError: this version of the package would apply a different swap than the recorded one.
     """
     with without_fake_mode():
         _restore(model, record)
@@ -48,9 +48,9 @@ def _restore(model: Any, record: SwapRecord) -> None:
 
 @torch.no_grad()
 def initialise(model: Any, module: nn.Module) -> bool:
-    """Give `module` of a swapped `model` what it begins with, but for what a checkpoint gave it.
+    """Initialize `module` of a swapped `model`, except for tensors loaded from a checkpoint.
 
-    Returns whether a swap brought the module; `model` may be a part that does not know.
+    Returns whether a swap added the module; False if `model` is a submodel without the swap's state.
     """
     patch = getattr(model, "_posswap", None)
     if patch is None:
@@ -60,28 +60,28 @@ def initialise(model: Any, module: nn.Module) -> bool:
     elif isinstance(module, BlendedTable):
         _begin_blended(model, module, patch.plan)
     elif (fresh := _fresh_mechanism(model, module, patch.plan)) is not None:
-        for path, part in fresh.named_modules():
-            for name, start in part.named_parameters(recurse=False):
+        for path, submodule in fresh.named_modules():
+            for name, start in submodule.named_parameters(recurse=False):
                 _begin(module.get_submodule(path), name, start)
     else:
         return False
-    for part in module.modules():
-        mark_initialised(part)
+    for submodule in module.modules():
+        mark_initialised(submodule)
     return True
 
 
 def freeze(model: Any) -> None:
-    """Freeze again what the swap of `model`, which was loaded, freezes."""
+    """Freeze the weights that the swap of the loaded `model` freezes."""
     for edit in model._posswap.plan.edits:
         edit.freeze(model)
 
 
 def _fresh_mechanism(model: Any, module: nn.Module, plan: SwapPlan) -> nn.Module | None:
-    """Return a new mechanism like `module`, where that is one of the plan's."""
+    """Return a new mechanism like `module` if it is one of the plan's; else None."""
     for edit in plan.edits:
         if isinstance(edit, AddMechanism):
             carried: Any = model.get_submodule(edit.path)
-            if module is original_of(carried):  # PEFT wraps what it trains in full
+            if module is original_of(carried):  # PEFT wraps fully trained modules
                 with torch.device("cpu"):
                     return edit.scheme.mechanism(edit.geometry)
     return None
@@ -101,10 +101,10 @@ def _begin_blended(model: Any, module: BlendedTable, plan: SwapPlan) -> None:
 
 def _begin(module: nn.Module, name: str, start: Tensor) -> None:
     """Write `start` into a parameter or buffer of `module`, unless a checkpoint has filled it."""
-    held: Tensor = getattr(module, name)
-    if not is_initialised(held) and not held.is_meta:
-        held.copy_(start)
-        mark_initialised(held)  # stock modules fill tensors of their children
+    tensor: Tensor = getattr(module, name)
+    if not is_initialised(tensor) and not tensor.is_meta:
+        tensor.copy_(start)
+        mark_initialised(tensor)  # stock modules fill tensors of their children
 
 
 run_by(Runtime(restore_swap, initialise, freeze))

@@ -1,4 +1,4 @@
-"""The check that a swap stands as planned, and that nothing else changed: no forward is run."""
+"""The check, without a forward, that a swap matches its plan and that nothing else changed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def fingerprint(model: Any) -> Fingerprint:
 
 
 def unread_record(model: Any) -> str:
-    """Return what to say of a record in the config of a model that carries no swap: transformers read it, unchecked."""
+    """Return a sentence about the record in the config of a model without a swap, which transformers read unchecked."""
     if getattr(model.config, "posswap", None) is None:
         return ""
-    return " Its config records one, which nobody has held against its weights: hf_posswap.load does."
+    return " Its config records one that was not checked against its weights: hf_posswap.load checks it."
 
 
 def check_structure(model: Any) -> None:
-    """Check that every edit of the plan stands in the model: no forward is run.
+    """Check, without a forward, that every edit of the plan is applied to the model.
 
     Raises:
         SwapVerificationError: something is not as planned.
@@ -32,16 +32,16 @@ def check_structure(model: Any) -> None:
     for edit in plan.edits:
         problem = edit.check(model)
         if problem:
-            raise SwapVerificationError(f"{edit.path}: {problem}, so the swap to {plan.named} is not what it was.")
+            raise SwapVerificationError(f"{edit.path}: {problem}, so the swap to {plan.named} is no longer intact.")
     if getattr(model.config, "posswap", None) is None:
         raise SwapVerificationError("config.posswap is gone: a checkpoint saved now would load as the native model.")
 
 
 def check_untouched(model: Any, before: Fingerprint) -> None:
-    """Check that no parameter but those that the plan's edits touch differs from its `fingerprint` before the swap.
+    """Check that only the parameters that the plan's edits touch differ from their `fingerprint` before the swap.
 
     Raises:
-        SwapVerificationError: names those that do.
+        SwapVerificationError: others changed; the message names them.
     """
     after = fingerprint(model)
     touched = tuple(prefix for edit in model._posswap.plan.edits for prefix in edit.touches)

@@ -1,9 +1,8 @@
-"""Refusing to save a whole model of which only a part was swapped: the whole's config has no record of it.
+"""Refusing to save a model of which only a submodel was swapped: the outer config has no record of the swap.
 
-A part of a model (`lm.model`, `clip.vision_model`) may be swapped by itself, and saved by itself. The whole would be
-saved with its own config, which says nothing of the swap, and be loaded as if there had been none. A module does not
-know what holds it; but `state_dict` tells every module the path at which it lies, and the one who asks stands on the
-call stack.
+A submodel (`lm.model`, `clip.vision_model`) may be swapped and saved separately. The outer model would be saved with
+its own config, without the record, and load as if there had been no swap. A module does not know its parent; but
+`state_dict` passes every module its path, and the caller is on the call stack.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from hf_posswap.errors import UnsupportedSwapError
 
 
 def guard_saving(model: nn.Module) -> RemovableHandle:
-    """Make every transformers model around a swapped `model` refuse to be saved, and return what takes that back.
+    """Make every transformers model around a swapped `model` refuse to be saved, and return a handle that undoes this.
 
-    Refused are `save_pretrained`, and with it `push_to_hub`, and a Trainer's saving. A `state_dict()` that nobody saves
-    so is given as ever; so is one that wrappers save which are no transformers models (PEFT, DDP, torch.compile,
-    SentenceTransformer): they hold the model whole. A whole whose config has the record of this very swap is saved.
-    The guard goes along with deep copies and pickles of the model.
+    Refused are `save_pretrained`, and with it `push_to_hub`, and saving by a Trainer. A plain `state_dict()` works as
+    usual, as does saving by wrappers that are not transformers models (PEFT, DDP, torch.compile,
+    SentenceTransformer), because they contain the whole model. An outer model whose config has the record of this swap
+    is saved. Deep copies and pickles of the model keep the guard.
 
     Args:
         model: a transformers model that carries a swap.
@@ -36,37 +35,38 @@ def guard_saving(model: nn.Module) -> RemovableHandle:
     return model.register_state_dict_pre_hook(refuse_whole)
 
 
-def refuse_whole(part: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Refuse to give the weights of a swapped `part` to a whole model that is being saved.
+def refuse_whole(submodel: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Refuse to give the weights of a swapped `submodel` to an outer model that is being saved.
 
     Args:
-        part: the model that carries the swap.
-        prefix: of the names of its weights; "": it is asked for its own.
+        submodel: the model that carries the swap.
+        prefix: of the names of its weights; "": `state_dict` was called on the submodel itself.
         keep_vars: whether the weights keep their gradients.
 
     Raises:
-        UnsupportedSwapError: names the whole, and where in it the part lies.
+        UnsupportedSwapError: names the outer model, and the path of the submodel in it.
     """
     if not prefix:
         return
-    whole = _saved_around(part)
+    whole = _saved_around(submodel)
     if whole is None:
         return
-    path = next(path for path, module in whole.named_modules() if module is part)
-    inner, outer = type(part).__name__, type(whole).__name__
+    path = next(path for path, module in whole.named_modules() if module is submodel)
+    inner, outer = type(submodel).__name__, type(whole).__name__
     raise UnsupportedSwapError(
-        f"{path!r} of this {outer} carries a swap of its own, and {outer} would be saved without a record of it: it "
-        f"would be loaded as a model that was never swapped. What works: unpatch_model on that {inner} and "
-        f"patch_model on the whole {outer}; or saving the {inner} by itself, "
+        f"{path!r} of this {outer} carries a separate swap, and {outer} would be saved without a record of it: it "
+        f"would load as a model that was never swapped. What works: unpatch_model on that {inner} and "
+        f"patch_model on the whole {outer}; or saving the {inner} separately, "
         f"model.get_submodule({path!r}).save_pretrained(...)."
     )
 
 
-def _saved_around(part: nn.Module) -> Any:
-    """Return the outermost transformers model that is being saved, holds `part` and lacks its record; or None."""
-    record = _record(part)
-    saved = [one for frame in _frames() if (one := _saved_by(frame, part)) is not None and _record(one) != record]
-    return saved[-1] if saved else None
+def _saved_around(submodel: nn.Module) -> Any:
+    """Return the outermost transformers model being saved that contains `submodel` and lacks its record; or None."""
+    record = _record(submodel)
+    savers = [_saved_by(frame, submodel) for frame in _frames()]
+    without_record = [saver for saver in savers if saver is not None and _record(saver) != record]
+    return without_record[-1] if without_record else None
 
 
 def _frames() -> Iterator[FrameType]:
@@ -77,8 +77,8 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _saved_by(frame: FrameType, part: nn.Module) -> Any:
-    """Return the transformers model around `part` that the method running in `frame` saves; None: it saves none."""
+def _saved_by(frame: FrameType, submodel: nn.Module) -> Any:
+    """Return the transformers model around `submodel` that the method running in `frame` saves; None: it saves none."""
     name = frame.f_code.co_name
     if name not in ("save_model", "save_pretrained"):
         return None
@@ -89,18 +89,18 @@ def _saved_by(frame: FrameType, part: nn.Module) -> Any:
         saver = _unwrapped(saver.model)  # it gathers sharded weights before it saves them
     from transformers import PreTrainedModel
 
-    holds = isinstance(saver, PreTrainedModel) and saver is not part and any(one is part for one in saver.modules())
-    return saver if holds else None
+    is_outer = isinstance(saver, PreTrainedModel) and saver is not submodel
+    return saver if is_outer and any(module is submodel for module in saver.modules()) else None
 
 
 def _trainers() -> tuple[Any, ...]:
-    """Return transformers' Trainer, where anybody has imported it."""
+    """Return transformers' Trainer if it is imported."""
     module = sys.modules.get("transformers.trainer")
     return () if module is None else (module.Trainer,)
 
 
 def _unwrapped(model: Any) -> Any:
-    """Return the model in the wrappers of torch that a Trainer takes off before it saves."""
+    """Return the model inside the torch wrappers that a Trainer removes before it saves."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return _unwrapped(model.module)
     original = compiled_original(model)

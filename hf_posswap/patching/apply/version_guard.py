@@ -1,8 +1,8 @@
-"""Swaps on versions of transformers and torch that no test has run: proved on a tiny twin of the model's class first.
+"""Swaps on untested versions of transformers and torch are first verified on a tiny twin of the model's class.
 
-The twin has the model's config with its sizes cut. Where the swapped twin fails a check that the stock one passes, the
-swap is refused, before the model is touched. What passed is remembered in the cache folder, by class, config, scheme
-and versions. On tested versions nothing of this happens.
+The twin has the model's config with reduced sizes. If the swapped twin fails a check that the stock one passes, the
+swap is refused before the model is touched. Passes are cached in the cache folder, by class, config, scheme and
+versions. On tested versions none of this runs.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from hf_posswap.utils.atomic_io import cache_folder, read_object, write_json
 from hf_posswap.versions import is_tested, tested_range
 
 SETTING = "POSSWAP_UNTESTED"
-"""The environment variable that says what happens on an untested version."""
+"""The environment variable that selects the behaviour on an untested version."""
 CHOICES = ("prove", "allow", "refuse")
-"""Its values: prove each swap on a twin first, the default; swap unproved; swap nothing."""
+"""Its values: verify each swap on a twin first (the default); swap without verification; refuse every swap."""
 
 _BY_LAYER = ("per_layer", "rnope")
-"""Schemes that name layers by their number, so that the twin has as many."""
+"""Schemes that refer to layers by number, so the twin needs as many."""
 
 _proving: contextvars.ContextVar[bool] = contextvars.ContextVar("posswap_proving", default=False)
 _verdicts: dict[str, Verdict] = {}
@@ -48,7 +48,7 @@ _lock = threading.RLock()
 
 
 def untested_versions() -> dict[str, str]:
-    """Return the packages that are installed in a version that no test has run, with that version."""
+    """Return the packages that are installed in an untested version, with that version."""
     import transformers
 
     installed = {"transformers": transformers.__version__, "torch": torch.__version__}
@@ -56,21 +56,21 @@ def untested_versions() -> dict[str, str]:
 
 
 def guard_version(model: Any, plan: SwapPlan, apply: Apply, config: Any = None) -> None:
-    """Do nothing on tested versions; on others prove the swap of `plan` on a twin of `model`, which is not touched.
+    """On untested versions, verify the swap of `plan` on a twin of `model`, which is not touched.
 
     Args:
-        model: that is about to be swapped.
+        model: to be swapped.
         plan: of the swap.
         apply: applies a plan to a model.
-        config: of the model from before the swap, where `model.config` is not that.
+        config: of the model before the swap, if `model.config` is another one.
 
     Raises:
-        UnsupportedSwapError: the swapped twin fails where the stock one does not, or the proof could not be carried
-            out, or POSSWAP_UNTESTED=refuse.
-        OptionError: POSSWAP_UNTESTED is none of its values.
+        UnsupportedSwapError: the swapped twin fails where the stock one passes, the verification could not run, or
+            POSSWAP_UNTESTED=refuse.
+        OptionError: POSSWAP_UNTESTED has an unknown value.
 
     Warns:
-        UntestedVersionWarning: once a process; and once for each swap of which some checks were not decided.
+        UntestedVersionWarning: once per process; and once for each swap with undecided checks.
     """
     if _proving.get():
         return
@@ -96,9 +96,9 @@ def guard_version(model: Any, plan: SwapPlan, apply: Apply, config: Any = None) 
             f"version. {SETTING}=allow swaps it unproved: its outputs may be wrong without an error. {_advice()}"
         )
     if verdict.undecided:
-        what = "; ".join(verdict.undecided)
+        checks = "; ".join(verdict.undecided)
         why = f"the unswapped {name} fails the same, or no tiny model of it can show it"
-        _warn(f"{name} {what}", f"not decided for {plan.named} in {name}: {what} ({why}).")
+        _warn(f"{name} {checks}", f"not decided for {plan.named} in {name}: {checks} ({why}).")
 
 
 _CONSEQUENCE = {
@@ -109,19 +109,19 @@ _CONSEQUENCE = {
 
 
 def _advice() -> str:
-    """Return how to find out more, where this package is installed, or to get it, where this is a checkpoint's code."""
+    """Return how to learn more with the installed package, or how to install it if this is a checkpoint's code."""
     if __name__.startswith("hf_posswap."):
         return "`posswap selfcheck` tests the installation."
     return "A newer hf_posswap may have been tested with it: pip install -U hf-posswap, and import hf_posswap first."
 
 
 def _versions(untested: dict[str, str]) -> str:
-    said = [f"{package} {version} (tested: {tested_range(package)})" for package, version in untested.items()]
-    return f"hf_posswap has not been tested with {' and '.join(said)}"
+    descriptions = [f"{package} {version} (tested: {tested_range(package)})" for package, version in untested.items()]
+    return f"hf_posswap has not been tested with {' and '.join(descriptions)}"
 
 
 def _warn(key: str, text: str) -> None:
-    """Warn of `text`, once for each `key`, at the first caller outside of this package and transformers."""
+    """Warn with `text`, once per `key`, at the first caller outside this package and transformers."""
     with _lock:
         if key in _warned:
             return
@@ -134,7 +134,7 @@ def _warn(key: str, text: str) -> None:
 
 
 def _verdict(model: Any, plan: SwapPlan, apply: Apply, config: Any) -> Verdict:
-    """Return what is known of the swap, from this process, the cache folder, or a proof now."""
+    """Return the verdict on the swap, from this process, the cache folder, or a new verification."""
     cls = native_class(type(model))
     tiny = twin_config(config, all_layers=_is_by_layer(plan.record.to_dict()))
     known = _identity(cls, tiny, plan)
@@ -143,25 +143,25 @@ def _verdict(model: Any, plan: SwapPlan, apply: Apply, config: Any) -> Verdict:
         if key in _verdicts:
             return _verdicts[key]
         lasting = _is_lasting(cls)
-        found = _remembered(key) if lasting else None
-        if found is None:
-            whole = twin_config(config, all_layers=True)  # of some classes a few layers alone do not run
-            found = _proved([Proof(cls, one, plan, apply) for one in (tiny, whole)])
-            if found.problem is None and lasting:
-                _remember(key, known, found)
-        _verdicts[key] = found
-        return found
+        verdict = _remembered(key) if lasting else None
+        if verdict is None:
+            whole = twin_config(config, all_layers=True)  # some classes do not run with only a few layers
+            verdict = _proved([Proof(cls, twin, plan, apply) for twin in (tiny, whole)])
+            if verdict.problem is None and lasting:
+                _remember(key, known, verdict)
+        _verdicts[key] = verdict
+        return verdict
 
 
 def _is_by_layer(value: Any) -> bool:
-    """Return whether the schemes in a record name layers by their number."""
+    """Return whether the schemes in a record refer to layers by number."""
     if isinstance(value, dict):
         return value.get("name") in _BY_LAYER or any(map(_is_by_layer, value.values()))
     return isinstance(value, list | tuple) and any(map(_is_by_layer, value))
 
 
 def _identity(cls: type, tiny: Any, plan: SwapPlan) -> dict[str, Any]:
-    """Return all that a proof is of, as JSON."""
+    """Return everything that a verdict depends on, as JSON."""
     import transformers
 
     return {
@@ -178,7 +178,7 @@ def _identity(cls: type, tiny: Any, plan: SwapPlan) -> dict[str, Any]:
 
 @functools.cache
 def _code_digest() -> str:
-    """Return a digest of this package's own code, or of that which came with a checkpoint."""
+    """Return a digest of this package's code, or of the code that came with a checkpoint."""
     here = Path(__file__).resolve()
     installed = __name__.startswith("hf_posswap.")
     paths = here.parents[2].rglob("*.py") if installed else here.parent.glob("*.py")
@@ -189,7 +189,7 @@ def _code_digest() -> str:
 
 
 def _is_lasting(cls: type) -> bool:
-    """Return whether versions say which code runs: that of releases, and a class of transformers."""
+    """Return whether the versions identify the code: released versions, and a class of transformers."""
     import transformers
 
     released = "dev" not in transformers.__version__ and "git" not in torch.__version__
@@ -197,19 +197,19 @@ def _is_lasting(cls: type) -> bool:
 
 
 def _remembered(key: str) -> Verdict | None:
-    """Return what the cache folder has; None: nothing, or nothing that can be read."""
+    """Return the cached verdict; None: there is none, or it is unreadable."""
     try:
-        held = read_object(_file(key), key=str, undecided=list)
+        entry = read_object(_file(key), key=str, undecided=list)
     except (PosswapError, OSError, RuntimeError):
         return None
-    return Verdict(None, tuple(map(str, held["undecided"]))) if held["key"] == key else None
+    return Verdict(None, tuple(map(str, entry["undecided"]))) if entry["key"] == key else None
 
 
 def _remember(key: str, known: dict[str, Any], verdict: Verdict) -> None:
     shown = {name: known[name] for name in ("class", "transformers", "torch")} | {"scheme": known["swap"]["scheme"]}
     try:
         write_json(_file(key), {"key": key, **shown, "undecided": list(verdict.undecided)})
-    except (PosswapError, OSError, RuntimeError, ValueError):  # no home, a full disk, a folder of somebody else
+    except (PosswapError, OSError, RuntimeError, ValueError):  # no home, a full disk, another user's folder
         return
 
 
@@ -228,13 +228,13 @@ def _proof_context() -> Iterator[None]:
 
 
 def _proved(proofs: list[Proof]) -> Verdict:
-    """Return the result of the first of `proofs` that can be carried out; where none can, it is never a pass."""
+    """Return the verdict of the first of `proofs` that can run; if none can, the verdict is a failure."""
     verdict = Verdict(None)
     for proof in proofs:
         try:
             with _proof_context():
                 return proof.verdict()
-        except Exception as error:  # a release that moved something raises whatever it likes
+        except Exception as error:  # a changed release may raise anything
             problem = f"the swap could not be proved on a tiny model of its class ({error_text(error)})"
             verdict = Verdict(verdict.problem or problem)
     return verdict

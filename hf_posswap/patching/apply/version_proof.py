@@ -1,4 +1,4 @@
-"""The proof of one swap on a tiny twin of the model's class: what must hold of it, and holds of the stock twin."""
+"""The verification of one swap on a tiny twin of the model's class, compared with the stock twin."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from hf_posswap.testing.twin_checks import Expectations, TwinChecks, compare
 Apply = Callable[[Any, SwapPlan], None]
 """Applies a plan to a model."""
 SEEDS = (0, 1)
-"""Of the twins' weights: a swap is refused where it fails with each, so that no near tie of two experts decides."""
+"""Seeds of the twins' weights. A swap is refused only if it fails with each, so near ties of experts do not matter."""
 _LONGEST = 4096
-"""Rows of a twin's position table, at most, where the model itself was not made for more."""
+"""Most rows of a twin's position table, unless the model's original length is longer."""
 _BY_HEAD = ("slopes", "start")
-"""Fields of schemes that list something for each head."""
+"""Scheme fields with one entry per head."""
 REMAINING = "positions that remain beneath the swap"
 SHIFTED = "shifted position ids"
 MECHANISM = (SHIFTED, "skipped position ids", "order of tokens")
-"""Checks of the scheme's own promises, which a stock model need not keep."""
+"""Checks of the scheme's guarantees, which a stock model need not satisfy."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the proof of one swap came to.
+    """The result of verifying one swap.
 
     Attributes:
-        problem: why the swap is refused, as the rest of a sentence; None: it is not.
+        problem: why the swap is refused, as the end of a sentence; None: it is not.
         undecided: checks that the stock twin fails as well.
     """
 
@@ -51,7 +51,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Proof:
-    """A swap, and what its twin is made of.
+    """A swap to verify, with the class and config of its twin.
 
     Attributes:
         cls: the stock class.
@@ -66,14 +66,14 @@ class Proof:
     apply: Apply
 
     def verdict(self) -> Verdict:
-        """Return what the checks of the swapped and the stock twin come to, whatever the twin raises."""
+        """Return the result of the checks on the swapped and the stock twin; errors of the twin are raised."""
         failed: dict[str, str] = {}
         for seed in SEEDS:
             failed, undecided = self.failures(seed)
             if not failed:
                 return Verdict(None, tuple(undecided))
-        what = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
-        return Verdict(f"a tiny model of its class fails with the swap, and not without it ({what})")
+        failures = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
+        return Verdict(f"a tiny model of its class fails with the swap, and not without it ({failures})")
 
     def failures(self, seed: int) -> tuple[dict[str, str], dict[str, str]]:
         """Return the checks that the swapped twin fails and the stock one passes, and those that both fail."""
@@ -81,7 +81,7 @@ class Proof:
         plan = self.plan_of(twin)
         self.apply(twin, plan)
         expected = _expectations(twin, plan)
-        fill_zeros(twin, plan.added)  # what is learned from zero would show nothing
+        fill_zeros(twin, plan.added)  # parameters that start at zero would have no effect
         swapped_checks = TwinChecks(twin, expected)
         failed = _failed(swapped_checks, None)
         if not failed:
@@ -94,7 +94,7 @@ class Proof:
         promised = [name for name in MECHANISM if not (rotary and name == SHIFTED)]
         undecided = {name: failed.pop(name) for name in list(failed) if name in stock and name not in promised}
         if "padding" in undecided and (problem := _problem(swapped_checks.padding_unattended)):
-            if _problem(stock_checks.padding_unattended) is None:  # something else than attention sees the padding
+            if _problem(stock_checks.padding_unattended) is None:  # something other than attention sees the padding
                 failed["attention to padding"] = problem
         if not failed:
             failed, more = self.remaining(seed, twin)
@@ -102,21 +102,21 @@ class Proof:
         return failed, undecided
 
     def remaining(self, seed: int, swapped: Any) -> tuple[dict[str, str], dict[str, str]]:
-        """Return what shows that positions of the model's own are in force beneath the swap, and what is not decided.
+        """Return problems that show native positions still in force under the swap, and undecided checks.
 
-        What a native swap makes must be what the class makes of the new config. Elsewhere the same places are given no
-        positions at all: then position ids change nothing.
+        A natively swapped twin must equal a new model of its config. For other swaps, the same sites get no positions
+        at all; then position ids must not matter.
 
         Args:
             seed: of the twins.
             swapped: the twin that passed all checks.
         """
         if self.plan.route == "native":
-            said = copy.deepcopy(swapped.config)
-            vars(said).pop("posswap", None)  # what stock transformers makes of it
-            fresh = build_twin(lambda: build_class(self.cls, said), seed)
+            stock_config = copy.deepcopy(swapped.config)
+            vars(stock_config).pop("posswap", None)  # so that stock transformers builds the model
+            fresh = build_twin(lambda: build_class(self.cls, stock_config), seed)
             fresh.load_state_dict(swapped.state_dict())
-            of_fresh, of_swapped = (TwinChecks(one, Expectations(causal=False)).full for one in (fresh, swapped))
+            of_fresh, of_swapped = (TwinChecks(twin, Expectations(causal=False)).full for twin in (fresh, swapped))
             problem = compare(of_swapped, of_fresh, "the swapped model and a stock one of its config")
             return ({} if problem is None else {"a model of the new config": problem}), {}
         try:
@@ -125,7 +125,7 @@ class Proof:
             return {}, {REMAINING: f"no twin can be built whose layers are all swapped ({error_text(error)})"}
         try:
             plan = plan_swap(bare, "nope", site="attention")
-        except PosswapError:  # no places that could be left without positions
+        except PosswapError:  # no sites that could be left without positions
             return {}, {}
         self.apply(bare, plan)
         expected = _expectations(bare, plan)
@@ -147,14 +147,14 @@ class Proof:
         longest = record["max_length"]
         if any(stack.table is not None or stack.buffers for stack in sites.stacks) or self._has_table:
             longest = min(longest, max(_LONGEST, sites.geometry.original_length + 64))
-        asked = self.plan.record.arguments | {"max_length": longest}
-        found = plan_swap(twin, schemes.get("", schemes), **asked)
-        for what, of in (("route", lambda plan: plan.route), ("edits", _kinds_of_edits)):
-            if of(found) != of(self.plan):
+        arguments = self.plan.record.arguments | {"max_length": longest}
+        plan = plan_swap(twin, schemes.get("", schemes), **arguments)
+        for aspect, of in (("route", lambda plan: plan.route), ("edits", _edit_types)):
+            if of(plan) != of(self.plan):
                 raise UnsupportedSwapError(
-                    f"the tiny model would be swapped by other {what}: {of(found)}, not {of(self.plan)}"
+                    f"the tiny model would be swapped by other {aspect}: {of(plan)}, not {of(self.plan)}"
                 )
-        return found
+        return plan
 
     @property
     def _has_table(self) -> bool:
@@ -162,12 +162,12 @@ class Proof:
 
 
 def _of_replaced_layers(config: Any, plan: SwapPlan) -> Any:
-    """Return `config` with layers alone whose positions `plan` replaces, where others keep theirs."""
+    """Return `config` with only layers whose positions `plan` replaces, if others keep theirs."""
     types = getattr(config, "layer_types", None)
-    kept = {kind for stack in plan.sites.stacks for kind in stack.rope_layer_types} - {
-        kind for stack in plan.sites.stacks for kind in stack.full_attention_types
+    kept = {name for stack in plan.sites.stacks for name in stack.rope_layer_types} - {
+        name for stack in plan.sites.stacks for name in stack.full_attention_types
     }
-    replaced = [kind for kind in types or () if kind not in kept]
+    replaced = [name for name in types or () if name not in kept]
     if not kept or not replaced:
         return config
     changed = copy.deepcopy(config)
@@ -175,13 +175,13 @@ def _of_replaced_layers(config: Any, plan: SwapPlan) -> Any:
     return changed
 
 
-def _kinds_of_edits(plan: SwapPlan) -> list[str]:
+def _edit_types(plan: SwapPlan) -> list[str]:
     plain = ("EditConfig", "SetAttribute")
     return sorted({f"{type(edit).__name__} {edit.stack}".strip() for edit in plan.edits} - set(plain))
 
 
 def _cut_scheme(value: Any, live: Geometry, twin: Geometry, name: str = "") -> Any:
-    """Return a scheme's JSON for a model of other sizes: what it lists by pair or by head is cut, all else stays."""
+    """Return a scheme's JSON for a model of other sizes: lists per pair or per head are shortened, the rest stays."""
     if isinstance(value, dict):
         return {key: _cut_scheme(item, live, twin, key) for key, item in value.items()}
     if not isinstance(value, list):
@@ -219,23 +219,23 @@ def _expectations(twin: Any, plan: SwapPlan) -> Expectations:
 
 
 def _is_blind(scheme: Scheme) -> bool:
-    """Return whether `scheme`, as it is in force, knows no positions."""
+    """Return whether `scheme` in its current state uses no positions."""
     return (scheme.new if isinstance(scheme, Blend) and scheme.weight == 1 else scheme).kind == "none"
 
 
-def _failed(tried: TwinChecks, only: Any) -> dict[str, str]:
-    """Return what is wrong, by the name of the check; of all checks, or of those in `only`."""
-    found = {}
-    for name, check in tried.checks().items():
+def _failed(twin_checks: TwinChecks, only: Any) -> dict[str, str]:
+    """Return the problems by name of the check; of all checks, or of those in `only`."""
+    problems = {}
+    for name, check in twin_checks.checks().items():
         if only is None or name in only or name == "a forward":
             problem = _problem(check)
             if problem is not None:
-                found[name] = problem
-    return found
+                problems[name] = problem
+    return problems
 
 
 def _problem(check: Callable[[], str | None]) -> str | None:
-    """Return what `check` finds wrong, or what it raises; None: nothing."""
+    """Return the problem that `check` finds, or the error that it raises; None: there is none."""
     try:
         return check()
     except Exception as error:
@@ -243,6 +243,6 @@ def _problem(check: Callable[[], str | None]) -> str | None:
 
 
 def error_text(error: Exception) -> str:
-    """Return what an error is and says, in one line."""
+    """Return the type and message of an error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300] or '-'}"

@@ -1,1 +1,1 @@
-"""What an edit is, and what edits of every site share."""
+"""The base of edits, and code shared by the edits of every site."""

@@ -1,4 +1,4 @@
-"""Buffers whose shape follows the length of a model: causal masks, position ids, and what its own code fills."""
+"""Buffers whose shape follows the length of a model: causal masks, position ids, and buffers that its code fills."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_mask(buffer: Tensor) -> bool:
 def grown_mask(owner: Any, old: Tensor, length: int) -> Tensor:
     """Return the causal mask `old` [..., P, P] of the attention module `owner` for another length, on its device.
 
-    Where its last row does not see all keys, it shows the window; a longer window only the module's config knows.
+    If its last row does not see all keys, the row gives the window; only the config has a window longer than the mask.
     """
     full = torch.ones((*old.shape[:-2], length, length), dtype=torch.bool, device=old.device).tril()
     window = None
@@ -34,7 +34,7 @@ def grown_mask(owner: Any, old: Tensor, length: int) -> Tensor:
 
 
 def grow_buffer(root: nn.Module, path: str, length: int) -> None:
-    """Make the buffer [1, P] or [P] at `path` at least `length` long: position ids go on counting, others are zeros."""
+    """Make the buffer [1, P] or [P] at `path` at least `length` long: position ids continue, others are zeros."""
     owner, leaf = owner_of(root, path)
     setattr(owner, leaf, grown(leaf, getattr(owner, leaf), length))
 
@@ -50,7 +50,7 @@ def grown(name: str, old: Tensor, length: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GrowMask(Edit):
-    """Gives a causal mask [..., P, P] the length that the config says: stock code makes it again of that size.
+    """Gives a causal mask [..., P, P] the length in the config; stock code recreates it in that size.
 
     Attributes:
         length: P, afterwards.
@@ -66,7 +66,7 @@ class GrowMask(Edit):
 
     def check(self, model: Any) -> str | None:
         length = model.get_buffer(self.path).shape[-1]
-        return None if length == self.length else f"its mask is of {length} positions instead of {self.length}"
+        return None if length == self.length else f"its mask has {length} positions instead of {self.length}"
 
     def reload(self, model: Any) -> None:
         """Nothing: transformers has built the model with the new length."""
@@ -78,9 +78,9 @@ class GrowMask(Edit):
 
 @dataclass(frozen=True, kw_only=True)
 class ResizeBuffer(Edit):
-    """Gives a buffer that is read no more the shape that a fresh model of the new length has, and zeros.
+    """Gives an unused buffer the shape in a fresh model of the new length, filled with zeros.
 
-    transformers fills it whenever it loads the model, by the length in the config.
+    transformers fills it when it loads the model, by the length in the config.
 
     Attributes:
         shape: afterwards.

@@ -10,7 +10,7 @@ from hf_posswap.schemes.base import Scheme, make_scheme
 
 
 def to_plain(value: Any) -> Any:
-    """Return `value` as JSON has it.
+    """Return `value` as JSON.
 
     Example:
         >>> to_plain((1, "a"))
@@ -30,7 +30,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Return what `to_plain` was given.
+    """Return the value that `to_plain` encoded.
 
     Example:
         >>> from_plain({"$tuple": [1, "a"]})

@@ -1,4 +1,4 @@
-"""What planning one stack is given, and what it gives: a frozen context and a draft."""
+"""Input and output of planning one stack: a frozen context and a draft."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ RelativeChoice = Literal["keep", "drop"]
 
 @dataclass(frozen=True)
 class SwapContext:
-    """All that a site's planning may ask.
+    """The input of planning a site.
 
     Attributes:
-        model: the transformers model, which is read and never touched; it may lie on meta.
-        sites: where its positions live.
-        stack: for which the site plans.
-        scheme: that is to be put into it, resolved.
+        model: the transformers model, which is read and never changed; it may be on meta.
+        sites: where its positions are.
+        stack: the stack to plan.
+        scheme: its new scheme, resolved.
         length: positions that the swapped model is meant for, in tokens.
         site: "auto" expresses the swap natively where it can be; "attention" always applies it inside attention.
-        relative: what becomes of positions inside attention that are no scheme; None: there are none.
+        relative: whether to keep or drop relative positions that no scheme expresses; None: there are none.
     """
 
     model: Any
@@ -43,31 +43,31 @@ class SwapContext:
 
     @property
     def replaced_types(self) -> tuple[str, ...]:
-        """The types of layers in the place of whose native rotation the scheme comes.
+        """The layer types whose native rotation the scheme replaces.
 
-        What rotates q and k is for the layers that see all tokens; what does something else is for all that rotated.
+        A scheme that rotates q and k replaces it in layers that see all tokens; any other, in all rotary layers.
         """
         rotates = self.scheme.acts_inside and self.scheme.mechanism(self.geometry).turns
         return self.stack.full_attention_types if rotates else self.stack.rope_layer_types
 
     @property
     def model_name(self) -> str:
-        """How messages call the model."""
+        """The name of the model in messages."""
         return type(self.model).__name__
 
 
 @dataclass
 class PlanDraft:
-    """What one part of the planning has to say: see `SwapPlan`.
+    """The result of one planning step; see `SwapPlan`.
 
     Attributes:
         edits: in order.
-        values: config values, by their paths.
-        unused: parameters put out of use, by name: their numbers of elements.
-        added: parameters added, by name: their numbers of elements.
+        values: config values by path.
+        unused: disabled parameters by name, with their numbers of elements.
+        added: new parameters by name, with their numbers of elements.
         notes: worth knowing.
-        plugin: whether no stock config can say it.
-        adaptation: what training the model will need; "": this part does not know.
+        plugin: whether no stock config can express the swap.
+        adaptation: the training that the model will need; "": unknown to this step.
     """
 
     edits: list[Edit] = field(default_factory=list)

@@ -1,8 +1,8 @@
-"""Continuous batching of a swapped model: served where keys are cached as they are used, refused up front elsewhere.
+"""Continuous batching of a swapped model: supported if keys are cached in their final form, else refused up front.
 
-transformers' paged cache holds the keys of many requests side by side and tells attention of the positions of the new
-tokens alone; stock rotary modules whose angles follow the length take the longest request's for all. Its worker thread
-keeps errors to itself, so what cannot be served is refused before there is one.
+transformers' paged cache stores the keys of many requests together and passes attention only the positions of new
+tokens; stock rotary modules whose angles follow the length use the longest request's for all. Its worker thread hides
+errors, so unsupported models are refused before it starts.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any, NoReturn
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.schemes.mechanism import Mechanism
 
-KEYS_UNKNOWN = "its scheme needs the positions of cached keys, which a paged cache does not tell"
-ONE_LENGTH = "its angles follow the length of the text, and all requests of a batch would have those of the longest one"
+KEYS_UNKNOWN = "its scheme needs the positions of cached keys, which a paged cache does not provide"
+ONE_LENGTH = "its angles follow the length of the text, and all requests of a batch would use those of the longest one"
 START = "init_continuous_batching"
-"""The method of a model through which every way into continuous batching goes."""
+"""The method of a model that every entry point of continuous batching calls."""
 
 
 def needs_key_positions(mechanism: Mechanism) -> bool:
-    """Return whether attention with `mechanism` asks where cached keys stand, and not where new ones do alone."""
-    parts = (part for part in mechanism.modules() if isinstance(part, Mechanism))
-    return any(part.biases or part.splits or (part.rotates and not part.stores_rotated_keys) for part in parts)
+    """Return whether attention with `mechanism` needs the positions of cached keys, not only those of new ones."""
+    mechanisms = (module for module in mechanism.modules() if isinstance(module, Mechanism))
+    return any(m.biases or m.splits or (m.rotates and not m.stores_rotated_keys) for m in mechanisms)
 
 
 @dataclass
 class Refusal:
-    """Stands in a model for the method `init_continuous_batching`.
+    """Replaces the method `init_continuous_batching` of a model.
 
     Attributes:
         model: name of the model's class.
-        why: it cannot be right, as the rest of a sentence.
+        why: the reason for the refusal, as the end of a sentence.
     """
 
     model: str
@@ -51,11 +51,11 @@ class Refusal:
 
 
 def refuse_continuous_batching(model: Any, why: str = KEYS_UNKNOWN) -> None:
-    """Make `model`, which cannot be right under continuous batching because of `why`, refuse it."""
+    """Make `model` refuse continuous batching, for the reason `why`."""
     if hasattr(model, START):
         setattr(model, START, Refusal(type(model).__name__, why))
 
 
 def allow_continuous_batching(model: Any) -> None:
-    """Let the class of `model` say again how it is batched."""
+    """Restore continuous batching of the class of `model`."""
     vars(model).pop(START, None)

@@ -1,4 +1,4 @@
-"""What an edit is: one change of one model, with its text, its doing, its undoing and its check in one place."""
+"""The base of edits: one change of one model, with its description, apply, undo and check in one place."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from hf_posswap.schemes.base import Scheme
 
 Site = Literal["embedding", "rotary", "attention", "config"]
 Saved = dict[str, Any]
-"""What an edit took out of a model, by name: all that its `undo` needs. It is copied and pickled with the model."""
+"""What an edit removed from a model, by name: all that its `undo` needs. It is copied and pickled with the model."""
 
 EDITS: dict[str, type[Edit]] = {}
-"""Every kind of edit by the name of its class."""
+"""Every type of edit by class name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Edit(ABC):
-    """One change: where, from what, to what; and all that is known of it.
+    """One change: where, from what, to what.
 
     A subclass is a value: its fields are plain, or schemes and geometries, so that it can be compared, pickled and
-    written as JSON. It registers itself, and cannot be made without each of the abstract methods.
+    written as JSON. It registers itself and must implement each of the abstract methods.
 
     Attributes:
         site: "embedding", "rotary", "attention" or "config".
         path: of the module (or of the config value) that it changes.
-        before: what is there, in words.
-        after: what will be there, in words.
-        stack: name of the stack that it is in.
+        before: description of the old state.
+        after: description of the new state.
+        stack: name of its stack.
     """
 
     needs_weights: ClassVar[bool] = False
-    """Whether it reads or replaces the weights of the module at `path`, which must then lie in memory."""
+    """Whether it reads or replaces the weights of the module at `path`, which must then be in memory."""
 
     site: Site
     path: str
@@ -48,39 +48,39 @@ class Edit(ABC):
 
     @abstractmethod
     def apply(self, model: Any, saved: Saved) -> None:
-        """Make the change. What `undo` needs is put into `saved` before the model is touched, step by step."""
+        """Make the change. Each step stores what `undo` needs in `saved` before it touches the model."""
 
     @abstractmethod
     def undo(self, model: Any, saved: Saved) -> None:
-        """Take back what `saved` says was done, all of it or as far as `apply` came."""
+        """Undo the steps recorded in `saved`, also if `apply` was interrupted."""
 
     @abstractmethod
     def check(self, model: Any) -> str | None:
-        """Return what is wrong where the change was made, or None."""
+        """Return the problem if the change is not intact, or None."""
 
     @abstractmethod
     def reload(self, model: Any) -> None:
-        """Make of a model that stock transformers has loaded from a swapped checkpoint what a patched one is."""
+        """Apply the change to a model that stock transformers has loaded from a swapped checkpoint."""
 
     @property
     @abstractmethod
     def touches(self) -> tuple[str, ...]:
-        """How the names of the parameters begin that the change may replace, add or take away."""
+        """Name prefixes of the parameters that the change may replace, add or remove."""
 
     def refusal(self, model: Any) -> str | None:
-        """Return why the change cannot be made to `model` as it lies in memory, or None."""
+        """Return why the change cannot be made to `model` in its current state, or None."""
         return None
 
     def check_loaded(self, model: Any) -> str | None:
-        """Return what is wrong with the weights of a model that stock transformers loaded, before `reload`; or None."""
+        """Return the problem with the weights of a model that stock transformers loaded, before `reload`; or None."""
         return None
 
     def freeze(self, model: Any) -> None:
-        """Freeze what the change freezes, in a model that carries it: loading makes every weight trainable."""
+        """Freeze the weights that the change freezes, because loading makes every weight trainable."""
         return None
 
     def with_scheme(self, scheme: Scheme) -> Self:
-        """Return the edit as it is once its stack has `scheme`, of the same kind with other numbers."""
+        """Return the edit for `scheme`: the same type of scheme with other values."""
         return self
 
     def to_dict(self) -> dict[str, Any]:

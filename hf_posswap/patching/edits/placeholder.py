@@ -1,4 +1,4 @@
-"""The module that stands where a swap took positions away."""
+"""The module that replaces removed positions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hf_posswap.compat.torch_modules import TensorHooks
 
 
 class NoPositions(TensorHooks):
-    """Stands where a position table was, and adds nothing, whatever it is called with.
+    """Replaces a position table and adds nothing, whatever it is called with.
 
-    Its buffer `weight` keeps the table's place in the state dict: zeros of the table's shape where stock transformers
-    can then run the checkpoint as it is, or one lone zero where it cannot, so that the native class fails to load it
-    with a size mismatch instead of inventing a random table. A table that is computed has no such place.
+    Its buffer `weight` keeps the table's key in the state dict: zeros of the table's shape if stock transformers can
+    then run the checkpoint, or a single zero if it cannot, so that the native class fails to load it with a size
+    mismatch instead of initializing a random table. A computed table has no such key.
 
     Args:
         weight: zeros, [P, E] or [1].
-        saved: whether it is in the state dict; if not, nobody fills it when the model is loaded, and nothing reads it.
+        saved: whether it is in the state dict; if not, loading does not fill it, and nothing reads it.
     """
 
     weight: Tensor
@@ -33,14 +33,14 @@ class NoPositions(TensorHooks):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing but zeros stands for the table."""
+        """Whether the placeholder is all zeros."""
         if not holds_values(self.weight) or not self.saved:
             return True
         return not bool(self.weight.any())
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Return a zero without dimensions: it broadcasts, promotes no dtype, and on the CPU it meets any device."""
-        return self.weight.new_zeros((), device="cpu" if self.weight.is_meta else None)  # on meta: it is offloaded
+        """Return a scalar zero: it broadcasts, does not promote dtypes, and on the CPU combines with any device."""
+        return self.weight.new_zeros((), device="cpu" if self.weight.is_meta else None)  # on meta if offloaded
 
     def extra_repr(self) -> str:
         return f"weight={list(self.weight.shape)}"
@@ -48,9 +48,9 @@ class NoPositions(TensorHooks):
     def convert_tensors(self, convert: Callable[[], Any]) -> None:
         was_on_meta = self.weight.is_meta
         super().convert_tensors(convert)
-        if was_on_meta and not self.weight.is_meta:  # to_empty gives raw memory
+        if was_on_meta and not self.weight.is_meta:  # to_empty leaves memory uninitialized
             self.weight.zero_()
 
     def write_state(self, state: Any, prefix: str) -> None:
-        if not self.is_empty:  # what was loaded or left there would be a table to stock classes
+        if not self.is_empty:  # stock classes would read nonzero values as a table
             state[f"{prefix}weight"] = torch.zeros_like(self.weight)

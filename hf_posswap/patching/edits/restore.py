@@ -1,7 +1,7 @@
-"""Ways to change a module, a buffer, an attribute or its hooks that remember what was there, and to put it back.
+"""Reversible changes of a module, a buffer, an attribute or its hooks.
 
-Each pair works on the same `saved`, under the same names, and finds modules by their paths, so that what was changed in
-a model is put back right in a deep copy of it too.
+Each pair uses the same keys of `saved` and finds modules by path, so that a change of a model can also be undone in a
+deep copy of it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hf_posswap.patching.edits.edit import Saved
 
 
 def replace_child(model: nn.Module, path: str, new: nn.Module, saved: Saved) -> None:
-    """Put `new` in the place of the module at `path`."""
+    """Replace the module at `path` by `new`."""
     saved["child"] = model.get_submodule(path)
     model.set_submodule(path, new)
 
 
 def restore_child(model: nn.Module, path: str, saved: Saved) -> None:
-    """Put the module back that `replace_child` took, moved and cast as the model was meanwhile."""
+    """Restore the module that `replace_child` replaced, moved and cast like the model since then."""
     module = saved.get("child")
     if module is None:
         return
@@ -34,20 +34,20 @@ def restore_child(model: nn.Module, path: str, saved: Saved) -> None:
     if substitute is not None:
         for parameter in module.parameters():
             parameter.data = parameter.data.to(substitute.dtype)
-        if "weights" in dict(module.named_buffers(recurse=False)):  # a table that is computed
+        if "weights" in dict(module.named_buffers(recurse=False)):  # a computed table
             module.weights = module.weights.to(substitute.dtype)
     model.set_submodule(path, module)
 
 
 def replace_buffer(model: nn.Module, path: str, change: Callable[[Any, Tensor], Tensor], saved: Saved) -> None:
-    """Put what `change` makes of its module and of itself in the place of the buffer at `path`."""
+    """Replace the buffer at `path` by `change(its module, the buffer)`."""
     owner, leaf = owner_of(model, path)
     saved.setdefault("buffers", {})[path] = old = getattr(owner, leaf)
     setattr(owner, leaf, change(owner, old))
 
 
 def restore_buffers(model: nn.Module, saved: Saved) -> None:
-    """Put the buffers back that `replace_buffer` took, each where the model has moved meanwhile."""
+    """Restore the buffers that `replace_buffer` replaced, on the model's current devices."""
     for path, old in saved.get("buffers", {}).items():
         owner, leaf = owner_of(model, path)
         current = getattr(owner, leaf)
@@ -55,7 +55,7 @@ def restore_buffers(model: nn.Module, saved: Saved) -> None:
 
 
 def _within(current: Tensor, old: Tensor) -> Tensor:
-    """Return the part of `current` that has the shape of `old`: a model built on meta has there what it began with."""
+    """Return the region of `current` with the shape of `old`; in a model built on meta it has the initial values."""
     same_axes = current.dim() == old.dim()
     return current[tuple(map(slice, old.shape))] if same_axes else current[..., : old.shape[-1]]
 
@@ -68,17 +68,17 @@ def replace_attribute(model: nn.Module, path: str, name: str, value: Any, saved:
 
 
 def restore_attributes(model: nn.Module, path: str, saved: Saved) -> None:
-    """Set the attributes back that `replace_attribute` changed."""
+    """Restore the attributes that `replace_attribute` changed."""
     for name, value in saved.get("attributes", {}).items():
         setattr(model.get_submodule(path), name, value)
 
 
 def keep_hooks(saved: Saved, *handles: Any) -> None:
-    """Remember the handles of hooks that were registered."""
+    """Store the handles of registered hooks."""
     saved.setdefault("hooks", []).extend(handles)
 
 
 def remove_hooks(saved: Saved) -> None:
-    """Remove the hooks that `keep_hooks` remembers."""
+    """Remove the hooks that `keep_hooks` stored."""
     for handle in saved.pop("hooks", []):
         handle.remove()

@@ -15,12 +15,12 @@ from hf_posswap.utils.format import brief
 
 @dataclass(frozen=True, kw_only=True)
 class SetAttribute(Edit):
-    """Sets a plain attribute of a module to what a fresh model of the new config has there.
+    """Sets a plain attribute of a module to its value in a fresh model of the new config.
 
     Attributes:
         module: path of the module.
         name: of the attribute.
-        value: that it is given.
+        value: its new value.
     """
 
     module: str
@@ -34,8 +34,8 @@ class SetAttribute(Edit):
         restore_attributes(model, self.module, saved)
 
     def check(self, model: Any) -> str | None:
-        found = getattr(model.get_submodule(self.module), self.name, self.value)  # BigBird exchanges modules by itself
-        return None if found == self.value else f"it is {found!r} instead of {self.value!r}"
+        actual = getattr(model.get_submodule(self.module), self.name, self.value)  # BigBird replaces modules itself
+        return None if actual == self.value else f"it is {actual!r} instead of {self.value!r}"
 
     def reload(self, model: Any) -> None:
         """Nothing: transformers has built the model from the new config."""
@@ -47,27 +47,27 @@ class SetAttribute(Edit):
 
 @dataclass(frozen=True, kw_only=True)
 class EditConfig(Edit):
-    """Sets a value, at `path` in the model's config, which is the swapped model's own copy and needs no undo.
+    """Sets the value at `path` in the model's config, which is a copy for the swapped model and needs no undo.
 
     Attributes:
-        value: that it is given.
+        value: its new value.
     """
 
     value: Any
 
     def apply(self, model: Any, saved: Saved) -> None:
-        part, _, leaf = self.path.rpartition(".")
-        setattr(config_at(model.config, part), leaf, self.value)
+        parent, _, leaf = self.path.rpartition(".")
+        setattr(config_at(model.config, parent), leaf, self.value)
 
     def undo(self, model: Any, saved: Saved) -> None:
-        """Nothing: the model gets its own config back."""
+        """Nothing: the model gets its original config back."""
 
     def check(self, model: Any) -> str | None:
-        found = config_at(model.config, self.path)
-        return None if found == self.value else f"the config says {found!r} instead of {self.value!r}"
+        actual = config_at(model.config, self.path)
+        return None if actual == self.value else f"the config has {actual!r} instead of {self.value!r}"
 
     def reload(self, model: Any) -> None:
-        """Nothing: the checkpoint's config says it."""
+        """Nothing: the checkpoint's config has it."""
 
     @property
     def touches(self) -> tuple[str, ...]:
@@ -80,17 +80,17 @@ Scalar = bool | int | float | str | None
 def changed_settings(
     model: nn.Module, fresh: nn.Module, left_out: tuple[str, ...]
 ) -> list[tuple[str, str, Scalar, Scalar]]:
-    """Return where a `fresh` model of the new config differs from `model` in plain attributes: path, name, old, new.
+    """Return the plain attributes in which a `fresh` model of the new config differs: path, name, old, new.
 
     Some families read the rope parameters outside their rotary modules too (the attention scale of multi-head latent
     attention, say); a swap must change those as well.
 
     Args:
-        model: as it is.
-        fresh: as the new config makes one.
+        model: the current model.
+        fresh: a new model of the new config.
         left_out: paths of modules that are replaced as a whole.
     """
-    found = []
+    changes = []
     new = dict(fresh.named_modules())
     for path, module in model.named_modules():
         if path in left_out or path not in new:
@@ -98,31 +98,31 @@ def changed_settings(
         for name, value in _scalars(new[path]).items():
             old = _scalars(module).get(name)
             if old != value and hasattr(module, name):
-                found.append((path, name, old, value))
-    return found
+                changes.append((path, name, old, value))
+    return changes
 
 
 def settings_to_follow(
     model: nn.Module, before: nn.Module, after: nn.Module, left_out: tuple[str, ...]
 ) -> list[tuple[str, str, Scalar, Scalar]]:
-    """Return, as `changed_settings` does, which plain attributes of `model` follow a change of its config.
+    """Return, in the form of `changed_settings`, the plain attributes of `model` that follow a change of its config.
 
-    What its user has set otherwise than the config says (a dropout of 0, a scaling, an epsilon) is left as it is.
+    Attributes that the user set independently of the config (a dropout of 0, a scaling, an epsilon) are kept.
 
     Args:
-        model: as it is.
-        before: a fresh model of the config that it has.
+        model: the current model.
+        before: a fresh model of its current config.
         after: a fresh model of the new config.
         left_out: paths of modules that are replaced as a whole.
     """
-    modules, found = dict(model.named_modules()), []
+    modules, changes = dict(model.named_modules()), []
     for path, name, _, value in changed_settings(before, after, left_out):
         module = modules.get(path)
-        if module is not None and hasattr(module, name):  # what PEFT has wrapped has other attributes
+        if module is not None and hasattr(module, name):  # modules wrapped by PEFT have other attributes
             old = _scalars(module).get(name)
             if old != value:
-                found.append((path, name, old, value))
-    return found
+                changes.append((path, name, old, value))
+    return changes
 
 
 def _scalars(module: nn.Module) -> dict[str, Scalar]:
@@ -131,7 +131,7 @@ def _scalars(module: nn.Module) -> dict[str, Scalar]:
 
 
 def setting_edits(changed: list[tuple[str, str, Scalar, Scalar]], site: Site, stack: str) -> list[Edit]:
-    """Return the edits that set what `changed_settings` found."""
+    """Return the edits for the result of `changed_settings`."""
     return [
         SetAttribute(
             site=site,

@@ -1,1 +1,1 @@
-"""What position mechanism a model has, and what could be put in its place."""
+"""The position mechanism of a model, and the swaps that it supports."""

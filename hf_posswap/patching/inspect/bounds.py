@@ -1,8 +1,8 @@
-"""What a config may ask for: its model is laid out without numbers first, and refused where it would be endless.
+"""Size limits for a config: its model is first built on the meta device, and refused if it is too large.
 
-Anyone may have written a config.json, with any number in it. On the meta device no number of a tensor takes memory, but
-every module does; and what no checkpoint holds (masks, sinusoids, weights of layers that are not there) is made in real
-memory once a model is loaded, before anything compares it with the files.
+A config.json is untrusted and may have any number in it. On the meta device tensors take no memory, but modules do; and
+tensors missing in a checkpoint (masks, sinusoids, weights of missing layers) are allocated in real memory when a model
+is loaded, before anything compares it with the files.
 """
 
 from __future__ import annotations
@@ -34,56 +34,56 @@ from hf_posswap.patching.record.schema import LONGEST
 from hf_posswap.utils.weight_shapes import Shapes, folder_shapes, refuse_outside
 
 MOST_MODULES = 2**18
-"""Of a model whose weights are not at hand: more than the Switch Transformer has, with 2048 experts in each layer."""
+"""Limit for a model whose weights are unknown: more than the Switch Transformer with 2048 experts in each layer."""
 MOST_BUFFER_BYTES = 2**33
-"""Of masks and tables that a model computes for itself: several times those of the families that keep a mask."""
+"""Limit for masks and tables that a model computes: several times those of the families with a mask."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The most that a model may be.
+    """Size limits of a model.
 
     Attributes:
-        modules: that it is built of.
-        numbers: in all of its parameters; None: nobody knows.
-        beside: what they go by, in words.
+        modules: most modules.
+        numbers: most elements in all parameters; None: unknown.
+        basis: what the limits are based on, for messages.
     """
 
     modules: int = MOST_MODULES
     numbers: int | None = None
-    beside: str = "no model of transformers comes near that"
+    basis: str = "no model of transformers comes near that"
 
 
 def bounds_by(shapes: Shapes | None, config: Any) -> Bounds:
-    """Return what a model may be whose weights have these `shapes`: more than they are, for heads and parts made anew.
+    """Return the limits of a model whose weights have these `shapes`, with room for new heads and modules.
 
     Args:
-        shapes: of a checkpoint's weights, by name; None: they are not known.
-        config: of the model, which says whether weights are packed.
+        shapes: of a checkpoint's weights, by name; None: unknown.
+        config: of the model; tells whether weights are packed.
     """
     if shapes is None:
         return Bounds()
-    held = sum(map(math.prod, shapes.values()))
+    elements = sum(map(math.prod, shapes.values()))
     packed = 32 if getattr(config, "quantization_config", None) else 4
-    beside = f"its weights are {len(shapes)} tensors of {held} numbers in all"
-    return Bounds(min(MOST_MODULES, 4096 + 16 * len(shapes)), 2**24 + packed * held, beside)
+    basis = f"its weights are {len(shapes)} tensors of {elements} numbers in all"
+    return Bounds(min(MOST_MODULES, 4096 + 16 * len(shapes)), 2**24 + packed * elements, basis)
 
 
 def bounds_in(source: str | Path, config: Any) -> Bounds:
-    """Return what the model of `config` may be by the weights in the folder `source`; a Hub id's are not asked for.
+    """Return the limits of the model of `config` by the weights in the folder `source`; for a Hub id, the defaults.
 
     Raises:
-        CheckpointError: an index names weights that lie elsewhere.
+        CheckpointError: an index refers to weights outside the folder.
     """
     refuse_outside(Path(source))
     try:
         return bounds_by(folder_shapes(Path(source)), config)
-    except CheckpointError:  # whoever reads the weights says so
+    except CheckpointError:  # reported when the weights are read
         return Bounds()
 
 
 class _Count:
-    """What one model that is being built has so far, held against `bounds`."""
+    """The size so far of a model that is being built, checked against `bounds`."""
 
     def __init__(self, bounds: Bounds, config: Any) -> None:
         self.bounds, self.config = bounds, config
@@ -102,11 +102,11 @@ class _Count:
         self.bytes += buffer.nbytes
         self._check(self.bytes, MOST_BUFFER_BYTES, "bytes of masks and tables that it computes")
 
-    def _check(self, count: int, most: int | None, what: str) -> None:
+    def _check(self, count: int, most: int | None, unit: str) -> None:
         if most is not None and count > most:
             raise CheckpointError(
-                f"this {type(self.config).__name__} asks for a model with more than {most} {what}, and "
-                f"{self.bounds.beside}: check the sizes in config.json."
+                f"this {type(self.config).__name__} asks for a model with more than {most} {unit}, and "
+                f"{self.bounds.basis}: check the sizes in config.json."
             )
 
 
@@ -134,7 +134,8 @@ class _Counts(threading.local):
 _counts = _Counts()
 _installing = threading.Lock()
 _installed: list[Any] = []
-"""Hooks that stay: torch walks through them in every thread that builds a model, and fails where one goes meanwhile."""
+"""Hooks that are never removed: torch iterates over them in every thread that builds a model, and fails if one is
+removed meanwhile."""
 
 
 def _install_hooks() -> None:
@@ -147,10 +148,10 @@ def _install_hooks() -> None:
 
 @contextmanager
 def within(bounds: Bounds, config: Any) -> Iterator[None]:
-    """Let one model be built in the block, by this thread, from `config`, if it stays within `bounds`.
+    """Allow this thread to build one model from `config` in the block, within `bounds`.
 
     Raises:
-        CheckpointError: says how it goes beyond them.
+        CheckpointError: the model exceeds them; the message says how.
     """
     _install_hooks()
     _counts.running.append(_Count(bounds, config))
@@ -161,7 +162,7 @@ def within(bounds: Bounds, config: Any) -> Iterator[None]:
 
 
 def refuse_endless(model_class: Any, config: Any, bounds: Bounds, **options: Any) -> None:
-    """Refuse a `config` whose model, before any swap, does not stay within `bounds`.
+    """Refuse a `config` whose model, before any swap, exceeds `bounds`.
 
     Args:
         model_class: of transformers, swapped or not, or an Auto class.
@@ -170,7 +171,7 @@ def refuse_endless(model_class: Any, config: Any, bounds: Bounds, **options: Any
         options: for `from_config` of an Auto class.
 
     Raises:
-        CheckpointError: says how it goes beyond them.
+        CheckpointError: the model exceeds them; the message says how.
     """
     config_class: Any = type(config)
     plain = native_config(config) if native_config_class(config) is not config_class else copy.deepcopy(config)

@@ -1,4 +1,4 @@
-"""Which of transformers' model classes can be swapped, and why not the others: found by planning, class by class."""
+"""Which of transformers' model classes can be swapped, and why not the others: determined by planning each class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_posswap.schemes.base import schemes_for
 from hf_posswap.testing.tiny import language_models, tiny_model
 
 ASKED: dict[str, dict[str, Any]] = {"rope": {"base": 50000.0}, "yarn": {"factor": 4.0}, "alibi": {}, "nope": {}}
-"""The schemes that are planned for each class that reads text, with their options; where images are seen, all are."""
+"""The schemes that are planned for each text class, with their options; for vision classes, all vision schemes are."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class ClassEntry:
 
     Attributes:
         name: of the class.
-        model_types: that the Auto classes make it for.
-        family: which of our families describes it; None: none does.
-        native: what position mechanism it has; None: unknown.
-        routes: "native", "plugin" or "no" for each scheme that was planned; empty where there is no family.
-        reason: why it cannot be swapped at all, or why a scheme that is "no" cannot be put in; None: all can.
+        model_types: for which the Auto classes select it.
+        family: of the class; None: there is none.
+        native: its native position mechanism; None: unknown.
+        routes: "native", "plugin" or "no" for each planned scheme; empty without a family.
+        reason: why it cannot be swapped at all, or why a scheme is "no"; None: all schemes work.
     """
 
     name: str
@@ -42,7 +42,7 @@ class ClassEntry:
 
     @property
     def supported(self) -> bool:
-        """Whether any scheme can be put into it."""
+        """Whether it supports any scheme."""
         return any(route != "no" for route in self.routes.values())
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,12 +63,12 @@ def census(names: Iterable[str] | None = None) -> list[ClassEntry]:
         >>> entry.family, entry.routes
         ('rotary', {'rope': 'native', 'yarn': 'native', 'alibi': 'plugin', 'nope': 'native'})
     """
-    found = language_models()
-    return [_entry(name, found.get(name, ())) for name in sorted(found if names is None else names)]
+    types_of = language_models()
+    return [_entry(name, types_of.get(name, ())) for name in sorted(types_of if names is None else names)]
 
 
 def image_classes() -> list[str]:
-    """Return the names of all classes of transformers that our families for images describe.
+    """Return the names of all classes of transformers in the vision families.
 
     Example:
         >>> "ViTForImageClassification" in image_classes()
@@ -76,22 +76,22 @@ def image_classes() -> list[str]:
     """
     from transformers import CONFIG_MAPPING
 
-    found = set()
+    names = set()
     for _, family in FAMILIES.items():
-        for model_type in family.model_types if any(part.image for part in family.parts) else ():
+        for model_type in family.model_types if any(stack.image for stack in family.parts) else ():
             home = CONFIG_MAPPING[model_type].__module__.replace("configuration_", "modeling_")
             code = importlib.import_module(home)
             classes = {name: getattr(code, name) for name in code.__all__ if not name.endswith("PreTrainedModel")}
-            found |= {name for name, cls in classes.items() if _type_of(cls) in family.model_types}
-    return sorted(found)
+            names |= {name for name, cls in classes.items() if _type_of(cls) in family.model_types}
+    return sorted(names)
 
 
 def _entry(name: str, model_types: tuple[str, ...]) -> ClassEntry:
     try:
         model = tiny_model(name)
-    except Exception as error:  # a class of any kind, built by transformers
-        known = (REFUSED[kind] for kind in model_types if kind in REFUSED)
-        why = next(known, f"transformers builds no small one: {_first_line(error)}")
+    except Exception as error:  # arbitrary code of the class
+        known = (REFUSED[model_type] for model_type in model_types if model_type in REFUSED)
+        why = next(known, f"transformers cannot build a small one: {_first_line(error)}")
         return ClassEntry(name, model_types, None, None, {}, why)
     try:
         family, native = locate(model).family.name, describe_positions(model).native
@@ -99,7 +99,7 @@ def _entry(name: str, model_types: tuple[str, ...]) -> ClassEntry:
         return ClassEntry(name, model_types, None, None, {}, _reason(error, model))
     routes: dict[str, str] = {}
     reasons: dict[str, str] = {}
-    for scheme, options in _asked(model).items():
+    for scheme, options in _schemes_to_plan(model).items():
         try:
             routes[scheme] = str(plan_swap(model, scheme, **options).route)
         except UnsupportedSwapError as error:
@@ -109,14 +109,14 @@ def _entry(name: str, model_types: tuple[str, ...]) -> ClassEntry:
     return ClassEntry(name, model_types, family, native, routes, why or None)
 
 
-def _asked(model: Any) -> dict[str, dict[str, Any]]:
+def _schemes_to_plan(model: Any) -> dict[str, dict[str, Any]]:
     """Return the schemes to plan for `model`, with their options."""
     images = locate(model).main.inputs == "images"
     return dict.fromkeys(schemes_for("images"), {}) if images else ASKED
 
 
 def _reason(error: PosswapError, model: Any) -> str:
-    """Return what an error says, without what all of its kind say."""
+    """Return the specific part of an error message."""
     text = str(error).removeprefix(f"{type(model).__name__}: ")
     text = text.removeprefix(f"model type {model.config.model_type!r} is not supported: ")
     return text.partition(" What works:")[0].partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Configs that no model can be built from: said as what they are, whatever the model's own code trips over."""
+"""Clear errors for configs that no model can be built from, whatever error the model's code raises."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hf_posswap.utils.format import said_by
 
 @contextmanager
 def building_from(config: Any) -> Iterator[None]:
-    """Build a model from `config` in the block: no number of heads, a class of another config, and so on, are refused.
+    """Build a model from `config` in the block; an invalid config raises a clear error.
 
     Raises:
-        CheckpointError: names the config's class, the architectures that it names, and what went wrong.
+        CheckpointError: names the config's class, its architectures, and the original error.
     """
     try:
         yield
@@ -23,18 +23,18 @@ def building_from(config: Any) -> Iterator[None]:
         raise
     except Exception as error:  # a model's own code may raise anything
         named = f" (architectures {config.architectures})" if config.architectures else ""
-        said = said_by(error).rstrip(".")
+        message = said_by(error).rstrip(".")
         raise CheckpointError(
-            f"no model can be built from this {type(config).__name__}{named}: {type(error).__name__}: {said}. "
-            "Check config.json against that of the model it was made from."
+            f"no model can be built from this {type(config).__name__}{named}: {type(error).__name__}: {message}. "
+            "Check config.json against that of the original model."
         ) from error
 
 
 def architectures_of(config: Any) -> list[str]:
-    """Return the names of classes that `config` says its checkpoint is of.
+    """Return the class names in `config.architectures`.
 
     Raises:
-        CheckpointError: they are no list of names.
+        CheckpointError: it is not a list of names.
     """
     names = config.architectures or []
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):

@@ -1,4 +1,4 @@
-"""What position mechanism a model has, and what could be put in its place."""
+"""The position mechanism of a model, and the swaps that it supports."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PositionReport:
-    """What mechanism a model has now. `print(report)` shows it.
+    """The current mechanism of a model. `print(report)` shows it.
 
     Attributes:
         model: class name.
-        family: that describes it.
-        native: the mechanism that it was built with.
+        family: of the model.
+        native: its native mechanism.
         swapped: the scheme that replaces it, or None.
         geometry: its shape.
         sites: paths of its position sites.
-        limit: positions after which it stops or was not made for, in tokens.
-        trained: what the checkpoint records of its training; None: it records none.
+        limit: the length that it supports or was made for, in tokens.
+        trained: the training recorded in the checkpoint; None: there is none.
     """
 
     model: str
@@ -71,7 +71,7 @@ class PositionReport:
         return in_lines(f"{name:<11} {value}" for name, value in self.rows())
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the report as names and values, to be shown."""
+        """Return the report as names and values."""
         g = self.geometry
         shape = (
             f"{g.num_layers} layers, {g.num_heads} heads ({g.num_kv_heads} kv) of {g.head_dim}, hidden {g.hidden_size}"
@@ -92,7 +92,7 @@ class PositionReport:
 
 
 def describe_positions(model: PreTrainedModel) -> PositionReport:
-    """Return what position mechanism `model` has now: native, or swapped. `print(report)` shows it.
+    """Return the current position mechanism of `model`: native, or swapped. `print(report)` shows it.
 
     Args:
         model: a transformers model, patched or not, or a PEFT model around one.
@@ -121,8 +121,8 @@ def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> Positi
     if sites.rotary:
         native = f"rope, theta {g.base:g}, {g.rotary_dim} of {g.head_dim} dims a head, {g.layout or 'unknown'} layout"
         if not swapped:
-            own = parameters_of(config_at(model.config, sites.main.config), sites.main.full_attention_types[0])
-            native += f", type {own.get('rope_type', 'default')}"
+            rope = parameters_of(config_at(model.config, sites.main.config), sites.main.full_attention_types[0])
+            native += f", type {rope.get('rope_type', 'default')}"
             native += "".join(f", in layers of type {name}" for name in sites.main.full_attention_types if name)
     if sites.main.inside is not None:
         native = str(native_scheme(sites.main.inside, g)) + (f", {native}" if table else "")
@@ -130,21 +130,21 @@ def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> Positi
         native = f"learned table, {_patches(g)}"
     if len(sites.stacks) > 1:
         native += f", in {' and '.join(stack.name for stack in sites.stacks)}; the shape is the {sites.main.name}'s"
-    places = {
+    paths = {
         "embedding": ", ".join(path for stack in sites.stacks if (path := stack.table_path)) or "-",
         "rotary": ", ".join(sites.rotary) or "-",
         "attention": ", ".join(f"{stack.attention[0]} ... {stack.attention[-1]}" for stack in sites.stacks),
     }
-    return PositionReport(type(model).__name__, sites.family.name, native, swapped, g, places, limit, _trained(model))
+    return PositionReport(type(model).__name__, sites.family.name, native, swapped, g, paths, limit, _trained(model))
 
 
 def _trained(model: Any) -> str | None:
-    """Return what the config tells of its training; None: nothing."""
+    """Return the training recorded in the config as text; None: there is none."""
     training = training_of(model.config)
     if training is None:
         return None
-    carried, held = getattr(getattr(model, "_posswap", None), "plan", None), getattr(model.config, "posswap", None)
-    record = carried.record if carried is not None else None if held is None else SwapRecord.from_dict(held)
+    plan, values = getattr(getattr(model, "_posswap", None), "plan", None), getattr(model.config, "posswap", None)
+    record = plan.record if plan is not None else None if values is None else SwapRecord.from_dict(values)
     if training.is_of(record):
         return str(training)
     return f"{training}; {'before this swap' if record else 'under a swap that it no longer has'}"
@@ -157,13 +157,13 @@ def _patches(geometry: Geometry) -> str:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found: the mechanism of a model and, where a scheme was asked for, the plan or why not.
+    """The result of `explain`: the mechanism of a model and, for a requested scheme, the plan or the refusal.
 
     Attributes:
-        report: the mechanism that the model has.
-        plan: of the swap; None where none was asked for, or it is refused.
+        report: the mechanism of the model.
+        plan: of the swap; None if no scheme was requested, or it is refused.
         refusal: why the swap is refused, or None.
-        schemes: where no scheme was asked for: every scheme by name, with its route or the reason against it.
+        schemes: if no scheme was requested: every scheme by name, with its route or the reason against it.
     """
 
     report: PositionReport
@@ -172,15 +172,15 @@ class Explanation:
     schemes: dict[str, str]
 
     def __str__(self) -> str:
-        parts = [str(self.report)]
+        sections = [str(self.report)]
         if self.schemes:
             width = max(map(len, self.schemes))
-            parts.append(in_lines(f"{name:<{width}}  {what}" for name, what in self.schemes.items()))
+            sections.append(in_lines(f"{name:<{width}}  {outcome}" for name, outcome in self.schemes.items()))
         if self.plan is not None:
-            parts.append(str(self.plan))
+            sections.append(str(self.plan))
         if self.refusal is not None:
-            parts.append(f"refused: {printable(self.refusal)}")
-        return "\n\n".join(parts)
+            sections.append(f"refused: {printable(self.refusal)}")
+        return "\n\n".join(sections)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as JSON."""
@@ -196,20 +196,20 @@ def explain(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Explanation:
-    """Explain what mechanism a model has, and what a swap would do. No weights are read.
+    """Explain the mechanism of a model, and what a swap would do. No weights are read.
 
     Args:
         model: a model, its config, a folder with a config.json, or a Hub id.
-        scheme: the swap to plan; None lists what every scheme would be.
+        scheme: the swap to plan; None lists the outcome for every scheme.
         max_length: as in `plan_swap`.
-        trust_remote_code: run code that a folder or Hub id brings, where its config needs that.
+        trust_remote_code: run custom code of a folder or Hub id if its config needs it.
         options: as in `plan_swap`.
 
     Raises:
         CheckpointError: `model` names no readable config.
-        RemoteCodeError: it names one that needs code, which was not asked for.
+        RemoteCodeError: its config needs custom code, which was not allowed.
         UnsupportedModelError: no family describes the model.
-        AlreadyPatchedError: a scheme was asked for, and the model already carries a swap.
+        AlreadyPatchedError: a scheme was requested, and the model already carries a swap.
 
     Example:
         >>> from transformers import GPT2Config
@@ -240,16 +240,16 @@ def supports(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> bool:
-    """Return whether `scheme` can be put into `model`. No weights are read.
+    """Return whether `model` supports `scheme`. No weights are read.
 
     Args:
         model: as in `explain`.
         scheme: an object or a name.
         trust_remote_code: as in `explain`.
-        options: fields of the scheme; what only a real swap would need (a factor, factors a pair) may be left out.
+        options: fields of the scheme; those that only a real swap needs (a factor, factors a pair) may be left out.
 
     Raises:
-        UnknownNameError, OptionError, SchemeError: the scheme or its parameters are wrong in themselves.
+        UnknownNameError, OptionError, SchemeError: the scheme or its parameters are invalid for any model.
 
     Example:
         >>> from transformers import BertConfig
@@ -266,7 +266,7 @@ def supports(
 
 
 def list_schemes() -> dict[str, str]:
-    """Return every registered scheme: its name and what it is, in a line.
+    """Return every registered scheme: its name and a one-line summary.
 
     Example:
         >>> list_schemes()["nope"]
@@ -276,7 +276,7 @@ def list_schemes() -> dict[str, str]:
 
 
 def list_families() -> dict[str, str]:
-    """Return every registered family: its name and what position mechanism it has.
+    """Return every registered family: its name and its position mechanism.
 
     Example:
         >>> "gpt2" in list_families()
@@ -288,8 +288,8 @@ def list_families() -> dict[str, str]:
 def on_meta(model: Any, *, trust_remote_code: bool = False) -> Any:
     """Return `model`, or a model without weights for a config, a folder or a Hub id.
 
-    For a config that carries a swap the model is the one before it, with the plan of the swap noted on it: enough to
-    describe, not to run. `trust_remote_code` is as in `explain`.
+    For a config with a recorded swap, the model is the original one with the plan attached: enough to describe, not to
+    run. `trust_remote_code` is as in `explain`.
     """
     if isinstance(model, torch.nn.Module):
         return unwrap(model)
@@ -315,18 +315,18 @@ def read_config(source: str | Path, *, trust_remote_code: bool = False, **kwargs
 
     Args:
         source: the folder or Hub id.
-        trust_remote_code: run code that it brings, where its config needs that.
+        trust_remote_code: run its custom code if its config needs it.
         kwargs: as of `AutoConfig.from_pretrained`: revision, token, ...
 
     Raises:
-        CheckpointError: none is there, or it cannot be read.
-        RemoteCodeError: it needs code, which was not asked for.
+        CheckpointError: there is none, or it is unreadable.
+        RemoteCodeError: it needs custom code, which was not allowed.
     """
     try:
         return auto_config(source, trust_remote_code=trust_remote_code, **kwargs)
     except PosswapError:
         raise
-    except Exception as error:  # config classes, their validators and code of their own may raise anything
+    except Exception as error:  # config classes, validators and custom code may raise anything
         raise CheckpointError(
             f"{str(source)!r} holds no readable model config (config.json): {said_by(error)}"
         ) from error
@@ -336,28 +336,27 @@ def model_class_of(config: Any) -> Any:
     """Return the class that the config's checkpoint names, or the first Auto class that has one.
 
     Raises:
-        CheckpointError: what it names are no names.
+        CheckpointError: `architectures` is not a list of names.
         UnsupportedModelError: there is none.
     """
     import transformers
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
     for name in architectures_of(config):
-        found = getattr(transformers, stock_name(name), None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
+        model_class = getattr(transformers, stock_name(name), None)
+        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+            return model_class
     whole = (AutoModelForSeq2SeqLM,) if getattr(config, "is_encoder_decoder", False) else ()
     for auto in (*whole, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel):
         mapping = auto_mapping(auto)
         if type(config) in mapping:
-            found = mapping[type(config)]
-            found = found[0] if isinstance(found, tuple) else found
-            return native_class(found)
+            classes = mapping[type(config)]
+            return native_class(classes[0] if isinstance(classes, tuple) else classes)
     raise UnsupportedModelError(f"no model class of transformers goes with config {type(config).__name__}.")
 
 
 def stand_ins(scheme: Scheme | str, geometry: Geometry) -> dict[str, Any]:
-    """Return options to try a scheme with that is given by name; none for an object."""
+    """Return example options for a scheme given by name; none for an object."""
     return scheme_class(scheme).stand_ins(geometry) if isinstance(scheme, str) else {}
 
 

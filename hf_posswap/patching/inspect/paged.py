@@ -1,8 +1,8 @@
-"""Whether a program with kernels of its own, over a paged cache, can compute a swap that acts inside attention.
+"""Whether an inference engine with its own kernels over a paged cache supports a swap that acts inside attention.
 
-Such a program takes queries, keys and values of the new tokens of many texts, side by side, and attends by itself. So
-what is done to q and k at their own positions is right there, whatever else is in the batch; a bias is right where the
-program has it, as ALiBi's slopes; what needs the positions of cached keys, or the scores, is not.
+Such an engine receives queries, keys and values of the new tokens of many texts, and computes attention itself. What is
+done to q and k at their own positions works there, whatever else is in the batch. A bias works if the engine supports
+it, as ALiBi's slopes. A scheme that needs the positions of cached keys, or the scores, does not work.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from hf_posswap.schemes.mechanism import Mechanism
 
 
 def paged_problem(plan: SwapPlan) -> str | None:
-    """Return why a paged cache cannot serve the swap of `plan`, as the rest of a sentence, or None: it can.
+    """Return why a paged cache cannot serve the swap of `plan`, as the end of a sentence; None: it can.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap import plan_swap
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
         >>> paged_problem(plan_swap(model, "rope")), paged_problem(plan_swap(model, "kerple"))
-        (None, 'kerple adds a bias to the scores that is no line by distance (ALiBi)')
+        (None, 'kerple adds a bias to the scores that is not linear in the distance (ALiBi)')
     """
     sites = plan.sites
     if len(sites.stacks) > 1 or sites.main.inputs != "text" or not sites.geometry.causal:
-        return f"{plan.model} is no decoder of text alone"
+        return f"{plan.model} is not a text-only decoder"
     if any(isinstance(edit, AttendThroughInterface) for edit in plan.edits):
-        return f"the attention of {plan.model} does not go by transformers' attention interface"
+        return f"the attention of {plan.model} does not use transformers' attention interface"
     if any(isinstance(scheme, Blend) for scheme in plan.schemes.values()):
-        return "its swap is half done (a blend): end it with hf_posswap.finish_blend, and save again"
-    found = (_problem(scheme, mechanism) for _, scheme, mechanism in mechanisms_of(plan))
-    return next((problem for problem in found if problem is not None), None)
+        return "its swap is unfinished (a blend): end it with hf_posswap.finish_blend, and save again"
+    problems = (_problem(scheme, mechanism) for _, scheme, mechanism in mechanisms_of(plan))
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def mechanisms_of(plan: SwapPlan) -> Iterator[tuple[str, str, Mechanism]]:
-    """Yield the path of each attention module that `plan` patches, the name of its scheme, and what is at work in it.
+    """Yield the path of each attention module that `plan` patches, the name of its scheme, and its mechanism.
 
-    Without a model: the mechanisms are new ones.
+    No model is needed: the mechanisms are new ones.
     """
     for add in (edit for edit in plan.edits if isinstance(edit, AddMechanism)):
         mechanism = add.scheme.mechanism(add.geometry)
@@ -59,12 +59,12 @@ def slopes_of(mechanism: Mechanism) -> Tensor | None:
 def _problem(scheme: str, mechanism: Mechanism) -> str | None:
     """Return why a paged cache cannot serve `mechanism`, of the scheme called `scheme`, or None."""
     if mechanism.splits:
-        return f"{scheme} takes the scores over, with several rotations of each key"
+        return f"{scheme} computes the scores itself, with several rotations of each key"
     if mechanism.biases and mechanism.slopes is None:
-        return f"{scheme} adds a bias to the scores that is no line by distance (ALiBi)"
+        return f"{scheme} adds a bias to the scores that is not linear in the distance (ALiBi)"
     if mechanism.rotates and not mechanism.stores_rotated_keys:
         return (
-            f"{scheme} turns keys anew as the text grows, and a cache of rotated keys cannot follow; yarn, ntk and "
+            f"{scheme} re-rotates keys as the text grows, and a cache of rotated keys cannot follow; yarn, ntk and "
             "longrope with pin=LENGTH have fixed angles"
         )
     return None

@@ -1,6 +1,6 @@
-"""The plan that a record makes, held against the config that it came with: a record may say anything.
+"""The plan of a record, checked against the config that contains it: a record is untrusted.
 
-What a natively expressed swap computes is in config and weights alone. Its record is believed where it says the same.
+For a native swap, config and weights alone define the computation. Its record is accepted only if it agrees with them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def recorded_plan(config: Any, model_class: Any, bounds: Bounds | None = None) -
     Args:
         config: of a swapped model, its record with it.
         model_class: of the model.
-        bounds: of what it may be, by its weights; None: those of any model.
+        bounds: size limits of the model, by its weights; None: the default limits.
 
     Raises:
-        CheckpointError: the model does not stay within `bounds`.
-        RecordError: the record cannot be carried out, or not by the route that it names, or on another kind of model.
+        CheckpointError: the model exceeds `bounds`.
+        RecordError: the recorded swap cannot be applied, has another route, or is for another model type.
     """
     record = SwapRecord.from_dict(config.posswap)
     try:
@@ -48,9 +48,9 @@ def recorded_plan(config: Any, model_class: Any, bounds: Bounds | None = None) -
         plan = plan_swap(skeleton, record.choice(), **record.arguments)
     except (RecordError, CheckpointError):
         raise
-    except Exception as error:  # a class of transformers may raise anything at the values that a record calls original
+    except Exception as error:  # a model class may raise anything for the original values in a record
         raise RecordError(
-            f"config.posswap records a swap that cannot be carried out on {model_class.__name__}: {said_by(error)}"
+            f"config.posswap records a swap that cannot be applied to {model_class.__name__}: {said_by(error)}"
         ) from error
     is_plugin = native_config_class(config) is not type(config)
     route = "plugin" if is_plugin else "native"
@@ -69,10 +69,10 @@ def recorded_plan(config: Any, model_class: Any, bounds: Bounds | None = None) -
 
 
 def refuse_lie(plan: SwapPlan, problems: list[str]) -> None:
-    """Refuse the record that made `plan` where there are `problems`: what config and weights say otherwise.
+    """Refuse the record of `plan` if there are `problems`: contradictions with config and weights.
 
     Raises:
-        RecordError: names them.
+        RecordError: lists them.
     """
     if not problems:
         return
@@ -80,83 +80,85 @@ def refuse_lie(plan: SwapPlan, problems: list[str]) -> None:
     raise RecordError(
         f"config.posswap records a swap to {plan.named} for {plan.max_length} tokens, and the {plan.model} that it "
         f"comes with is another model: {'; '.join(problems[:_SHOWN])}{more}. Take config.json from the original "
-        "checkpoint; or take posswap out of it: the model is then what config and weights say."
+        "checkpoint; or remove posswap from it: config and weights then define the model."
     )
 
 
 def config_problems(model: Any, skeleton: Any, plan: SwapPlan) -> Iterator[str]:
-    """Give what differs between a stock model and what a native `plan` makes of the `skeleton` that it was made for.
+    """Yield the differences between a stock model and the result of applying a native `plan` to its `skeleton`.
 
     Args:
-        model: as transformers built it from the config that the record is in; its weights are not looked at.
+        model: as transformers built it from the config with the record; its weights are ignored.
         skeleton: the model before the swap, on meta.
         plan: of the swap.
     """
     values = {edit.path: edit.value for edit in plan.edits if isinstance(edit, EditConfig)}
     for name in plan.record.original:
-        held, expected = config_at(model.config, name), values.get(name, config_at(skeleton.config, name))
-        if not isinstance(expected, dict) and held != expected:
-            yield f"config.{name} is {held!r} instead of {expected!r}"
+        actual, expected = config_at(model.config, name), values.get(name, config_at(skeleton.config, name))
+        if not isinstance(expected, dict) and actual != expected:
+            yield f"config.{name} is {actual!r} instead of {expected!r}"
     rotary = [edit for edit in plan.edits if isinstance(edit, RebuildRotary)]
     yield from dict.fromkeys(problem for edit in rotary for problem in _rotary_problems(model, skeleton, plan, edit))
     yield from _setting_problems(model, skeleton, values, tuple(edit.path for edit in rotary))
 
 
 def _rotary_problems(model: Any, skeleton: Any, plan: SwapPlan, edit: Any) -> Iterator[str]:
-    """Give what differs in a rotary module; frequencies are those of the config, whatever the module was cast to."""
+    """Yield the differences in a rotary module; frequencies come from the config, whatever the module's dtype."""
     stack, scheme = plan.sites.stack(edit.stack), plan.schemes[edit.stack]
-    part = config_at(model.config, edit.part)
-    own, old = config_at(skeleton.config, edit.part), skeleton.get_submodule(edit.path)
-    module = rebuilt(old, part)
+    config = config_at(model.config, edit.part)
+    original, old = config_at(skeleton.config, edit.part), skeleton.get_submodule(edit.path)
+    module = rebuilt(old, config)
     if isinstance(scheme, RotaryScheme):
         good = all(matches(module, scheme, stack.geometry, name) for name in stack.full_attention_types)
-        good = good and keeps(module, old, own, stack.full_attention_types)
+        good = good and keeps(module, old, original, stack.full_attention_types)
     else:
         good = turns_nothing(module)
     planned = edit.values["rope_parameters"]
-    if not good or _contradict(part, planned, stack.rope_layer_types):
-        yield f"config.rope_parameters say {_differing(part, planned, stack.rope_layer_types)}"
+    if not good or _contradict(config, planned, stack.rope_layer_types):
+        yield f"config.rope_parameters has {_differing(config, planned, stack.rope_layer_types)}"
 
 
-def _contradict(part: Any, planned: Any, sets: tuple[str, ...]) -> bool:
-    """Return whether the rope parameters of a config say otherwise than planned, though they may turn alike.
+def _contradict(config: Any, planned: Any, sets: tuple[str, ...]) -> bool:
+    """Return whether the rope parameters of a config contradict the planned ones, even if the angles agree.
 
-    What one of them leaves to its default is no contradiction: releases of transformers differ in what they write.
+    A key missing in one of them is no contradiction: releases of transformers differ in the defaults that they write.
     """
-    pairs = (_held_and_planned(part, planned, name) for name in sets)
+    pairs = (_actual_and_planned(config, planned, name) for name in sets)
     return any(
-        not _alike(held[key], expected[key]) for held, expected in pairs for key in held.keys() & expected.keys()
+        not _is_close(actual[key], expected[key])
+        for actual, expected in pairs
+        for key in actual.keys() & expected.keys()
     )
 
 
-def _alike(held: Any, expected: Any) -> bool:
-    """Return whether two values are the same but for the rounding of a float."""
-    if isinstance(held, list) and isinstance(expected, list):
-        return len(held) == len(expected) and all(map(_alike, held, expected))
-    if isinstance(held, float) or isinstance(expected, float):
-        return isinstance(held, int | float) and isinstance(expected, int | float) and math.isclose(
-            held, expected, rel_tol=1e-5
+def _is_close(actual: Any, expected: Any) -> bool:
+    """Return whether two values are equal up to float rounding."""
+    if isinstance(actual, list) and isinstance(expected, list):
+        return len(actual) == len(expected) and all(map(_is_close, actual, expected))
+    if isinstance(actual, float) or isinstance(expected, float):
+        return isinstance(actual, int | float) and isinstance(expected, int | float) and math.isclose(
+            actual, expected, rel_tol=1e-5
         )  # fmt: skip
-    return bool(held == expected)
+    return bool(actual == expected)
 
 
-def _held_and_planned(part: Any, planned: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the rope parameters of one set that a config holds, and the planned ones."""
-    return parameters_of(part, name), (planned.get(name) if name else planned) or {}
+def _actual_and_planned(config: Any, planned: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rope parameters of one set in a config, and the planned ones."""
+    return parameters_of(config, name), (planned.get(name) if name else planned) or {}
 
 
-def _differing(part: Any, planned: Any, sets: tuple[str, ...]) -> str:
-    """Return in words where the rope parameters of a config are not the planned ones."""
-    said = []
+def _differing(config: Any, planned: Any, sets: tuple[str, ...]) -> str:
+    """Describe where the rope parameters of a config differ from the planned ones."""
+    differences = []
     for name in sets:
-        held, expected = _held_and_planned(part, planned, name)
-        wrong = sorted(key for key in held.keys() | expected.keys() if held.get(key) != expected.get(key))
-        said += [f"{key}={held.get(key)!r} instead of {expected.get(key)!r}" for key in wrong]
-    return ", ".join(said[:_SHOWN]) or "other frequencies"
+        actual, expected = _actual_and_planned(config, planned, name)
+        wrong = sorted(key for key in actual.keys() | expected.keys() if actual.get(key) != expected.get(key))
+        differences += [f"{key}={actual.get(key)!r} instead of {expected.get(key)!r}" for key in wrong]
+    return ", ".join(differences[:_SHOWN]) or "other frequencies"
 
 
 def _setting_problems(model: Any, skeleton: Any, values: dict[str, Any], rotary: tuple[str, ...]) -> Iterator[str]:
-    """Give where plain attributes of `model` are not those of a stock model of the planned config."""
+    """Yield plain attributes of `model` that differ from a stock model of the planned config."""
     planned = copy.deepcopy(skeleton.config)
     for name, value in values.items():
         path, _, leaf = name.rpartition(".")
@@ -166,7 +168,7 @@ def _setting_problems(model: Any, skeleton: Any, values: dict[str, Any], rotary:
             fresh = type(skeleton)(planned)
     except PosswapError:
         raise
-    except Exception:  # code of any model: a plan that it does not build was compared by its config values
+    except Exception:  # arbitrary model code; the config values were compared above
         return
-    for path, name, held, expected in changed_settings(model, fresh, rotary):
-        yield f"{path}.{name} is {held!r} instead of {expected!r}".lstrip(".")
+    for path, name, actual, expected in changed_settings(model, fresh, rotary):
+        yield f"{path}.{name} is {actual!r} instead of {expected!r}".lstrip(".")

@@ -1,1 +1,1 @@
-"""Planning: which edits put a scheme into a model, found without touching it."""
+"""Planning: the edits that apply a scheme to a model, determined without touching it."""

@@ -1,4 +1,4 @@
-"""What training the weights of a model need under a scheme."""
+"""The training that the weights of a model need under a scheme."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hf_posswap.schemes.rope import Rope, RotaryScheme
 
 _ANOTHER = "required: fine-tuning; until then expect a high loss: the weights were trained for another mechanism"
 _OPTIONAL = "optional: usable untrained, better after a few hundred steps at the new length"
-_FIRST, _SPREAD = 64, 192  # positions that two biases are compared at: the first ones, and others over the window
+_FIRST, _SPREAD = 64, 192  # positions at which two biases are compared: the first ones, and more spread over the window
 
 
 def adaptation_of(context: SwapContext) -> str:
-    """Return what training the weights of a stack need under the scheme of `context`."""
+    """Describe the training that the weights of a stack need under the scheme of `context`."""
     scheme, stack, length = context.scheme, context.stack, context.length
     geometry, native_kind = stack.geometry, "rotary" if stack.rotary else "table"
     if isinstance(scheme, Blend):
@@ -33,8 +33,8 @@ def adaptation_of(context: SwapContext) -> str:
     if stack.inside is not None:
         native = native_scheme(stack.inside, geometry)
         native_kind, alone = native.kind, stack.table is None and len(rows_of(context)) < 2
-        if alone and (found := _of_the_same_kind(context, native)) is not None:
-            return found
+        if alone and (adaptation := _of_native_bias(context, native)) is not None:
+            return adaptation
     if scheme.kind != native_kind or scheme.kind == "bias":
         return _ANOTHER
     if isinstance(scheme, Learned) and scheme.extend != "reinit":
@@ -50,10 +50,10 @@ def adaptation_of(context: SwapContext) -> str:
     return _OPTIONAL
 
 
-def _of_the_same_kind(context: SwapContext, native: Scheme) -> str | None:
-    """Return what a scheme asks for that is the one native inside attention, or a bias in place of one; None: neither.
+def _of_native_bias(context: SwapContext, native: Scheme) -> str | None:
+    """Describe the training for the native scheme itself, or for a bias that replaces a bias; None: neither.
 
-    That both are biases says nothing: where the new one does not begin as the old one, the model has lost the old.
+    Two biases need not be similar: if the new one does not start equal to the old one, the old one is lost.
     """
     scheme, geometry = context.scheme, context.stack.geometry
     if is_native(context):
@@ -61,7 +61,7 @@ def _of_the_same_kind(context: SwapContext, native: Scheme) -> str | None:
     if scheme.kind not in ("bias", "mixed") or native.kind != "bias":
         return None
     if _biases_alike(scheme, native, geometry):
-        return "none within the original window: it begins as the mechanism that the weights were trained with"
+        return "none within the original window: it starts as the mechanism that the weights were trained with"
     scaled = getattr(scheme, "interpolation", 1.0) != 1.0 and type(scheme) is type(native)
     if scaled and _biases_alike(replace(scheme, interpolation=1.0), native, geometry):  # type: ignore[call-arg]
         return _OPTIONAL
@@ -69,9 +69,9 @@ def _of_the_same_kind(context: SwapContext, native: Scheme) -> str | None:
 
 
 def _biases_alike(scheme: Scheme, native: Scheme, geometry: Geometry) -> bool:
-    """Return whether the bias that `scheme` begins with is the native one, but for a number for each query.
+    """Return whether the initial bias of `scheme` is the native one, up to a constant for each query.
 
-    A native bias that is learned is in the weights of the model, and what a scheme begins with is not taken from them.
+    A learned native bias is in the weights of the model, and a scheme is not initialized from them.
     """
     length = geometry.original_length
     with without_fake_mode(), torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -82,21 +82,21 @@ def _biases_alike(scheme: Scheme, native: Scheme, geometry: Geometry) -> bool:
         at = at.unique()[None]  # [1, P]
         seen = at[0][:, None] >= at if geometry.causal else torch.ones(at.shape[1], at.shape[1], dtype=torch.bool)
         for layer in range(geometry.num_layers):
-            one = new.for_layer(layer)
-            if not one.biases or one.turns or one.scales:
+            mechanism = new.for_layer(layer)
+            if not mechanism.biases or mechanism.turns or mechanism.scales:
                 return False
-            less = ((one.bias(at, at) - old.for_layer(layer).bias(at, at)) * seen).double()
-            less = (less - less.sum(dim=-1, keepdim=True) / seen.sum(dim=-1, keepdim=True)) * seen
-            if not bool(less.abs().max() <= 1e-5 * length):
+            difference = ((mechanism.bias(at, at) - old.for_layer(layer).bias(at, at)) * seen).double()
+            mean = difference.sum(dim=-1, keepdim=True) / seen.sum(dim=-1, keepdim=True)
+            if not bool(((difference - mean) * seen).abs().max() <= 1e-5 * length):
                 return False
     return True
 
 
 def as_trained(plan: SwapPlan, record: SwapRecord, config: Any) -> SwapPlan:
-    """Return `plan`, which tells of the training that `config` records where that was of the recorded swap.
+    """Return `plan` with the training recorded in `config`, if that belongs to the recorded swap.
 
     Args:
-        plan: of the swap that `record` says.
+        plan: of the recorded swap.
         record: of the swap.
         config: of the swapped model.
     """
@@ -107,10 +107,10 @@ def as_trained(plan: SwapPlan, record: SwapRecord, config: Any) -> SwapPlan:
 
 
 def _turns_native_pairs(scheme: RotaryScheme, geometry: Geometry) -> bool:
-    """Return whether a rotary scheme turns the pairs that the model's own turned, in the manner of its kind."""
+    """Return whether a rotary scheme rotates the same pairs as the native rotation, without needing training."""
     same = scheme.layout == (geometry.layout or scheme.layout)
-    own = geometry.frequencies or ()
-    if 0.0 in own and scheme.rotary_dim(geometry) == 2 * len(own):  # some pairs of the model stand still
+    native = geometry.frequencies or ()
+    if 0.0 in native and scheme.rotary_dim(geometry) == 2 * len(native):  # some pairs do not rotate
         angles = scheme.angles(geometry).inv_freq.tolist()
-        same = same and all(bool(a) == bool(b) for a, b in zip(own, angles, strict=True))
+        same = same and all(bool(a) == bool(b) for a, b in zip(native, angles, strict=True))
     return same and scheme.rotary_dim(geometry) == geometry.rotary_dim and scheme.traits.training_free

@@ -1,4 +1,4 @@
-"""Whether a scheme is for the input of a stack, text or images, for what it has, and for the way that it attends."""
+"""Whether a scheme suits a stack: its input (text or images), its position table, causal or bidirectional attention."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _FOR_TEXT = "rope, alibi, sinusoidal, learned"
 
 
 def refuse_other_input(model: Any, stack: Stack, scheme: Scheme) -> None:
-    """Refuse a `scheme` for text in a `stack` that sees images, and the other way round, and those inside it.
+    """Refuse a text scheme in a vision `stack` and vice versa, also as part of `scheme`.
 
     Raises:
-        UnsupportedSwapError: it is; the message says what works.
+        UnsupportedSwapError: the scheme does not suit; the message says what works.
     """
-    for one in _all_in(scheme):
-        if stack.inputs not in one.inputs:
-            takes, suits = _DOES[stack.inputs], _DOES[one.inputs[0]]
+    for inner in _all_in(scheme):
+        if stack.inputs not in inner.inputs:
+            takes, suits = _DOES[stack.inputs], _DOES[inner.inputs[0]]
             works = _FOR_TEXT if stack.inputs == "text" else ", ".join(schemes_for("images"))
             raise UnsupportedSwapError(
-                f"{one.name} is for a model that {suits}, and {type(model).__name__} {takes}. What works: {works}."
+                f"{inner.name} is for a model that {suits}, and {type(model).__name__} {takes}. What works: {works}."
             )
-        if stack.inputs == "images" and isinstance(one, NoPE) and one.acts_inside:
+        if stack.inputs == "images" and isinstance(inner, NoPE) and inner.acts_inside:
             raise UnsupportedSwapError(
-                f"{one.name} with logit_scale follows the length of a text, and {type(model).__name__} sees images. "
-                "What works: nope by itself."
+                f"{inner.name} with logit_scale follows the length of a text, and {type(model).__name__} sees images. "
+                "What works: nope without it."
             )
 
 
 def refuse_length(model: Any, stack: Stack, scheme: Scheme, max_length: int | None) -> None:
-    """Refuse a `max_length` for a `stack` that sees images: its length follows from their size.
+    """Refuse a `max_length` for a vision `stack`: its length follows from the image size.
 
     Raises:
-        SchemeError: it is given, and is not what follows from the image size of the resolved `scheme`.
+        SchemeError: it differs from the length that follows from the image size of the resolved `scheme`.
     """
     length = scheme.reach(stack.geometry) or stack.geometry.original_length
-    if stack.inputs == "images" and max_length not in (None, length):  # records say what follows
+    if stack.inputs == "images" and max_length not in (None, length):  # records contain that length
         sized = " or give image_size, in pixels," if hasattr(scheme, "image_size") else ""
         raise SchemeError(
             f"{type(model).__name__} sees images: its length follows from their size, {length} tokens here, got "
@@ -51,21 +51,21 @@ def refuse_length(model: Any, stack: Stack, scheme: Scheme, max_length: int | No
 
 
 def refuse_no_table(model: Any, stack: Stack, scheme: Scheme) -> None:
-    """Refuse a scheme that stands in a position table, or one with such a scheme inside, where the `stack` has none.
+    """Refuse a table scheme, also as part of `scheme`, if the `stack` has no position table.
 
     Raises:
-        UnsupportedSwapError: it is one, of whatever length.
+        UnsupportedSwapError: it is one, whatever its length.
     """
-    tables = [one.table_part for one in _all_in(scheme) if one.table_part is not None]
+    tables = [inner.table_part for inner in _all_in(scheme) if inner.table_part is not None]
     if tables and stack.table is None:
         raise UnsupportedSwapError(
-            f"{tables[0].name} needs a position table to stand in, and {type(model).__name__} has none. What works: "
+            f"{tables[0].name} needs a position table, and {type(model).__name__} has none. What works: "
             "rope and its scalings, alibi, nope."
         )
 
 
 def refuse_two_sided(model: Any, stack: Stack, scheme: Scheme) -> None:
-    """Refuse a scheme that needs a causal model in a `stack` that sees both sides.
+    """Refuse a scheme that needs a causal model in a bidirectional `stack`.
 
     Raises:
         UnsupportedSwapError: it is one.
@@ -82,13 +82,13 @@ def refuse_two_sided(model: Any, stack: Stack, scheme: Scheme) -> None:
 
 def _all_in(scheme: Scheme) -> Iterator[Scheme]:
     """Yield `scheme` and every scheme inside it."""
-    waiting: list[Any] = [scheme]
-    while waiting:
-        held = waiting.pop()
-        if isinstance(held, Scheme):
-            yield held
-            waiting += [getattr(held, field.name) for field in dataclasses.fields(held)]
-        elif isinstance(held, Mapping):
-            waiting += held.values()
-        elif isinstance(held, tuple):
-            waiting += held
+    pending: list[Any] = [scheme]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Scheme):
+            yield value
+            pending += [getattr(value, field.name) for field in dataclasses.fields(value)]
+        elif isinstance(value, Mapping):
+            pending += value.values()
+        elif isinstance(value, tuple):
+            pending += value

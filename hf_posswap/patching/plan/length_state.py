@@ -1,4 +1,4 @@
-"""What follows the length of a model besides its tables: masks, plain attributes, what its class leaves unsaved."""
+"""State besides the tables that follows the length of a model: masks, plain attributes, unsaved buffers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LENGTH_NAMES = (
     "max_encoder_position_embeddings",
     "max_decoder_position_embeddings",
 )
-"""Config values that say how long a model is."""
+"""Config values with the length of a model."""
 
 
 def plan_length_state(context: SwapContext, values: dict[str, Any], planned: list[Edit]) -> PlanDraft:
-    """Return the edits that give a model what a stock one of the new length has, outside its tables.
+    """Return the edits that make a model match a stock one of the new length, outside its tables.
 
-    Where a stock model of that length would have other weights, besides the tables, no config says the swap.
+    If a stock model of that length would have other weights besides the tables, no config can express the swap.
 
     Args:
         context: of the model.
@@ -39,7 +39,7 @@ def plan_length_state(context: SwapContext, values: dict[str, Any], planned: lis
         planned: edits so far.
 
     Raises:
-        UnsupportedSwapError: a buffer follows the length, and its family does not say how.
+        UnsupportedSwapError: a buffer follows the length in an unknown way.
     """
     model, sites = context.model, context.sites
     lengths = {name: value for name, value in values.items() if name in LENGTH_NAMES}
@@ -50,7 +50,7 @@ def plan_length_state(context: SwapContext, values: dict[str, Any], planned: lis
     stopped = {edit.path for edit in planned if isinstance(edit, StopRotation)}
     draft = PlanDraft(edits=list(_masks(context, fresh, unread, stopped)))
     paths = table_paths(sites)
-    # not with the model itself, whose weights may be adapted by PEFT, or quantised
+    # not compared with the model itself, whose weights may be adapted by PEFT or quantised
     if _shapes(fresh, paths) != _shapes(as_it_was, paths):
         draft.plugin = True
         draft.notes.append("Stock transformers would change other weights with the length.")
@@ -64,27 +64,27 @@ def _fresh(model: Any, lengths: dict[str, int]) -> Any:
     config = copy.deepcopy(model.config)
     for name, value in lengths.items():
         setattr(config, name, value)
-    with torch.device("meta"), without_initialising():  # which would cost most of the time
+    with torch.device("meta"), without_initialising():  # initializing would take most of the time
         return build_native(model, config)
 
 
 def _masks(context: SwapContext, fresh: Any, unread: set[str], stopped: set[str]) -> Iterator[Edit]:
-    """Yield causal masks of the new length; what else follows the length, the family must say how.
+    """Yield edits for causal masks of the new length; the family must describe any other buffer that follows it.
 
     Args:
         context: of the model.
         fresh: a stock model of the new length.
-        unread: paths of attention modules whose own masks are read no more.
-        stopped: paths of modules that make angles of position 0 alone, whatever the length.
+        unread: paths of attention modules whose own masks are no longer used.
+        stopped: paths of modules that only compute angles of position 0, whatever the length.
     """
     model, sites = context.model, context.sites
-    own, grown = dict(model.named_buffers()), {path for stack in sites.stacks for path in stack.buffers}
+    current, grown = dict(model.named_buffers()), {path for stack in sites.stacks for path in stack.buffers}
     for name, buffer in fresh.named_buffers():
         owner = name.rpartition(".")[0]
         of_table = bool({name, owner} & set(table_paths(sites)))
-        if name not in own or own[name].shape == buffer.shape or name in grown or of_table or owner in stopped:
+        if name not in current or current[name].shape == buffer.shape or name in grown or of_table or owner in stopped:
             continue
-        yield _resized(context, name, own[name], buffer, unread=owner in unread)
+        yield _resized(context, name, current[name], buffer, unread=owner in unread)
 
 
 def _resized(context: SwapContext, name: str, old: Tensor, new: Tensor, *, unread: bool) -> Edit:
@@ -94,7 +94,7 @@ def _resized(context: SwapContext, name: str, old: Tensor, new: Tensor, *, unrea
             site="attention",
             path=name,
             before=str(shapes[0]),
-            after=f"{shapes[1]}, read no more",
+            after=f"{shapes[1]}, no longer used",
             stack=context.stack.name,
             shape=tuple(new.shape),
         )
@@ -105,7 +105,7 @@ def _resized(context: SwapContext, name: str, old: Tensor, new: Tensor, *, unrea
         )
     raise UnsupportedSwapError(
         f"buffer {name!r} of {context.model_name} follows the length, {shapes[0]} would be {shapes[1]}, and "
-        f"family {context.sites.family.name!r} does not say how. What works: the length that the model has."
+        f"family {context.sites.family.name!r} does not describe how. What works: the model's current length."
     )
 
 
@@ -115,6 +115,6 @@ def table_paths(sites: Sites) -> tuple[str, ...]:
 
 
 def _shapes(model: Any, paths: tuple[str, ...]) -> dict[str, Any]:
-    """Return the shape of each tensor of `model` but for the tables at `paths`."""
+    """Return the shape of each tensor of `model` except the tables at `paths`."""
     left_out = {f"{path}.weight" for path in paths}
     return {name: tensor.shape for name, tensor in model.state_dict().items() if name not in left_out}

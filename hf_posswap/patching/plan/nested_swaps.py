@@ -1,4 +1,4 @@
-"""Refusing a second swap in a model of which a part, or the whole around it, carries one."""
+"""Refusing a second swap if a submodel, or an outer model, is already swapped."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hf_posswap.patching.record.record import native_config_class
 
 
 def refuse_nested_swaps(model: Any) -> None:
-    """Refuse a `model` of which a part carries a swap of its own, or that is a part of a swapped whole.
+    """Refuse a `model` that contains a swapped submodel, or that belongs to a swapped outer model.
 
     Raises:
-        AlreadyPatchedError: names the part, or says that the whole carries a swap.
+        AlreadyPatchedError: names the submodel, or says that the outer model carries a swap.
     """
     name = type(model).__name__
-    inner = next((path for path, one in model.named_modules() if path and "_posswap" in vars(one)), None)
+    inner = next((path for path, module in model.named_modules() if path and "_posswap" in vars(module)), None)
     if inner is not None:
-        part = model.get_submodule(inner)
+        submodel: Any = model.get_submodule(inner)
         raise AlreadyPatchedError(
-            f"{inner!r} of this {name} already carries {part._posswap.plan.named}: call "
+            f"{inner!r} of this {name} already carries {submodel._posswap.plan.named}: call "
             f"unpatch_model(model.get_submodule({inner!r})) first."
         )
     if "_posswap" in vars(model):

@@ -51,21 +51,21 @@ def plan_swap(
     relative: RelativeChoice | None = None,
     **options: Any,
 ) -> SwapPlan:
-    """Return what `patch_model` with the same arguments would do. The model is not touched; it may lie on meta.
+    """Return what `patch_model` with the same arguments would do. The model is not touched; it may be on meta.
 
     Args:
         model: a transformers model, or a PEFT model around one.
         scheme: an object, or a name with its fields as `options`; for an encoder-decoder also a mapping of its stacks
-            to schemes, {"encoder": ..., "decoder": ...}: a stack that it leaves out keeps what it has.
+            to schemes, {"encoder": ..., "decoder": ...}: a stack that it omits keeps its mechanism.
         max_length: positions the swapped model is meant for, in tokens; None keeps the model's own (or what a given
             factor reaches).
         site: "auto" expresses the swap natively where it can be; "attention" always applies it inside attention.
-        relative: "keep" DeBERTa's relative positions inside attention, or "drop" them;
-            None keeps them, and is all that other models take.
-        options: fields of the scheme, where it is given by name.
+        relative: whether to "keep" or "drop" DeBERTa's relative positions inside attention; None keeps them. Other
+            models take only None.
+        options: fields of the scheme, if it is given by name.
 
     Raises:
-        UnsupportedSwapError: this scheme cannot be put into this model: why, and what would work.
+        UnsupportedSwapError: this model does not support the scheme; the message says why, and what would work.
         UnsupportedModelError: no family describes the model.
         SchemeError, OptionError, UnknownNameError: the scheme or its parameters are wrong.
         AlreadyPatchedError: the model carries a swap.
@@ -96,30 +96,31 @@ def _planned(
     _refuse_config_of_decoder(model, sites)
     refuse_missed(model, sites)
     schemes = _resolved(model, sites, schemes_by_stack(scheme, sites, options), max_length)
-    length = max_length or max(_reach(one, sites, name) for name, one in schemes.items())
+    length = max_length or max(_reach(resolved, sites, name) for name, resolved in schemes.items())
     if length > LONGEST:
         raise SchemeError(
-            f"{', '.join(map(str, schemes.values()))}: the model would be meant for {length} tokens; the most is "
+            f"{', '.join(map(str, schemes.values()))}: the model would be meant for {length} tokens; the maximum is "
             f"{LONGEST}. Give a smaller max_length or factor."
         )
     relative = relative_choice(model, sites, relative)
     contexts = [
-        SwapContext(model, sites, sites.stack(name), one, length, site, relative) for name, one in schemes.items()
+        SwapContext(model, sites, sites.stack(name), resolved, length, site, relative)
+        for name, resolved in schemes.items()
     ]
     return _plan([replace(context, scheme=fitted(context)) for context in contexts])
 
 
 def _refuse_config_of_decoder(model: Any, sites: Sites) -> None:
-    """Refuse an encoder-decoder that was built from the config of a model with a decoder alone."""
+    """Refuse an encoder-decoder that was built from the config of a decoder-only model."""
     has_both = {"encoder", "decoder"} <= {stack.name for stack in sites.stacks}
     if not has_both or getattr(model.config, "is_encoder_decoder", True):
         return
     named = [stock_name(name) for name in model.config.architectures or ()]
-    of = f", as that of {named[0]} does" if named else ""
+    of = f", like that of {named[0]}" if named else ""
     raise UnsupportedSwapError(
-        f"{type(model).__name__} has an encoder and a decoder, and its config says is_encoder_decoder: false{of}: that "
-        "is a model with a decoder alone, in whose checkpoint there are no weights of an encoder. Load such a "
-        "checkpoint by hf_posswap.load or AutoModelForCausalLM; for a new model set is_encoder_decoder to true."
+        f"{type(model).__name__} has an encoder and a decoder, and its config has is_encoder_decoder: false{of}: that "
+        "is a decoder-only model, whose checkpoint has no encoder weights. Load such a "
+        "checkpoint with hf_posswap.load or AutoModelForCausalLM; for a new model set is_encoder_decoder to true."
     )
 
 
@@ -135,20 +136,20 @@ def _check_arguments(model: Any, max_length: int | None, site: SiteChoice) -> No
 
 
 def check_max_length(max_length: int | None) -> None:
-    """Raise a SchemeError where `max_length` is given and is no number of tokens."""
+    """Raise a SchemeError if `max_length` is given and is not a number of tokens."""
     if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
         raise SchemeError(f"max_length must be a whole number of tokens >= 1, got {max_length!r}.")
 
 
 def _resolved(model: Any, sites: Sites, chosen: dict[str, Scheme], max_length: int | None) -> dict[str, Scheme]:
-    """Return the schemes with their open parameters filled in, or refuse those that are not for their stacks."""
-    for name, one in chosen.items():
-        refuse_other_input(model, sites.stack(name), one)
-        refuse_two_sided(model, sites.stack(name), one)
-        refuse_no_table(model, sites.stack(name), one)
-    resolved = {name: one.resolve(sites.stack(name).geometry, max_length) for name, one in chosen.items()}
-    for name, one in resolved.items():
-        refuse_length(model, sites.stack(name), one, max_length)
+    """Return the schemes with their open parameters filled in, or refuse those that do not suit their stacks."""
+    for name, scheme in chosen.items():
+        refuse_other_input(model, sites.stack(name), scheme)
+        refuse_two_sided(model, sites.stack(name), scheme)
+        refuse_no_table(model, sites.stack(name), scheme)
+    resolved = {name: scheme.resolve(sites.stack(name).geometry, max_length) for name, scheme in chosen.items()}
+    for name, scheme in resolved.items():
+        refuse_length(model, sites.stack(name), scheme, max_length)
     return resolved
 
 
@@ -158,11 +159,11 @@ def _reach(scheme: Scheme, sites: Sites, stack: str) -> int:
 
 
 def schemes_by_stack(scheme: SchemeChoice, sites: Sites, options: dict[str, Any]) -> dict[str, Scheme]:
-    """Return the scheme of every stack that is to be swapped, by the stack's name, the main stack's last.
+    """Return the scheme of every stack to swap, by stack name, the main stack last.
 
     Raises:
-        SchemeError: a mapping names a stack that the model does not have, or none.
-        OptionError: options were given beside a mapping.
+        SchemeError: a mapping names an unknown stack, or no stack.
+        OptionError: options were given with a mapping.
     """
     names = [stack.name for stack in sites.stacks]
     if (
@@ -171,10 +172,9 @@ def schemes_by_stack(scheme: SchemeChoice, sites: Sites, options: dict[str, Any]
         or names_one_scheme(scheme)
         or not all(isinstance(k, str) for k in scheme)
     ):
-        one = make_scheme(scheme, **options)
-        return dict.fromkeys(names, one)
+        return dict.fromkeys(names, make_scheme(scheme, **options))
     if options:
-        raise OptionError(f"options {sorted(options)} were given beside schemes by stack: set them on the schemes.")
+        raise OptionError(f"options {sorted(options)} were given with schemes by stack: set them on the schemes.")
     unknown = [name for name in scheme if name not in names]
     if unknown or names == [""]:
         stacks = ", ".join(names) if names != [""] else "one stack only, without a name"
@@ -183,15 +183,15 @@ def schemes_by_stack(scheme: SchemeChoice, sites: Sites, options: dict[str, Any]
 
 
 def _plan(contexts: list[SwapContext]) -> SwapPlan:
-    """Return the plan of a swap, of whose stacks these are the contexts, the main one's last."""
+    """Return the plan of a swap from the contexts of its stacks, the main one last."""
     drafts = [plan_stack(context) for context in contexts]
     draft = sum(drafts, PlanDraft())
     for add in _PASSES:
         draft += add(contexts, draft)
     main, schemes = contexts[-1], {context.stack.name: context.scheme for context in contexts}
     needs: dict[str, str] = {}
-    for context, one in zip(contexts, drafts, strict=True):
-        needs.setdefault(one.adaptation, context.stack.name)
+    for context, stack_draft in zip(contexts, drafts, strict=True):
+        needs.setdefault(stack_draft.adaptation, context.stack.name)
     notes = dict.fromkeys(note for scheme in schemes.values() for note in scheme.notes())
     return SwapPlan(
         model=main.model_name,
@@ -211,7 +211,7 @@ def _plan(contexts: list[SwapContext]) -> SwapPlan:
 
 
 def plan_stack(context: SwapContext) -> PlanDraft:
-    """Return what puts the scheme of `context` into its stack: the sites, one after the other."""
+    """Return the edits for the scheme of `context` in its stack, site by site."""
     _refuse_blend_inside(context)
     stack, draft = context.stack, PlanDraft()
     if stack.config_name is not None:
@@ -227,7 +227,7 @@ def plan_stack(context: SwapContext) -> PlanDraft:
 
 
 def _needs_attention(context: SwapContext, rotary: PlanDraft) -> bool:
-    """Return whether something is to be done inside attention: put there, or taken away."""
+    """Return whether the swap changes attention: adds a mechanism there, or removes one."""
     scheme, stack = context.scheme, context.stack
     if isinstance(scheme, Blend):
         return stack.table is None or scheme.new.acts_inside
@@ -243,23 +243,23 @@ def _refuse_blend_inside(context: SwapContext) -> None:
     if isinstance(scheme, Blend) and stack.inside is not None:
         native = native_scheme(stack.inside, context.geometry).name
         raise UnsupportedSwapError(
-            f"{scheme.name} cannot fade the {native} that is native inside the attention of "
-            f"{context.model_name}: it is there, or it is not. What works: {scheme.new.name} by itself."
+            f"{scheme.name} cannot combine with the native {native} inside the attention of "
+            f"{context.model_name}, which is either on or off. What works: {scheme.new.name} without blend."
         )
 
 
 def _left_alone(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
-    """Note the stacks that keep what they have; where their tables end elsewhere, no config can say both."""
+    """Note the stacks that keep their mechanism; if their tables have another length, no config can express both."""
     sites, swapped = contexts[-1].sites, {context.stack.name for context in contexts}
-    found = PlanDraft(notes=[sites.family.note] if sites.family.note else [])
+    unswapped = PlanDraft(notes=[sites.family.note] if sites.family.note else [])
     for stack in sites.stacks:
         if stack.name in swapped:
             continue
-        found.notes.append(f"The {stack.name} keeps its positions, {stack.geometry.original_length} of them.")
-        own = stack.config_length(stack.geometry.original_length)
-        if stack.config_name is not None and draft.values.get(stack.config_name, own) != own:
-            found.plugin = True
-    return found
+        unswapped.notes.append(f"The {stack.name} keeps its positions, {stack.geometry.original_length} of them.")
+        current = stack.config_length(stack.geometry.original_length)
+        if stack.config_name is not None and draft.values.get(stack.config_name, current) != current:
+            unswapped.plugin = True
+    return unswapped
 
 
 def _saved_tables(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
@@ -271,31 +271,31 @@ def _length_state(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
 
 
 def _config(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
-    """Plan the config values that differ from the model's own."""
-    context, found = contexts[-1], PlanDraft()
+    """Plan the config values that change."""
+    context, planned = contexts[-1], PlanDraft()
     for path, value in draft.values.items():
         before = config_at(context.model.config, path)
         if before != value:
             text: dict[str, Any] = {"before": brief(before), "after": brief(value), "stack": context.stack.name}
-            found.edits.append(EditConfig(site="config", path=path, **text, value=value))
-    return found
+            planned.edits.append(EditConfig(site="config", path=path, **text, value=value))
+    return planned
 
 
 def _position_ids(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
-    """Plan that position ids are obeyed or refused which the model's own code drops without a word."""
-    swapped, found = {context.stack.name: context for context in contexts}, PlanDraft()
+    """Plan to obey or refuse position ids that the model's own code silently drops."""
+    swapped, planned = {context.stack.name: context for context in contexts}, PlanDraft()
     for stack in contexts[-1].sites.stacks:
         context = swapped.get(stack.name)
         if context is not None and context.scheme.kind == "none":
             continue  # it has no positions
         counts = context is None or _counts(context)
-        asked = context or replace(contexts[-1], stack=stack)
-        found += plan_position_ids(asked, counts=counts, native=not draft.plugin)
-    return found + plan_unclaimed_ids(contexts[-1])
+        stack_context = context or replace(contexts[-1], stack=stack)
+        planned += plan_position_ids(stack_context, counts=counts, native=not draft.plugin)
+    return planned + plan_unclaimed_ids(contexts[-1])
 
 
 def _counts(context: SwapContext) -> bool:
-    """Return whether the model counts positions by itself after the swap: for a table, or where no scheme acts."""
+    """Return whether the model itself counts positions after the swap: for a table, or if no scheme acts inside."""
     if isinstance(context.scheme, Blend):
         return context.stack.table is not None
     return context.scheme.table_part is not None or not context.scheme.acts_inside
@@ -320,7 +320,7 @@ _PASSES: tuple[Callable[[list[SwapContext], PlanDraft], PlanDraft], ...] = (
     _attention_choice,
     _kept_in_memory,
 )
-"""What is planned for the model as a whole once its stacks are: each is given the draft so far, and adds to it."""
+"""The passes over the whole model after its stacks are planned: each takes the draft so far and adds to it."""
 
 
 def _record(contexts: list[SwapContext], draft: PlanDraft) -> SwapRecord:
@@ -342,7 +342,7 @@ def unwrap(model: Any) -> Any:
     """Return the transformers model inside `model`: itself, or the base of a PEFT model.
 
     Raises:
-        UnsupportedSwapError: `model` is no transformers model, or a PEFT method that adds virtual tokens.
+        UnsupportedSwapError: `model` is not a transformers model, or a PEFT method that adds virtual tokens.
     """
     from transformers import PreTrainedModel
 
@@ -351,9 +351,7 @@ def unwrap(model: Any) -> Any:
     configs = getattr(model, "peft_config", None)
     if configs is not None and hasattr(model, "get_base_model"):
         if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
-            raise UnsupportedSwapError(
-                "PEFT prompt learning adds tokens without positions of their own: not supported."
-            )
+            raise UnsupportedSwapError("PEFT prompt learning adds tokens without positions: not supported.")
         return unwrap(model.get_base_model())
     raise UnsupportedSwapError(
         f"expected a transformers PreTrainedModel (or a PEFT model around one), got {_named(model)}; "

@@ -1,4 +1,4 @@
-"""A plan: what a swap would change, as a value."""
+"""The plan of a swap, as a value."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _WHOLE = "whole sequences only, not for context parallelism"
 class SwapPlan:
     """What `patch_model` will do, or did. `print(plan)` shows it as a table.
 
-    It is a value: two plans of the same swap are equal, and one can be pickled, or written as JSON and read again.
+    It is a value: two plans of the same swap are equal, and a plan can be pickled, or written to JSON and read back.
 
     Attributes:
         model: class name of the model.
-        scheme: with every parameter filled in that the model gives; the decoder's, where a model has several stacks
-            and it is swapped.
-        schemes: that of every stack which is swapped, by the stack's name: "" where a model has one.
+        scheme: with every parameter filled in; of the decoder, if a model has several stacks and the decoder is
+            swapped.
+        schemes: of every swapped stack, by stack name: "" if a model has only one.
         edits: in order.
         route: "native": stock transformers will run the saved checkpoint; "plugin": only hf_posswap will.
-        cached_equals_full: whether decoding with a cache gives what one full forward gives, at any length.
-        unused: parameters of the model that the swap puts out of use, by name: their numbers of elements.
-        added: parameters that the swap adds, by name: their numbers of elements.
-        adaptation: what training the swapped model will need.
+        cached_equals_full: whether decoding with a cache equals one full forward, at any length.
+        unused: parameters that the swap disables, by name, with their numbers of elements.
+        added: parameters that the swap adds, by name, with their numbers of elements.
+        adaptation: the training that the swapped model will need.
         max_length: positions the swapped model is meant for, in tokens.
         notes: anything else worth knowing.
-        record: what will be written to `config.posswap`.
-        sites: where the model's positions live.
+        record: written to `config.posswap`.
+        sites: where the model's positions are.
 
     Example:
         >>> from hf_posswap import plan_swap
@@ -80,19 +80,19 @@ class SwapPlan:
         return html_tables.together([html_tables.title(self.title), edits, html_tables.table(self.fact_rows())])
 
     def edit_rows(self) -> list[Row]:
-        """Return a row an edit: site, path, before, after; edits that differ in a layer's number alone share one."""
+        """Return one row per edit: site, path, before, after; edits that differ only in the layer number share one."""
         return edit_rows(self.edits)
 
     def fact_rows(self) -> list[tuple[str, str]]:
-        """Return what follows from the edits: names and values."""
+        """Return the consequences of the edits as names and values."""
         added = (edit for edit in self.edits if isinstance(edit, AddMechanism))
-        ways = dict.fromkeys(way for edit in added for way in describe_backends(edit.scheme, edit.geometry))
+        backends = dict.fromkeys(text for edit in added for text in describe_backends(edit.scheme, edit.geometry))
         return [
             ("route", _ROUTES[self.route]),
             ("length", f"{self.max_length} positions" + (", runs beyond" if self.unbounded else "")),
             ("cache", _CONSISTENT if self.cached_equals_full else _INCONSISTENT),
             ("parallel", _SHARDABLE if self.shardable else _WHOLE),
-            *(("backend", way) for way in ways),
+            *(("backend", text) for text in backends),
             ("unused", sizes(self.unused)),
             ("new", sizes(self.added)),
             ("adaptation", self.adaptation),
@@ -116,18 +116,18 @@ class SwapPlan:
 
     @property
     def named(self) -> str:
-        """The scheme, or those of the stacks where they differ, as text."""
+        """The scheme, or the schemes of the stacks if they differ, as text."""
         if len(set(map(str, self.schemes.values()))) == 1:
             return str(self.scheme)
         return ", ".join(f"{stack}: {scheme}" for stack, scheme in self.schemes.items())
 
     @property
     def choice(self) -> Scheme | dict[str, Scheme]:
-        """What `plan_swap` takes to make this plan again."""
+        """The `scheme` argument of `plan_swap` that gives this plan."""
         return self.schemes.get("", dict(self.schemes))
 
     def with_schemes(self, schemes: dict[str, Scheme]) -> SwapPlan:
-        """Return the plan of a model whose stacks have come to `schemes`, of the same kinds with other numbers."""
+        """Return the plan with updated `schemes`: the same types of schemes with other values."""
         main = list(schemes.values())[-1]
         stacks = None if "" in schemes else {name: scheme.to_dict() for name, scheme in schemes.items()}
         record = replace(self.record, scheme=main.to_dict(), stacks=stacks)
@@ -138,11 +138,11 @@ class SwapPlan:
         return replace(self, scheme=main, schemes=schemes, record=record, edits=edits, notes=notes)
 
     def place(self, edit: Edit) -> tuple[Scheme, Geometry]:
-        """Return the scheme and the geometry of the stack in which `edit` lies."""
+        """Return the scheme and the geometry of the stack of `edit`."""
         return self.schemes[edit.stack], self.sites.stack(edit.stack).geometry
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON, from which `from_dict` makes it again."""
+        """Return the plan as JSON for `from_dict`."""
         return {
             **{name: _listed(getattr(self, name)) for name in _PLAIN},
             "scheme": self.scheme.to_dict(),

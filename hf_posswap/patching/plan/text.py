@@ -13,7 +13,7 @@ EDIT_HEADER: Row = ("site", "path", "before", "after")
 
 
 def table(title: str, rows: list[Row], facts: list[tuple[str, str]]) -> str:
-    """Return a title, a table of edits and what follows from them, as text."""
+    """Return a title, a table of edits and their consequences, as text."""
     lines = [EDIT_HEADER, *rows]
     widths = [max(len(row[i]) for row in lines) for i in range(4)]
     shown = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines]
@@ -22,10 +22,10 @@ def table(title: str, rows: list[Row], facts: list[tuple[str, str]]) -> str:
 
 
 def edit_rows(edits: Iterable[Edit]) -> list[Row]:
-    """Return a row an edit, as EDIT_HEADER says, with edits that differ only in a layer's number in one row."""
+    """Return one row per edit, with the columns of EDIT_HEADER; edits that differ only in the layer share a row."""
     groups: dict[Row, list[str]] = {}
     for edit in edits:
-        pattern = ".".join("*" if part.isdigit() else part for part in edit.path.split("."))
+        pattern = ".".join("*" if segment.isdigit() else segment for segment in edit.path.split("."))
         groups.setdefault((edit.site, pattern, edit.before, edit.after), []).append(edit.path)
     rows = []
     for (site, pattern, before, after), paths in groups.items():

@@ -1,1 +1,1 @@
-"""What may be done to a model before or after a swap."""
+"""Operations on a model before or after a swap."""

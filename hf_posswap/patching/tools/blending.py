@@ -1,4 +1,4 @@
-"""Moving a blend of the old mechanism and the new one along, and ending it."""
+"""Changing the weight of a blend of the old mechanism and the new one, and ending the blend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @alone(parameters=False)
 def set_blend(model: Any, weight: float) -> None:
-    """Set the share of the new mechanism in a model that was patched with `blend`; the config's record follows.
+    """Set the weight of the new mechanism in a model patched with `blend`, and update the record in its config.
 
     Args:
         model: a model patched with `blend` (or a PEFT model around one).
@@ -32,7 +32,7 @@ def set_blend(model: Any, weight: float) -> None:
 
     Raises:
         NotPatchedError: the model carries no blend.
-        SchemeError: weight is no number in [0, 1].
+        SchemeError: weight is not a number in [0, 1].
         ModelInUseError: a forward of the model is running, or another thread changes it.
 
     Example:
@@ -52,18 +52,18 @@ def set_blend(model: Any, weight: float) -> None:
     for edit in plan.edits:
         _move(target, edit, scheme.weight)
     blends: dict[str, Any] = dict(plan.schemes)
-    moved = {name: dataclasses.replace(one, weight=weight) for name, one in blends.items()}
+    moved = {name: dataclasses.replace(blend_of_stack, weight=weight) for name, blend_of_stack in blends.items()}
     target._posswap.plan = plan.with_schemes(moved)
     target.config.posswap = target._posswap.plan.record.to_dict()
 
 
-@alone()  # from end to end: between its two swaps there is neither mechanism
+@alone()  # for the whole function: between its two swaps there is no mechanism
 def finish_blend(model: M, *, max_length: int | None = None) -> M:
-    """Leave the new mechanism alone behind, with all that it has learned, and return the model.
+    """Keep only the new mechanism, with its trained parameters, and return the model.
 
     Args:
         model: a model whose blend has weight 1.
-        max_length: positions it is meant for afterwards, in tokens; None: as `patch_model` has it.
+        max_length: positions it is meant for afterwards, in tokens; None: as in `patch_model`.
 
     Raises:
         NotPatchedError: the model carries no blend.
@@ -84,7 +84,7 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
     scheme: Any = plan.scheme
     if scheme.weight != 1.0:
         raise SchemeError(
-            f"the blend stands at weight {scheme.weight:g}: ending it now would change the model at one blow; "
+            f"the blend is at weight {scheme.weight:g}: ending it now would change the outputs abruptly; "
             "call set_blend(model, 1.0) first."
         )
     learned = {name: tensor.detach().clone() for name, tensor in _new_tensors(target, plan).items()}
@@ -116,7 +116,7 @@ def _new_schemes(plan: SwapPlan) -> dict[str, Any]:
 
 
 def _move(model: Any, edit: Edit, weight: float) -> None:
-    """Set the weight where `edit` put a part of the blend."""
+    """Set the weight in the module that `edit` added for the blend."""
     if isinstance(edit, AddMechanism):
         carried: Any = model.get_submodule(edit.path)
         for mechanism in {carried, *_copies(carried)}:
@@ -126,24 +126,24 @@ def _move(model: Any, edit: Edit, weight: float) -> None:
 
 
 def _copies(carried: Any) -> list[Any]:
-    """Return the copies that PEFT trains in the place of a mechanism."""
+    """Return a mechanism and its copies that PEFT trains."""
     return [original_of(carried), *trained_copies_of(carried)]
 
 
 def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, torch.Tensor]:
-    """Return what the new mechanism has learned so far: a table's rows, and parameters inside attention."""
-    found: dict[str, torch.Tensor] = {}
+    """Return the trained tensors of the new mechanism: a table's rows, and parameters inside attention."""
+    tensors: dict[str, torch.Tensor] = {}
     for edit in plan.edits:
         if isinstance(edit, AddMechanism):
             carried: Any = model.get_submodule(edit.path)
             learning = carried.new if isinstance(plan.scheme, Blend) else carried
-            held = dict(learning.named_parameters()) if learning is not None else {}
-            found |= {f"{edit.path}.{name}": parameter for name, parameter in held.items()}
+            parameters = dict(learning.named_parameters()) if learning is not None else {}
+            tensors |= {f"{edit.path}.{name}": parameter for name, parameter in parameters.items()}
         elif isinstance(edit, BlendTable) and model.get_submodule(edit.path).new is not None:
-            found[edit.path] = model.get_submodule(edit.path).new
+            tensors[edit.path] = model.get_submodule(edit.path).new
         elif isinstance(edit, ReplaceTable):
-            found[edit.path] = model.get_submodule(edit.path).weight[edit.offset :]
-    return found
+            tensors[edit.path] = model.get_submodule(edit.path).weight[edit.offset :]
+    return tensors
 
 
 def _fill(into: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:

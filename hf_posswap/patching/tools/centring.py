@@ -1,4 +1,4 @@
-"""The part of a position table that says nothing of position: its mean, moved to where a swap leaves it alone."""
+"""Moving the mean of a position table, which carries no position, to the token embeddings, which a swap keeps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.preconditions import refuse_wrapped_parts
 
 CENTRED = "_posswap_centred"
-"""Attribute of a model whose token embeddings hold the mean of its table; its checkpoint's may not."""
+"""Attribute of a model whose token embeddings include the mean of its table, unlike those in its checkpoint."""
 _PROBED = 16
-"""Most tokens of each of the two sequences on which it is proved that the outputs stay."""
+"""Most tokens of each of the two sequences on which the outputs are compared."""
 _ALLOWED = 1e-3
-"""Most by which an output may move, as a share of the largest output: float32 rounds."""
+"""Largest allowed change of an output, relative to the largest output, because of float32 rounding."""
 
 
 @alone(parameters=False)
@@ -27,20 +27,20 @@ _ALLOWED = 1e-3
 def centre_table(model: Any) -> Tensor:
     """Move the mean row of the position table of `model` into its token embeddings, and return that row [E].
 
-    For all rows p and all tokens t: p' = p - mean, t' = t + mean, so the sum of both, which is all that the model sees,
-    stays. Where the head is tied to the token embeddings, every logit moves by the same number and the probabilities
-    stay. A swap that takes the table away afterwards takes positions alone, and not also a vector that the first layer
-    has always seen: the swapped model starts nearer to what it was, and adapts in fewer tokens. Call it before
-    `patch_model`. It is proved on a small input, and taken back where the outputs moved.
+    For all rows p and all tokens t: p' = p - mean, t' = t + mean. The model only sees the sum of both, which does not
+    change. If the head is tied to the token embeddings, every logit moves by the same number and the probabilities do
+    not change. A swap that removes the table afterwards then removes only positions, and not a vector that the first
+    layer has always seen: the swapped model starts closer to the original and adapts in fewer tokens. Call it before
+    `patch_model`. The outputs are compared on a small input, and the change is undone if they differ.
 
-    What it changes are weights. An adapter on the swapped model is not saved from then on: the base that it names has
-    others. Save the model and load it again before an adapter is put on it.
+    It changes weights. Afterwards an adapter on the swapped model cannot be saved, because its base checkpoint has
+    other weights. Save and reload the model before you add an adapter.
 
     Args:
         model: of one stack that reads tokens, with a position table, in float32 or float64, not swapped.
 
     Raises:
-        UnsupportedSwapError: another kind of model, weights of another dtype, or outputs that would not stay.
+        UnsupportedSwapError: another type of model, weights of another dtype, or outputs that would change.
         UnsupportedModelError: no family describes the model.
         AlreadyPatchedError: it carries a swap.
         ModelInUseError: a forward of the model is running, or another thread changes it.
@@ -55,82 +55,82 @@ def centre_table(model: Any) -> Tensor:
         'plugin'
     """
     model = unwrap(model)
-    stack, table, words = _checked_parts(model)
+    stack, table, embeddings = _checked_weights(model)
     mean = table[stack.table_offset :].mean(dim=0)
-    kept = table.clone(), words.clone()
+    kept = table.clone(), embeddings.clone()
     before = _outputs(model, stack)
     table -= mean
-    words += mean / _scale(model)
+    embeddings += mean / _scale(model)
     moved = float((_outputs(model, stack) - before).abs().max() / before.abs().max())
     if not moved <= _ALLOWED:
-        table.copy_(kept[0]), words.copy_(kept[1])
+        table.copy_(kept[0]), embeddings.copy_(kept[1])
         raise UnsupportedSwapError(
-            f"centre_table: the outputs of {type(model).__name__} would move by {moved:.1e} of the largest, more than "
-            f"rounding does: its table and its token embeddings are not simply added. The model is as it was."
+            f"centre_table: the outputs of {type(model).__name__} would change by {moved:.1e} of the largest, more "
+            f"than by rounding: its table and its token embeddings are not simply added. The model is unchanged."
         )
     setattr(model, CENTRED, True)
     return mean
 
 
 def check_centring(model: Any) -> None:
-    """Refuse a `model` whose table `centre_table` could not centre; its errors, but for outputs that would not stay."""
-    _checked_parts(unwrap(model))
+    """Refuse a `model` that `centre_table` does not support; raises its errors, but does not compare outputs."""
+    _checked_weights(unwrap(model))
 
 
-def _checked_parts(model: Any) -> tuple[Stack, Tensor, Tensor]:
+def _checked_weights(model: Any) -> tuple[Stack, Tensor, Tensor]:
     if getattr(model, "_posswap", None) is not None:
         raise AlreadyPatchedError(
             f"{type(model).__name__} carries a swap: call centre_table before patch_model, or unpatch_model first."
         )
     refuse_wrapped_parts(model)
-    return _parts(model)
+    return _weights(model)
 
 
-def _parts(model: Any) -> tuple[Stack, Tensor, Tensor]:
+def _weights(model: Any) -> tuple[Stack, Tensor, Tensor]:
     """Return the one stack, and the weights of its table and of the token embeddings that the table is added to.
 
     Raises:
-        UnsupportedSwapError: `model` is not of that kind.
+        UnsupportedSwapError: `model` is of another type.
     """
     stacks, name = locate(model).stacks, type(model).__name__
     stack = stacks[0]
     if len(stacks) > 1 or stack.inputs == "images":
-        what = "sees images" if stack.inputs == "images" else "has several stacks, which share their token embeddings"
-        raise UnsupportedSwapError(f"centre_table works in models of one stack that reads tokens; {name} {what}.")
+        reason = "sees images" if stack.inputs == "images" else "has several stacks, which share their token embeddings"
+        raise UnsupportedSwapError(f"centre_table works in models of one stack that reads tokens; {name} {reason}.")
     if not isinstance(stack.table, TokenTable) or stack.table.computed:
         raise UnsupportedSwapError(
-            f"centre_table needs a position table that checkpoints hold, and {name} has none: there is no mean to keep."
+            f"centre_table needs a position table in checkpoints, and {name} has none: there is no mean to keep."
         )
-    table, words = model.get_submodule(stack.table.path).weight, model.get_input_embeddings().weight
-    if table.shape[1:] != words.shape[1:]:
+    table, embeddings = model.get_submodule(stack.table.path).weight, model.get_input_embeddings().weight
+    if table.shape[1:] != embeddings.shape[1:]:
         raise UnsupportedSwapError(
-            f"centre_table: the table of {name} is {table.shape[1]} wide and its token embeddings {words.shape[1]}: "
-            "they are not added to each other."
+            f"centre_table: the table of {name} is {table.shape[1]} wide and its token embeddings "
+            f"{embeddings.shape[1]}: they are not added to each other."
         )
-    for weight in (table, words):
+    for weight in (table, embeddings):
         if weight.device.type == "meta" or weight.dtype not in (torch.float32, torch.float64):
             raise UnsupportedSwapError(
                 f"centre_table adds to weights, and needs float32 or float64 numbers in memory; {name} has "
                 f"{weight.dtype} on {weight.device.type}. Load it with dtype=torch.float32."
             )
-    return stack, table, words
+    return stack, table, embeddings
 
 
 def _scale(model: Any) -> float:
-    """Return what the token embeddings are multiplied by before the table is added."""
+    """Return the factor on the token embeddings before the table is added."""
     return float(getattr(model.get_input_embeddings(), "embed_scale", None) or 1.0)
 
 
 def _outputs(model: Any, stack: Stack) -> Tensor:
-    """Return the outputs of `model` on a few tokens; log-probabilities where its head is tied to its embeddings."""
-    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    """Return the outputs of `model` on a few tokens; log-probabilities if its head is tied to its embeddings."""
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     length = min(_PROBED, stack.geometry.original_length)
-    chosen = torch.randint(words.weight.shape[0], (2, length), generator=torch.Generator().manual_seed(0))
+    chosen = torch.randint(embeddings.weight.shape[0], (2, length), generator=torch.Generator().manual_seed(0))
     was_training = model.training
     model.eval()
     try:
-        found = model(input_ids=chosen.to(words.weight.device))[0].float()
+        outputs = model(input_ids=chosen.to(embeddings.weight.device))[0].float()
     finally:
         model.train(was_training)
-    tied = isinstance(head, nn.Module) and head.weight is words.weight
-    return found.log_softmax(dim=-1) if tied else found
+    tied = isinstance(head, nn.Module) and head.weight is embeddings.weight
+    return outputs.log_softmax(dim=-1) if tied else outputs

@@ -1,4 +1,4 @@
-"""The logit scale of layers without positions, set in a model that carries them."""
+"""Setting the logit scale of layers without positions in a swapped model."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def logit_scale_of(model: Any) -> float:
 
 @alone(parameters=False)
 def set_logit_scale(model: Any, logit_scale: float) -> None:
-    """Set c of 1 + c ln s, which multiplies the attention scores of layers without positions; the record follows.
+    """Set c of 1 + c ln s, which multiplies the attention scores of layers without positions, and update the record.
 
     Args:
-        model: patched with `NoPE(logit_scale=...)` or `RNoPE(logit_scale=...)`; 0 there does nothing yet. Or a PEFT
+        model: patched with `NoPE(logit_scale=...)` or `RNoPE(logit_scale=...)`, where 0 has no effect; or a PEFT
             model around one.
         logit_scale: c >= 0, see `fit_logit_scale`.
 

@@ -1,1 +1,1 @@
-"""What several schemes share: bases, checks, pieces of mathematics."""
+"""Shared by several schemes: base classes, checks, mathematics."""

@@ -1,4 +1,4 @@
-"""What the bias schemes share: distances, learned parameters and how those begin."""
+"""Shared by the bias schemes: distances, learned parameters and their initialization."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def distances(query_positions: Tensor, key_positions: Tensor) -> Tensor:
 
 
 class DistanceMechanism(Mechanism):
-    """Adds a bias that depends on the distance alone: a subclass says how, in `distance_bias`."""
+    """Adds a bias that depends on the distance alone, which a subclass defines in `distance_bias`."""
 
     biases = True
     distance_only = True
@@ -36,10 +36,10 @@ class DistanceMechanism(Mechanism):
 
 @dataclass(frozen=True)
 class LinearBias(Scheme):
-    """A scheme whose bias is a sum of functions of the distance, each times a number that a head has for it."""
+    """A scheme whose bias is a weighted sum of functions of the distance, with weights for each head."""
 
     fitted_fields: ClassVar[tuple[str, ...]]
-    """Names of the fields that say those numbers."""
+    """Names of the fields that hold those weights."""
 
     def features(self, distances: Tensor, geometry: Geometry) -> Tensor:
         """Return the functions, of a resolved scheme, of `distances` [N], query position less key position.
@@ -51,13 +51,13 @@ class LinearBias(Scheme):
     def with_weights(self, weights: Tensor, geometry: Geometry) -> Self:
         """Return a copy in which each head has these `weights` of the functions, [H, F].
 
-        NaN stands for those of functions that are 0 at every distance that was seen.
+        NaN marks the weights of functions that are 0 at every observed distance.
         """
         raise NotImplementedError
 
 
 def rounded(values: Tensor) -> list[float]:
-    """Return `values` [N] with six significant digits: what was fitted is not known as closely, and is read by people.
+    """Return `values` [N] with six significant digits: a fit is less precise than that, and people read the numbers.
 
     Example:
         >>> rounded(torch.tensor([0.123456789, 12.0], dtype=torch.float64))
@@ -67,12 +67,12 @@ def rounded(values: Tensor) -> list[float]:
 
 
 def parameter(values: Tensor) -> nn.Parameter:
-    """Return a parameter that begins at `values`; it lies on meta while a checkpoint's skeleton is built there."""
+    """Return a parameter initialized to `values`; it is on meta while a checkpoint's skeleton is built there."""
     return nn.Parameter(values.to(torch.empty(0).device))  # torch 2.6 names no default device inside `with`
 
 
 def generator(seed: int) -> torch.Generator:
-    """Return a source of random numbers of its own: planning and checking a swap leave torch's alone."""
+    """Return a separate random generator: planning and checking a swap leave torch's global one unchanged."""
     return torch.Generator(device="cpu").manual_seed(seed)
 
 

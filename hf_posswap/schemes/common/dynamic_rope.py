@@ -2,8 +2,8 @@
 
 Stock transformers takes the angles of the current length for all tokens. Keys and values of deeper layers were then
 computed under other angles than a full forward would use, so decoding with a cache and one full forward differ past
-the original length. Two ways mend that: every query takes the angles of its own length, which is a matter of its
-position alone; or one length is chosen for a sequence's life.
+the original length. There are two fixes: every query takes the angles of its length so far, which depends only on
+its position; or one length is fixed for the whole sequence.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class DynamicRope(ScaledRotary):
     Attributes:
         follow: "sequence": all tokens take the angles of the current length, as stock transformers does; "query": each
             query, and every key for it, takes those of the query's own length, so that full, chunked and stepwise
-            forwards agree. Keys are then cached raw, or, where few lengths are told apart, rotated for each of them.
+            forwards agree. Keys are then cached raw, or, if there are few distinct lengths, rotated for each of them.
         pin: one length, in tokens, whose angles hold for every sequence, however long.
     """
 
     lengths: ClassVar[int | None] = None
-    """How many lengths are told apart with follow="query"; None: ever more."""
+    """How many distinct lengths follow="query" uses; None: unboundedly many."""
 
     follow: Literal["sequence", "query"] = "sequence"
     pin: int | None = None
@@ -74,14 +74,14 @@ class DynamicRope(ScaledRotary):
             return (f"the angles are those of {self.pin} tokens for every sequence, however long",)
         if self.follow == "query":
             kept = "raw" if self.lengths is None else f"rotated for each of {self.lengths} lengths"
-            return (f"each token takes the angles of its own length {self.rounding()}; keys are cached {kept}",)
+            return (f"each token takes the angles of its length {self.rounding()}; keys are cached {kept}",)
         return (
             "the angles follow the current length: past the original one, decoding with a cache and a full forward "
             "differ; follow='query' or pin= make them agree",
         )
 
     def rounding(self) -> str:
-        """Return how lengths are told apart with follow="query", in words."""
+        """Describe how follow="query" rounds lengths."""
         raise NotImplementedError
 
     def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -90,11 +90,11 @@ class DynamicRope(ScaledRotary):
         return self.theta_at(geometry, length, dtype)
 
     def theta_at(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return `theta` of the lengths given, whatever `pin` says."""
+        """Return `theta` of the given lengths, ignoring `pin`."""
         raise NotImplementedError
 
     def bucket(self, positions: Tensor) -> Tensor:
-        """Return which of the lengths that are told apart a query at `positions` has, whole numbers from 0."""
+        """Return the index, from 0, of the distinct length of a query at `positions`."""
         raise NotImplementedError
 
     def bucket_length(self, bucket: int) -> int:
@@ -107,7 +107,7 @@ class DynamicRope(ScaledRotary):
 
 @dataclass(frozen=True)
 class OfBucket:
-    """The pairs whose query is told apart as `bucket`."""
+    """The pairs whose query falls into `bucket`."""
 
     scheme: DynamicRope
     bucket: int
@@ -132,7 +132,7 @@ class ByQueryMechanism(RotaryMechanism):
         return tuple(self._turn(bucket, positions) for bucket in range(self.keys_per_token))
 
     def rotate_query(self, query: Tensor, prepared: Any) -> Tensor:
-        return query  # each piece rotates it in its own way
+        return query  # each piece rotates it itself
 
     def rotate_key(self, key: Tensor, prepared: Any) -> Tensor:
         return side_by_side(key, prepared, self.layout)

@@ -1,4 +1,4 @@
-"""Schemes that add a row of a table to each patch of an image: the base of them all."""
+"""Base of the schemes that add a table row to each patch of an image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_posswap.schemes.common.table import AnyTable
 
 @dataclass(frozen=True)
 class GridTable(AnyTable):
-    """A scheme that says what stands in the table of the patches; tokens that have no place keep their rows.
+    """A scheme that defines the table of the patches; tokens without a patch keep their rows.
 
     Attributes:
         image_size: what the table is made for, in pixels: one number, or height and width; None keeps the model's own.
@@ -57,9 +57,9 @@ class GridTable(AnyTable):
         """Return the rows of the patches for a `grid` of R rows and C columns, [R C, E], float32 or wider.
 
         Args:
-            old: the rows of a grid of size `held`, without those of tokens that have no place.
-            held: rows and columns of the grid that `old` is of.
-            grid: rows and columns of the grid wanted.
+            old: the rows of a grid of size `held`, without those of tokens without a patch.
+            held: rows and columns of the grid of `old`.
+            grid: rows and columns of the new grid.
             geometry: of the model.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Objects that an operator of a compiled graph finds by a number in a tensor, as its arguments are tensors alone."""
+"""Objects that an operator of a compiled graph looks up by a number in a tensor, since it takes only tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBERS = itertools.count()
 
 
 def number(owner: Any) -> Tensor:
-    """Return a tensor [] by which `numbered` finds `owner` as long as it lives; a copy of it needs a number of its own.
+    """Return a tensor [] by which `numbered` finds `owner` while it is alive; a copy of it needs its own number.
 
     Example:
         >>> class Owner: ...
@@ -24,12 +24,12 @@ def number(owner: Any) -> Tensor:
         >>> numbered(number(owner)) is owner
         True
     """
-    found = next(_NUMBERS)
-    _OWNERS[found] = owner
+    identifier = next(_NUMBERS)
+    _OWNERS[identifier] = owner
     with without_fake_mode(), torch.inference_mode(False):
-        return torch.tensor(found, device="cpu")
+        return torch.tensor(identifier, device="cpu")
 
 
 def numbered(tensor: Tensor) -> Any:
-    """Return what `number` gave `tensor` for."""
+    """Return the object that `number` created `tensor` for."""
     return _OWNERS[int(tensor)]

@@ -1,4 +1,4 @@
-"""A piece of attention: the pairs of queries and keys that one pair of rotations serves.
+"""A piece of attention: the query-key pairs that share one rotation of queries and one of keys.
 
 Schemes that treat near and far keys differently (Self-Extend, ReRoPE, dual chunk attention) are a few such pieces; a
 softmax runs over all of them together.
@@ -18,20 +18,20 @@ from hf_posswap.rope_math import CosSin, rotate, widest
 
 Turn = Callable[[Tensor], CosSin]
 Keys = Literal["raw", "rotated", "copies", "far"]
-"""How the keys of a call come: as they were projected; rotated once and for all; rotated for each piece, side by side;
-rotated for the far piece, from which the others turn on."""
+"""The form of the keys of a call: as projected; rotated once; rotated for each piece, side by side; rotated for the far
+piece, from which the others re-rotate them."""
 
 
 class LateTable:
-    """What turns keys on that are turned already, made for the range of them that is asked for: few are near.
+    """Lazy cos and sin that re-rotate keys which are already rotated, computed for the requested range: few are near.
 
-    It is the quotient of both turns, so that keys that are turned twice are those that are turned once, to a rounding
-    of their dtype, and what scales them is in them once.
+    They are the quotient of both rotations, so a re-rotated key equals a key rotated once, up to rounding in its dtype,
+    and a scale is applied only once.
 
     Args:
         positions: of the keys, [B or 1, K].
         wanted: gives cos and sin of positions.
-        had: gives those of the turn that the keys have.
+        had: gives those of the rotation that the keys already have.
     """
 
     def __init__(self, positions: Tensor, wanted: Turn, had: Turn) -> None:
@@ -40,27 +40,27 @@ class LateTable:
 
     def of(self, start: int, stop: int, dtype: torch.dtype) -> CosSin:
         """Return tables of [B or 1, 1, stop - start, R/2] for keys of `dtype`."""
-        asked, last = (start, stop, dtype), self.last
-        if last is None or last[0] != asked:
-            self.last = last = asked, self._made(self.positions[:, start:stop], dtype)
+        requested, last = (start, stop, dtype), self.last
+        if last is None or last[0] != requested:
+            self.last = last = requested, self._compute(self.positions[:, start:stop], dtype)
         return last[1]
 
-    def _made(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
+    def _compute(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
         wide = widest(positions.device)
         (a, b), (c, d) = ([x.to(wide) for x in turn(positions)] for turn in (self.wanted, self.had))
-        cos, sin = a * c + b * d, b * c - a * d  # (a + bi) / (c + di), but for the length of c + di, squared
+        cos, sin = a * c + b * d, b * c - a * d  # (a + bi) / (c + di), up to the squared length of c + di
         length = c * c + d * d
-        kept = torch.promote_types(dtype, torch.float32)
-        return CosSin((cos / length).to(kept), (sin / length).to(kept))
+        result_dtype = torch.promote_types(dtype, torch.float32)
+        return CosSin((cos / length).to(result_dtype), (sin / length).to(result_dtype))
 
     def part(self, rows: slice, keys: slice) -> LateTable:
-        """Return the table of some rows and keys alone."""
+        """Return the table restricted to some rows and keys."""
         positions = (self.positions if len(self.positions) == 1 else self.positions[rows])[:, keys]
         return LateTable(positions, self.wanted, self.had)
 
 
 class LateCosSin:
-    """What turns queries, made where it is asked for: few calls show keys that stand later than their query.
+    """Lazy cos and sin of queries, computed on first use: few calls show keys later than their query.
 
     Args:
         positions: of the queries, [B or 1, Q].
@@ -69,14 +69,14 @@ class LateCosSin:
 
     def __init__(self, positions: Tensor, wanted: Turn) -> None:
         self.positions, self.wanted = positions, wanted
-        self.made: CosSin | None = None
+        self.computed: CosSin | None = None
 
     @property
     def table(self) -> CosSin:
         """Tables of [B or 1, 1, Q, R/2]."""
-        if self.made is None:  # no cached_property: torch.compile cannot trace its lock
-            self.made = self.wanted(self.positions)
-        return self.made
+        if self.computed is None:  # no cached_property: torch.compile cannot trace its lock
+            self.computed = self.wanted(self.positions)
+        return self.computed
 
     @property
     def cos(self) -> Tensor:
@@ -90,10 +90,10 @@ class LateCosSin:
 
 
 class Pairs(Protocol):
-    """Some pairs of a query and a key; a `Region` is such."""
+    """A set of query-key pairs, such as a `Region`."""
 
     def holds(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return which pairs of query positions [B or 1, Q, 1] and key positions [B or 1, 1, K] these are.
+        """Return which pairs of query positions [B or 1, Q, 1] and key positions [B or 1, 1, K] belong to it.
 
         bool [B or 1, Q, K].
         """
@@ -105,10 +105,10 @@ class Piece:
 
     Attributes:
         query: rotates the queries, tables of [B or 1, 1, Q, R/2].
-        key: rotates the keys, tables of [B or 1, 1, K, R/2]; None: they come as they are to be used.
+        key: rotates the keys, tables of [B or 1, 1, K, R/2]; None: they are already rotated.
         layout: how rotary pairs lie in a head.
         pairs: which belong here.
-        copy: where there is no `key`: which of the `keys_per_token` keys of each token this piece takes.
+        copy: if there is no `key`: which of the `keys_per_token` keys of each token this piece takes.
         keys_per_token: how many keys of each token lie side by side.
     """
 
@@ -121,7 +121,7 @@ class Piece:
 
     @property
     def key_identity(self) -> tuple[int, int]:
-        """By which pieces know that they have their keys in common, as long as they live."""
+        """Equal for pieces that share their keys, while they are alive."""
         return id(self.key), self.copy
 
     def rotate_query(self, query: Tensor, start: int, stop: int) -> Tensor:
@@ -129,11 +129,11 @@ class Piece:
         return rotate(query, _rows(self.query, start, stop), self.layout)
 
     def part(self, rows: slice, queries: slice, keys: slice) -> Piece:
-        """Return the piece of some rows, queries and keys alone."""
+        """Return the piece restricted to some rows, queries and keys."""
         key = self.key
         if key is not None:
-            key = key.part(rows, keys) if isinstance(key, LateTable) else _part(key, rows, keys)
-        return replace(self, query=_part(self.query, rows, queries), key=key)
+            key = key.part(rows, keys) if isinstance(key, LateTable) else _select(key, rows, keys)
+        return replace(self, query=_select(self.query, rows, queries), key=key)
 
     def rotate_key(self, key: Tensor, start: int, stop: int) -> Tensor:
         """Return keys `start` to `stop`, [B, G, stop - start, keys_per_token D], rotated for this piece: [..., D]."""
@@ -155,7 +155,7 @@ def side_by_side(key: Tensor, tables: Sequence[CosSin], layout: Layout) -> Tenso
     return torch.cat([rotate(key, table, layout) for table in tables], dim=-1)
 
 
-def _part(table: CosSin | LateCosSin, rows: slice, tokens: slice) -> CosSin:
+def _select(table: CosSin | LateCosSin, rows: slice, tokens: slice) -> CosSin:
     cos, sin = (x[:, :, tokens] if len(x) == 1 else x[rows, :, tokens] for x in (table.cos, table.sin))
     return CosSin(cos, sin)
 

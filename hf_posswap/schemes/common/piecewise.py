@@ -1,7 +1,7 @@
-"""What the training-free extensions share that treat near keys and far keys differently.
+"""Base of the training-free extensions that treat near keys and far keys differently.
 
-Near pairs keep the angles that the model was trained with; far pairs get distances that the model has met. The
-schemes differ in where the border lies and in the positions that each side is given.
+Near pairs keep the angles that the model was trained with; far pairs get distances that occurred in training. The
+schemes differ in where the border lies and in the positions that each side gets.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from hf_posswap.schemes.rope import RotaryMechanism, RotaryScheme, own_theta
 
 
 @dataclass(frozen=True)
-class Part:
+class RegionPositions:
     """Which pairs, and the positions that their query and key are given.
 
     Attributes:
         query: of positions [B or 1, Q]: those to rotate by; whole or not.
         key: of positions [B or 1, K]; None: keys are rotated by `Piecewise.cached_key` before they are cached.
         region: which pairs belong here.
-        copy: which of the different `key` this is, counted from 0: parts of the same copy have their keys in common.
+        copy: index of `key` among the different ones; regions of the same copy share their keys.
     """
 
     query: Callable[[Tensor], Tensor]
@@ -42,11 +42,11 @@ class Part:
 
 
 class Far(NamedTuple):
-    """The positions of pairs that are a window apart or more: of their keys, and of a query for those on either side.
+    """The positions of pairs that are a window apart or more: of their keys, and of a query for keys on either side.
 
     Attributes:
         behind: of positions [B or 1, Q]: of a query for keys in its past.
-        ahead: of positions [B or 1, Q]: of a query for keys that stand later than it.
+        ahead: of positions [B or 1, Q]: of a query for keys later than it.
         key: of positions [B or 1, K].
     """
 
@@ -57,10 +57,10 @@ class Far(NamedTuple):
 
 @dataclass(frozen=True)
 class Piecewise(RotaryScheme):
-    """Rotary attention in parts. Angles are the model's own, its scaling included, unless `base` is given.
+    """Rotary attention in regions. Angles are the model's own, its scaling included, unless `base` is given.
 
-    The papers have no key that stands later than its query. Where a mask shows one (a prefix that is read both ways,
-    the tokens of an image), the pair has the distance of the text read backwards, with the other sign.
+    The papers have no keys later than their query. Where a mask shows one (a bidirectional prefix, the tokens of an
+    image), the pair has the distance that it has in the reversed text, with the opposite sign.
 
     Attributes:
         original_length: L, in tokens; None takes the length that the model was made for.
@@ -83,8 +83,8 @@ class Piecewise(RotaryScheme):
         resolved = super().resolve(geometry, max_length)
         if resolved.base is None and geometry.base is not None and geometry.frequencies is None:
             raise SchemeError(
-                f"{self.name}: the model's own angles follow the length of its input, so there are none to keep; give "
-                "base= (theta) for plain ones."
+                f"{self.name}: the model's own angles follow the length of its input, so they cannot be kept; give "
+                "base= (theta) for plain angles."
             )
         return dataclasses.replace(resolved, original_length=self.original_length or geometry.original_length)
 
@@ -100,8 +100,8 @@ class Piecewise(RotaryScheme):
     def attention_scaling(self, geometry: Geometry) -> float:
         return geometry.attention_factor if self.base is None else 1.0
 
-    def parts(self) -> tuple[Part, ...]:
-        """Return the parts of a resolved scheme; each pair belongs to one. The last copy is that of far keys."""
+    def region_positions(self) -> tuple[RegionPositions, ...]:
+        """Return the regions of a resolved scheme; each pair belongs to one. The last copy is that of far keys."""
         raise NotImplementedError
 
     def cached_key(self, positions: Tensor) -> Tensor:
@@ -113,26 +113,26 @@ class Piecewise(RotaryScheme):
 
 
 class PiecewiseMechanism(RotaryMechanism):
-    """Splits attention into the parts of a scheme."""
+    """Splits attention into the regions of a scheme."""
 
     splits = True
     scheme: Piecewise
 
     def __init__(self, scheme: Piecewise, geometry: Geometry) -> None:
         super().__init__(scheme, geometry)
-        parts = scheme.parts()
-        self.regions = tuple(part.region for part in parts)
-        self.rotates = any(part.key is None for part in parts)
-        self.keys_per_token = 1 if self.rotates else len(_key_positions(parts))
+        regions = scheme.region_positions()
+        self.regions = tuple(entry.region for entry in regions)
+        self.rotates = any(entry.key is None for entry in regions)
+        self.keys_per_token = 1 if self.rotates else len(_key_positions(regions))
         self.turns_on = not self.rotates
 
     def prepare(self, positions: Tensor, length: Tensor) -> Any:
         if self.rotates:
             return self._turn(self.scheme.cached_key(positions))
-        return tuple(self._turn(key(positions)) for key in _key_positions(self.scheme.parts()))
+        return tuple(self._turn(key(positions)) for key in _key_positions(self.scheme.region_positions()))
 
     def rotate_query(self, query: Tensor, prepared: Any) -> Tensor:
-        return query  # each piece rotates it in its own way
+        return query  # each piece rotates it itself
 
     def rotate_key(self, key: Tensor, prepared: Any) -> Tensor:
         return rotate(key, prepared, self.layout) if self.rotates else side_by_side(key, prepared, self.layout)
@@ -141,48 +141,48 @@ class PiecewiseMechanism(RotaryMechanism):
         return rotate(key, prepared[-1], self.layout)
 
     def pieces(self, query_positions: Tensor, key_positions: Tensor, *, keys: Keys = "raw") -> tuple[Piece, ...]:
-        copied, parts = keys == "copies", self.scheme.parts()
-        tables = [self._key_table(copy, key_positions, keys) for copy in range(len(_key_positions(parts)))]
+        copied, regions = keys == "copies", self.scheme.region_positions()
+        tables = [self._key_table(copy, key_positions, keys) for copy in range(len(_key_positions(regions)))]
         return tuple(
             Piece(
-                query=self._query_table(part, query_positions),
-                key=None if part.key is None else tables[part.copy],
+                query=self._query_table(entry, query_positions),
+                key=None if entry.key is None else tables[entry.copy],
                 layout=self.layout,
-                pairs=part.region,
-                copy=part.copy if copied else 0,
+                pairs=entry.region,
+                copy=entry.copy if copied else 0,
                 keys_per_token=self.keys_per_token if copied else 1,
             )
-            for part in parts
+            for entry in regions
         )
 
-    def _query_table(self, part: Part, positions: Tensor) -> CosSin | LateCosSin:
-        """Return what rotates queries at `positions` [B or 1, Q] for `part`."""
-        late = LateCosSin(positions, lambda at: self._turn(part.query(at)))
-        return late if part.region.is_ahead else late.table
+    def _query_table(self, entry: RegionPositions, positions: Tensor) -> CosSin | LateCosSin:
+        """Return cos and sin of queries at `positions` [B or 1, Q] for a region."""
+        late = LateCosSin(positions, lambda at: self._turn(entry.query(at)))
+        return late if entry.region.is_ahead else late.table
 
     def _key_table(self, copy: int, positions: Tensor, keys: Keys) -> CosSin | LateTable | None:
-        """Return what rotates keys that come as `keys` says for the parts of a copy; None: nothing needs to."""
-        known = _key_positions(self.scheme.parts())
-        own, far = known[copy], known[-1]
-        if keys == "copies" or (keys == "far" and own is far):
+        """Return cos and sin that rotate keys in the form `keys` for the regions of a copy; None: nothing to rotate."""
+        known = _key_positions(self.scheme.region_positions())
+        near, far = known[copy], known[-1]
+        if keys == "copies" or (keys == "far" and near is far):
             return None
         if keys != "far":
-            return self._turn(own(positions))
-        return LateTable(positions, lambda at: self._turn(own(at)), lambda at: self._turn(far(at)))
+            return self._turn(near(positions))
+        return LateTable(positions, lambda at: self._turn(near(at)), lambda at: self._turn(far(at)))
 
     def _turn(self, positions: Tensor) -> CosSin:
         return cos_sin(positions, self.fixed(positions.device))
 
 
-def _key_positions(parts: tuple[Part, ...]) -> list[Callable[[Tensor], Tensor]]:
-    """Return the different positions that `parts` give a key, one a copy."""
-    known = {part.copy: part.key for part in parts if part.key is not None}
+def _key_positions(regions: tuple[RegionPositions, ...]) -> list[Callable[[Tensor], Tensor]]:
+    """Return the different key positions in `regions`, one per copy."""
+    known = {entry.copy: entry.key for entry in regions if entry.key is not None}
     return [known[copy] for copy in sorted(known)]
 
 
 @dataclass(frozen=True)
 class Windowed(Piecewise):
-    """A scheme of exact distances below a window, on both sides of a query, and others from there on.
+    """A scheme with exact distances inside a window, on both sides of a query, and other distances outside it.
 
     Attributes:
         window: w, distances below which are exact, in tokens, less than L; None takes a quarter of L.
@@ -201,8 +201,8 @@ class Windowed(Piecewise):
         window = max(1, original // 4) if self.window is None else self.window
         if window >= original:
             raise SchemeError(
-                f"{self.name}: window must be less than the original length, {original} tokens, got {window}: with all "
-                "of it exact nothing would be extended."
+                f"{self.name}: window must be less than the original length, {original} tokens, got {window}: if "
+                "all distances are exact, nothing is extended."
             )
         return dataclasses.replace(resolved, window=window)
 
@@ -210,13 +210,13 @@ class Windowed(Piecewise):
     def exact_below(self) -> int | None:
         return self.window
 
-    def parts(self) -> tuple[Part, ...]:
+    def region_positions(self) -> tuple[RegionPositions, ...]:
         window = self.filled("window")
         far = self.far(window)
         return (
-            Part(itself, itself, Region(1, 1 - window, window)),
-            Part(far.behind, far.key, Region(1, window, None), copy=1),
-            Part(far.ahead, far.key, Region(1, None, 1 - window), copy=1),
+            RegionPositions(itself, itself, Region(1, 1 - window, window)),
+            RegionPositions(far.behind, far.key, Region(1, window, None), copy=1),
+            RegionPositions(far.ahead, far.key, Region(1, None, 1 - window), copy=1),
         )
 
     def far(self, window: int) -> Far:

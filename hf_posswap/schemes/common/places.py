@@ -1,7 +1,7 @@
-"""Where the patches of an image lie, as one number a token, so that they go where the positions of text go.
+"""The location of image patches as one number per token, so that it can be passed like a text position.
 
-A patch in row r and column c has the place r 2^16 + c. A token that has no place in the image (class, distillation) has
-the place -1.
+A patch in row r and column c has the number r 2^16 + c. A token without a patch (class, distillation) has the number
+-1.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def places_of(grid: tuple[int, int], prefix: int, device: torch.device) -> Tenso
 
 
 def row_and_column(places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the row, the column and whether there are any, of tokens at `places`: three tensors of its shape.
+    """Return the row and the column of tokens at `places`, and whether they are patches: three tensors of its shape.
 
-    Row and column of a token without a place are 0.
+    Row and column of a token without a patch are 0.
     """
     placed = places >= 0
-    held = places.clamp(min=0)
-    return held // STRIDE, held % STRIDE, placed
+    clamped = places.clamp(min=0)
+    return clamped // STRIDE, clamped % STRIDE, placed
 
 
 def checked_size(owner: str, value: object) -> tuple[int, int]:
@@ -55,17 +55,17 @@ def checked_size(owner: str, value: object) -> tuple[int, int]:
 
 
 def check_divides(owner: str, size: tuple[int, int], geometry: Geometry) -> None:
-    """Refuse an image size of which patches would leave a rest, but for the one that the model was made for.
+    """Refuse an image size that is not a whole number of patches, except the model's own.
 
     Raises:
-        SchemeError: it does; the message names the nearest that does not.
+        SchemeError: patches do not divide it; the message names the nearest valid size.
     """
     patch = geometry.patch_size
     assert patch is not None
-    if size == geometry.image_size or not any(side % part for side, part in zip(size, patch, strict=True)):
+    if size == geometry.image_size or not any(side % step for side, step in zip(size, patch, strict=True)):
         return
-    near = " x ".join(str(max(1, round(side / part)) * part) for side, part in zip(size, patch, strict=True))
+    near = " x ".join(str(max(1, round(side / step)) * step) for side, step in zip(size, patch, strict=True))
     raise SchemeError(
-        f"{owner}: an image of {size[0]} x {size[1]} pixels is no whole number of patches of {patch[0]} x {patch[1]}; "
-        f"the nearest size that is: {near}."
+        f"{owner}: an image of {size[0]} x {size[1]} pixels is not a whole number of patches of {patch[0]} x "
+        f"{patch[1]}; the nearest valid size is {near}."
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _SMALLEST = 1e-8
-"""Of the largest singular value: what lies below it is no direction that a fit can have used."""
+"""Relative to the largest singular value: smaller ones are directions that a fit cannot have used."""
 
 
 def ridge_map(features: Tensor, targets: Tensor, penalty: float) -> Tensor:
@@ -36,7 +36,7 @@ def ridge_map(features: Tensor, targets: Tensor, penalty: float) -> Tensor:
 
 
 def in_span(rows: Tensor, features: Tensor) -> Tensor:
-    """Return what of `rows` is a linear map of `features` and a constant row: all of it, where they were made so.
+    """Return the projection of `rows` onto linear maps of `features` plus a constant row.
 
     Args:
         rows: [P, E], float64.

@@ -1,4 +1,4 @@
-"""Schemes that add a row of a table to each token's embedding: the base of them all."""
+"""Base of the schemes that add a table row to each token's embedding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_posswap.schemes.base import Kind, Scheme, Traits
 
 @dataclass(frozen=True)
 class AnyTable(Scheme):
-    """A scheme that says what stands in a table, of positions or of patches."""
+    """A scheme that defines a table, of positions or of patches."""
 
     kind: ClassVar[Kind] = "table"
     trainable: ClassVar[bool] = True
@@ -29,7 +29,7 @@ class AnyTable(Scheme):
 
 @dataclass(frozen=True)
 class TableScheme(AnyTable):
-    """A scheme that says what stands in the position table; stock models express all of them natively."""
+    """A scheme that defines the position table; stock models express all of them natively."""
 
     @property
     def traits(self) -> Traits:
@@ -61,9 +61,9 @@ class TableScheme(AnyTable):
 
     @property
     def exact(self) -> bool:
-        """Whether the parameters alone give the rows again, to the bit; otherwise `expected` knows them to rounding."""
+        """Whether the parameters alone reproduce the rows exactly; otherwise `expected` gives them up to rounding."""
         return True
 
     def expected(self, held: Tensor, geometry: Geometry) -> Tensor:
-        """Return the rows that a frozen table must have, [P, E], where it has those that are `held`, float32."""
+        """Return the rows that a frozen table must have, [P, E], float32, given its current rows `held`."""
         return self.table(held, len(held), geometry)

@@ -87,7 +87,7 @@ def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, An
             raise
         if path.is_fifo():
             raise ConfigError(
-                f"{shown(path)}{told} is a pipe, which can be read once: each process of a training reads the recipe, "
+                f"{shown(path)}{included_by} is a pipe, which can be read once: each process of a training reads the recipe, "
                 "and again when it resumes. Write it to a file and give that; values alone can follow a recipe as "
                 "KEY=VALUE."
             ) from error

@@ -70,5 +70,5 @@ def _fake(kind: str) -> Any:
 def test_what_takes_a_value_from_the_weights_is_refused() -> None:
     with fake_mode():
         model = _fake("gpt2")
-    with pytest.raises(SchemeError, match="takes a value from the old table's weights, .* on meta or fake"):
+    with pytest.raises(SchemeError, match="needs a value from the old table's weights, .* on meta or fake"):
         patch_model(model, "sinusoidal", max_length=256)

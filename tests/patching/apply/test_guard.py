@@ -21,7 +21,7 @@ from hf_posswap.patching.tools.blending import finish_blend
 from tests.training.tiny_models import tiny
 
 IDS = torch.arange(12)[None]
-INFERENCE = r"under torch.inference_mode\(\) would make parameters that can never be trained.*use torch.no_grad\(\)"
+INFERENCE = r"under torch.inference_mode\(\) would create parameters that can never be trained.*use torch.no_grad\(\)"
 
 
 def state_of(model: Any) -> tuple[Any, ...]:
@@ -192,7 +192,7 @@ def test_while_positions_change_forwards_and_changes_of_other_threads_are_refuse
         for work in (lambda: patch_model(model, "alibi"), lambda: patch_model(model.model, "alibi")):
             error = in_a_thread(work)
             assert isinstance(error, ModelInUseError)
-            assert "patch_model meets patch_model of the same LlamaForCausalLM in thread 'MainThread'" in str(error)
+            assert "patch_model overlaps patch_model of the same LlamaForCausalLM in thread 'MainThread'" in str(error)
         assert hf_posswap.swap_plan(in_a_thread(lambda: patch_model(tiny("llama"), "alibi"))).scheme.name == "alibi"
         copied = copy.deepcopy(model)
         with changing(model, "unpatch_model"):
@@ -312,7 +312,9 @@ def test_what_changes_a_model_is_refused_while_another_thread_changes_or_runs_it
     with changing(model, "patch_model"):
         error = in_a_thread(lambda: work(model))
     assert isinstance(error, ModelInUseError), error
-    assert str(error).startswith(f"{name} meets patch_model of the same {type(model).__name__} in thread 'MainThread'")
+    assert str(error).startswith(
+        f"{name} overlaps patch_model of the same {type(model).__name__} in thread 'MainThread'"
+    )
     errors: list[Any] = []
     handle = model.register_forward_hook(lambda *_: errors.append(in_a_thread(lambda: work(model))))
     logits(model)
@@ -350,7 +352,7 @@ def test_a_model_is_held_while_its_thread_changes_another_one() -> None:
     model, other = tiny("llama"), tiny("llama")
     with changing(model, "fit_rotation"), changing(other, "unpatch_model"):
         error = in_a_thread(lambda: patch_model(model, "alibi"))
-    assert "patch_model meets fit_rotation of the same" in str(error)
+    assert "patch_model overlaps fit_rotation of the same" in str(error)
     patch_model(model, "alibi")
 
 

@@ -60,8 +60,8 @@ def refused(whole: Any, path: str) -> Any:
     inner, outer = type(whole.get_submodule(path)).__name__, type(whole).__name__
     return pytest.raises(
         UnsupportedSwapError,
-        match=rf"'{path}' of this {outer} carries a swap of its own, and {outer} would be saved without a record of it"
-        rf".* What works: unpatch_model on that {inner} and patch_model on the whole {outer}; or saving the {inner} by",
+        match=rf"'{path}' of this {outer} carries a separate swap, and {outer} would be saved without a record of it"
+        rf".* What works: unpatch_model on that {inner} and patch_model on the whole {outer}; or saving the {inner} s",
     )
 
 
@@ -144,7 +144,7 @@ def test_a_whole_is_not_pushed_to_the_hub(tmp_path: Path) -> None:
         environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", PUSHED]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        assert "'model' of this LlamaForCausalLM carries a swap of its own" in run.stdout
+        assert "'model' of this LlamaForCausalLM carries a separate swap" in run.stdout
         assert "CREATE" in {kind.upper() for kind in hub.kinds()}  # it came as far as that
         assert hub.files("me/whole") == {}
 

@@ -54,7 +54,7 @@ GIVEN: dict[str, tuple[Callable[[], Any], str]] = {
     "a data-parallel model": (lambda: nn.DataParallel(build("gpt2")), r"got DataParallel; .*: patch first, then wrap"),
     "a compiled model": (lambda: torch.compile(build("gpt2"), backend="eager"), r"OptimizedModule; .*patch first, the"),
     "checkpointed": (lambda: checkpoint_wrapper(build("gpt2")), r"got CheckpointWrapper; .*: patch first, then wrap"),
-    "a traced model": (traced, r"got TopLevelTracedModule; .*what was traced cannot be changed"),
+    "a traced model": (traced, r"got TopLevelTracedModule; .*a traced model cannot be changed"),
 }
 
 
@@ -109,7 +109,7 @@ PARTS = {
     "a data-parallel layer": (put("model.layers.1", nn.DataParallel), r"'model.layers.1' .* is in DataParallel"),
     "a wrapper of one's own": (
         put("model.layers.1", Unknown),
-        r"'model.layers.1.held.self_attn' is a LlamaAttention as those .* it would keep its positions",
+        r"'model.layers.1.held.self_attn' is a LlamaAttention like those .* it would keep its positions",
     ),
 }
 
@@ -160,7 +160,7 @@ def test_a_table_with_an_adapter_is_taken_away_and_comes_back_but_never_written(
     before = logits(model, IDS)
     for scheme in ("learned", "sinusoidal", "blend"):
         options = {"new": "sinusoidal", "weight": 0.5} if scheme == "blend" else {}
-        with pytest.raises(UnsupportedSwapError, match=r"'transformer.wpe' carries an adapter of PEFT .*patch first"):
+        with pytest.raises(UnsupportedSwapError, match=r"'transformer.wpe' carries a PEFT adapter .*patch first"):
             patch_model(model, scheme, **options)
         assert gap(logits(model, IDS), before) == 0
     patch_model(model, "alibi")

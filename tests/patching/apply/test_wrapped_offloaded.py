@@ -122,7 +122,7 @@ def test_a_model_patched_then_offloaded_equals_one_in_memory(name: str, scheme: 
 def test_the_plan_says_what_stays_in_memory(tmp_path: Path) -> None:
     model = on_cpu(build("gpt2"), "gpt2", tmp_path)
     notes = plan_swap(model, "alibi").notes
-    assert "transformer.wpe is offloaded by accelerate: while the swap is in force it stays in memory." in notes
+    assert "transformer.wpe is offloaded by accelerate: it stays in memory until the swap is undone." in notes
     assert not any("offloaded" in note for note in plan_swap(build("gpt2"), "alibi").notes)
     assert not any("offloaded" in note for note in plan_swap(on_cpu(build("llama"), "", tmp_path), "alibi").notes)
 

@@ -111,7 +111,7 @@ REFUSALS: dict[str, tuple[Refused, type[Exception], str]] = {
     "options beside an object": (
         lambda: patch_model(build("gpt2"), Rope(), base=5.0),
         OptionError,
-        r"options \['base'\] were given beside the scheme object",
+        r"options \['base'\] were given with the scheme object",
     ),
     "unknown option": (lambda: patch_model(build("gpt2"), "alibi", base=5.0), OptionError, "has no field 'base'"),
     "length as text": (
@@ -135,23 +135,23 @@ REFUSALS: dict[str, tuple[Refused, type[Exception], str]] = {
     "no table": (
         lambda: patch_model(build("llama"), "learned"),
         UnsupportedSwapError,
-        "learned needs a position table to stand in, and LlamaForCausalLM has none",
+        "learned needs a position table, and LlamaForCausalLM has none",
     ),
     "no table, of any length": (
         lambda: patch_model(build("llama"), "learned", max_length=8),
         UnsupportedSwapError,
-        "learned needs a position table to stand in, and LlamaForCausalLM has none",
+        "learned needs a position table, and LlamaForCausalLM has none",
     ),
     "no table for the one beside it": (
         lambda: patch_model(build("llama"), {"name": "together", "table": "learned", "inside": "alibi"}, max_length=8),
         UnsupportedSwapError,
-        "learned needs a position table to stand in, and LlamaForCausalLM has none",
+        "learned needs a position table, and LlamaForCausalLM has none",
     ),
     "no factor": (lambda: patch_model(build("llama"), "yarn"), SchemeError, "give factor or max_length"),
     "a table in attention": (
         lambda: patch_model(build("gpt2"), "sinusoidal", site="attention"),
         UnsupportedSwapError,
-        "asked for at the attention site. What works",
+        "site='attention' was requested for GPT2LMHeadModel. What works",
     ),
     "a module": (lambda: patch_model(nn.Linear(2, 2), "rope"), UnsupportedSwapError, "got Linear"),  # type: ignore[type-var]
     "a wrapped model": (
@@ -217,5 +217,5 @@ def test_a_patched_model_is_not_patched_again() -> None:
 def test_a_table_that_needs_its_weights_is_refused_on_meta() -> None:
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-    with pytest.raises(SchemeError, match="takes a value from the old table's weights, and this model's are on meta"):
+    with pytest.raises(SchemeError, match="needs a value from the old table's weights, and this model's are on meta"):
         patch_model(model, "sinusoidal")

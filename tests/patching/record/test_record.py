@@ -167,7 +167,7 @@ def test_any_json_anywhere_is_read_or_refused(place: tuple[str, ...], value: Any
 
 def test_a_swap_whose_record_could_not_be_read_is_not_made() -> None:
     model = build("llama")
-    with pytest.raises(SchemeError, match=f"meant for {2**30} tokens; the most is {LONGEST}"):
+    with pytest.raises(SchemeError, match=f"meant for {2**30} tokens; the maximum is {LONGEST}"):
         patch_model(model, "rope", max_length=2**30)
     assert not hasattr(model.config, "posswap")
     with pytest.raises(RecordError, match="route must be"):

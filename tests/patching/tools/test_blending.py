@@ -127,7 +127,7 @@ def test_blending_without_a_blend_is_refused() -> None:
     unpatch_model(model)
     patch_model(model, Blend(new=Alibi(), weight=0.5))
     before = logits(model, IDS)
-    with pytest.raises(SchemeError, match="blend stands at weight 0.5: ending it now"):
+    with pytest.raises(SchemeError, match="blend is at weight 0.5: ending it now"):
         finish_blend(model)
     for weight in (-0.1, 1.5, float("nan"), "half"):
         with pytest.raises(SchemeError, match="weight must be a finite number >= 0 and <= 1"):
@@ -138,7 +138,7 @@ def test_blending_without_a_blend_is_refused() -> None:
 def test_a_table_cannot_fade_into_a_model_without_one() -> None:
     with pytest.raises(UnsupportedSwapError, match="sinusoidal needs a position table"):
         patch_model(build("llama"), Blend(new=Sinusoidal()))
-    with pytest.raises(UnsupportedSwapError, match="at the attention site"):
+    with pytest.raises(UnsupportedSwapError, match="site='attention' was requested"):
         patch_model(build("gpt2"), Blend(new=Sinusoidal()), site="attention")
 
 
@@ -147,7 +147,7 @@ def test_an_end_that_fails_leaves_the_blend(monkeypatch: pytest.MonkeyPatch) -> 
     patch_model(model, Blend(new=Kerple(), weight=1.0))
     trained(model)
     before = logits(model, IDS)
-    with pytest.raises(SchemeError, match="the most is"):
+    with pytest.raises(SchemeError, match="the maximum is"):
         finish_blend(model, max_length=2**40)
     assert gap(logits(model, IDS), before) == 0
     verify_swap(model)

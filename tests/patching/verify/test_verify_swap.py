@@ -106,7 +106,7 @@ SABOTAGE: dict[str, tuple[tuple[str, str, Any], Callable[[Any], None], str]] = {
     "start hook": (("gpt2", "rope", 64), drop_hook("transformer", StartHook), "separates forwards is missing"),
     "length hook": (("gpt2", "sinusoidal", 64), drop_hook("transformer", LengthHook), "watches the length is gone"),
     "table is back": (("gpt2", "rope", 64), native_table, "the position table is still there"),
-    "table overwritten": (("gpt2", "sinusoidal", 64), overwrite("transformer.wpe.weight"), "what its formula gives"),
+    "table overwritten": (("gpt2", "sinusoidal", 64), overwrite("transformer.wpe.weight"), "differs from its formula"),
     "table thawed": (("gpt2", "sinusoidal", 64), thawed_table, "trainable where it should be frozen"),
     "table shorter": (("gpt2", "learned", 64), short_table, "32 rows instead of 64"),
     "angles of the mechanism": (("gpt2", "rope", 64), other_angles, "of the mechanism changed"),

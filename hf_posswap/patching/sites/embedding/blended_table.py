@@ -1,4 +1,4 @@
-"""What stands in the place of a position table while a blend lasts."""
+"""The module that replaces a position table during a blend."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hf_posswap.patching.record.refusals import SENTINEL_SHAPE
 
 
 class BlendedTable(nn.Module):
-    """Stands where a position table was, and gives its rows in the share 1 - w, a new table's in the share w.
+    """Replaces a position table: returns its rows with weight 1 - w plus a new table's rows with weight w.
 
-    The old table lies under `old` in the state dict, the new one under `new`; one lone zero under `weight` makes the
-    native class fail to load it with a size mismatch, instead of taking the old table as it is.
+    In the state dict the old table is `old` and the new one `new`. A single zero as `weight` makes the native class
+    fail to load it with a size mismatch, instead of using the old table unchanged.
 
     Args:
         native: the table's module; its own forward does the look-up.
-        new: rows of the new table from position 0 on, [P, E], a parameter where they are trained; None: there is none.
+        new: rows of the new table from position 0 on, [P, E], a parameter if they are trained; None: there is none.
         share: w, in [0, 1].
         offset: rows of the old table before position 0.
     """
@@ -38,7 +38,7 @@ class BlendedTable(nn.Module):
             self.register_buffer("new", new)
 
     def blended(self) -> Tensor:
-        """Return the rows that are in force, [offset + P, E]."""
+        """Return the blended rows, [offset + P, E]."""
         if self.share == 0:
             return self.old
         old = (1 - self.share) * self.old
@@ -47,7 +47,7 @@ class BlendedTable(nn.Module):
         return torch.cat((self.old[: self.offset], old[self.offset :] + self.share * self.new))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the table's own module returns for these arguments, of the blended rows."""
+        """Return the result of the table's own module for these arguments, with the blended rows."""
         return torch.func.functional_call(self.native, {"weight": self.blended()}, args, kwargs)
 
     def extra_repr(self) -> str:

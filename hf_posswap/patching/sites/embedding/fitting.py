@@ -1,4 +1,4 @@
-"""What a table scheme takes from the weights of the table that it replaces, such as their scale."""
+"""Fitting a table scheme to the weights of the table that it replaces, such as their scale."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hf_posswap.schemes.base import Scheme
 
 
 def fitted(context: SwapContext) -> Scheme:
-    """Return the scheme of `context` with what its table takes from the old one's weights filled in.
+    """Return the scheme of `context` with its table fitted to the old table's weights.
 
-    Where these cannot be read (on meta, fake, or in a form that the site refuses anyway) it stays as it is.
+    If these cannot be read (on meta, fake, or in a form that the site refuses anyway), return it unchanged.
     """
     scheme, table = context.scheme, context.scheme.table_part
     old = _old_rows(context)
@@ -33,25 +33,25 @@ def fitted(context: SwapContext) -> Scheme:
 
 
 def unfitted(table: Any, old: Tensor, fit: Callable[[Tensor], Any]) -> str | None:
-    """Return why `table`, resolved, cannot yet be written in the place of `old` [P, E] without numbers, or None.
+    """Return why the resolved `table` cannot replace `old` [P, E] yet, because `old` has no values; or None.
 
     Args:
         table: a scheme.
         old: the table that it replaces.
-        fit: gives `table` fitted to a table of that shape.
+        fit: returns `table` fitted to a table of that shape.
     """
     if holds_values(old) or table == fit(torch.ones(old.shape, dtype=old.dtype)):
         return None
-    return f"{table} takes a value from the old table's weights, and this model's are on meta or fake."
+    return f"{table} needs a value from the old table's weights, and this model's are on meta or fake."
 
 
 def _fits(table: Any, context: SwapContext) -> bool:
-    """Return whether `table` is for tokens or patches as the model's table is: else planning refuses it."""
+    """Return whether `table` and the model's table are both for tokens or both for patches; planning refuses others."""
     return ("images" in type(table).inputs) == isinstance(context.stack.table, PatchTable)
 
 
 def _old_rows(context: SwapContext) -> Tensor | None:
-    """Return the rows of positions of the old table, [P, E]; None where they are not there, or not plain numbers."""
+    """Return the position rows of the old table, [P, E]; None if they are missing or not plain floats."""
     table = context.stack.table
     if table is None:
         return None
@@ -66,7 +66,7 @@ def _old_rows(context: SwapContext) -> Tensor | None:
 
 
 def _plain_weight(module: nn.Module | None) -> Tensor | None:
-    """Return the weight of a table's `module`; None where it has none, or one that is adapted or quantised."""
+    """Return the weight of a table's `module`; None if it has none, or an adapted or quantised one."""
     if module is None or is_adapted(module) or not hasattr(module, "weight"):
         return None
     weight = stored(module, "weight")

@@ -1,4 +1,4 @@
-"""The end of a position table: the guard that raises PositionRangeError beyond it, or makes room."""
+"""The guard that raises PositionRangeError beyond the end of a position table, or grows buffers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks, replace_
 
 
 class LengthHook:
-    """Pre-hook of the module that takes the input: makes room for the length, or says that the table ends.
+    """Pre-hook of the module that takes the input: grows buffers to the length, or raises beyond the table's end.
 
     Args:
         model_name: for the message.
-        capacity: positions of the table; None where there is none.
+        capacity: positions of the table; None: there is none.
         offset: rows of the table and the buffers before position 0.
-        first: what the model's `position_ids` call position 0.
+        first: the value of the model's `position_ids` for position 0.
         buffers: names, below the module, of buffers [1, P] with one entry a position; they grow as needed.
         signature: names of the module's positional arguments.
     """
@@ -44,11 +44,13 @@ class LengthHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = by_name(self.signature, args, kwargs)
-        found = find_cache(args, kwargs)
-        length = _tokens(given) + _past(None if found is None else found[1])
+        cache_argument = find_cache(args, kwargs)
+        length = _tokens(given) + _past(None if cache_argument is None else cache_argument[1])
         position_ids = given.get("position_ids")
         if position_ids is not None and not torch.compiler.is_compiling():
-            if position_ids.device.type == "cpu" or self.buffers:  # elsewhere reading it makes the host wait
+            if (
+                position_ids.device.type == "cpu" or self.buffers
+            ):  # on other devices, reading it synchronizes with the host
                 length = max(length, int(position_ids.max()) + 1 - self.first)
         if self.capacity is None:
             for name in self.buffers:
@@ -63,7 +65,7 @@ class LengthHook:
 
 
 def _tokens(given: dict[str, Any]) -> int:
-    """Return L of the input ids [..., L] or embeddings [..., L, E] among the arguments; 0 where there are none."""
+    """Return L of the input ids [..., L] or embeddings [..., L, E] among the arguments; 0 if there are none."""
     ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
     if ids is not None:
         return ids.shape[-1]
@@ -71,10 +73,10 @@ def _tokens(given: dict[str, Any]) -> int:
 
 
 def _past(cache: Any) -> int:
-    if cache is None or is_paged_cache(cache):  # which holds many texts, and none of them is asked for
+    if cache is None or is_paged_cache(cache):  # it holds many texts
         return 0
     past = cache.get_seq_length()
-    if isinstance(past, Tensor):  # a static cache knows its own end
+    if isinstance(past, Tensor):  # a static cache has a fixed end
         return 0 if torch.compiler.is_compiling() or past.device.type != "cpu" else int(past)
     return past
 
@@ -85,15 +87,15 @@ def _grown(name: str, length: int, _: nn.Module, old: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardLength(Edit):
-    """Makes the model say where its table ends, or make room where it does not.
+    """Makes the model raise beyond the end of its table, or grow its buffers if it has no end.
 
     Attributes:
         entry: path of the module that takes the input.
-        capacity: positions of the table; None where there is none.
+        capacity: positions of the table; None: there is none.
         offset: rows of the table and of the buffers before position 0.
-        first: what the model's `position_ids` call position 0.
+        first: the value of the model's `position_ids` for position 0.
         buffers: paths of buffers with one entry a position; they grow as needed.
-        length: positions that there is to be room for from the start.
+        length: positions for which the buffers have room from the start.
     """
 
     entry: str

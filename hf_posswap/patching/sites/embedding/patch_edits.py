@@ -1,4 +1,4 @@
-"""The edits of a table of patches: replaced or taken away, and asked for whatever grid of patches an image gives."""
+"""The edits of a table of patches: replaced, removed, or made to support any grid of patches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_posswap.schemes.common.grid_table import GridTable
 
 @dataclass(frozen=True, kw_only=True)
 class _PatchTableEdit(Edit):
-    """What the edits of the parameter [P, E] or [1, P, E] at `path` share.
+    """Base of the edits of the parameter [P, E] or [1, P, E] at `path`.
 
     Attributes:
         geometry: of the stack.
@@ -33,17 +33,17 @@ class _PatchTableEdit(Edit):
     geometry: Geometry
 
     def rows(self, model: Any) -> Tensor:
-        """Return all rows as they are, [P, E]."""
+        """Return all current rows, [P, E]."""
         table = tensor_at(model, self.path)
         assert table is not None
         return table.flatten(0, -2)
 
     def patches(self, model: Any) -> Tensor:
-        """Return the rows of the patches as they are, [R C, E]."""
+        """Return the current rows of the patches, [R C, E]."""
         return self.rows(model)[self.geometry.prefix_tokens :].detach()
 
     def replace(self, model: Any, saved: Saved, new: Tensor) -> None:
-        """Put `new`, of the shape that it is to have, in the place of the parameter."""
+        """Replace the parameter by `new`, which already has the right shape."""
         owner, leaf = owner_of(model, self.path)
         old, order = getattr(owner, leaf), tuple(name for name, _ in owner.named_parameters(recurse=False))
         saved |= {"parameter": old, "order": order}
@@ -51,7 +51,7 @@ class _PatchTableEdit(Edit):
         _put(owner, leaf, nn.Parameter(new, requires_grad=self.trainable and old.requires_grad), order)
 
     def undo(self, model: Any, saved: Saved) -> None:
-        """Put the parameter back, moved and cast as the model was meanwhile, and in its old place."""
+        """Restore the parameter, moved and cast like the model since then, at its old index."""
         if "parameter" in saved:
             owner, leaf = owner_of(model, self.path)
             saved["parameter"].data = saved["parameter"].data.to(getattr(owner, leaf))
@@ -78,7 +78,7 @@ class ReplacePatchTable(_PatchTableEdit):
     """Writes the rows of a scheme for patches into the model's own table; those of other tokens stay.
 
     Attributes:
-        scheme: resolved, and fitted where weights are read.
+        scheme: resolved, and fitted if weights are available.
     """
 
     scheme: GridTable
@@ -92,15 +92,16 @@ class ReplacePatchTable(_PatchTableEdit):
             new = old.detach().new_empty(shape)
         else:
             prefix = rows[: self.geometry.prefix_tokens].cpu()
-            new = torch.cat((prefix.to(torch.promote_types(prefix.dtype, torch.float32)), self._made(rows))).view(shape)
+            new = torch.cat((prefix.to(torch.promote_types(prefix.dtype, torch.float32)), self._new_rows(rows)))
+            new = new.view(shape)
         self.replace(model, saved, new)
 
-    def _made(self, rows: Tensor) -> Tensor:
+    def _new_rows(self, rows: Tensor) -> Tensor:
         patches = rows[self.geometry.prefix_tokens :].cpu()
         return self.scheme.table(patches, self.geometry.grid(), self.scheme.grid(self.geometry), self.geometry)
 
     def reload(self, model: Any) -> None:
-        """Freeze what is a formula's; the rows are there."""
+        """Freeze rows that come from a formula; the rows are loaded."""
         self.freeze(model)
 
     @property
@@ -117,10 +118,10 @@ class ReplacePatchTable(_PatchTableEdit):
         if self.scheme.trainable or not holds_values(rows):
             return None
         same = holds(self.patches(model), self._formula(model))
-        return None if same else "the table does not hold what its formula gives"
+        return None if same else "the table differs from its formula"
 
     def _formula(self, model: Any) -> Tensor:
-        """Return what the formula of a frozen table gives for each patch, [R C, E]."""
+        """Return the rows of the patches by the formula of a frozen table, [R C, E]."""
         grid = self.scheme.grid(self.geometry)
         return self.scheme.table(self.patches(model).float().cpu(), grid, grid, self.geometry)
 
@@ -135,11 +136,11 @@ class ReplacePatchTable(_PatchTableEdit):
 
 @dataclass(frozen=True, kw_only=True)
 class RemovePatchTable(_PatchTableEdit):
-    """Takes the rows of the patches away; those of other tokens, which have no place, stay.
+    """Removes the rows of the patches; those of other tokens stay.
 
     Attributes:
-        native: whether zero rows stand for them in the state dict, so that stock classes run it; otherwise nothing
-            does, and the native class fails to load the rest with a size mismatch.
+        native: whether zero rows replace them in the state dict, so that stock classes run it; otherwise they are
+            missing, and the native class fails to load the rest with a size mismatch.
     """
 
     native: bool
@@ -169,7 +170,7 @@ class RemovePatchTable(_PatchTableEdit):
         return not_zero(self.patches(model))
 
     def reload(self, model: Any) -> None:
-        """Freeze zero rows that nothing else lies beside; they are there."""
+        """Freeze the zero rows if the table has no other rows; the rows are loaded."""
         self.freeze(model)
 
     @property
@@ -179,7 +180,7 @@ class RemovePatchTable(_PatchTableEdit):
 
 @dataclass(frozen=True, kw_only=True)
 class SetRowIds(Edit):
-    """Gives the buffer [1, P] of row numbers at `path` so many as the table has rows.
+    """Gives the buffer [1, P] of row numbers at `path` one entry per table row.
 
     Attributes:
         count: P, afterwards.
@@ -210,14 +211,14 @@ class SetRowIds(Edit):
 
 @dataclass(frozen=True, kw_only=True)
 class AnyImageSize(Edit):
-    """Makes images of any size get the rows of their own grid; `path` is of the module that makes tokens of an image.
+    """Gives images of any size the rows of their own grid; `path` is the module that turns an image into tokens.
 
     Attributes:
         table: path of the parameter that holds the table, below that module.
         scheme: of the table; None: patches have no rows.
         geometry: of the stack.
         native: the image size in the swapped model's config.
-        square: whether the model's head takes the patches for a square.
+        square: whether the model's head assumes a square of patches.
     """
 
     table: str
@@ -233,15 +234,15 @@ class AnyImageSize(Edit):
         keep_hooks(saved, module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def undo(self, model: Any, saved: Saved) -> None:
-        """Let the module's class give its rows again."""
+        """Restore the method of the module's class."""
         vars(model.get_submodule(self.path)).pop(ROWS_METHOD, None)
         remove_hooks(saved)
 
     def check(self, model: Any) -> str | None:
         module = model.get_submodule(self.path)
         rows = vars(module).get(ROWS_METHOD)
-        asked = any(isinstance(hook, RowsHook) for hook in pre_hooks(module))
-        good = asked and isinstance(rows, GridRows) and rows.scheme == self.scheme and rows.embeddings() is module
+        has_hook = any(isinstance(hook, RowsHook) for hook in pre_hooks(module))
+        good = has_hook and isinstance(rows, GridRows) and rows.scheme == self.scheme and rows.embeddings() is module
         return None if good else "the rows of the patches are not those of the scheme"
 
     def reload(self, model: Any) -> None:
@@ -253,12 +254,12 @@ class AnyImageSize(Edit):
 
 
 def _put(owner: Any, leaf: str, parameter: nn.Parameter, order: tuple[str, ...]) -> None:
-    """Set a parameter in the place that it has in `order`: optimizers count."""
-    own = dict(owner.named_parameters(recurse=False)) | {leaf: parameter}
+    """Set a parameter at its index in `order`: optimizers refer to parameters by index."""
+    parameters = dict(owner.named_parameters(recurse=False)) | {leaf: parameter}
     for name in order:
         delattr(owner, name)
     for name in order:
-        setattr(owner, name, own[name])
+        setattr(owner, name, parameters[name])
     if isinstance(owner, nn.Embedding):
         owner.num_embeddings = parameter.shape[0]
 

@@ -1,4 +1,4 @@
-"""Planning the embedding site of a stack that sees images: what becomes of its table of patches."""
+"""Planning the embedding site of a vision stack: the edits of its table of patches."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from hf_posswap.schemes.learned_2d import Learned2D
 
 
 def plan_patch_table(context: SwapContext, table: PatchTable) -> PlanDraft:
-    """Return what becomes of a table of patches, and that images of any size find their rows.
+    """Return the edits of a table of patches, and the edit that supports images of any size.
 
     Raises:
-        UnsupportedSwapError: the model's config cannot say the image size, or the scheme is not for that site.
+        UnsupportedSwapError: the model's config cannot express the image size, or the scheme is not for that site.
     """
     scheme = context.scheme
     if context.site == "attention" and not scheme.acts_inside:
         raise UnsupportedSwapError(
-            f"{scheme.name} does not act inside attention, and {context.model_name} was asked for at the attention "
-            "site. What works: rope_2d, alibi_2d."
+            f"{scheme.name} does not act inside attention, but site='attention' was requested for "
+            f"{context.model_name}. What works: rope_2d, alibi_2d."
         )
     _refuse_kept_elsewhere(context, table)
     draft = _replace(context, table, scheme) if isinstance(scheme, GridTable) else _remove(context, table)
@@ -70,16 +70,16 @@ def _native_size(context: SwapContext) -> tuple[int, int]:
 
 
 def _refuse_kept_elsewhere(context: SwapContext, table: PatchTable) -> None:
-    """Refuse a table that is not held by its own module as numbers: what a swap writes would not be what is read."""
+    """Refuse a table whose module does not read its plain weights: the rows that a swap writes would be ignored."""
     weight = tensor_at(context.model, table.path)
     for path in dict.fromkeys((table.embeddings, table.path.rpartition(".")[0])):
         module = context.model.get_submodule(path)
         if any(offloading_hooks(module)):
-            kept = "is offloaded by accelerate", "patch the model first and dispatch it then"
+            kept = "is offloaded by accelerate", "patch the model first, then dispatch it"
         elif is_adapted(module):
-            kept = "carries an adapter of PEFT", "patch first and add the adapter then, or merge_and_unload() before"
+            kept = "carries a PEFT adapter", "patch first, then add the adapter; or merge_and_unload() before"
         elif weight is not None and not weight.is_floating_point():
-            kept = "is quantised", "patch first and quantise then"
+            kept = "is quantised", "patch first, then quantise"
         else:
             continue
         raise UnsupportedSwapError(
@@ -88,7 +88,7 @@ def _refuse_kept_elsewhere(context: SwapContext, table: PatchTable) -> None:
 
 
 def _kept_or_resized(context: SwapContext) -> str:
-    """Return what training a model with a table that was kept, or resized, will need; "": the scheme does neither."""
+    """Describe the training that a model with a kept or resized table needs; "": the scheme does neither."""
     scheme, geometry = context.scheme, context.geometry
     if not isinstance(scheme, Learned2D):
         return ""
@@ -102,9 +102,9 @@ def _replace(context: SwapContext, table: PatchTable, scheme: GridTable) -> Plan
     if size != geometry.image_size:
         if table.square_config and size[0] != size[1]:
             raise UnsupportedSwapError(
-                f"{scheme.name}: image_size {size[0]} x {size[1]} cannot be said in the config of "
-                f"{context.model_name}, which takes square images alone. What works: a square image_size; images of "
-                "other shapes run after the swap in any case."
+                f"{scheme.name}: image_size {size[0]} x {size[1]} cannot be expressed in the config of "
+                f"{context.model_name}, which only has square images. What works: a square image_size; images of "
+                "other shapes run after the swap anyway."
             )
         draft.values[join(context.stack.config, "image_size")] = size[0] if size[0] == size[1] else list(size)
     replace = ReplacePatchTable(
@@ -143,25 +143,25 @@ def _remove(context: SwapContext, table: PatchTable) -> PlanDraft:
 
 
 def _followed(context: SwapContext, table: PatchTable, values: dict[str, Any]) -> Iterator[Edit]:
-    """Yield what a stock model of another image size has otherwise, where it makes tokens of an image."""
+    """Yield edits for the attributes of the image embeddings that differ in a stock model of another image size."""
     model, trial = context.model, copy.deepcopy(context.model.config)
     for name, value in values.items():
-        part, _, leaf = name.rpartition(".")
-        setattr(config_at(trial, part), leaf, value)
+        parent, _, leaf = name.rpartition(".")
+        setattr(config_at(trial, parent), leaf, value)
     with torch.device("meta"), without_initialising():
         as_it_was, fresh = build_native(model, copy.deepcopy(model.config)), build_native(model, trial)
     text: dict[str, Any] = {"site": "embedding", "stack": context.stack.name}
     for path, module in fresh.get_submodule(table.embeddings).named_modules(prefix=table.embeddings):
         for name, new in vars(module).items():
-            old, before = (vars(one.get_submodule(path)).get(name) for one in (model, as_it_was))
+            old, before = (vars(source.get_submodule(path)).get(name) for source in (model, as_it_was))
             if isinstance(new, int | tuple | list) and not name.startswith("_") and new not in (old, before):
                 where = f"{path}.{name}"
                 yield SetAttribute(
                     **text, path=where, before=str(old), after=str(new), module=path, name=name, value=new
                 )
     if table.ids is not None:
-        count, held = fresh.get_buffer(table.ids).shape[-1], model.get_buffer(table.ids).shape[-1]
-        yield SetRowIds(**text, path=table.ids, before=f"{held} rows", after=f"{count} rows", count=count)
+        count, current = fresh.get_buffer(table.ids).shape[-1], model.get_buffer(table.ids).shape[-1]
+        yield SetRowIds(**text, path=table.ids, before=f"{current} rows", after=f"{count} rows", count=count)
 
 
 def _before(geometry: Geometry) -> str:

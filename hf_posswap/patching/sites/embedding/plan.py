@@ -1,4 +1,4 @@
-"""Planning the embedding site: what becomes of the position table of a stack."""
+"""Planning the embedding site: the edits of the position table of a stack."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from hf_posswap.schemes.common.table import TableScheme
 
 
 def plan_embedding(context: SwapContext) -> PlanDraft:
-    """Return what becomes of the table of a stack: replaced, resized, blended, taken away; and of where it ends.
+    """Return the edits of the table of a stack (replace, resize, blend, remove) and of its length guard.
 
     Raises:
-        UnsupportedSwapError: the scheme needs a table that is not there, or cannot be written.
+        UnsupportedSwapError: the scheme needs a table that is missing, or cannot be written.
     """
     scheme, table = context.scheme, context.stack.table
     if isinstance(table, PatchTable):
@@ -71,7 +71,7 @@ def _replace(context: SwapContext, scheme: TableScheme) -> PlanDraft:
 
 
 def _conceal(context: SwapContext, table: TokenTable, rows: int) -> PlanDraft:
-    """Keep a table beside another mechanism under a name that stock classes do not know."""
+    """Keep a table along with another mechanism, under a key that stock classes do not know."""
     path = table.path
     conceal = BlendTable(
         site="embedding",
@@ -90,7 +90,7 @@ def _conceal(context: SwapContext, table: TokenTable, rows: int) -> PlanDraft:
 
 def _remove(context: SwapContext, table: TokenTable, rows: int | None) -> PlanDraft:
     path, draft = table.path, PlanDraft()
-    if table.computed:  # no checkpoint holds it, so stock classes would not miss it
+    if table.computed:  # it is in no checkpoint, so stock classes would not miss it
         rows, draft.plugin = None, True
     else:
         draft.unused[f"{path}.weight"] = context.model.get_submodule(path).weight.numel()
@@ -112,7 +112,7 @@ def _blend(context: SwapContext, scheme: Blend, table: TokenTable | None) -> Pla
     new = scheme.new.table_part
     if table is None or (new is not None and context.site == "attention"):
         if new is not None:
-            _writable(context, new)  # which says why not
+            _writable(context, new)  # raises the reason
         return PlanDraft(plugin=True)
     _refuse_computed(context, scheme, table)
     if new is not None and new.rows(context.geometry, context.length) != context.geometry.original_length:
@@ -137,7 +137,7 @@ def _blend(context: SwapContext, scheme: Blend, table: TokenTable | None) -> Pla
 
 
 def _guard(context: SwapContext, capacity: int | None) -> PlanDraft:
-    """Watch the length where there is an end, or buffers that must grow."""
+    """Guard the length if the table has an end, or if buffers must grow."""
     stack = context.stack
     if capacity is None and not stack.buffers:
         return PlanDraft()
@@ -158,7 +158,7 @@ def _guard(context: SwapContext, capacity: int | None) -> PlanDraft:
 
 
 def plan_saved_tables(context: SwapContext) -> PlanDraft:
-    """Return the edit that saves tables which the model's class leaves out, as it can compute what it had there."""
+    """Return the edit that saves tables which the model's class excludes from checkpoints because it computes them."""
     ignored = unsaved_keys(type(context.model))
     paths = (stack.table.path for stack in context.sites.stacks if isinstance(stack.table, TokenTable))
     keys = tuple(f"{path}.weight" for path in paths if f"{path}.weight" in ignored)
@@ -180,16 +180,16 @@ def _before(context: SwapContext, table: TokenTable) -> str:
 
 
 def _writable(context: SwapContext, scheme: TableScheme) -> TokenTable:
-    """Return the table that a table scheme is to stand in.
+    """Return the table that a table scheme replaces.
 
     Raises:
-        UnsupportedSwapError: it was asked for elsewhere, or it cannot be written.
+        UnsupportedSwapError: another site was requested, or the table cannot be written.
     """
     table = context.stack.table
     if not isinstance(table, TokenTable) or context.site == "attention":
         raise UnsupportedSwapError(
-            f"{scheme.name} needs a position table to stand in, and {context.model_name} was asked for at the "
-            "attention site. What works: rope and its scalings, alibi, nope."
+            f"{scheme.name} needs a position table, but site='attention' was requested for "
+            f"{context.model_name}. What works: rope and its scalings, alibi, nope."
         )
     _refuse_computed(context, scheme, table)
     _refuse_not_plain(context, table.path, scheme.name)
@@ -199,8 +199,8 @@ def _writable(context: SwapContext, scheme: TableScheme) -> TokenTable:
 def _refuse_computed(context: SwapContext, scheme: Scheme, table: TokenTable) -> None:
     if table.computed:
         raise UnsupportedSwapError(
-            f"{scheme.name} needs a table that checkpoints hold, and {context.model_name} computes its "
-            "sinusoids itself, for any length, and saves none. What works: rope and its scalings, alibi."
+            f"{scheme.name} needs a table in checkpoints, and {context.model_name} computes its "
+            "sinusoids, for any length, and saves none. What works: rope and its scalings, alibi."
         )
 
 
@@ -209,12 +209,12 @@ def _refuse_not_plain(context: SwapContext, path: str, scheme: str) -> None:
     table: Any = context.model.get_submodule(path)
     if is_adapted(table):
         raise UnsupportedSwapError(
-            f"{path!r} carries an adapter of PEFT ({type(table).__name__}), and {scheme} writes new rows into the "
-            "table beneath it. What works: patch first and add the adapter then; or merge_and_unload() before."
+            f"{path!r} carries a PEFT adapter ({type(table).__name__}), and {scheme} writes new rows into the "
+            "table beneath it. What works: patch first, then add the adapter; or merge_and_unload() before."
         )
     weight = table.weight
     if not weight.is_floating_point() or not is_plain(weight):
         raise UnsupportedSwapError(
             f"{path!r} is quantised ({type(weight).__name__} of {weight.dtype}), and {scheme} writes new rows. What "
-            "works: patch first and quantise then; or quantise the linear layers only, as is usual."
+            "works: patch first, then quantise; or quantise only the linear layers, as is usual."
         )

@@ -1,4 +1,4 @@
-"""The edits of a table of token positions: replaced, blended with another, or taken away."""
+"""The edits of a table of token positions: replaced, blended with another, or removed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReplaceTable(Edit):
     """Writes a table scheme's rows into the model's own table; rows before position 0 stay.
 
     Attributes:
-        scheme: of the rows, fitted where the weights could be read.
+        scheme: of the rows, fitted if the weights could be read.
         rows: positions afterwards.
         offset: rows before position 0.
         geometry: of the stack.
@@ -79,12 +79,12 @@ class ReplaceTable(Edit):
             return "the table is trainable where it should be frozen"
         if self.scheme.trainable or not holds_values(weight):
             return None
-        found, expected = weight[self.offset :], self._formula(weight)
-        same = holds(found, expected) if self.scheme.exact else not_rows(found, expected, self.rows) is None
-        return None if same else "the table does not hold what its formula gives"
+        actual, expected = weight[self.offset :], self._formula(weight)
+        same = holds(actual, expected) if self.scheme.exact else not_rows(actual, expected, self.rows) is None
+        return None if same else "the table differs from its formula"
 
     def _formula(self, weight: Tensor) -> Tensor:
-        """Return what the formula of a frozen table gives for each position, [rows, E]."""
+        """Return the rows by the formula of a frozen table, [rows, E]."""
         return self.scheme.expected(weight.detach()[self.offset :].float().cpu(), self.geometry)
 
     def check_loaded(self, model: Any) -> str | None:
@@ -94,7 +94,7 @@ class ReplaceTable(Edit):
         return not_rows(weight[self.offset :], self._formula(weight) if frozen else None, self.rows)
 
     def reload(self, model: Any) -> None:
-        """Freeze what is a formula's; the rows are there."""
+        """Freeze rows that come from a formula; the rows are loaded."""
         self.freeze(model)
 
     def freeze(self, model: Any) -> None:
@@ -108,17 +108,17 @@ class ReplaceTable(Edit):
 
     def refusal(self, model: Any) -> str | None:
         old = stored(model.get_submodule(self.path), "weight")
-        return unfitted(self.scheme, old[self.offset :], lambda one: self.scheme.fit(one, self.rows, self.geometry))
+        return unfitted(self.scheme, old[self.offset :], lambda table: self.scheme.fit(table, self.rows, self.geometry))
 
 
 def _rows_name(embedding: nn.Module) -> str:
-    """Return the name of the parameter that holds the rows of a table, which may lie concealed in a blend."""
+    """Return the name of the parameter with the rows of a table, which may be inside a blend."""
     return "old" if isinstance(embedding, BlendedTable) else "weight"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlendTable(Edit):
-    """Lets the table fade, and a new one of the same size come in its place where there is one.
+    """Blends the table out, and a new one of the same size in, if there is one.
 
     Attributes:
         scheme: of the new table, or None.
@@ -140,7 +140,7 @@ class BlendTable(Edit):
         model.set_submodule(self.path, BlendedTable(native, new, self.share, self.offset))
 
     def new_rows(self, old: Tensor) -> Tensor | None:
-        """Return the new table beside the `old` one [P, E], a parameter where it is trained; None: there is none."""
+        """Return the new table for the `old` one [P, E], a parameter if it is trained; None: there is none."""
         if self.scheme is None:
             return None
         rows = old.shape[0] - self.offset
@@ -151,7 +151,7 @@ class BlendTable(Edit):
         return nn.Parameter(new) if self.scheme.trainable else new
 
     def undo(self, model: Any, saved: Saved) -> None:
-        """Put the table that faded back, with the weights that it has now."""
+        """Restore the old table with its current weights."""
         blended: Any = model.get_submodule(self.path)
         if isinstance(blended, BlendedTable):
             blended.native.weight = blended.old
@@ -161,7 +161,7 @@ class BlendTable(Edit):
         module = model.get_submodule(self.path)
         if not isinstance(module, BlendedTable):
             return "the table is not in the blend"
-        return None if module.share == self.share else f"the table fades by {module.share} instead of {self.share}"
+        return None if module.share == self.share else f"the blend has weight {module.share} instead of {self.share}"
 
     def reload(self, model: Any) -> None:
         """Nothing: no stock class loads a blend."""
@@ -176,11 +176,11 @@ class BlendTable(Edit):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveTable(Edit):
-    """Takes the table away.
+    """Removes the table.
 
     Attributes:
-        rows: zero rows that stand for it in the state dict; None: one lone zero, so that stock classes refuse.
-        computed: whether the state dict never held it, so that nothing need stand for it there.
+        rows: zero rows that replace it in the state dict; None: a single zero, so that stock classes refuse.
+        computed: whether the state dict never had it, so that it needs no placeholder.
     """
 
     needs_weights: ClassVar[bool] = True
@@ -190,7 +190,7 @@ class RemoveTable(Edit):
     def apply(self, model: Any, saved: Saved) -> None:
         old = table_of(model.get_submodule(self.path))
         shape = SENTINEL_SHAPE if self.rows is None else (self.rows, old.shape[1])
-        zeros = torch.zeros(shape, dtype=old.dtype, device=old.device)  # plain, where the table is quantised
+        zeros = torch.zeros(shape, dtype=old.dtype, device=old.device)  # plain even if the table is quantised
         replace_child(model, self.path, NoPositions(zeros, saved=not self.computed), saved)
 
     def undo(self, model: Any, saved: Saved) -> None:
@@ -205,7 +205,7 @@ class RemoveTable(Edit):
         return not_zero(table_of(model.get_submodule(self.path)), rows=self.rows)
 
     def reload(self, model: Any) -> None:
-        """Take the zero rows away that stock transformers has loaded, and could train."""
+        """Remove the zero rows that stock transformers has loaded and could train."""
         self.apply(model, {})
 
     @property
@@ -214,15 +214,15 @@ class RemoveTable(Edit):
 
 
 class NoTableRows(NoPositions):
-    """Stands where a plain buffer [P, E] was from which a model takes rows, and adds nothing.
+    """Replaces a plain buffer [P, E] that a model indexes, and adds nothing.
 
     Args:
-        weight: one lone zero, [1].
+        weight: a single zero, [1].
     """
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight, saved=False)
-        mark_initialised(self)  # otherwise transformers fills it, as the buffer that its class has there
+        mark_initialised(self)  # otherwise transformers fills it like the buffer of its class
 
     def __getitem__(self, _: Any) -> Tensor:
         return self.forward()
@@ -230,7 +230,7 @@ class NoTableRows(NoPositions):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveTableBuffer(Edit):
-    """Takes a table away that is a plain buffer which no checkpoint holds."""
+    """Removes a table that is a plain buffer and not in checkpoints."""
 
     def apply(self, model: Any, saved: Saved) -> None:
         owner, leaf = owner_of(model, self.path)
@@ -262,7 +262,7 @@ class RemoveTableBuffer(Edit):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveKeys(Edit):
-    """Makes the model save keys that its class leaves out of checkpoints.
+    """Makes the model save keys that its class excludes from checkpoints.
 
     Attributes:
         keys: of the state dict.
@@ -275,7 +275,7 @@ class SaveKeys(Edit):
         saved["keys"] = set_unsaved_keys(model, others)
 
     def undo(self, model: Any, saved: Saved) -> None:
-        """Let the model's class say again what is left out of its checkpoints."""
+        """Restore the class's list of keys excluded from checkpoints."""
         if "keys" in saved:
             set_unsaved_keys(model, saved["keys"])
 

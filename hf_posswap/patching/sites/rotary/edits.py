@@ -1,4 +1,4 @@
-"""The edits of a native rotary module: built anew from other rope parameters, or made the identity rotation."""
+"""The edits of a native rotary module: rebuilt from other rope parameters, or replaced by the identity rotation."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class RebuildRotary(Edit):
     """Replaces a rotary module by a new one of its class, built from the config with the new rope parameters.
 
     Attributes:
-        part: path of the part of the model's config that it is built from.
-        values: what that part says afterwards, by name.
+        part: path of the sub-config that it is built from.
+        values: the new values in that sub-config, by name.
         scheme: resolved.
         geometry: of the stack.
-        layer_types: whose rotation the scheme replaces; see `families.rope_config`.
+        layer_types: layer types whose rotation the scheme replaces; see `families.rope_config`.
     """
 
     part: str
@@ -49,17 +49,17 @@ class RebuildRotary(Edit):
         self._refuse_batches(model)
 
     def _refuse_batches(self, model: Any) -> None:
-        """Make `model` refuse to batch requests of several lengths where its angles follow the length."""
+        """Make `model` refuse continuous batching if its angles follow the length."""
         if isinstance(self.scheme, RotaryScheme) and self.scheme.length_dependent:
             refuse_continuous_batching(model, ONE_LENGTH)
 
     def _config(self, model: Any) -> Any:
-        """Return the part of the config that the new module is built from."""
+        """Return the sub-config that the new module is built from."""
         trial = copy.deepcopy(model.config)
-        part = config_at(trial, self.part)
+        subconfig = config_at(trial, self.part)
         for name, value in self.values.items():
-            setattr(part, name, copy.deepcopy(value))
-        return config_at(with_real_dtype(trial, part), self.part)
+            setattr(subconfig, name, copy.deepcopy(value))
+        return config_at(with_real_dtype(trial, subconfig), self.part)
 
     def undo(self, model: Any, saved: Saved) -> None:
         restore_child(model, self.path, saved)
@@ -74,7 +74,7 @@ class RebuildRotary(Edit):
         return None if good else "the rotary module does not have the planned frequencies"
 
     def reload(self, model: Any) -> None:
-        """Keep the angles from being cast; transformers has built the module from the new config."""
+        """Protect the angles from casts; transformers has built the module from the new config."""
         rotary = model.get_submodule(self.path)
         rotary.register_forward_pre_hook(KeepAngles(rotary))
         self._refuse_batches(model)
@@ -89,11 +89,11 @@ class RebuildRotary(Edit):
 
 @dataclass(frozen=True, kw_only=True)
 class NeutraliseRotary(Edit):
-    """Makes a rotary module give the identity rotation, so that raw keys reach the attention site.
+    """Makes a rotary module return the identity rotation, so that raw keys reach the attention site.
 
     Attributes:
-        part: path of the part of the model's config that the module goes on reading, as it was.
-        layer_types: whose rotation becomes the identity; see `families.rope_config`.
+        part: path of the sub-config that the module keeps reading, unchanged.
+        layer_types: layer types whose rotation becomes the identity; see `families.rope_config`.
     """
 
     part: str
@@ -103,7 +103,7 @@ class NeutraliseRotary(Edit):
         native = model.get_submodule(self.path)
         saved["config"] = native.config
         replace_child(model, self.path, NeutralRotary(native, self.layer_types), saved)
-        native.config = copy.deepcopy(config_at(model.config, self.part))  # which is still to be edited
+        native.config = copy.deepcopy(config_at(model.config, self.part))  # a copy, because the config is edited later
 
     def undo(self, model: Any, saved: Saved) -> None:
         restore_child(model, self.path, saved)

@@ -1,4 +1,4 @@
-"""Whether a rotary module does what a scheme, a config, or another module says."""
+"""Comparing a rotary module with a scheme, a config, or another module."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ if TYPE_CHECKING:
 
 
 def follows_config(module: nn.Module, config: PreTrainedConfig) -> bool:
-    """Return whether a new rotary module built from `config` has the frequencies that `module` has; on meta, the shape.
+    """Return whether a rotary module rebuilt from `config` has the frequencies of `module`; on meta, the shape.
 
-    Some families build theirs from an altered copy of the config; those must not be rebuilt from the config itself.
+    Some families build it from an altered copy of the config; those must not be rebuilt from the config itself.
     """
     new = rebuilt(module, config)
     for name in inv_freq_names(new):
-        found, expected = getattr(module, name, None), getattr(new, name)
-        if found is None or not rounds(found, expected):  # a model that was cast has lost digits
+        actual, expected = getattr(module, name, None), getattr(new, name)
+        if actual is None or not rounds(actual, expected):  # a model that was cast has lost digits
             return False
     return True
 
 
 def matches(module: nn.Module, scheme: RotaryScheme, geometry: Geometry, rope_set: str = "") -> bool:
-    """Return whether a rebuilt rotary `module` has the frequencies and the factor of `scheme`; on meta, their shape."""
+    """Return whether a rebuilt rotary `module` has the frequencies and factor of `scheme`; on meta, the shape only."""
     within = matches_within(module, scheme, geometry, rope_set)
     return within and _matches_beyond(module, scheme, geometry, rope_set)
 
 
 def matches_within(module: nn.Module, scheme: RotaryScheme, geometry: Geometry, rope_set: str = "") -> bool:
-    """Return whether rotary `module` does within the original length what `scheme` does; on meta, their shape."""
+    """Return whether rotary `module` matches `scheme` within the original length; on meta, the shape only."""
     restore_angles(module)
     frequencies = scheme.angles(geometry)
     name = buffer_name(rope_set)
-    # what follows the length holds the angles of the last one that it met
+    # a length-dependent module has the angles of the last length that it saw
     original = name.replace("inv_freq", "original_inv_freq") if scheme.length_dependent else name
-    found: Tensor = getattr(module, original, getattr(module, name))
-    same_shape = found.shape == frequencies.inv_freq.shape
+    actual: Tensor = getattr(module, original, getattr(module, name))
+    same_shape = actual.shape == frequencies.inv_freq.shape
     return bool(
         scheme.only_rotates
         and same_shape
-        and (not holds_values(found) or torch.allclose(found.float().cpu(), frequencies.inv_freq, rtol=1e-5, atol=0))
+        and (not holds_values(actual) or torch.allclose(actual.float().cpu(), frequencies.inv_freq, rtol=1e-5, atol=0))
         and abs(factor_of(module, rope_set) - frequencies.attention_factor) < 1e-6
     )
 
@@ -62,33 +62,33 @@ def _matches_beyond(module: nn.Module, scheme: RotaryScheme, geometry: Geometry,
         return True
     config: Any = module.config
     length = 3 * geometry.original_length
-    kind = parameters_of(config, rope_set)["rope_type"]
-    stock, _ = rope_function(kind)(config, "cpu", seq_len=length, layer_type=rope_set or None)
+    rope_type = parameters_of(config, rope_set)["rope_type"]
+    stock, _ = rope_function(rope_type)(config, "cpu", seq_len=length, layer_type=rope_set or None)
     return torch.allclose(stock, scheme.angles(geometry, torch.tensor([length])).inv_freq, rtol=1e-5, atol=0)
 
 
 def turns_nothing(module: nn.Module) -> bool:
-    """Return whether a rebuilt rotary `module` turns nothing; always so without numbers."""
-    found: list[Tensor] = [getattr(module, name) for name in inv_freq_names(module)]
-    return all(not holds_values(buffer) or not bool(buffer.any()) for buffer in found)
+    """Return whether a rebuilt rotary `module` rotates nothing; True if it has no values."""
+    buffers: list[Tensor] = [getattr(module, name) for name in inv_freq_names(module)]
+    return all(not holds_values(buffer) or not bool(buffer.any()) for buffer in buffers)
 
 
-def running(old: nn.Module, own: Any, config: Any) -> nn.Module | None:
-    """Return a new rotary module of the class of `old` for `config`, None where it cannot be built or does not run.
+def running(old: nn.Module, current: Any, config: Any) -> nn.Module | None:
+    """Return a new rotary module of the class of `old` for `config`; None if it cannot be built or does not run.
 
     Args:
         old: a module of the model.
-        own: its config: what does not run the probe with this one either is not held against `config`.
+        current: its config; if the probe fails with this one too, the failure is ignored.
         config: the new one.
     """
     try:
-        _probe(rebuilt(old, own))
-    except Exception:  # code of any model
+        _probe(rebuilt(old, current))
+    except Exception:  # arbitrary model code
         return rebuilt(old, config)
     try:
         new = rebuilt(old, config)
         _probe(new)
-    except Exception:  # code of any model, written for other rope parameters
+    except Exception:  # arbitrary model code, written for other rope parameters
         return None
     return new
 
@@ -101,13 +101,13 @@ def _probe(module: nn.Module) -> None:
 
 
 def same_widths(module: nn.Module, old: nn.Module) -> bool:
-    """Return whether two rotary modules turn as many pairs, in each of their sets."""
+    """Return whether two rotary modules rotate the same number of pairs in each of their sets."""
     widths, before = ({n: getattr(m, n).shape[-1] for n in inv_freq_names(m)} for m in (module, old))
     return widths == before
 
 
 def keeps(module: nn.Module, old: nn.Module, config: Any, layer_types: tuple[str, ...]) -> bool:
-    """Return whether a rebuilt rotary `module` has for all types of layers but `layer_types` what the `old` one has."""
+    """Return whether a rebuilt rotary `module` equals the `old` one for all layer types except `layer_types`."""
     before = rebuilt(old, config)
     others = [name for name in rope_sets(old) if name not in layer_types]
     return all(

@@ -1,4 +1,4 @@
-"""In the place of a native rotary module: an identity rotation, or a new module whose angles no cast blurs."""
+"""Replacements of a native rotary module: an identity rotation, or a new module whose angles survive casts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class NeutralRotary(nn.Module):
-    """A rotary module with the identity rotation: cos 1 and sin 0 in the shapes that the native one gives.
+    """A rotary module with the identity rotation: cos 1 and sin 0 in the shapes of the native one.
 
     Args:
-        native: the model's own rotary module; `unpatch_model` puts it back.
-        layer_types: whose rotation is the identity, where it has frequencies for each type; the others turn as ever.
+        native: the model's own rotary module; `unpatch_model` restores it.
+        layer_types: layer types whose rotation is the identity; others, if it has several sets, rotate as before.
     """
 
     def __init__(self, native: nn.Module, layer_types: tuple[str, ...]) -> None:
         super().__init__()
         self.native = native
-        # not `layer_types`: some models read that of their rotary module, and mean the native one's
+        # not `layer_types`: some models read that attribute of their rotary module and need the native one
         self.posswap_types = layer_types
         self._last: tuple[Any, Any] = None, None
 
@@ -36,22 +36,22 @@ class NeutralRotary(nn.Module):
             return getattr(super().__getattr__("native"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what `native` returns, without any rotation; for one token, as in decoding, what the last one got."""
+        """Return the output of `native` without rotation; for one token, as in decoding, the last output is cached."""
         if torch.compiler.is_compiling():
             return self._without_rotation(*args, **kwargs)
-        asked = _shapes(args, kwargs)
-        known, out = self._last
-        if asked is None or known != asked:
+        key = _shapes(args, kwargs)
+        cached, out = self._last
+        if key is None or cached != key:
             out = self._without_rotation(*args, **kwargs)
-            if asked is not None:
-                self._last = asked, out
+            if key is not None:
+                self._last = key, out
         return out
 
     def _without_rotation(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the native module gives where it rotates nothing.
+        """Return the output of the native module with the identity rotation.
 
         Raises:
-            PosswapError: it gives something else than cos and sin, or complex numbers.
+            PosswapError: the output is neither cos and sin nor complex numbers.
         """
         out = self.native(*args, **kwargs)
         layer_type = args[2] if len(args) > 2 else kwargs.get("layer_type")
@@ -63,22 +63,22 @@ class NeutralRotary(nn.Module):
         if isinstance(out, torch.Tensor) and out.is_complex():
             return torch.ones_like(out)
         raise PosswapError(
-            f"{type(self.native).__name__} gives neither cos and sin nor complex numbers in this release of "
-            f"transformers, but {_words(out)}: what would rotate nothing is unknown. "
+            f"{type(self.native).__name__} returns neither cos and sin nor complex numbers in this release of "
+            f"transformers, but {_describe(out)}: the identity rotation is unknown. "
             "Install a release that hf_posswap was tested with."
         )
 
 
-def _words(out: Any) -> str:
+def _describe(out: Any) -> str:
     if isinstance(out, torch.Tensor):
         return f"one tensor {list(out.shape)} of {out.dtype}"
     return f"{len(out)} values" if isinstance(out, tuple) else f"a {type(out).__name__}"
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return all that cos 1 and sin 0 for one token follow from; None: there are more, or something else is given."""
+    """Return a cache key for cos 1 and sin 0 of one token; None for more tokens or other arguments."""
     given = (*args, *kwargs.values())
-    if len(given) != 2 or not all(type(one) is torch.Tensor for one in given):
+    if len(given) != 2 or not all(type(argument) is torch.Tensor for argument in given):
         return None
     states, positions = given
     if positions.is_floating_point() or positions.shape[-1:] != (1,):
@@ -87,13 +87,13 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class KeepAngles:
-    """Pre-hook of a rotary module: a cast of the model (`model.to(bfloat16)`) blurs its angles, this gives them back.
+    """Pre-hook of a rotary module that restores its angles after a cast of the model (`model.to(bfloat16)`).
 
-    A cast puts other tensors into the module, whatever dtype the model has in the end; so does a move, after which the
-    angles are the same. What follows the length makes its frequencies anew, and leaves alone those that it began with.
+    A cast replaces the tensors of the module, as does a move, which keeps the angles. A length-dependent module
+    recomputes its frequencies but never replaces its original ones.
 
     Args:
-        module: the rotary module, as it was built.
+        module: the newly built rotary module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -113,7 +113,7 @@ class KeepAngles:
 
 
 def restore_angles(module: nn.Module) -> None:
-    """Give a rotary module that carries `KeepAngles` its angles back, as its next forward would."""
+    """Restore the angles of a rotary module with `KeepAngles`, as its next forward would."""
     for hook in pre_hooks(module):
         if isinstance(hook, KeepAngles):
             hook(module, ())

@@ -1,4 +1,4 @@
-"""Rope parameters in a model's config: with the keys of a scheme, as transformers would read them back, or refused."""
+"""Rope parameters in a model's config: those of a scheme, read back as transformers would, or marked as unsupported."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 RopeValues = dict[str, dict[str, Any]]
-"""Rope parameters by the type of layers that they are of; see `families.rope_config`."""
+"""Rope parameters by layer type; see `families.rope_config`."""
 
-# what the rope types may set; every other key (mrope_section, ...) belongs to the model and is kept
+# keys that rope types may set; every other key (mrope_section, ...) belongs to the model and is kept
 _ROPE_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
     "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim",
@@ -29,57 +29,57 @@ def with_rope(config: Any, values: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the `rope_parameters` of `config` with the rope keys of the sets in `values` replaced.
 
     Args:
-        config: the part of a config that has them.
+        config: the sub-config that has them.
         values: new rope keys, by the name of their set; the model's own keys, and the other sets, are kept.
     """
     changed = {}
     for name, given in values.items():
         old = parameters_of(config, name)
-        # the attention of Ministral 3 and its kin scales queries by it, whatever the rope type
+        # the attention of Ministral 3 and similar models scales queries by it, whatever the rope type
         kept = _ROPE_KEYS - ({"original_max_position_embeddings"} if "llama_4_scaling_beta" in old else set())
         changed[name] = {key: value for key, value in old.items() if key not in kept} | given
     return changed[""] if "" in changed else copy.deepcopy(config.rope_parameters) | changed
 
 
 def trial_config(
-    config: PreTrainedConfig, part: str, values: dict[str, dict[str, Any]], length: int
+    config: PreTrainedConfig, path: str, values: dict[str, dict[str, Any]], length: int
 ) -> PreTrainedConfig:
-    """Return a copy of `config` whose part at the path `part` has these rope parameters and this length."""
+    """Return a copy of `config` whose sub-config at `path` has these rope parameters and this length."""
     trial = copy.deepcopy(config)
-    text = config_at(trial, part)
+    text = config_at(trial, path)
     text.max_position_embeddings = length
     text.rope_parameters = with_rope(text, values)
     text.standardize_rope_params()
     return with_real_dtype(trial, text)
 
 
-def with_real_dtype(config: Any, part: Any) -> Any:
-    """Return `config` with a torch dtype in it and in its `part`, where saving has left a name."""
-    for one in (config, part):
-        if isinstance(one.dtype, str):
-            one.dtype = getattr(torch, one.dtype)
+def with_real_dtype(config: Any, subconfig: Any) -> Any:
+    """Return `config` with a torch dtype in it and in its `subconfig`, where saving has left a name."""
+    for target in (config, subconfig):
+        if isinstance(target.dtype, str):
+            target.dtype = getattr(torch, target.dtype)
     return config
 
 
 def read_back(config: PreTrainedConfig) -> PreTrainedConfig | None:
-    """Return what a checkpoint with `config` would be read with; None: its class refuses to read it."""
+    """Return `config` as read back from a checkpoint; None: its class refuses to read it."""
     try:
         return type(config).from_dict(config.to_dict())
-    except Exception:  # validators of configs raise what they like
+    except Exception:  # config validators may raise anything
         return None
 
 
 def says(config: Any, values: dict[str, dict[str, Any]]) -> bool:
-    """Return whether `config` still says `values` after transformers has standardised it: some models override them."""
-    held = {name: parameters_of(config, name) for name in values}
-    return all(held[name].get(key) == value for name, given in values.items() for key, value in given.items())
+    """Return whether `config` still has `values` after transformers has standardised it: some models override them."""
+    actual = {name: parameters_of(config, name) for name in values}
+    return all(actual[name].get(key) == value for name, given in values.items() for key, value in given.items())
 
 
 def refused_values(model: Any, stack: Stack, layer_types: tuple[str, ...]) -> dict[str, Any]:
-    """Return config values that stock transformers refuses, by path, for rotations that are the identity."""
-    part = config_at(model.config, stack.config)
-    refused = {name: {"rope_type": POSSWAP_ROPE_TYPE, "rope_theta": base_of(part, name)} for name in layer_types}
-    return {f"{stack.config}.rope_parameters".lstrip("."): with_rope(part, refused)}
+    """Return config values, by path, that stock transformers refuses, for identity rotations."""
+    config = config_at(model.config, stack.config)
+    refused = {name: {"rope_type": POSSWAP_ROPE_TYPE, "rope_theta": base_of(config, name)} for name in layer_types}
+    return {f"{stack.config}.rope_parameters".lstrip("."): with_rope(config, refused)}
 
 
 def base_of(config: Any, layer_type: str) -> float:

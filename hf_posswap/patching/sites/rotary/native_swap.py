@@ -1,4 +1,4 @@
-"""Whether stock transformers can say a scheme in a rotary model's config: found by building what that config says."""
+"""Whether a stock config can express a scheme for a rotary model: determined by building modules from that config."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from hf_posswap.schemes.rope import RotaryScheme
 
 @dataclass(frozen=True)
 class NativeSwap:
-    """A scheme as a stock config says it.
+    """A scheme as expressed by a stock config.
 
     Attributes:
         trial: the whole config of the swapped model.
-        settings: what a model of that config has otherwise outside its rotary modules: path, name, old, new.
-        values: what differs from the model's own, by path in the config.
-        notes: what the plan should say of it.
+        settings: attributes outside the rotary modules that change with that config: path, name, old, new.
+        values: changed config values, by path.
+        notes: for the plan.
     """
 
     trial: Any
@@ -54,49 +54,49 @@ class NativeSwap:
 
 
 def native_swap(model: Any, stack: Stack, scheme: Scheme, length: int) -> NativeSwap | None:
-    """Return how a stock config says `scheme` in a stack of a rotary model; None where none does.
+    """Return how a stock config expresses `scheme` in a stack of a rotary model; None if none does.
 
     Raises:
-        UnsupportedSwapError: a rotary module of the model does not do what the model's config says.
+        UnsupportedSwapError: a rotary module of the model does not match the model's config.
     """
     for values in _candidates(model, stack, scheme):
         reach = _native_length(stack, values, length)
         trial = trial_config(model.config, stack.config, values, reach)
-        part = config_at(trial, stack.config)
+        config = config_at(trial, stack.config)
         read = read_back(trial)
         if read is None or not says(config_at(read, stack.config), values):
-            continue  # it could be set, and never be loaded again
-        if not says(part, values) or not _all_follow(model, stack, scheme, part):
+            continue  # it could be set, but not loaded again
+        if not says(config, values) or not _all_follow(model, stack, scheme, config):
             continue
         settings = _settings(model, stack, trial)
         if settings is None or any(_is_width(model.get_submodule(change[0]), *change[1:]) for change in settings):
             continue
         prefix = f"{stack.config}." if stack.config else ""
-        changed = {f"{prefix}max_position_embeddings": reach, f"{prefix}rope_parameters": part.rope_parameters}
+        changed = {f"{prefix}max_position_embeddings": reach, f"{prefix}rope_parameters": config.rope_parameters}
         return NativeSwap(trial, settings, changed, kept_layers(stack, tuple(values)))
     return None
 
 
 def _settings(model: Any, stack: Stack, trial: Any) -> list[tuple[str, str, Scalar, Scalar]] | None:
-    """Return what a stock model of the config `trial` has otherwise; None where it cannot be built."""
+    """Return the settings that change with the config `trial`; None if its model cannot be built."""
     try:
         with torch.device("meta"), without_initialising():
-            own = copy.deepcopy(model.config)
-            own = with_real_dtype(own, config_at(own, stack.config))
-            before, after = build_native(model, own), build_native(model, trial)
-    except Exception:  # code of any model, written for other rope parameters
+            current = copy.deepcopy(model.config)
+            current = with_real_dtype(current, config_at(current, stack.config))
+            before, after = build_native(model, current), build_native(model, trial)
+    except Exception:  # arbitrary model code, written for other rope parameters
         return None
     return settings_to_follow(model, before, after, stack.rotary)
 
 
 def _is_width(module: nn.Module, name: str, old: Any, new: Any) -> bool:
-    """Return whether a setting says how many dimensions turn, and is read: attention would cut its heads otherwise."""
+    """Return whether a setting is a rotary width that is read: attention would then split its heads differently."""
     whole = isinstance(new, int) and not isinstance(new, bool) and isinstance(old, int)
-    return whole and any(part in name for part in ("rot", "dim", "head_size")) and _reads(type(module), name)
+    return whole and any(fragment in name for fragment in ("rot", "dim", "head_size")) and _reads(type(module), name)
 
 
 def _reads(cls: type, name: str) -> bool:
-    """Return whether any method of `cls` but its constructor may read the attribute `name` of an instance."""
+    """Return whether any method of `cls` except its constructor may read the attribute `name` of an instance."""
     methods = [value for owner in cls.__mro__ if owner is not nn.Module for value in vars(owner).values()]
     methods = [inspect.unwrap(method) for method in methods if callable(method)]
     codes = [getattr(method, "__code__", None) for method in methods if getattr(method, "__name__", "") != "__init__"]
@@ -104,12 +104,14 @@ def _reads(cls: type, name: str) -> bool:
 
 
 def _candidates(model: Any, stack: Stack, scheme: Scheme) -> list[RopeValues]:
-    """Return rope parameters that may say the scheme, most natural first."""
+    """Return candidate rope parameters for the scheme, the most natural first."""
     if not scheme.acts_inside:
-        part = config_at(model.config, stack.config)
+        config = config_at(model.config, stack.config)
         still: dict[str, Any] = {"rope_type": "proportional", "partial_rotary_factor": 0.0}
-        plain = {name: still | {"rope_theta": base_of(part, name)} for name in stack.rope_layer_types}
-        scaled = {name: values | {"factor": 1.0} for name, values in plain.items()}  # some read one under every type
+        plain = {name: still | {"rope_theta": base_of(config, name)} for name in stack.rope_layer_types}
+        scaled = {
+            name: values | {"factor": 1.0} for name, values in plain.items()
+        }  # some models read a factor for every type
         return [plain, scaled]
     if not isinstance(scheme, RotaryScheme) or scheme.layout != (stack.geometry.layout or scheme.layout):
         return []
@@ -117,30 +119,30 @@ def _candidates(model: Any, stack: Stack, scheme: Scheme) -> list[RopeValues]:
     if values is None:
         return []
     partial: dict[str, Any] = {"partial_rotary_factor": scheme.filled("partial")}
-    wide = values | partial  # some read it, some have it by themselves
-    listed = scheme.native_list(stack.geometry) if scheme.is_fixed else None  # all that Phi-3's config takes
+    wide = values | partial  # some models read it, some have it elsewhere
+    listed = scheme.native_list(stack.geometry) if scheme.is_fixed else None  # the only form in Phi-3's config
     if listed is not None and scheme.filled("partial") < 1:
         listed |= partial  # without it, transformers logs that it expects a number for each pair of a whole head
-    return [dict.fromkeys(stack.full_attention_types, one) for one in (values, wide, listed) if one is not None]
+    return [dict.fromkeys(stack.full_attention_types, rope) for rope in (values, wide, listed) if rope is not None]
 
 
 def _native_length(stack: Stack, values: RopeValues, length: int) -> int:
     """Return `max_position_embeddings` for these rope parameters: rope type "dynamic" takes L from there."""
-    follows = any(one["rope_type"] == "dynamic" for one in values.values())
+    follows = any(rope["rope_type"] == "dynamic" for rope in values.values())
     return stack.geometry.original_length if follows else length
 
 
-def _all_follow(model: Any, stack: Stack, scheme: Scheme, part: Any) -> bool:
-    """Return whether every rotary module of the stack, built from the config `part`, does what the scheme does."""
-    own = config_at(model.config, stack.config)
+def _all_follow(model: Any, stack: Stack, scheme: Scheme, config: Any) -> bool:
+    """Return whether every rotary module of the stack, built from the sub-config `config`, matches the scheme."""
+    current = config_at(model.config, stack.config)
     for path in stack.rotary:
         old: nn.Module = model.get_submodule(path)
-        if not follows_config(old, own):
+        if not follows_config(old, current):
             raise UnsupportedSwapError(
                 f"{path} does not follow the model's config (a new one built from it has other frequencies), "
                 "so it cannot be rebuilt from another config."
             )
-        new = running(old, own, part)
+        new = running(old, current, config)
         if new is None:
             return False
         if not scheme.acts_inside:
@@ -149,18 +151,18 @@ def _all_follow(model: Any, stack: Stack, scheme: Scheme, part: Any) -> bool:
             continue
         assert isinstance(scheme, RotaryScheme)
         turned = all(matches(new, scheme, stack.geometry, name) for name in stack.full_attention_types)
-        if not turned or not keeps(new, old, own, stack.full_attention_types):
+        if not turned or not keeps(new, old, current, stack.full_attention_types):
             return False
     return True
 
 
 def kept_layers(stack: Stack, layer_types: tuple[str, ...]) -> tuple[str, ...]:
-    """Return notes on layers that have no rotation, or keep theirs where only that of `layer_types` is replaced."""
+    """Return notes on layers without rotation, and on layers that keep theirs because they are not in `layer_types`."""
     notes, others = [], [name for name in stack.rope_layer_types if name not in layer_types]
     if others:
         notes.append(
             f"Layers of type {', '.join(others)} keep their own rotation: they see only the last tokens, and a longer "
-            f"context is a matter of {', '.join(layer_types)}."
+            f"context depends on {', '.join(layer_types)}."
         )
     if stack.nope_layers:
         notes.append(f"Layers without rotation stay as they are: {', '.join(map(str, stack.nope_layers))}.")

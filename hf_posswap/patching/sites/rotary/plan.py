@@ -1,4 +1,4 @@
-"""Planning the rotary site: frequencies that a stock config says, or the identity rotation."""
+"""Planning the rotary site: frequencies from a stock config, or the identity rotation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hf_posswap.schemes.blend import Blend
 
 
 def plan_rotary(context: SwapContext) -> PlanDraft:
-    """Return what becomes of the native rotary modules of a stack; `plugin`: the scheme must act inside attention.
+    """Return the edits of the native rotary modules of a stack; with `plugin`, the scheme must act inside attention.
 
     Raises:
-        UnsupportedSwapError: a rotary module does not do what the model's config says, or positions would stay.
+        UnsupportedSwapError: a rotary module does not match the model's config, or other positions would remain.
     """
     stack = context.stack
     if not stack.rotary or stack.inside is not None:
@@ -31,10 +31,10 @@ def plan_rotary(context: SwapContext) -> PlanDraft:
 
 
 def _refuse_positions_elsewhere(context: SwapContext) -> None:
-    """Refuse a scheme that takes the rotation away from a model which knows positions otherwise too.
+    """Refuse a scheme that removes the rotation of a model which also uses positions elsewhere.
 
     Raises:
-        UnsupportedSwapError: it does.
+        UnsupportedSwapError: the model does.
     """
     why = POSITIONS_ELSEWHERE.get(config_at(context.model.config, context.stack.config).model_type)
     if why is not None:
@@ -45,7 +45,7 @@ def _refuse_positions_elsewhere(context: SwapContext) -> None:
 
 
 def _rebuild(context: SwapContext, native: NativeSwap) -> PlanDraft:
-    stack, part = context.stack, config_at(native.trial, context.stack.config)
+    stack, config = context.stack, config_at(native.trial, context.stack.config)
     edits = [
         RebuildRotary(
             site="rotary",
@@ -54,7 +54,7 @@ def _rebuild(context: SwapContext, native: NativeSwap) -> PlanDraft:
             after=context.scheme.name,
             stack=stack.name,
             part=stack.config,
-            values={name: getattr(part, name) for name in ("max_position_embeddings", "rope_parameters")},
+            values={name: getattr(config, name) for name in ("max_position_embeddings", "rope_parameters")},
             scheme=context.scheme,
             geometry=context.geometry,
             layer_types=stack.full_attention_types,
@@ -66,7 +66,7 @@ def _rebuild(context: SwapContext, native: NativeSwap) -> PlanDraft:
 
 
 def _neutralise(context: SwapContext) -> PlanDraft:
-    """Make the rotation the identity, and the config one that stock transformers refuses."""
+    """Replace the rotation by the identity, and mark the config so that stock transformers refuses it."""
     stack, types = context.stack, context.replaced_types
     where = f" in layers of type {', '.join(types)}" if types != stack.rope_layer_types else ""
     edits = [
