@@ -46,24 +46,24 @@ def refuse_task_code(files: Sequence[Path]) -> None:
         for code in _code_in(values):
             raise RemoteCodeError(file, f"runs code ({code})")
         included = values.get("include") or []
-        waiting += [(file.parent / str(one)).resolve() for one in ([included], included)[isinstance(included, list)]]
+        waiting += [(file.parent / str(name)).resolve() for name in ([included], included)[isinstance(included, list)]]
 
 
 @contextmanager
 def templates_without_code() -> Iterator[None]:
-    """Inside the block templates of tasks reach no Python internals, by which they could run code.
+    """Run templates of tasks in a sandbox inside the block, so that they cannot run code.
 
     Raises:
-        RemoteCodeError: one tries to.
+        RemoteCodeError: a template accesses Python internals.
     """
     from jinja2.exceptions import SecurityError
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
     free = utils.env
-    held = SandboxedEnvironment(loader=free.loader, undefined=free.undefined, keep_trailing_newline=True)
-    held.filters.update(free.filters)
-    utils.env = held
+    sandboxed = SandboxedEnvironment(loader=free.loader, undefined=free.undefined, keep_trailing_newline=True)
+    sandboxed.filters.update(free.filters)
+    utils.env = sandboxed
     try:
         yield
     except SecurityError as error:

@@ -20,12 +20,12 @@ from hf_posswap.utils.progress import Reporter
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_BESIDE = "save it beside the model"
+_NO_TOKENIZER_ADVICE = "save it in the model's folder"
 
 
 @dataclass(frozen=True)
 class Base:
-    """The model that everything begins with.
+    """The model that the quickstart starts from.
 
     Attributes:
         source: its folder or Hub id.
@@ -47,7 +47,7 @@ def open_base(settings: QuickstartSettings, reporter: Reporter) -> Base:
         CheckpointError: there is no readable checkpoint.
         DataError: it is no causal language model, it already carries a swap, or it has no tokenizer.
         UnsupportedModelError: no family describes it.
-        RemoteCodeError: it needs code, which was not asked for.
+        RemoteCodeError: it needs code without `trust_remote_code`.
     """
     name, trusted = settings.model or str(EXAMPLE), settings.trust_remote_code
     model = hf_posswap.load(name, dtype=torch.float32, trust_remote_code=trusted).eval()
@@ -63,14 +63,14 @@ def open_base(settings: QuickstartSettings, reporter: Reporter) -> Base:
     if window < report.limit:
         reporter.line(
             f"base: the model's own window is {report.limit} tokens; it is adapted and measured as if it were "
-            f"{window}, so lengths up to {report.limit} tokens are not beyond what it was made for."
+            f"{window}, so lengths up to {report.limit} tokens are not beyond its original length."
         )
-    words = load_tokenizer(name, instead=_BESIDE, trust_remote_code=trusted)
-    return Base(name, model, words, window)
+    tokenizer = load_tokenizer(name, instead=_NO_TOKENIZER_ADVICE, trust_remote_code=trusted)
+    return Base(name, model, tokenizer, window)
 
 
 def place_base(base: Base, settings: QuickstartSettings, out: Path) -> str:
-    """Return the folder or Hub id that recipes name as their base: of the package's own a copy in `out`.
+    """Return the folder or Hub id of the recipes' base; the package's own model is copied to `out`.
 
     Raises:
         CheckpointError: it cannot be written, or the disk is full.

@@ -65,9 +65,9 @@ def check_reload(
     with tempfile.TemporaryDirectory() as scratch:
         task |= {"logits": str(Path(scratch) / "logits.npy"), "answer": str(Path(scratch) / "answer.json")}
         _run_fresh(task | {"device": str(device)})
-        found = np.load(task["logits"])
+        actual = np.load(task["logits"])
         answer = json.loads(Path(task["answer"]).read_text(encoding="utf-8"))
-    difference = float(np.abs(expected - found).max())
+    difference = float(np.abs(expected - actual).max())
     if not difference <= _TOLERANCE:  # NaN fails too
         raise CheckpointError(
             f"{folder} loaded in a fresh process gives other logits than the model that was measured (difference "
@@ -89,7 +89,7 @@ def run_task(text: str) -> None:
     torch.manual_seed(task["seed"])
     np.save(task["logits"], probe_logits(model, np.array(task["prompt"])))
     with torch.inference_mode():
-        made = model.generate(  # type: ignore[operator]
+        generated = model.generate(  # type: ignore[operator]
             prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=task["new_tokens"],
@@ -99,7 +99,7 @@ def run_task(text: str) -> None:
             top_k=20,
             pad_token_id=tokenizer.eos_token_id,
         )
-    new = made[0, prompt.shape[1] :].tolist()
+    new = generated[0, prompt.shape[1] :].tolist()
     answer = {
         "new_tokens": len(new),
         "prompt_end": tokenizer.decode(task["prompt"][-80:]),

@@ -1,4 +1,4 @@
-"""The quickstart, step by step; each step that was finished is not done again."""
+"""The quickstart, step by step; finished steps are not repeated."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RELOADED = "reload.json"
 
 @dataclass(frozen=True)
 class QuickstartResult:
-    """What a quickstart left behind.
+    """The result of a quickstart.
 
     Attributes:
         out: its folder.
@@ -75,7 +75,7 @@ def run_quickstart(
     """Swap copies of a causal model to other position mechanisms, adapt each alike, compare all, and reload the best.
 
     Each copy is trained by a recipe of the package, as `posswap train` trains; all are measured as `posswap compare`
-    measures. Interrupted at any point, the same call goes on where it stopped.
+    measures. After an interruption at any point, the same call resumes.
 
     Args:
         out: folder for everything it makes.
@@ -112,7 +112,7 @@ def run_quickstart(
 def run(
     out: Path, settings: QuickstartSettings, *, cache: Path | None = None, console: Console | None = None
 ) -> QuickstartResult:
-    """Do what `run_quickstart` does, with every setting open."""
+    """Like `run_quickstart`, with all settings."""
     from rich.console import Console
 
     reporter = Reporter(console or Console())
@@ -123,12 +123,12 @@ def run(
         open_folder(out, _identity(settings))
         try:
             with alone_in(out, "quickstart", LOCK):
-                found = _run(out, settings, cache, device, reporter)
+                result = _run(out, settings, cache, device, reporter)
         except KeyboardInterrupt:
-            reporter.line(f"stopped; what is finished is in {out}: the same command goes on from here")
+            reporter.line(f"stopped; what is finished is in {out}: the same command resumes from here")
             raise
-    show(found.results, found.best, found.reload, out, reporter, time.monotonic() - started)
-    return found
+    show(result.results, result.best, result.reload, out, reporter, time.monotonic() - started)
+    return result
 
 
 def _run(
@@ -179,7 +179,7 @@ def _train(
     device: torch.device,
     reporter: Reporter,
 ) -> Path:
-    """Train `variant`, or find it trained, and return the folder of its model."""
+    """Train `variant`, unless it is already trained, and return the folder of its model."""
     folder = out / variant.name
     reporter.line(f"{variant.name}: {command_of(variant, base, settings, source, folder)}")
     on_cpu = device.type == "cpu"
@@ -198,14 +198,14 @@ def choose_best(results: dict[str, Any]) -> str:
 
 
 def command(settings: QuickstartSettings) -> str:
-    """Return the command that makes the same results again."""
-    words = ["posswap", "quickstart"]
+    """Return the command that reproduces the results."""
+    arguments = ["posswap", "quickstart"]
     if settings.model is not None:
-        words += ["--model", settings.model]
+        arguments += ["--model", settings.model]
     if settings.schemes is not None:
-        words += ["--schemes", ",".join(settings.schemes)]
-    words += ["--steps", str(settings.steps), "--seed", str(settings.seed), "--device", settings.device]
-    return shlex.join(words)
+        arguments += ["--schemes", ",".join(settings.schemes)]
+    arguments += ["--steps", str(settings.steps), "--seed", str(settings.seed), "--device", settings.device]
+    return shlex.join(arguments)
 
 
 def _reload(

@@ -45,6 +45,6 @@ def show(
 
 
 def _perplexities(model: dict[str, Any], lengths: list[int]) -> list[str]:
-    found = {row["length"]: f"{row['perplexity']:.3f}" for row in model["ppl_prefix"]}
+    perplexities = {row["length"]: f"{row['perplexity']:.3f}" for row in model["ppl_prefix"]}
     ends = model.get("cannot_run", {})
-    return [found.get(length, "table ends" if str(length) in ends else "–") for length in lengths]
+    return [perplexities.get(length, "table ends" if str(length) in ends else "–") for length in lengths]

@@ -41,9 +41,9 @@ def cache_offsets() -> str | None:
         before = int(tokens_before(cache, 0))
         if before != 3:
             return f"{type(cache).__name__}.get_query_offset says {before} after 3 tokens"
-        found = tuple(map(int, keys_of_call(cache, 2, 0)))
-        if found != expected:
-            return f"{type(cache).__name__}.get_mask_sizes says {found} for 2 tokens after 3, not {expected}"
+        sizes = tuple(map(int, keys_of_call(cache, 2, 0)))
+        if sizes != expected:
+            return f"{type(cache).__name__}.get_mask_sizes says {sizes} for 2 tokens after 3, not {expected}"
     return None
 
 
@@ -78,10 +78,10 @@ def rope_functions() -> str | None:
     for name, options in ROPE_TYPES.items():
         settings = {"rope_type": name, "rope_theta": 1e4, **options}
         config = _llama(rope_parameters=settings, max_position_embeddings=64)
-        theirs, factor = rope_function(name)(config, torch.device("cpu"))
-        own = {key: value for key, value in options.items() if key != "original_max_position_embeddings"}
-        ours = make_scheme(name, **own).resolve(shape, None).angles(shape)  # type: ignore[attr-defined]
-        if not torch.allclose(theirs, ours.inv_freq, rtol=1e-5, atol=0) or abs(factor - ours.attention_factor) > 1e-6:
+        inv_freq, factor = rope_function(name)(config, torch.device("cpu"))
+        fields = {key: value for key, value in options.items() if key != "original_max_position_embeddings"}
+        ours = make_scheme(name, **fields).resolve(shape, None).angles(shape)  # type: ignore[attr-defined]
+        if not torch.allclose(inv_freq, ours.inv_freq, rtol=1e-5, atol=0) or abs(factor - ours.attention_factor) > 1e-6:
             return f"rope type {name!r} gives other angles than its definition"
     return None
 

@@ -25,13 +25,13 @@ __all__ = ["TINY_LENGTH", "TINY_VOCABULARY", "language_models", "tiny_config", "
 
 def language_models() -> dict[str, tuple[str, ...]]:
     """Return the names of the classes for causal, masked and seq2seq language modelling, each with its model types."""
-    found: dict[str, list[str]] = {}
+    types_by_class: dict[str, list[str]] = {}
     for task in ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
         for model_type, name in class_names(task).items():
-            types = found.setdefault(name, [])
+            types = types_by_class.setdefault(name, [])
             if model_type not in types:
                 types.append(model_type)
-    return {name: tuple(types) for name, types in found.items()}
+    return {name: tuple(types) for name, types in types_by_class.items()}
 
 
 def tiny_config(cls: type, **changes: Any) -> PreTrainedConfig:
@@ -42,21 +42,21 @@ def tiny_config(cls: type, **changes: Any) -> PreTrainedConfig:
         changes: fields to set otherwise; for an inner config, a dict of its fields.
     """
     model_type: str = cls.model_type  # type: ignore[attr-defined]
-    own = OWN.get(model_type, {}) | changes
+    overrides = OWN.get(model_type, {}) | changes
     names = {field.name for field in dataclasses.fields(cls)}
     values = {name: value for name, value in SMALL.items() if name in names}
     if "qk_rope_head_dim" in names or model_type == "esmc":  # as many keys as queries
         values["num_key_value_heads"] = values["num_attention_heads"]
     inner = getattr(cls, "sub_configs", None) or {}
     if inner:
-        typed = {name: value for name, value in own.items() if name not in inner or "model_type" in value}
+        typed = {name: value for name, value in overrides.items() if name not in inner or "model_type" in value}
         whole = cls(**typed)  # says of which class the inner configs are
         for name in inner:
-            held = getattr(whole, name, None)
-            if held is not None:
-                given = {key: value for key, value in own.get(name, {}).items() if key != "model_type"}
-                values[name] = tiny_config(type(held), **given)
-    values |= {name: value for name, value in own.items() if name not in inner}
+            inner_config = getattr(whole, name, None)
+            if inner_config is not None:
+                fields = {key: value for key, value in overrides.get(name, {}).items() if key != "model_type"}
+                values[name] = tiny_config(type(inner_config), **fields)
+    values |= {name: value for name, value in overrides.items() if name not in inner}
     return cls(**values | _all_layer_types(cls(**values)))
 
 
@@ -121,9 +121,11 @@ def _config_class(cls: type[PreTrainedModel], kind: Any) -> type:
     """Return the config class for `cls`: its own, or another model type's that the Auto classes make it for."""
     from transformers import CONFIG_MAPPING
 
-    own: Any = cls.config_class
-    asked: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else own
-    return own if asked.sub_configs else asked  # a whole of several modalities, of which `cls` is the text part
+    native: Any = cls.config_class
+    requested: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else native
+    return (
+        native if requested.sub_configs else requested
+    )  # a whole of several modalities, of which `cls` is the text part
 
 
 def _decodes(cls: type[PreTrainedModel]) -> bool:
@@ -135,7 +137,7 @@ def _decodes(cls: type[PreTrainedModel]) -> bool:
 
 
 def _randomise(model: nn.Module) -> None:
-    """Give every weight that can be trained a random value: a weight of 0 or 1 hides what it multiplies."""
+    """Set every trainable weight to random values: a weight of 0 or 1 would hide errors."""
     with torch.no_grad():
         for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
             if parameter.ndim > 1:

@@ -1,4 +1,4 @@
-"""The tiny twin of a model: of its class and its config, whose sizes are cut and whose switches are kept.
+"""The tiny twin of a model: same class and config, with reduced sizes and the same switches.
 
 What switches code (layer types, windows, biases, the kind of rope, grouped keys) stays as it is; widths, heads, layers,
 experts and the vocabulary become those of `tiny_sizes`. Lengths stay, since rope parameters count in them.
@@ -28,17 +28,17 @@ _WINDOWS = (
     *(name for name in SMALL if "window" in name or name in ("local_attention", "attention_chunk_size")),
     "window_size",
 )
-_MOST_KINDS = 6
-"""Kinds of layers that are told apart in one model, at most."""
+_MAX_LAYER_KINDS = 6
+"""Maximum number of distinguished kinds of layers in one model."""
 _ON_CPU = ("eager", "sdpa")
 
 
 def twin_config(config: Any, *, all_layers: bool = False) -> Any:
-    """Return a copy of `config` with its sizes cut; each kind of layer occurs in it.
+    """Return a copy of `config` with reduced sizes that includes each kind of layer.
 
     Args:
-        config: native, of any model.
-        all_layers: keep as many layers as there are.
+        config: the native config of any model.
+        all_layers: keep the number of layers.
 
     Example:
         >>> from transformers import Qwen2Config
@@ -47,8 +47,8 @@ def twin_config(config: Any, *, all_layers: bool = False) -> Any:
         (64, ['full_attention', 'sliding_attention'], 10000.0)
     """
     twin = copy.deepcopy(config)
-    for part in _parts(twin):
-        _cut(part, all_layers or getattr(part, "is_heterogeneous", False))
+    for nested in _nested_configs(twin):
+        _cut(nested, all_layers or getattr(nested, "is_heterogeneous", False))
     if getattr(twin, IMPLEMENTATION, None) not in (None, *_ON_CPU):
         setattr(twin, IMPLEMENTATION, "sdpa")
     for name in ("quantization_config", "auto_map"):
@@ -56,16 +56,16 @@ def twin_config(config: Any, *, all_layers: bool = False) -> Any:
     return twin
 
 
-def _parts(config: Any) -> list[Any]:
+def _nested_configs(config: Any) -> list[Any]:
     """Return `config` and the configs inside it, the innermost first."""
     inner = [value for value in vars(config).values() if dataclasses.is_dataclass(value) and hasattr(value, "to_dict")]
-    return [part for value in inner for part in _parts(value)] + [config]
+    return [nested for value in inner for nested in _nested_configs(value)] + [config]
 
 
 def _cut(config: Any, all_layers: bool) -> None:
     values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    own = OWN.get(getattr(config, "model_type", ""), {})
-    sizes = {name: value for name, value in (SMALL | _whole_numbers(own)).items() if _is_size(values.get(name))}
+    overrides = OWN.get(getattr(config, "model_type", ""), {})
+    sizes = {name: value for name, value in (SMALL | _whole_numbers(overrides)).items() if _is_size(values.get(name))}
     small = {name: value for name, value in sizes.items() if name not in (*_LENGTHS, *_DEPTHS)}
     hidden, heads = _first(values, "hidden_size", config), _first(values, "num_attention_heads", config)
     small |= {name: 64 if values[name] == hidden else 32 for name in _WIDTHS if _is_size(values.get(name))}
@@ -77,7 +77,11 @@ def _cut(config: Any, all_layers: bool) -> None:
     small |= {name: _cut_ids(value) for name, value in values.items() if name.endswith(("token_id", "token_ids"))}
     if not all_layers:
         small |= _cut_layers(config, values)
-    small |= {name: [min(8, item) for item in held] for name in _WINDOWS if (held := _sizes_at(name, small, values))}
+    small |= {
+        name: [min(8, item) for item in sizes_of_name]
+        for name in _WINDOWS
+        if (sizes_of_name := _sizes_at(name, small, values))
+    }
     if hidden and values.get("cross_attention_hidden_size"):
         small["cross_attention_hidden_size"] = 64
     rope = values.get("rope_parameters")
@@ -89,9 +93,9 @@ def _cut(config: Any, all_layers: bool) -> None:
         setattr(config, name, value)
 
 
-def _whole_numbers(own: dict[str, Any]) -> dict[str, Any]:
+def _whole_numbers(overrides: dict[str, Any]) -> dict[str, Any]:
     """Return what a model type needs besides that is a size: a whole number, or a list of them."""
-    return {name: value for name, value in own.items() if _is_size(value) or _are_sizes(value)}
+    return {name: value for name, value in overrides.items() if _is_size(value) or _are_sizes(value)}
 
 
 def _is_size(value: Any) -> bool:
@@ -103,8 +107,8 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _first(values: dict[str, Any], name: str, config: Any) -> int:
-    found = values.get(name, getattr(config, name, None))
-    return found if isinstance(found, int) else 0
+    value = values.get(name, getattr(config, name, None))
+    return value if isinstance(value, int) else 0
 
 
 def _key_heads(number: int, heads: int, small: int | None) -> int:
@@ -119,8 +123,8 @@ def _cut_ids(value: Any) -> Any:
 
 
 def _sizes_at(name: str, small: dict[str, Any], values: dict[str, Any]) -> list[int]:
-    held = small.get(name, values.get(name))
-    return held if isinstance(held, list) and _are_sizes(held) else []
+    sizes = small.get(name, values.get(name))
+    return sizes if isinstance(sizes, list) and _are_sizes(sizes) else []
 
 
 def _head_widths(values: dict[str, Any], small: dict[str, Any]) -> dict[str, int]:
@@ -129,45 +133,45 @@ def _head_widths(values: dict[str, Any], small: dict[str, Any]) -> dict[str, int
     if not (rope in small and rest in small):
         return {}
     whole, tiny = values[rope] + values[rest], small[rope] + small[rest]
-    found = {name: tiny for name in ("head_dim", "qk_head_dim") if values.get(name) == whole}
-    return found | {name: small[rope] for name in ("head_dim",) if values.get(name) == values[rope]}
+    widths = {name: tiny for name in ("head_dim", "qk_head_dim") if values.get(name) == whole}
+    return widths | {name: small[rope] for name in ("head_dim",) if values.get(name) == values[rope]}
 
 
 def _cut_layers(config: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the depths, and what is listed by layer, of as few layers as have each kind among them."""
+    """Return the depths, and the per-layer lists, of the fewest layers that include each kind."""
     depth = _first(values, "num_hidden_layers", config)
     listed = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == depth > 1}
-    kinds: dict[Any, int] = {}
-    for place, kind in enumerate(zip(*listed.values(), strict=True)):
-        kinds.setdefault(repr(kind), place)
-    places = list(kinds.values())[:_MOST_KINDS] or [0]
+    first_layers: dict[Any, int] = {}
+    for index, layer in enumerate(zip(*listed.values(), strict=True)):
+        first_layers.setdefault(repr(layer), index)
+    indices = list(first_layers.values())[:_MAX_LAYER_KINDS] or [0]
     sharing = _first(
         values, "num_kv_shared_layers", config
     )  # the last ones take the keys of earlier ones of their kind
-    if len(places) == 1 or sharing:
-        places *= 2
-    found: dict[str, Any] = {name: [value[place] for place in places] for name, value in listed.items()}
+    if len(indices) == 1 or sharing:
+        indices *= 2
+    cut: dict[str, Any] = {name: [value[index] for index in indices] for name, value in listed.items()}
     if sharing:
-        found["num_kv_shared_layers"] = len(places) // 2
+        cut["num_kv_shared_layers"] = len(indices) // 2
     for name in _DEPTHS:
         if _is_size(values.get(name)):
-            found[name] = len(places) if values[name] == depth else min(2, values[name])
-    return found
+            cut[name] = len(indices) if values[name] == depth else min(2, values[name])
+    return cut
 
 
 def _cut_rope(rope: dict[str, Any], ratio: float) -> dict[str, Any]:
     """Return rope parameters, of one type of layers or of each, for heads of `ratio` times the width."""
-    found: dict[str, Any] = {}
+    cut: dict[str, Any] = {}
     for name, value in rope.items():
         if isinstance(value, dict):
-            found[name] = _cut_rope(value, ratio)
+            cut[name] = _cut_rope(value, ratio)
         elif name == "mrope_section":
-            found[name] = _shares(value, max(1, round(sum(value) * ratio)))
+            cut[name] = _shares(value, max(1, round(sum(value) * ratio)))
         elif isinstance(value, list | tuple) and len(value) > 1:
-            found[name] = every_nth(value, max(1, round(len(value) * ratio)))
+            cut[name] = every_nth(value, max(1, round(len(value) * ratio)))
         else:
-            found[name] = value
-    return found
+            cut[name] = value
+    return cut
 
 
 def every_nth(values: Sequence[Any], number: int) -> list[Any]:
@@ -177,12 +181,12 @@ def every_nth(values: Sequence[Any], number: int) -> list[Any]:
         >>> every_nth("abcdefgh", 3)
         ['a', 'c', 'f']
     """
-    return [values[place * len(values) // number] for place in range(number)]
+    return [values[index * len(values) // number] for index in range(number)]
 
 
-def _shares(parts: Sequence[int], total: int) -> list[int]:
-    """Return whole numbers in the proportion of `parts`, of the sum `total`."""
-    ends = [round(total * sum(parts[: place + 1]) / sum(parts)) for place in range(len(parts))]
+def _shares(weights: Sequence[int], total: int) -> list[int]:
+    """Return whole numbers in proportion to `weights` with sum `total`."""
+    ends = [round(total * sum(weights[: index + 1]) / sum(weights)) for index in range(len(weights))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 

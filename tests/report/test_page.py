@@ -154,7 +154,7 @@ def test_an_encoder_has_its_own_sections() -> None:
     text = render_html(results)
     assert {"perplexity", "positions", "retrieval", "protocols", "overview"} <= set(_Page(text).identities())
     assert "pseudo-perplexity, 64 tokens" in text
-    assert "by the masked tokens of the same documents" in text
+    assert "on the masked tokens of the same documents" in text
     assert 'class="whisker"' in text  # the interval of the encoder that runs one length alone
     assert "Only 2 documents: with fewer than" in text
     assert "ends at 64 tokens, so it has no number beyond" in text
