@@ -83,11 +83,11 @@ def _show(advice: Advice) -> None:
         show_text("")
         show_pairs(rows)
     if advice.use.commands:
-        show_text("", "Go on with:", "")
+        show_text("", "Next commands:", "")
         for command in advice.use.commands:
             show_command(command)
     if advice.others:
-        show_text("", "What else was weighed:")
+        show_text("", "Alternatives:")
         for option in advice.others:
             _show_other(option)
 

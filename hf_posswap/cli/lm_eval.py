@@ -1,4 +1,4 @@
-"""`posswap lm-eval`: EleutherAI's harness on a model, as it is or with a scheme put in."""
+"""`posswap lm-eval`: EleutherAI's harness on a model, with or without a new scheme."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def selfcheck(json: Json = False) -> None:
     """Prove in less than a minute that this installation works, or name the step that fails.
 
     Swaps one tiny model of each kind of family: plan, patch, verify, steps with a cache, save and load, unpatch.
-    Nothing is downloaded, and nothing stays on the disk. The exit code is 1 where a check failed.
+    Nothing is downloaded, and nothing stays on the disk. The exit code is 1 if a check failed.
 
     Example: posswap selfcheck
     """

@@ -21,7 +21,7 @@ def about_model(facts: ModelFacts) -> list[Markup]:
     if facts.serving:
         sections.append(_serving(facts))
     commands = tag("pre", "\n".join(facts.commands), class_="commands", tabindex=0)
-    return [*sections, tag("section", tag("h2", "To go on"), commands, id="commands")]
+    return [*sections, tag("section", tag("h2", "Next commands"), commands, id="commands")]
 
 
 def _plan(facts: ModelFacts) -> Markup:
@@ -45,12 +45,12 @@ def _costs(facts: ModelFacts) -> Markup:
     ]
     head = ("tokens", "keys and values", "a forward, at most", "operations")
     note = (
-        "Of one text, beyond the weights, in the precision of the config. A forward of all tokens takes at most "
-        "what the formula holds; kernels take less. Operations are those of one forward. Computed from the shapes, not "
-        "measured."
+        "For one text, beyond the weights, in the precision of the config. The memory of a forward of all tokens is an "
+        "upper bound by the formula; kernels need less. Operations are those of one forward. Computed from the shapes, "
+        "not measured."
     )
     table = tag("div", _table(head, rows, numbers=True), class_="scroll")
-    return tag("section", tag("h2", "What lengths cost"), tag("p", note, class_="note"), table, id="costs")
+    return tag("section", tag("h2", "Cost by length"), tag("p", note, class_="note"), table, id="costs")
 
 
 def _serving(facts: ModelFacts) -> Markup:
@@ -62,7 +62,7 @@ def _serving(facts: ModelFacts) -> Markup:
         ]
         for serving in facts.serving
     ]
-    heading = "Which programs honour it" if facts.explanation.plan is None else "Which programs honour the result"
+    heading = "Which programs support it" if facts.explanation.plan is None else "Which programs support the result"
     return tag("section", tag("h2", heading), _table(("program", "verdict", "why, and known from"), rows), id="serving")
 
 

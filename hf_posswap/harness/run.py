@@ -46,21 +46,20 @@ def run_tasks(
         scheme: the scheme to put in first, without training.
         max_length: maximum length of `scheme`.
         longest_input: truncate longer inputs, in tokens; None: the swap's maximum length, else the model's.
-        tokenizer: of the model; None: that of the folder or Hub id.
-        num_fewshot: examples before each question; None: what the task says.
-        batch_size: questions at a time.
+        tokenizer: the model's tokenizer; None: that of the folder or Hub id.
+        num_fewshot: examples before each question; None: the task's default.
+        batch_size: questions per batch.
         limit: questions of each task; None: all.
         device: to run on; None: the CPU.
         dtype: to load in; "auto": that of the checkpoint.
-        trust_remote_code: run code that the model, its tokenizer or a .yaml file of a task brings; without it such a
-            file may name no functions, and its templates reach no Python internals. The harness's own tasks are its
-            own code and run.
+        trust_remote_code: run code that comes with the model, its tokenizer or a .yaml file of a task; otherwise such a
+            file may name no functions, and its templates are sandboxed. The harness's built-in tasks always run.
 
     Raises:
         MissingDependencyError: lm_eval is not installed.
-        OptionError: no tasks, an impossible number, or a task that the harness does not know.
+        OptionError: no tasks, an invalid number, or an unknown task.
         DataError: a model object without a tokenizer, or a tokenizer that cannot be read.
-        RemoteCodeError: code is needed, which was not asked for.
+        RemoteCodeError: code is needed without `trust_remote_code`.
         CheckpointError, UnsupportedSwapError, UnsupportedModelError, SchemeError: as `load` and `patch_model`.
     """
     check_max_length(max_length)

@@ -1,8 +1,8 @@
-"""Code in files of tasks: found and refused before it could run, unless it is asked for.
+"""Detection and refusal of code in task files before it runs, unless the user trusts it.
 
-A task of the harness may name Python functions (`!function helper.changed` runs helper.py beside the file), metrics
+A task of the harness may name Python functions (`!function helper.changed` runs helper.py next to the file), metrics
 that are scripts on the Hub, and data sets with loading code; its templates see Python objects. The tasks that are
-installed with the harness are its own code, and are not looked at.
+installed with the harness are trusted and not checked.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from hf_posswap.utils.untrusted import read_bounded
 from hf_posswap.utils.untrusted_yaml import MOST_YAML_BYTES, load_yaml
 
 _DEEPEST = 50
-"""Files that include one another; and objects inside one another."""
+"""Maximum depth of nested includes, and of nested objects."""
 
 
 class _Function(str):
-    """What stands for a function that a file names: the name alone."""
+    """A placeholder for a function in a file: its name."""
 
 
 def refuse_task_code(files: Sequence[Path]) -> None:
-    """Refuse files of tasks that run code; nothing of them is run to find that out.
+    """Refuse task files that run code, without running any of it.
 
     Args:
-        files: .yaml files of tasks; what they include is looked at, too.
+        files: .yaml files of tasks; included files are checked, too.
 
     Raises:
-        RemoteCodeError: one names a function, a metric that the harness does not have, or a data set's loading code.
-        OptionError: one cannot be read.
+        RemoteCodeError: a file names a function, a metric that the harness lacks, or a data set's loading code.
+        OptionError: a file cannot be read.
     """
     seen: set[Path] = set()
     waiting = [file.expanduser().resolve() for file in files]
@@ -79,11 +79,11 @@ def _is_installed(file: Path) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return what a file of a task says, each function as its name."""
+    """Return the content of a task file, with functions replaced by their names."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Reads what the harness reads, and imports nothing."""
+        """Accepts the harness's YAML without importing functions."""
 
     Loader.add_constructor("!function", lambda loader, node: _Function(getattr(node, "value", "")))
     try:
@@ -96,7 +96,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _code_in(value: Any, depth: int = 0) -> Iterator[str]:
-    """Give in words each place of `value` that runs code."""
+    """Yield a description of each part of `value` that runs code."""
     if isinstance(value, _Function):
         yield f"!function {value}"
     if depth > _DEEPEST:

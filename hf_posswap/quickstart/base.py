@@ -29,9 +29,9 @@ class Base:
 
     Attributes:
         source: its folder or Hub id.
-        model: unswapped, in eval mode, on the CPU.
-        tokenizer: its own.
-        window: its positions, or the most that the quickstart uses of them.
+        model: the unswapped model in eval mode on the CPU.
+        tokenizer: its tokenizer.
+        window: its window, limited to the quickstart's maximum.
     """
 
     source: str
@@ -45,7 +45,7 @@ def open_base(settings: QuickstartSettings, reporter: Reporter) -> Base:
 
     Raises:
         CheckpointError: there is no readable checkpoint.
-        DataError: it is no causal language model, it already carries a swap, or it has no tokenizer.
+        DataError: it is not a causal language model, already carries a swap, or has no tokenizer.
         UnsupportedModelError: no family describes it.
         RemoteCodeError: it needs code without `trust_remote_code`.
     """
@@ -77,7 +77,7 @@ def place_base(base: Base, settings: QuickstartSettings, out: Path) -> str:
     """
     if settings.model is not None:
         return base.source
-    folder = out.resolve() / "base"  # the same from wherever the quickstart is called again
+    folder = out.resolve() / "base"  # independent of the working folder of a later call
     if not folder.is_dir():
         with replacing(folder) as temporary:
             temporary.mkdir()

@@ -1,4 +1,4 @@
-"""Proof that a saved checkpoint is the model: loaded in a fresh process, equal logits, a text past the window."""
+"""Check of a saved checkpoint: equal logits in a fresh process, and a text past the window."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def check_reload(
     Args:
         folder: the checkpoint.
         prompt: token ids [L].
-        new_tokens: to generate.
-        seed: of the sampling.
-        device: to load it on.
-        trust_remote_code: run code that the checkpoint brings: what the base brought was saved with it.
-        expected: what `probe_logits` gave of the model; None: it is loaded here too.
+        new_tokens: number of tokens to generate.
+        seed: random seed of the sampling.
+        device: the device to load it on.
+        trust_remote_code: run code in the checkpoint, which was saved from the base.
+        expected: the model's `probe_logits`; None: load it in this process, too.
 
     Returns:
         The largest difference of the logits, the prompt's length, the new tokens and their text.
@@ -77,7 +77,7 @@ def check_reload(
 
 
 def run_task(text: str) -> None:
-    """Do what the JSON `text` of `check_reload` asks, in the process that it started."""
+    """Run the task in the JSON `text`, in the process that `check_reload` starts."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -115,7 +115,7 @@ def _loaded(folder: Path, device: torch.device, trust_remote_code: bool) -> PreT
 
 
 def _run_fresh(task: dict[str, Any]) -> None:
-    package = str(Path(hf_posswap.__file__).resolve().parents[1])  # so that it is found where it is not installed
+    package = str(Path(hf_posswap.__file__).resolve().parents[1])  # so that it is found without installation
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     code = "import sys; from hf_posswap.quickstart.reload import run_task; run_task(sys.stdin.read())"
     done = subprocess.run(

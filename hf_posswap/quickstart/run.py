@@ -41,11 +41,11 @@ class QuickstartResult:
     """The result of a quickstart.
 
     Attributes:
-        out: its folder.
-        results: the content of results.json, as `posswap compare` writes it.
-        best: the swapped model that predicts best at the longest length it runs: its name.
-        reload: what a fresh process found of it: the largest difference of logits, and a continuation.
-        left_out: schemes that the model cannot take, and why.
+        out: the output folder.
+        results: the content of results.json, as written by `posswap compare`.
+        best: name of the swapped model with the lowest perplexity at the longest length.
+        reload: the results of a fresh process: the largest difference of logits, and a continuation.
+        left_out: reasons for unsupported schemes, by name.
     """
 
     out: Path
@@ -78,23 +78,23 @@ def run_quickstart(
     measures. After an interruption at any point, the same call resumes.
 
     Args:
-        out: folder for everything it makes.
+        out: the output folder.
         model: path or Hub id of a causal model; None: the small GPT-2 that comes with the package.
-        schemes: to swap to, of rope, alibi and sinusoidal (of yarn, ntk, alibi and nope where `model` is rotary); None:
-            all of them, or rope and alibi where `model` is None.
-        steps: of adaptation; None: 200.
+        schemes: schemes from rope, alibi and sinusoidal (from yarn, ntk, alibi and nope for a rotary `model`); None:
+            all of them, or rope and alibi if `model` is None.
+        steps: training steps; None: 200.
         device: "auto", "cpu", "cuda", ...
-        seed: of everything random.
-        cache: where tokens are kept; None: $HF_POSSWAP_CACHE, or hf_posswap in the user's cache folder.
-        console: where progress goes; None: standard output.
-        trust_remote_code: run code that `model` brings, where it needs that to be loaded.
+        seed: random seed.
+        cache: where tokens are cached; None: $HF_POSSWAP_CACHE, or hf_posswap in the user's cache folder.
+        console: console for progress; None: standard output.
+        trust_remote_code: run code that comes with `model` if loading needs it.
 
     Raises:
         CheckpointError: `model` cannot be read, `out` cannot be written or belongs to another run, the disk is full.
-        DataError: `model` is no causal model, has no tokenizer, or no swap is possible.
+        DataError: `model` is not a causal model, has no tokenizer, or supports no swap.
         MissingDependencyError: matplotlib or what training needs is not installed.
-        OptionError, UnknownNameError: an impossible steps, seed, device or scheme.
-        NumericError, TrainingError: training or measuring gave something that is no number.
+        OptionError, UnknownNameError: invalid steps, seed, device or scheme.
+        NumericError, TrainingError: a training or an evaluation gave a value that is not finite.
 
     Example:
         >>> run_quickstart(Path("results"), steps=0)
@@ -211,7 +211,7 @@ def command(settings: QuickstartSettings) -> str:
 def _reload(
     folder: Path, base: Base, documents: EvalDocuments, settings: QuickstartSettings, device: torch.device
 ) -> dict[str, Any]:
-    """Return what a fresh process finds of the model in `folder`, whose logits must be those of this process."""
+    """Return the results of a fresh process for the model in `folder`, after comparing its logits with this process."""
     new = min(settings.continuation, base.window)
     prompt = documents.tokens[0][: base.window - new // 2]
     return check_reload(
@@ -225,5 +225,5 @@ def _reload(
 
 
 def _identity(settings: QuickstartSettings) -> dict[str, Any]:
-    """Return what a folder is made for: results of anything else must not be mixed into it."""
+    """Return the identity of a folder, which must not be mixed with other results."""
     return {"settings": settings.to_dict(), "hf_posswap": __version__, "corpus": python_corpus().digest}

@@ -1,7 +1,7 @@
-"""What a swap rests on in transformers, asked for answers that are known.
+"""Checks of the parts of transformers that a swap depends on, against known results.
 
-A release that moves one of these breaks swaps; here it is named, before any model is built. Each check returns what is
-wrong, or None.
+A release that changes one of these breaks swaps; these checks name it before any model is built. Each check returns an
+error message, or None.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_posswap.compat.transformers_cache import keys_of_call, tokens_before
 from hf_posswap.compat.transformers_rotary import rope_function
 
 NAME = "posswap_selfcheck"
-"""Of an attention function that only looks on; it stays known to transformers for the life of the process."""
+"""Name of an observing attention function, which stays registered with transformers until the process ends."""
 ROPE_TYPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 2.0},
     "yarn": {"factor": 2.0, "original_max_position_embeddings": 32},
@@ -30,7 +30,7 @@ ROPE_TYPES: dict[str, dict[str, Any]] = {
 
 
 def cache_offsets() -> str | None:
-    """Caches say where the next token stands, and how many keys it will see."""
+    """Caches report the position of the next token, and the number of keys that it sees."""
     import transformers
 
     config = _llama()
@@ -48,7 +48,7 @@ def cache_offsets() -> str | None:
 
 
 def attention_interface() -> str | None:
-    """A registered attention function runs, with a mask of its own and the layer's q, k and v."""
+    """A registered attention function runs, with its own mask and the layer's q, k and v."""
     from hf_posswap.testing.tiny import tiny_model
 
     seen: list[tuple[Any, ...]] = []
@@ -70,7 +70,7 @@ def attention_interface() -> str | None:
 
 
 def rope_functions() -> str | None:
-    """Each rope type gives the angles of its definition."""
+    """Each rope type computes the angles of its definition."""
     from hf_posswap.geometry import Geometry
     from hf_posswap.schemes import make_scheme
 
@@ -114,4 +114,4 @@ UPSTREAM: dict[str, Callable[[], str | None]] = {
     "modeling_rope_utils.ROPE_INIT_FUNCTIONS": rope_functions,
     "config.rope_parameters, *RotaryEmbedding": rope_settings,
 }
-"""The checks, by what they ask."""
+"""The checks, by the API that they test."""

@@ -1,4 +1,4 @@
-"""The class of swapped models in vLLM: its Transformers backend, around a model that knows its swap."""
+"""The class of swapped models in vLLM: its Transformers backend around a swapped model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_posswap.serving.head import NAME, head_name
 
 
 class ServedSwap:
-    """Mixed into a class of vLLM's Transformers backend, before it; `self.model` is then a swapped base model."""
+    """Mixin for a class of vLLM's Transformers backend whose `self.model` is a swapped base model."""
 
     model: Any
     config: Any
@@ -40,7 +40,7 @@ class ServedSwap:
                 raise SwapVerificationError(f"vLLM changed a swapped model as it took it: {edit.path}: {problem}.")
 
     def _decorate_for_torch_compile(self) -> None:
-        """Leave the model uncompiled: vLLM's compiled calls go past the hooks that tell attention of positions."""
+        """Do not compile the model: vLLM's compiled calls bypass the hooks that pass positions to attention."""
 
     def _create_hf_to_vllm_mapper(self) -> None:
         _ignore_exactly(self.model)
@@ -50,7 +50,7 @@ class ServedSwap:
             super()._create_hf_to_vllm_mapper()  # type: ignore[misc]
         finally:
             self.config = config
-        self._names = self.hf_to_vllm_mapper  # before vLLM puts layers together
+        self._names = self.hf_to_vllm_mapper  # before vLLM fuses layers
         self._expected = {f"model.{name}" for name, _ in self.model.named_parameters()}
 
     def recursive_replace(self) -> None:
@@ -86,10 +86,10 @@ class ServedSwap:
 
         loaded = super().load_weights(watched())  # type: ignore[misc]
         missing = sorted(self._expected - seen)
-        if missing:  # vLLM does not notice it of layers that it puts together
+        if missing:  # vLLM does not check it for fused layers
             raise CheckpointError(
-                f"the checkpoint lacks {len(missing)} weights of its model, {', '.join(missing[:4])} among them: "
-                "download it again, or take its weights from where they are whole."
+                f"the checkpoint lacks {len(missing)} weights of its model, including {', '.join(missing[:4])}: "
+                "download it again, or use a complete copy of its weights."
             )
         return loaded
 
@@ -102,13 +102,13 @@ def _model_class() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PosswapForCausalLM":  # made when vLLM asks for it: without vLLM there is nothing to make it of
+    if name == "PosswapForCausalLM":  # created on demand, because it needs vLLM
         return _model_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _ignore_exactly(model: Any) -> None:
-    """Keep patterns of weights to be ignored from hitting weights that `model` has: GPT-2's attn.bias, c_attn.bias."""
+    """Restrict patterns of ignored weights so that they match no weight of `model`: GPT-2's attn.bias, c_attn.bias."""
     names = [name for name, _ in model.named_parameters()]
     patterns = ignored_on_load(model)
     ignore_on_load(
@@ -120,7 +120,7 @@ def _ignore_exactly(model: Any) -> None:
 def _as_built(model: Any, head: str, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a swapped checkpoint in the shapes of `model`, and those of the `head` by vLLM's name.
 
-    Buffers are loaded here: vLLM knows none.
+    Buffers are loaded here, because vLLM does not load them.
     """
     prefix, marked = f"{model.base_model_prefix}.", vars(model).get(MARKED, {})
     buffers = dict(model.named_buffers())

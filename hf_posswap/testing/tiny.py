@@ -1,6 +1,6 @@
 """Tiny models of every class that transformers' Auto maps name for language models: for the census, and for tests.
 
-A config is shrunk field by field, by the fields' names; `tiny_sizes` says to what.
+A config is shrunk field by field, to the sizes in `tiny_sizes`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def language_models() -> dict[str, tuple[str, ...]]:
 
 
 def tiny_config(cls: type, **changes: Any) -> PreTrainedConfig:
-    """Return a shrunk config of the config class `cls`, its inner configs shrunk too.
+    """Return a shrunk config of the config class `cls`, including its nested configs.
 
     Args:
         cls: a config class of transformers.
-        changes: fields to set otherwise; for an inner config, a dict of its fields.
+        changes: fields to override; for a nested config, a dict of its fields.
     """
     model_type: str = cls.model_type  # type: ignore[attr-defined]
     overrides = OWN.get(model_type, {}) | changes
@@ -61,7 +61,7 @@ def tiny_config(cls: type, **changes: Any) -> PreTrainedConfig:
 
 
 def _all_layer_types(config: PreTrainedConfig) -> dict[str, list[str]]:
-    """Return `layer_types` in which each type of layers that has rope parameters occurs, where few layers lack one."""
+    """Return `layer_types` that include each layer type with rope parameters, if the config's few layers lack one."""
     types = getattr(config, "layer_types", None) or []
     parameters = getattr(config, "rope_parameters", None) or {}
     rotating = [name for name, value in parameters.items() if isinstance(value, dict)]
@@ -71,14 +71,14 @@ def _all_layer_types(config: PreTrainedConfig) -> dict[str, list[str]]:
 
 
 def tiny_model(kind: str | type[PreTrainedModel], *, meta: bool = True, seed: int = 0, **changes: Any) -> Any:
-    """Return a tiny model of a class, or of the first class that is known for a model type, in eval mode.
+    """Return a tiny model of a class, or of the first known class of a model type, in eval mode.
 
     Args:
         kind: a model class, its name, or a model type.
-        meta: whether it lies on the meta device, where it costs almost nothing and cannot run; otherwise its weights
-            are random and large enough for positions to show, the same ones for the same `seed`.
-        seed: of the weights.
-        changes: fields of the config to set otherwise.
+        meta: whether it is on the meta device, where it is almost free and cannot run; otherwise its weights are
+            random, determined by `seed`, and large enough for positions to matter.
+        seed: random seed of the weights.
+        changes: fields of the config to override.
 
     Raises:
         UnknownNameError: no class and no model type of that name.
@@ -95,7 +95,7 @@ def tiny_model(kind: str | type[PreTrainedModel], *, meta: bool = True, seed: in
     if meta:
         with torch.device("meta"), without_initialising():
             skeleton: Any = cls(config).eval()
-        return skeleton.to("meta")  # some make parameters on the CPU, whatever the device
+        return skeleton.to("meta")  # some classes create parameters on the CPU on any device
     with PROCESS, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = cls(config)
@@ -118,7 +118,7 @@ def _model_class(kind: str | type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _config_class(cls: type[PreTrainedModel], kind: Any) -> type:
-    """Return the config class for `cls`: its own, or another model type's that the Auto classes make it for."""
+    """Return the config class for `cls`: its own, or that of another model type that the Auto classes map to it."""
     from transformers import CONFIG_MAPPING
 
     native: Any = cls.config_class

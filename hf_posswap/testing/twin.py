@@ -1,7 +1,7 @@
 """The tiny twin of a model: same class and config, with reduced sizes and the same switches.
 
-What switches code (layer types, windows, biases, the kind of rope, grouped keys) stays as it is; widths, heads, layers,
-experts and the vocabulary become those of `tiny_sizes`. Lengths stay, since rope parameters count in them.
+Fields that switch code (layer types, windows, biases, the rope type, grouped keys) are kept; widths, heads, layers,
+experts and the vocabulary are set to `tiny_sizes`. Lengths are kept, because rope parameters depend on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_posswap.compat.transformers_attention import IMPLEMENTATION
 from hf_posswap.testing.tiny_sizes import OWN, SMALL, TINY_LENGTH, TINY_VOCABULARY
 
 _WIDTHS = ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "d_embed")
-"""Widths of embeddings, which some classes project where they are not the hidden size."""
+"""Widths of embeddings, which some classes project if they differ from the hidden size."""
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads")
 _DEPTHS = tuple(name for name, value in SMALL.items() if name.endswith(("layers", "n_layer")) or name == "depth")
 _LENGTHS = tuple(name for name, value in SMALL.items() if value == TINY_LENGTH and "position" in name)
@@ -57,7 +57,7 @@ def twin_config(config: Any, *, all_layers: bool = False) -> Any:
 
 
 def _nested_configs(config: Any) -> list[Any]:
-    """Return `config` and the configs inside it, the innermost first."""
+    """Return `config` and its nested configs, innermost first."""
     inner = [value for value in vars(config).values() if dataclasses.is_dataclass(value) and hasattr(value, "to_dict")]
     return [nested for value in inner for nested in _nested_configs(value)] + [config]
 
@@ -94,7 +94,7 @@ def _cut(config: Any, all_layers: bool) -> None:
 
 
 def _whole_numbers(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return what a model type needs besides that is a size: a whole number, or a list of them."""
+    """Return the overrides of a model type that are sizes: whole numbers, or lists of them."""
     return {name: value for name, value in overrides.items() if _is_size(value) or _are_sizes(value)}
 
 
@@ -112,7 +112,7 @@ def _first(values: dict[str, Any], name: str, config: Any) -> int:
 
 
 def _key_heads(number: int, heads: int, small: int | None) -> int:
-    """Return how many heads of keys the twin has, whose queries have 4: all, one, or some, as before."""
+    """Return the number of key heads of the twin with 4 query heads: all, one, or some, as in the original."""
     return 4 if number == heads else 1 if number == 1 else small or 2
 
 
@@ -128,7 +128,7 @@ def _sizes_at(name: str, small: dict[str, Any], values: dict[str, Any]) -> list[
 
 
 def _head_widths(values: dict[str, Any], small: dict[str, Any]) -> dict[str, int]:
-    """Return the widths of heads that are the sum of others, or the same as one, as in latent attention."""
+    """Return head widths that are the sum of others, or equal to one, as in latent attention."""
     rope, rest = "qk_rope_head_dim", "qk_nope_head_dim"
     if not (rope in small and rest in small):
         return {}
@@ -160,7 +160,7 @@ def _cut_layers(config: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_rope(rope: dict[str, Any], ratio: float) -> dict[str, Any]:
-    """Return rope parameters, of one type of layers or of each, for heads of `ratio` times the width."""
+    """Return rope parameters, of one or of several layer types, for heads of `ratio` times the width."""
     cut: dict[str, Any] = {}
     for name, value in rope.items():
         if isinstance(value, dict):
@@ -175,7 +175,7 @@ def _cut_rope(rope: dict[str, Any], ratio: float) -> dict[str, Any]:
 
 
 def every_nth(values: Sequence[Any], number: int) -> list[Any]:
-    """Return `number` of `values`, spread evenly.
+    """Return `number` evenly spaced `values`.
 
     Example:
         >>> every_nth("abcdefgh", 3)
@@ -191,23 +191,23 @@ def _shares(weights: Sequence[int], total: int) -> list[int]:
 
 
 def isolated() -> ExitStack:
-    """Return contexts in which a twin is built and run as if nothing were around it: device, gradients, autocast."""
+    """Return contexts that isolate a twin from the surrounding device, gradient mode and autocast."""
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.enable_grad())
     stack.enter_context(torch.autocast("cpu", enabled=False))
-    if torch.empty(0).device.type != "cpu":  # asked first: the context slows each call
+    if torch.empty(0).device.type != "cpu":  # checked first, because the context slows each call
         stack.enter_context(torch.device("cpu"))
     return stack
 
 
 def build_twin(build: Callable[[], Any], seed: int = 0) -> Any:
-    """Return the model that `build` makes, on the CPU, in float32, with random weights of a size that lets all show.
+    """Return the model of `build` on the CPU in float32, with random weights large enough for every effect to show.
 
-    The caller's random numbers, and those of other threads, stay what they were.
+    The random state of the caller and of other threads is not changed.
 
     Args:
-        build: makes it.
+        build: creates the model.
         seed: of the weights.
     """
     with PrivateRandomness(seed):
@@ -218,7 +218,7 @@ def build_twin(build: Callable[[], Any], seed: int = 0) -> Any:
 
 @torch.no_grad()
 def randomise(module: nn.Module) -> None:
-    """Give every weight of `module` that can be trained a random value, also where nothing has filled it yet."""
+    """Set every trainable weight of `module` to random values, even if it is uninitialized."""
     for name, weight in ((name, weight) for name, weight in module.named_parameters() if weight.requires_grad):
         noise = torch.randn(weight.shape)
         if weight.ndim > 1:
@@ -230,7 +230,7 @@ def randomise(module: nn.Module) -> None:
 
 @torch.no_grad()
 def fill_zeros(module: nn.Module, names: Iterable[str], seed: int = 0) -> None:
-    """Give those of the weights called `names` that are all zero random values."""
+    """Set those weights in `names` that are all zero to random values."""
     generator, weights = torch.Generator().manual_seed(seed), dict(module.named_parameters())
     for name in names:
         if name in weights and not weights[name].any():
