@@ -157,7 +157,7 @@ def eval_settings(
     """Return the settings that the shared options describe.
 
     Raises:
-        OptionError, UnknownNameError: a value is impossible.
+        OptionError, UnknownNameError: a value is invalid.
     """
     from hf_posswap.comparison import EvalSettings
 

@@ -32,7 +32,7 @@ class Choice:
 
 
 _TURN, _FAR, _BIAS, _OTHER = "turn by fixed angles", "give far keys other distances", "add a bias", "others"
-_BEGINS = "It is learned: drawn are the numbers that it begins with."
+_BEGINS = "It is learned and drawn at initialization."
 _MEMBERS = {
     _TURN: "rope yarn linear ntk llama3 ntk_by_parts dynamic longrope p_rope xpos",
     _FAR: "self_extend rerope leaky_rerope dual_chunk",
@@ -50,11 +50,11 @@ _WORDS = {
     "alibi_interpolated": "ALiBi, its distances divided by the factor (interpolation=factor)",
     "kerple": f"KERPLE, log: a penalty on the logarithm of distance, for each head another. {_BEGINS}",
     "fire": f"FIRE: a small network of distance relative to the query's position. {_BEGINS}",
-    "t5": "T5's bias: a number for each bucket of distances and head. It is learned: it begins at 0, as drawn here.",
+    "t5": "T5's bias: a number for each bucket of distances and head. It is learned and drawn at initialization, 0.",
     "t5_random": "T5's bias with random numbers in its buckets (init_std=1): it shows where the buckets lie.",
-    "learned": "a learned table, tiled: its rows come again. They are drawn as alike to none but themselves.",
-    "learned_interpolated": "a learned table, stretched by the factor: new rows lie between old ones, which are "
-    "drawn as alike to none but themselves.",
+    "learned": "a learned table, tiled: its rows repeat. They are drawn as if similar only to themselves.",
+    "learned_interpolated": "a learned table, stretched by the factor: new rows are interpolated between old ones, "
+    "which are drawn as if similar only to themselves.",
 }
 _ORDER = (
     "nope rope yarn alibi linear ntk llama3 ntk_by_parts dynamic p_rope xpos self_extend rerope leaky_rerope "

@@ -135,7 +135,7 @@ class HankelBias:
         if self.change is None:
             self.change = torch.zeros_like(self.line)
         rows, keys = change.shape[-2:]
-        # a row longer by `rows`, read again with rows shorter by one: each next row lies one further to the right
+        # pad rows by `rows`, then re-read with rows shorter by one: each row shifts one further to the right
         skewed = torch.nn.functional.pad(change.sum(dim=0), (0, rows)).flatten(1)[:, : rows * (keys + rows - 1)]
         at = self._offset(block)
         self.change[:, at : at + keys + rows - 1] += skewed.unflatten(1, (rows, -1)).sum(dim=1)

@@ -72,7 +72,7 @@ def run_quickstart(
     console: Console | None = None,
     trust_remote_code: bool = False,
 ) -> QuickstartResult:
-    """Swap copies of a causal model to other position mechanisms, adapt each alike, compare all, and reload the best.
+    """Swap copies of a causal model to other position mechanisms, adapt and compare them, and reload the best.
 
     Each copy is trained by a recipe of the package, as `posswap train` trains; all are measured as `posswap compare`
     measures. After an interruption at any point, the same call resumes.

@@ -77,7 +77,7 @@ def _refuse_native(model: Any, config: Any) -> None:
         return
     problem = rope_problem(position_config, model.max_model_len, is_own=not model.using_transformers_backend())
     if problem is not None:
-        raise UnsupportedSwapError(f"vLLM cannot serve {model.architecture} as it is swapped: {problem} {_EXPORT}")
+        raise UnsupportedSwapError(f"vLLM cannot serve {model.architecture} as swapped: {problem} {_EXPORT}")
 
 
 def rope_problem(positions: Stated, length: int, *, is_own: bool) -> str | None:

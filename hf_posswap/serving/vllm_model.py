@@ -37,7 +37,7 @@ class ServedSwap:
         for edit in self.model._posswap.plan.edits:
             problem = edit.check(self.model)
             if problem is not None:
-                raise SwapVerificationError(f"vLLM changed a swapped model as it took it: {edit.path}: {problem}.")
+                raise SwapVerificationError(f"vLLM changed a swapped model while loading it: {edit.path}: {problem}.")
 
     def _decorate_for_torch_compile(self) -> None:
         """Do not compile the model: vLLM's compiled calls bypass the hooks that pass positions to attention."""

@@ -50,7 +50,7 @@ def tiny_config(cls: type, **changes: Any) -> PreTrainedConfig:
     inner = getattr(cls, "sub_configs", None) or {}
     if inner:
         typed = {name: value for name, value in overrides.items() if name not in inner or "model_type" in value}
-        whole = cls(**typed)  # says of which class the inner configs are
+        whole = cls(**typed)  # determines the classes of the nested configs
         for name in inner:
             inner_config = getattr(whole, name, None)
             if inner_config is not None:
@@ -129,7 +129,7 @@ def _config_class(cls: type[PreTrainedModel], kind: Any) -> type:
 
 
 def _decodes(cls: type[PreTrainedModel]) -> bool:
-    """Return whether `cls` is causal only where its config says so."""
+    """Return whether `cls` is causal only if its config sets is_decoder."""
     config: Any = cls.config_class
     names = {field.name for field in dataclasses.fields(config)}
     encodes_too = {"encoder_layers", "num_encoder_layers"} & names

@@ -35,7 +35,7 @@ class Expectations:
         takes_ids: whether it obeys position ids that it is given.
         first_position: what they call the first position.
         relative: whether shifting all positions must change nothing.
-        sees_positions: whether it must tell positions apart.
+        sees_positions: whether its outputs must depend on positions.
     """
 
     causal: bool
@@ -65,7 +65,7 @@ class TwinChecks:
         self.names = {*forward_parameters(type(model))}
 
     def checks(self) -> dict[str, Callable[[], str | None]]:
-        """Return the checks by name; each returns what is wrong, or None, and may raise whatever the model raises."""
+        """Return the checks by name; each returns an error message or None, and may raise the model's errors."""
         if self.images:
             return {"a forward": self.finite, "a row alone": self.rows, "gradients": self.gradients}
         cached = (self.expected.causal or self.two_stacks) and self.expected.cached_equals_full
@@ -295,7 +295,7 @@ class TwinChecks:
         return length is None or (isinstance(output, Tensor) and output.ndim == 3 and output.shape[1] == length)
 
     def _steps(self, given: dict[str, Tensor], name: str, stops: Sequence[int]) -> Tensor:
-        """Return what forwards with a cache give that end at `stops` of what is called `name`."""
+        """Return the outputs of cached forwards that end at `stops` of the input `name`."""
         cache, chunks, start = None, [], 0
         argument = cache_argument(self.model)
         for stop in stops:
