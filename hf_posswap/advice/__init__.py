@@ -1,1 +1,1 @@
-"""What to use for which model, length and budget: rules that rest on the project's own measured figures."""
+"""Advice on what to use for a model, a length and a budget, based on the project's own measurements."""

@@ -33,18 +33,18 @@ _ENOUGH = "it reads this length as it is"
 
 @dataclass(frozen=True)
 class Advice:
-    """What `advise` says: what to use, why, what else there is, what is not known. `print(advice)` shows it.
+    """The result of `advise`: the recommendation, its reasons, alternatives, and open questions.
 
     Attributes:
-        model: class and mechanism, in words.
-        length: tokens that it is to read.
-        windows: how many of its windows that is.
-        budget: tokens that may be trained on.
-        serve: the program that is to serve it, or None.
-        parameters: of the model.
-        use: what is advised.
-        others: what else was weighed, the best first.
-        unknown: what holds for all of it.
+        model: class and mechanism, as text.
+        length: target length in tokens.
+        windows: target length over the original window.
+        budget: training budget in tokens.
+        serve: the serving program, or None.
+        parameters: number of parameters of the model.
+        use: the recommended option.
+        others: the other options, best first.
+        unknown: what was not measured for any option.
     """
 
     model: str
@@ -64,7 +64,7 @@ class Advice:
             f"use: {self.use.title}",
             *(f"  because {reason} [{reason.source}]" for reason in self.use.reasons),
             *(f"  served by {self.use.serving}" for _ in [0] if self.use.serving),
-            *(f"  not known: {said}" for said in (*self.use.unknown, *self.unknown)),
+            *(f"  not known: {note}" for note in (*self.use.unknown, *self.unknown)),
             *(f"  $ {command}" for command in self.use.commands),
         ]
         for option in self.others:
@@ -72,7 +72,7 @@ class Advice:
         return in_lines(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the advice as JSON."""
+        """Return the advice as JSON data."""
         plain = {name: value for name, value in self.__dict__.items() if name not in ("use", "others", "unknown")}
         others = [option.to_dict() for option in self.others]
         return plain | {"use": self.use.to_dict(), "others": others, "unknown": list(self.unknown)}
@@ -85,23 +85,23 @@ def advise(
     budget: float | None = None,
     serve: str | None = None,
 ) -> Advice:
-    """Say what to use so that `model` reads `length` tokens, from what this project has measured.
+    """Recommend what to use so that `model` reads `length` tokens, based on this project's measurements.
 
-    Rules are figures: a swap is advised where it was measured to predict better than the same model does without one
-    that reads by a sliding window, with as much training for its size as `budget` allows, and where the program that is
-    to serve it computes it. Everywhere else the sliding window is. Each figure names the file that it comes from. The
-    config alone is read, no weights, and no code but that of transformers is run.
+    A swap is recommended if it was measured to predict better than the unswapped model with a sliding window, with as
+    much training relative to its size as `budget` allows, and if the serving program supports it. Otherwise the sliding
+    window is recommended. Each figure names its file. Only the config is read, no weights, and only code of
+    transformers is run.
 
     Args:
         model: a model, its config, a class of transformers (or its name), a folder with a config.json, or a Hub id.
         length: tokens of the texts.
-        budget: tokens that may be trained on; None: nothing is trained.
-        serve: a program that `posswap export` knows, as "vllm" or "llamacpp"; None: no program is looked at.
+        budget: training budget in tokens; None: no training.
+        serve: a program that `posswap export` supports, such as "vllm" or "llamacpp", or None.
 
     Raises:
-        OptionError, UnknownNameError: an impossible length, budget or program.
+        OptionError, UnknownNameError: an invalid length, budget or program.
         CheckpointError: `model` names no readable config.
-        RemoteCodeError: it names one that needs code.
+        RemoteCodeError: `model` names a config that needs code.
         UnsupportedModelError: no family describes the model, or it reads images.
         AlreadyPatchedError: it carries a swap.
 
@@ -130,10 +130,10 @@ def advise(
 
 
 def why_not(option: Option) -> tuple[str, ...]:
-    """Return why an option is not the advised one: where it stands, what is against it, and its first figure."""
-    stands = _STANDS.get(option.standing)
+    """Return why an option is not recommended: its standing, the reasons against it, and its first figure."""
+    standing = _STANDS.get(option.standing)
     first = next((f"{reason} [{reason.source}]" for reason in option.reasons), None)
-    return tuple(part for part in (stands, *option.against, first) if part)
+    return tuple(reason for reason in (standing, *option.against, first) if reason)
 
 
 def _no_swap(case: Case, options: list[Option]) -> Option:
@@ -142,48 +142,60 @@ def _no_swap(case: Case, options: list[Option]) -> Option:
     commands = () if case.serve is None else (line("export", case.name, "--target", case.serve),)
     if case.length <= case.window:
         commands = (line("explain", case.name), *commands)
-        least = _least_lost_inside(case)
-        lost = [one for one in least if one.difference > 0]
-        open_still = [
-            f"whether it would gain by a training with a swap, as measured: {one} [{one.source}]" for one in least
+        figures = _least_lost_inside(case)
+        losses = [figure for figure in figures if figure.difference > 0]
+        open_questions = [
+            f"whether training with a swap would improve it, as measured: {figure} [{figure.source}]"
+            for figure in figures
         ]
         return Option(
             f"no swap: {_ENOUGH}",
             standing="better",
             commands=commands,
-            reasons=tuple(lost),
-            unknown=() if lost else tuple(open_still),
+            reasons=tuple(losses),
+            unknown=() if losses else tuple(open_questions),
             **shared,
         )
     if case.kind == "unlimited":
-        told: tuple[str, ...] = ("explain", case.name)
+        arguments: tuple[str, ...] = ("explain", case.name)
         if not case.model.config.is_encoder_decoder:
-            told = ("eval", case.name, "--lengths", f"{case.window},{case.length}", "--text", OTHER, "-o", "results")
+            arguments = (
+                "eval",
+                case.name,
+                "--lengths",
+                f"{case.window},{case.length}",
+                "--text",
+                OTHER,
+                "-o",
+                "results",
+            )
         return Option(
             f"no swap: its {case.report.native.partition('(')[0]} runs at any length",
             standing="not measured",
-            unknown=(f"what it loses beyond {case.window:,} tokens was not measured here",),
-            commands=(line(*told), *commands),
+            unknown=(f"its loss beyond {case.window:,} tokens was not measured here",),
+            commands=(line(*arguments), *commands),
             **shared,
         )
     reasons = best_of_others(options)
-    unknown = () if reasons else (f"nothing was measured of models of its kind ({case.report.native}) beyond a window",)
+    unknown = () if reasons else (f"models of its kind ({case.report.native}) were not measured beyond a window",)
     if case.kind in ("learned", "rope"):
         commands = (compare_command(case, [f"+{name}" for name in _tried(case)]), *commands)
     else:
         commands = (line("explain", case.name), *commands)
-    way = "a sliding window of {:,} tokens" if case.kind in ("learned", "rope") else "window by window of {:,} tokens"
-    title = f"no swap: {way.format(case.window)}"
+    reading = (
+        "a sliding window of {:,} tokens" if case.kind in ("learned", "rope") else "window by window of {:,} tokens"
+    )
+    title = f"no swap: {reading.format(case.window)}"
     return Option(title, standing="level", reasons=reasons, unknown=unknown, commands=commands, **shared)
 
 
 def _tried(case: Case) -> tuple[str, ...]:
-    """Return the schemes that a comparison without training is to hold against the sliding window."""
+    """Return the schemes to compare with the sliding window without training."""
     return ("alibi", "rope:partial=0.5") if case.kind == "learned" else (f"yarn:factor={case.factor}", "self_extend")
 
 
 def _least_lost_inside(case: Case) -> tuple[Figure, ...]:
-    """Return the least that a trained swap was measured to lose in the window, or the most to gain."""
+    """Return the figure of the trained swap with the smallest measured loss in the window, or the largest gain."""
     names = [candidate.recipe for candidate in CANDIDATES[case.kind] if candidate.recipe]
-    found = [figure for name in names for figure in figures_of(name, "control in the window", trained=True)]
-    return tuple(sorted(found, key=lambda figure: figure.difference)[:1])
+    figures = [figure for name in names for figure in figures_of(name, "control in the window", trained=True)]
+    return tuple(sorted(figures, key=lambda figure: figure.difference)[:1])

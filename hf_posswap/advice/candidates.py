@@ -1,4 +1,4 @@
-"""What could be done about a model's length: schemes without training, and recipes, by the kind of the model."""
+"""Ways to extend a model's length: schemes without training, and recipes, by kind of model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hf_posswap.advice.case import Case, Kind
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to read farther.
+    """One way to extend the length.
 
     Attributes:
-        subject: of its figures.
-        title: in words.
-        scheme: as a command takes it, for a case.
-        recipe: that trains it; None: nothing is trained.
-        swap: keys of the recipe that say the swap, for a case.
-        windows: lengths of training in windows of the base; None: the whole length is read in training.
-        plan: scheme to plan with where `scheme` needs the weights' values.
-        fitted: whether only Python does it: a fit comes before the swap.
+        subject: subject of its figures.
+        title: description.
+        scheme: returns the scheme for a case, as typed in a command.
+        recipe: the training recipe; None: no training.
+        swap: returns the recipe keys that configure the swap for a case.
+        windows: training length in windows of the base; None: the whole length.
+        plan: scheme to plan with if `scheme` needs the weights' values.
+        fitted: the Python calls of a fit before the swap, which no command provides; "" without a fit.
     """
 
     subject: str
@@ -149,4 +149,4 @@ CANDIDATES: dict[Kind, tuple[Candidate, ...]] = {
     "unlimited": (),
     "other": (),
 }
-"""By the kind of the model, in no order: figures make the order."""
+"""Candidates by kind of model; their order is determined by the figures."""

@@ -1,4 +1,4 @@
-"""What advice is asked for: the model, read from its config alone, the length, the budget, the serving program."""
+"""The input of an advice: the model, read only from its config, the length, the budget, the serving program."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from hf_posswap.patching.inspect.describe import PositionReport, describe_positi
 from hf_posswap.utils.user_paths import expand_home
 
 Kind = Literal["learned", "rope", "encoder", "unlimited", "other"]
-_WRITTEN = "MODEL"
+_PLACEHOLDER = "MODEL"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One question.
+    """One request for advice.
 
     Attributes:
-        name: of the model as it is typed in a command.
-        model: without weights, on meta.
-        report: of its positions.
-        kind: "learned": a causal model with a learned table; "rope": one with RoPE; "encoder": sees both sides, of
-            limited length; "unlimited": its own mechanism runs at any length; "other": what else.
-        parameters: how many numbers it has.
-        length: tokens that it is to read.
-        budget: tokens that may be trained on; 0: none.
-        serve: program that is to serve it; None: hf_posswap itself.
+        name: the model's name in commands.
+        model: the model without weights, on meta.
+        report: the report of its positions.
+        kind: "learned": a causal model with a learned table; "rope": one with RoPE; "encoder": bidirectional, of
+            limited length; "unlimited": its own mechanism runs at any length; "other": anything else.
+        parameters: number of parameters.
+        length: target length in tokens.
+        budget: training budget in tokens; 0: no training.
+        serve: the serving program; None: hf_posswap itself.
     """
 
     name: str
@@ -51,33 +51,33 @@ class Case:
 
     @property
     def windows(self) -> float:
-        """How many of its windows it is to read."""
+        """Target length over the original window."""
         return self.length / self.window
 
     @property
     def factor(self) -> str:
-        """`windows` as a scheme's field has it."""
+        """`windows` as the value of a scheme's field."""
         return f"{math.ceil(1000 * self.windows) / 1000:g}"
 
     def fresh(self) -> Any:
-        """Return another model without weights, to be changed."""
+        """Return a new copy of the model without weights, which may be changed."""
         return on_meta(copy.deepcopy(self.model.config))
 
 
 def read_case(model: Any, length: int, budget: float | None, serve: str | None) -> Case:
-    """Return the question, checked.
+    """Return the validated request.
 
     Args:
         model: a model, its config, a class of transformers or its name, a folder with a config.json, or a Hub id.
         length: tokens.
         budget: tokens; None: 0.
-        serve: a name in `TARGETS`; None: nothing is said of programs.
+        serve: a name in `TARGETS`, or None.
 
     Raises:
-        OptionError: an impossible length or budget, or a class that is neither of a model nor of a config.
+        OptionError: an invalid length or budget, or a class that is neither a model nor a config class.
         UnknownNameError: no such program.
         CheckpointError: `model` names no readable config.
-        RemoteCodeError: it names one that needs code: none is run.
+        RemoteCodeError: it names a config that needs code, which is not run.
         UnsupportedModelError: no family describes the model, or it reads images.
         AlreadyPatchedError: it carries a swap.
     """
@@ -93,16 +93,16 @@ def read_case(model: Any, length: int, budget: float | None, serve: str | None) 
     if report.swapped is not None:
         raise AlreadyPatchedError(
             f"{report.model} already carries {report.swapped}: ask about the model without that swap. posswap explain "
-            "tells what it has, posswap compare what it is worth."
+            "describes the swap, posswap compare measures it."
         )
     if locate(skeleton).main.inputs != "text":
         raise UnsupportedModelError(f"{report.model} reads images: advice is of texts and their lengths in tokens.")
     count = int(skeleton.num_parameters())
-    return Case(name, skeleton, report, _kind(skeleton, report), count, length, int(budget or 0), serve)
+    return Case(name, skeleton, report, _kind_of(skeleton, report), count, length, int(budget or 0), serve)
 
 
 def named_source(model: Any) -> tuple[str, Any]:
-    """Return the model's name for commands, and what it is read from: no code but that of transformers is run."""
+    """Return the model's name for commands, and the source to read it from; only code of transformers is run."""
     import transformers
 
     if isinstance(model, str) and "/" not in model and not expand_home(model).is_dir():
@@ -110,28 +110,28 @@ def named_source(model: Any) -> tuple[str, Any]:
     if isinstance(model, str | Path):
         return str(model), model
     if not isinstance(model, type):
-        return _written(getattr(getattr(model, "config", model), "name_or_path", "")), model
+        return _name_or_placeholder(getattr(getattr(model, "config", model), "name_or_path", "")), model
     if issubclass(model, transformers.PreTrainedModel):
         config: Any = model.config_class
-        return _WRITTEN, _with_class(config(), model)
+        return _PLACEHOLDER, _with_class(config(), model)
     if issubclass(model, transformers.PreTrainedConfig):
-        return _WRITTEN, model()
+        return _PLACEHOLDER, model()
     raise OptionError(f"{model.__name__} is a class of neither a model nor a config of transformers.")
 
 
-def _written(path: Any) -> str:
-    return str(path) if path else _WRITTEN
+def _name_or_placeholder(path: Any) -> str:
+    return str(path) if path else _PLACEHOLDER
 
 
 def _with_class(config: Any, model_class: type) -> Any:
-    """Return the default config of a class, that class named in it."""
+    """Return `config` with `model_class` in its architectures."""
     config.architectures = [model_class.__name__]
     if model_class_of(config) is not model_class:
         raise OptionError(f"{model_class.__name__} is no class of transformers that a config can name.")
     return config
 
 
-def _kind(model: Any, report: PositionReport) -> Kind:
+def _kind_of(model: Any, report: PositionReport) -> Kind:
     several = len(locate(model).stacks) > 1
     if several or model.config.is_encoder_decoder:
         return "unlimited" if reach_of(model).limit is None and report.sites["rotary"] == "-" else "other"

@@ -1,4 +1,4 @@
-"""The commands to go on with: each can be typed as it stands once its folders of texts are there."""
+"""The next commands, which can be copied as printed once their folders of texts exist."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from hf_posswap.training.config.settings import Recipe
 
 TEXTS, OTHER = "books/", "other-books/"
-"""Folders of texts to train on and to measure on, by the names that the documentation has for them."""
+"""Folders of texts to train on and to measure on, named as in the documentation."""
 _LEAST_STEPS, _WARMUP = 100, 0.05
 _CUT = 8
 _OPTIMIZER = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay")
 
 
-def line(*words: str) -> str:
+def line(*arguments: str) -> str:
     """Return a command line of `posswap`, quoted for a shell.
 
     Example:
         >>> line("train", "data.sources=[{path: books/}]")
         "posswap train 'data.sources=[{path: books/}]'"
     """
-    return shlex.join(("posswap", *words))
+    return shlex.join(("posswap", *arguments))
 
 
 def untrained_commands(case: Case, candidate: Candidate, serving: Serving | None) -> tuple[str, ...]:
-    """Return how to see, measure and save a scheme that nothing is trained for."""
+    """Return the commands to explain, measure and save a scheme without training."""
     scheme, folder = candidate.scheme(case), f"{case.model.config.model_type}-{candidate.subject}"
     how = () if "factor=" in scheme else ("--max-length", str(case.length))
     return (
@@ -47,14 +47,14 @@ def untrained_commands(case: Case, candidate: Candidate, serving: Serving | None
 
 
 def compare_command(case: Case, others: Sequence[str], *, first: str | None = None) -> str:
-    """Return the comparison of the base with `others`, the sliding window beside them, up to the wanted length."""
+    """Return the comparison of the base with `others` and the sliding window, up to the target length."""
     shorter = [case.window * 2**k for k in range(12) if case.window * 2**k < case.length]
     lengths = ",".join(map(str, [*shorter, case.length]))
     return line("compare", first or case.name, *others, "--lengths", lengths, "--text", OTHER, "-o", "results")
 
 
 def trained_commands(case: Case, candidate: Candidate, serving: Serving | None) -> tuple[str, ...]:
-    """Return how to plan, train, compare at equal tokens, and serve what a recipe makes."""
+    """Return the commands to plan, train, compare at equal tokens, and serve a recipe's model."""
     assert candidate.recipe is not None
     settings = recipe_settings(case, candidate)
     recipe, out = load_recipe(candidate.recipe, settings), candidate.recipe
@@ -78,53 +78,53 @@ def recipe_settings(case: Case, candidate: Candidate) -> list[str]:
     assert candidate.recipe is not None
     settings = [f"model.name={case.name}", f"data.sources=[{{path: {TEXTS}}}]", *candidate.swap(case)]
     settings.append(f"data.length={training_length(case, candidate)}")
-    held = load_recipe(candidate.recipe, settings)
-    if held.swap.fit and not can_be_fitted(case):
+    recipe = load_recipe(candidate.recipe, settings)
+    if recipe.swap.fit and not can_be_fitted(case):
         settings.append("swap.fit=0")
-    row = held.training.per_device_train_batch_size * held.data.length
-    many = max(1, min(held.training.gradient_accumulation_steps, case.budget // (row * _LEAST_STEPS)))
-    steps = max(2, case.budget // (row * many))
-    warmup = min(int(held.training.warmup_steps), max(1, round(_WARMUP * steps)))
-    more = {"gradient_accumulation_steps": many, "max_steps": steps, "warmup_steps": warmup}
-    return [*settings, *(f"training.{k}={v}" for k, v in more.items() if v != getattr(held.training, k))]
+    row = recipe.training.per_device_train_batch_size * recipe.data.length
+    accumulation = max(1, min(recipe.training.gradient_accumulation_steps, case.budget // (row * _LEAST_STEPS)))
+    steps = max(2, case.budget // (row * accumulation))
+    warmup = min(int(recipe.training.warmup_steps), max(1, round(_WARMUP * steps)))
+    more = {"gradient_accumulation_steps": accumulation, "max_steps": steps, "warmup_steps": warmup}
+    return [*settings, *(f"training.{k}={v}" for k, v in more.items() if v != getattr(recipe.training, k))]
 
 
 def training_length(case: Case, candidate: Candidate) -> int:
-    """Return the tokens of one training window: as many windows as the recipe is meant for, at most what is wanted."""
+    """Return the tokens of one training window: the recipe's number of windows, at most the target length."""
     most = case.length if candidate.windows is None else min(case.length, candidate.windows * case.window)
     return max(_CUT, most // _CUT * _CUT)
 
 
 def trained_tokens(recipe: Recipe) -> int:
-    """Return the tokens that `recipe` reads in one process."""
+    """Return the number of tokens that `recipe` trains on in one process."""
     training = recipe.training
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.max_steps
     return int(rows * recipe.data.length)
 
 
 def control_settings(case: Case, recipe: Recipe) -> list[str]:
-    """Return KEY=VALUE for the recipe `control`: as many tokens as `recipe` reads, without a swap."""
+    """Return KEY=VALUE for the recipe `control`, which trains on as many tokens as `recipe` without a swap."""
     length = min(case.window, recipe.data.length) // _CUT * _CUT or _CUT
-    own = load_recipe("control", [f"model.name={case.name}", f"data.length={length}"])
+    control = load_recipe("control", [f"model.name={case.name}", f"data.length={length}"])
     causal = recipe.objective.kind in ("next-token", "distill")
     settings = [f"model.name={case.name}", f"data.sources=[{{path: {TEXTS}}}]", f"data.length={length}"]
     settings += [] if causal else ["objective.kind=masked"]
-    wanted = {} if recipe.objective.kind == "distill" else {name: getattr(recipe.training, name) for name in _OPTIMIZER}
-    batch = own.training.per_device_train_batch_size
+    values = {} if recipe.objective.kind == "distill" else {name: getattr(recipe.training, name) for name in _OPTIMIZER}
+    batch = control.training.per_device_train_batch_size
     steps = max(2, trained_tokens(recipe) // (batch * length))
-    wanted |= {"max_steps": steps, "warmup_steps": min(int(recipe.training.warmup_steps), max(1, steps // 20))}
-    said = {name: value for name, value in wanted.items() if value != getattr(own.training, name)}
-    return [*settings, *(f"training.{name}={_plain(value)}" for name, value in said.items())]
+    values |= {"max_steps": steps, "warmup_steps": min(int(recipe.training.warmup_steps), max(1, steps // 20))}
+    overrides = {name: value for name, value in values.items() if value != getattr(control.training, name)}
+    return [*settings, *(f"training.{name}={_plain(value)}" for name, value in overrides.items())]
 
 
 def _plain(value: object) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_plain(one)}" for name, one in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {_plain(item)}" for name, item in value.items()) + "}"
     return f"{value:g}" if isinstance(value, float) else str(getattr(value, "value", value))
 
 
 def can_be_fitted(case: Case) -> bool:
-    """Return whether the queries and keys of the model have biases in which a fitted start could lie."""
+    """Return whether the model's queries and keys have biases for a fitted initialization."""
     geometry, paths = case.report.geometry, locate(case.model).main.attention
     if geometry.num_kv_heads != geometry.num_heads:
         return False
@@ -137,7 +137,7 @@ def can_be_fitted(case: Case) -> bool:
 
 
 def serve_commands(case: Case, folder: str, serving: Serving | None) -> tuple[str, ...]:
-    """Return how to hand the model in `folder` to the program that is asked about; () where nothing helps."""
+    """Return the commands to export the model in `folder` for the requested program; () if it cannot serve it."""
     if serving is None or case.serve is None or serving.verdict in ("impossible", "unknown"):
         return ()
     source, commands = folder, []

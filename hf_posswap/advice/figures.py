@@ -1,6 +1,6 @@
-"""The measured figures that advice rests on, as the package carries them: each with the study that it comes from.
+"""The measured figures behind the advice, each with its study.
 
-`python -m recipes.studies.figures` writes them from the results of the studies, and a test holds them to these.
+`python -m recipes.studies.figures` writes them from the results of the studies, and a test checks that they agree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 FILE = "figures.json"
 Against = Literal["sliding window", "control in the window", "base in the window", "same tokens alone"]
-_WORDS: dict[str, str] = {
+_COMPARISONS: dict[str, str] = {
     "sliding window": "read at once, less the {who} sliding window over the same tokens",
     "control in the window": "in the window, less a control that read as many tokens",
     "base in the window": "in the window, less the untouched base",
@@ -24,13 +24,13 @@ _WORDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Base:
-    """The model that something was measured on.
+    """The base model of a measurement.
 
     Attributes:
-        name: of the model.
+        name: the model's name.
         kind: "learned", "rope" or "encoder".
-        parameters: how many.
-        window: its original length, in tokens.
+        parameters: number of parameters.
+        window: original length in tokens.
     """
 
     name: str
@@ -44,21 +44,21 @@ class Base:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured difference of losses, in nats a token: below 0 the subject is better.
+    """One measured difference of losses, in nats per token; negative if the subject is better.
 
     Attributes:
-        source: file of the results, from the top of the repository.
-        subject: a recipe, or a scheme that nothing was trained for, as the study calls it.
-        against: what the subject is held against.
-        base: the model that it was measured on.
-        windows: of the base's, read at once.
-        difference: the subject less the other.
-        low: of the 95 % interval over documents; None: the study gives none.
-        high: likewise.
-        tokens: trained on; 0: nothing was trained.
-        documents: read.
-        whose: sliding window it is, "base's" or "control's"; "" otherwise.
-        remark: what weakens it, "" where nothing is known to.
+        source: file of the results, relative to the repository.
+        subject: a recipe, or a scheme without training, as named in the study.
+        against: the baseline.
+        base: the measured model.
+        windows: number of the base's windows read at once.
+        difference: loss of the subject minus that of the baseline.
+        low: lower end of the 95 % interval over documents, or None.
+        high: upper end of the interval, or None.
+        tokens: number of training tokens; 0: no training.
+        documents: number of documents.
+        whose: owner of the sliding window, "base's" or "control's"; "" otherwise.
+        remark: a known limitation, or "".
     """
 
     source: str
@@ -76,30 +76,30 @@ class Figure:
 
     @property
     def bound(self) -> float:
-        """What the difference is at most: the interval's upper end, or itself where there is no interval."""
+        """The upper end of the interval, or the difference itself without an interval."""
         return self.difference if self.high is None else self.high
 
     @property
     def rate(self) -> float:
-        """Tokens trained on, for each parameter of the base."""
+        """Training tokens per parameter of the base."""
         return self.tokens / self.base.parameters
 
     @property
     def finding(self) -> str:
-        """What was found, in words."""
+        """The result as text."""
         interval = "no interval" if self.low is None else f"{self.low:+.3f} to {self.high:+.3f}"
-        read = f"{self.windows} windows " if self.against == "sliding window" else ""
-        words = _WORDS[self.against].format(windows=self.windows, who=self.whose)
-        return f"{self.difference:+.3f} nats a token ({interval}), {read}{words}"
+        windows_text = f"{self.windows} windows " if self.against == "sliding window" else ""
+        comparison = _COMPARISONS[self.against].format(windows=self.windows, who=self.whose)
+        return f"{self.difference:+.3f} nats a token ({interval}), {windows_text}{comparison}"
 
     @property
     def trained(self) -> str:
-        """What was trained, and for how long."""
+        """The subject and its number of training tokens as text."""
         return f"{self.subject}, after {self.tokens:,} tokens" if self.tokens else f"{self.subject}, untrained"
 
     @property
     def where(self) -> str:
-        """On what it was measured, and what weakens it."""
+        """The base, the documents and the limitation as text."""
         remark = f"; {self.remark}" if self.remark else ""
         return f"on {self.base}, {self.documents} documents{remark}"
 
@@ -107,18 +107,18 @@ class Figure:
         return f"{self.trained}: {self.finding}, {self.where}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figure as JSON."""
+        """Return the figure as JSON data."""
         return {**self.__dict__, "base": dict(self.base.__dict__)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Figure:
-        """Return the figure that `to_dict` wrote."""
+        """Restore a figure from `to_dict`."""
         return cls(**{**values, "base": Base(**values["base"])})
 
 
 @cache
 def load_figures() -> tuple[Figure, ...]:
-    """Return every figure that the package carries.
+    """Return all figures in the package.
 
     Example:
         >>> any(figure.subject == "learned-to-rope" for figure in load_figures())
@@ -131,13 +131,13 @@ def load_figures() -> tuple[Figure, ...]:
 def figures_of(
     subject: str, against: Against | None = None, *, kind: str | None = None, trained: bool | None = None
 ) -> list[Figure]:
-    """Return the figures of a recipe or scheme, those of more windows first.
+    """Return the figures of a recipe or scheme, sorted by decreasing number of windows.
 
     Args:
-        subject: as a study calls it.
-        against: only those held against this.
-        kind: only those measured on bases of this kind.
-        trained: only those with training, or without; None: both.
+        subject: the subject as named in the study.
+        against: only figures with this baseline.
+        kind: only figures on bases of this kind.
+        trained: only figures with training, or without; None: both.
 
     Example:
         >>> [figure.windows for figure in figures_of("learned-to-rope", "sliding window", trained=True)][0]

@@ -1,4 +1,4 @@
-"""What a serving program would make of the model after a swap, by the table of claims that `posswap export` reads."""
+"""How a serving program would handle the model after a swap, by the table of claims of `posswap export`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hf_posswap.patching.apply.patch_model import patch_model, swap_plan
 from hf_posswap.schemes import Scheme
 
 _AS_IT_IS = ("transformers", "onnx", "torch", "sentence-transformers")
-"""The programs that compute what needs hf_posswap as well as anything else."""
+"""The programs that also run models that need hf_posswap."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What a program would make of it.
+    """How a program would handle the model.
 
     Attributes:
         target: the program.
-        verdict: "exact", "approximate", "impossible", or "unknown" where the table cannot tell.
-        why: in words.
-        known: the version that this is about, and whether it was run or read.
-        converted: the stock class that `posswap to-native` makes first; "": it goes as it is.
+        verdict: "exact", "approximate", "impossible", or "unknown" if the table has no entry.
+        why: the reason.
+        known: the program's version, and whether it was run or its code was read.
+        converted: the stock class to which `posswap to-native` converts first, or "".
     """
 
     target: str
@@ -44,13 +44,13 @@ class Serving:
 def serving_of(
     case: Case, scheme: Scheme | str | None, *, target: str | None = None, how: dict[str, Any] | None = None
 ) -> Serving | None:
-    """Return what a program makes of the model with `scheme`; None: no program is asked about.
+    """Return how a program handles the model with `scheme`, or None without a program.
 
     Args:
-        case: the question.
-        scheme: "yarn:factor=4", or an object; None: the model as it is.
-        target: the program; None: the one that `case` asks about.
-        how: as in `plan_swap`; None: for the length of the case, where the scheme has no factor that says it.
+        case: the request.
+        scheme: "yarn:factor=4", or an object; None: the unswapped model.
+        target: the program; None: that of `case`.
+        how: as in `plan_swap`; None: the length of the case, unless the scheme has a factor.
     """
     target = target or case.serve
     if target is None:
@@ -61,25 +61,25 @@ def serving_of(
         model = case.fresh()
         if scheme is not None:
             patch_model(model, scheme, **how)
-        found = position_config_of(model.config)
-    except (SchemeError, UnsupportedModelError) as error:  # it needs the weights' values, or says nothing known here
+        position_config = position_config_of(model.config)
+    except (SchemeError, UnsupportedModelError) as error:  # it needs the weights' values, or is unknown here
         return Serving(target, "unknown", str(error), "")
-    converted = _converted(model) if found.kind == "plugin" and target not in _AS_IT_IS else None
-    return _judged(target, found, "") if converted is None else _judged(target, *converted)
+    converted = _converted(model) if position_config.kind == "plugin" and target not in _AS_IT_IS else None
+    return _judged(target, position_config, "") if converted is None else _judged(target, *converted)
 
 
-def _judged(target: str, found: PositionConfig, converted: str) -> Serving:
+def _judged(target: str, position_config: PositionConfig, converted: str) -> Serving:
     try:
-        judgement = judge(target, found)
+        judgement = judge(target, position_config)
     except UnsupportedModelError as error:
         return Serving(target, "unknown", str(error), "", converted)
     return Serving(target, judgement.verdict, judgement.why, judgement.claim.source, converted)
 
 
 def _converted(model: Any) -> tuple[PositionConfig, str] | None:
-    """Return what the first stock class that may compute the same states, and its name; None: there is none.
+    """Return the config of the first stock class that may compute the same, and its name, or None.
 
-    Nothing is proved here: `posswap to-native` compares outputs before it writes.
+    It is not verified here: `posswap to-native` compares outputs before it writes.
     """
     for sources, build in CONVERSIONS.values():
         if sources is not None and model.config.model_type not in sources:

@@ -1,4 +1,4 @@
-"""Weighing the candidates: what was measured of each, what speaks against it here, and which comes first."""
+"""Ranking of the candidates by their measurements and by what speaks against them for this model."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from hf_posswap.patching.plan.plan_swap import plan_swap
 
 Standing = Literal["better", "level", "worse", "mixed", "not measured", "refused"]
 MARGIN = 0.02
-"""Nats a token: where a study gives no interval, less than this is no difference."""
+"""Nats per token: without an interval, smaller differences count as none."""
 _BASES: dict[str, str] = {"learned": "learned", "rope": "rope", "encoder": "encoder"}
 _NOT_BETTER = ("level", "mixed", "worse")
 
 
 @dataclass(frozen=True)
 class Option:
-    """One thing that can be done, and what speaks for it and against it.
+    """One option, with the reasons for and against it.
 
     Attributes:
-        title: in words.
-        scheme: as commands take it; None: no swap.
-        recipe: that trains it; None: nothing is trained.
-        standing: against the base's (or its control's) sliding window: "better", "level", "worse", "mixed" over several
-            bases, "not measured"; "refused": this model does not take it.
-        reasons: the figures that decide, each naming its file.
-        against: what keeps it from being advised here; () nothing does.
+        title: description.
+        scheme: the scheme as typed in commands; None: no swap.
+        recipe: the training recipe; None: no training.
+        standing: compared with the sliding window of the base or its control: "better", "level", "worse", "mixed" over
+            several bases, "not measured"; "refused": the model does not support it.
+        reasons: the decisive figures, each with its file.
+        against: reasons not to recommend it here.
         unknown: what was not measured.
-        route: "native" or "plugin" of the swapped model; "" without a swap.
-        serving: what the program that was asked about makes of it; None: none was.
-        commands: to go on with; () where it is refused.
-        bound: of the deciding figures, nats a token: at most this much above the sliding window.
+        route: "native" or "plugin"; "" without a swap.
+        serving: how the requested program handles it; None without a program.
+        commands: the next commands; () if it is refused.
+        bound: upper bound of its loss minus that of the sliding window, in nats per token, over the decisive figures.
     """
 
     title: str
@@ -53,11 +53,11 @@ class Option:
 
     @property
     def advised(self) -> bool:
-        """Whether figures are for it and nothing is against it."""
+        """Whether it is better than the sliding window and nothing is against it."""
         return self.standing == "better" and not self.against
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the option as JSON."""
+        """Return the option as JSON data."""
         plain = {name: value for name, value in self.__dict__.items() if name != "bound"}
         reasons = [figure.to_dict() | {"said": str(figure)} for figure in self.reasons]
         serving = None if self.serving is None else dict(self.serving.__dict__)
@@ -66,10 +66,10 @@ class Option:
 
 
 def weigh(case: Case) -> list[Option]:
-    """Return all options with a swap, the best first: advised ones by what they are worth, then the others."""
-    found = [_option(case, candidate) for candidate in CANDIDATES[case.kind]]
+    """Return all options with a swap, best first: recommended ones by their bound, then the others."""
+    options = [_option(case, candidate) for candidate in CANDIDATES[case.kind]]
     order = ["better", "mixed", "level", "not measured", "worse", "refused"]
-    return sorted(found, key=lambda one: (not one.advised, order.index(one.standing), one.bound))
+    return sorted(options, key=lambda option: (not option.advised, order.index(option.standing), option.bound))
 
 
 def _option(case: Case, candidate: Candidate) -> Option:
@@ -88,7 +88,7 @@ def _option(case: Case, candidate: Candidate) -> Option:
     return Option(
         **shared,
         standing=_standing(decisive),
-        reasons=tuple([*decisive, *_beside(case, candidate)]),
+        reasons=tuple([*decisive, *_further_figures(case, candidate)]),
         against=tuple(against),
         unknown=_unknown(case, candidate, decisive),
         route=route,
@@ -99,26 +99,26 @@ def _option(case: Case, candidate: Candidate) -> Option:
 
 
 def _nearest(case: Case, candidate: Candidate) -> list[Figure]:
-    """Return the figures against a sliding window that decide: of each base and each study, those of nearest length."""
+    """Return the decisive figures against a sliding window: for each base and study, those of the nearest length."""
     trained = candidate.recipe is not None
-    found = figures_of(candidate.subject, "sliding window", kind=_BASES[case.kind], trained=trained)
+    figures = figures_of(candidate.subject, "sliding window", kind=_BASES[case.kind], trained=trained)
     nearest: dict[tuple[str, str, str], Figure] = {}
-    for figure in found:  # those of more windows first
+    for figure in figures:  # sorted by decreasing number of windows
         key = (figure.source, figure.base.name, figure.whose)
         if key not in nearest or abs(figure.windows - case.windows) < abs(nearest[key].windows - case.windows):
             nearest[key] = figure
     return list(nearest.values())
 
 
-def _beside(case: Case, candidate: Candidate) -> list[Figure]:
-    """Return the figures beside the deciding ones: what the window loses, what far text gives."""
+def _further_figures(case: Case, candidate: Candidate) -> list[Figure]:
+    """Return further figures: the loss within the window, and the gain from far text."""
     trained = candidate.recipe is not None
     wanted = ("control in the window", "base in the window", "same tokens alone")
-    found = figures_of(candidate.subject, kind=_BASES[case.kind], trained=trained)
-    beside = [figure for name in wanted for figure in found if figure.against == name]
+    figures = figures_of(candidate.subject, kind=_BASES[case.kind], trained=trained)
+    further = [figure for name in wanted for figure in figures if figure.against == name]
     if trained:
-        return beside
-    return [figure for figure in beside if figure.windows == _closest(case, beside)]
+        return further
+    return [figure for figure in further if figure.windows == _closest(case, further)]
 
 
 def _closest(case: Case, figures: list[Figure]) -> int:
@@ -126,7 +126,7 @@ def _closest(case: Case, figures: list[Figure]) -> int:
 
 
 def _standing(decisive: list[Figure]) -> Standing:
-    stands = {_one(figure) for figure in decisive}
+    stands = {_standing_of(figure) for figure in decisive}
     if not stands:
         return "not measured"
     if len(stands) == 1:
@@ -134,7 +134,7 @@ def _standing(decisive: list[Figure]) -> Standing:
     return "level" if "worse" not in stands and "better" not in stands else "mixed"
 
 
-def _one(figure: Figure) -> Standing:
+def _standing_of(figure: Figure) -> Standing:
     low, high = (figure.low, figure.high) if figure.low is not None else _margin(figure.difference)
     assert low is not None
     assert high is not None
@@ -150,7 +150,7 @@ def _budget(case: Case, candidate: Candidate, decisive: list[Figure]) -> list[st
         return []
     needed = needed_tokens(case, decisive or figures_of(candidate.subject, trained=True))
     if not needed:
-        return ["it needs training, and of how much nothing was measured"]
+        return ["it needs training, and the required amount was not measured"]
     if not case.budget:
         return [
             f"it needs training: with a budget of {needed:,} tokens or more, {needed / case.parameters:.2g} for each "
@@ -165,13 +165,13 @@ def _budget(case: Case, candidate: Candidate, decisive: list[Figure]) -> list[st
 
 
 def needed_tokens(case: Case, figures: list[Figure]) -> int:
-    """Return how many tokens the least training that was measured is at the size of the model: as many a parameter."""
+    """Return the least measured training in tokens per parameter, scaled to the size of the model."""
     least = min((figure.rate for figure in figures if figure.tokens), default=0.0)
     return _rounded(least * case.parameters)
 
 
 def _rounded(value: float) -> int:
-    """Return `value` with two digits."""
+    """Round `value` to two significant digits."""
     return int(float(f"{value:.1e}"))
 
 
@@ -182,46 +182,46 @@ def _serve(serving: Serving | None) -> list[str]:
 
 
 def _unknown(case: Case, candidate: Candidate, decisive: list[Figure]) -> tuple[str, ...]:
-    said = []
-    held = decisive or figures_of(candidate.subject, kind=_BASES[case.kind], trained=candidate.recipe is not None)
+    notes = []
+    figures = decisive or figures_of(candidate.subject, kind=_BASES[case.kind], trained=candidate.recipe is not None)
     if not decisive:
-        said.append("not measured against a sliding window")
-    bases = {figure.base for figure in held}
+        notes.append("not measured against a sliding window")
+    bases = {figure.base for figure in figures}
     if bases:
         most, window = max(base.parameters for base in bases), max(base.window for base in bases)
         if case.parameters > most or case.window > window:
-            said.append(
+            notes.append(
                 f"not measured at this size: on models of up to {most / 1e6:.1f} M parameters and windows of up to "
                 f"{window} tokens; this one has {case.parameters / 1e6:,.1f} M and {case.window:,}"
             )
-    farthest = max((figure.windows for figure in held), default=0)
-    if held and case.windows > farthest:
-        said.append(f"not measured beyond {farthest} windows: {case.length:,} tokens are {case.windows:.3g}")
-    if candidate.recipe and held and case.budget:
-        rate, most_rate = case.budget / case.parameters, max(figure.rate for figure in held)
+    farthest = max((figure.windows for figure in figures), default=0)
+    if figures and case.windows > farthest:
+        notes.append(f"not measured beyond {farthest} windows: {case.length:,} tokens are {case.windows:.3g}")
+    if candidate.recipe and figures and case.budget:
+        rate, most_rate = case.budget / case.parameters, max(figure.rate for figure in figures)
         if rate > 2 * most_rate:
-            said.append(
+            notes.append(
                 f"not measured with so many tokens: {_plain(rate)} for each parameter, and {_plain(most_rate)} were "
                 "the most"
             )
-    return tuple(said)
+    return tuple(notes)
 
 
 def _plain(value: float) -> str:
-    """Return a number of two significant digits, without an exponent."""
+    """Format a number with two significant digits, without an exponent."""
     return f"{float(f'{value:.2g}'):,g}"
 
 
 def best_of_others(options: list[Option]) -> tuple[Figure, ...]:
-    """Return the figures that speak for the sliding window: the best that swaps which do not beat it came to.
+    """Return the figures in favour of the sliding window: those of the best options that do not beat it.
 
     Args:
-        options: that were weighed; of those without training and of those with it, one each.
+        options: all options; the best one without training and the best one with training are used.
     """
-    found: list[Figure] = []
+    figures: list[Figure] = []
     for trained in (False, True):
-        able = [one for one in options if (one.recipe is not None) == trained and one.standing in _NOT_BETTER]
-        best = min(able, key=lambda one: one.bound, default=None)
+        matching = [o for o in options if (o.recipe is not None) == trained and o.standing in _NOT_BETTER]
+        best = min(matching, key=lambda option: option.bound, default=None)
         if best is not None:
-            found += [figure for figure in best.reasons if figure.against == "sliding window"]
-    return tuple(found)
+            figures += [figure for figure in best.reasons if figure.against == "sliding window"]
+    return tuple(figures)

@@ -1,4 +1,4 @@
-"""The command `posswap`. Importing it loads neither torch nor transformers: each command loads what it needs."""
+"""The command `posswap`. Importing it loads neither torch nor transformers; each command imports them on demand."""
 
 from hf_posswap.cli.app import app, main
 

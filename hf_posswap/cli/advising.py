@@ -28,22 +28,22 @@ def advise(
         ),
     ],
     length: Annotated[
-        int, typer.Option("--length", metavar="N", help="Tokens that it is to read.", show_default=False)
+        int, typer.Option("--length", metavar="N", help="Tokens that the model should read.", show_default=False)
     ],
     budget: Annotated[
         str | None,
-        typer.Option(metavar="TOKENS", help="Tokens that may be trained on: 1e8; without it none.", show_default=False),
+        typer.Option(metavar="TOKENS", help="Training tokens, such as 1e8. Default: none.", show_default=False),
     ] = None,
     serve: Annotated[
-        Target | None, typer.Option("--serve", help="The program that is to serve it.", show_default=False)
+        Target | None, typer.Option("--serve", help="The program that will serve the model.", show_default=False)
     ] = None,
     json: Json = False,
 ) -> None:
-    """Advise what to use so that a model reads a length: a swap, a training, or a sliding window and no swap.
+    """Advise how to make a model read a given length: a swap, a training, or a sliding window without a swap.
 
-    Every advice is a figure that this project has measured, named with its file; what was not measured is said. The
-    commands to go on with can be typed as they stand: books/ and other-books/ are folders of your texts, to train on
-    and to measure on. The config alone is read, and no code that a checkpoint brings is run.
+    Each recommendation cites its measurement and flags what was not measured. The commands can be copied as printed:
+    books/ and other-books/ are folders of your texts, to train on and to measure on. Only the config is read, and no
+    code from the checkpoint is run.
 
     Example: posswap advise my-gpt2 --length 8192 --budget 2e7 --serve vllm
     """
@@ -52,8 +52,8 @@ def advise(
     with quiet_library():
         import hf_posswap
 
-        found = hf_posswap.advise(source, length, budget=tokens, serve=None if serve is None else serve.value)
-    return show_json(found.to_dict()) if json else _show(found)
+        advice = hf_posswap.advise(source, length, budget=tokens, serve=None if serve is None else serve.value)
+    return show_json(advice.to_dict()) if json else _show(advice)
 
 
 def _tokens(text: str | None) -> float | None:
@@ -63,46 +63,46 @@ def _tokens(text: str | None) -> float | None:
         raise OptionError(f"--budget {text}: give a number of tokens, such as 1e8.") from None
 
 
-def _show(found: Advice) -> None:
+def _show(advice: Advice) -> None:
     show_pairs(
         [
-            ("model", f"{found.model}, {found.parameters / 1e6:,.1f} M parameters"),
-            ("length", f"{found.length:,} tokens, {found.windows:.3g} of its windows"),
-            ("budget", f"{found.budget:,} tokens" if found.budget else "none"),
-            *([("served by", found.serve)] if found.serve else []),
+            ("model", f"{advice.model}, {advice.parameters / 1e6:,.1f} M parameters"),
+            ("length", f"{advice.length:,} tokens, {advice.windows:.3g} of its windows"),
+            ("budget", f"{advice.budget:,} tokens" if advice.budget else "none"),
+            *([("served by", advice.serve)] if advice.serve else []),
         ]
     )
-    show_text("", f"use: {found.use.title}")
-    _show_reasons(found.use.reasons)
-    said = [("not known", one) for one in (*found.use.unknown, *found.unknown)]
-    if found.use.serving is not None:
-        said = [("served", str(found.use.serving)), *said]
-    if found.use.route:
-        said = [("route", found.use.route), *said]
-    if said:
+    show_text("", f"use: {advice.use.title}")
+    _show_reasons(advice.use.reasons)
+    rows = [("not known", note) for note in (*advice.use.unknown, *advice.unknown)]
+    if advice.use.serving is not None:
+        rows = [("served", str(advice.use.serving)), *rows]
+    if advice.use.route:
+        rows = [("route", advice.use.route), *rows]
+    if rows:
         show_text("")
-        show_pairs(said)
-    if found.use.commands:
-        show_text("", "Go on with:", "")
-        for command in found.use.commands:
+        show_pairs(rows)
+    if advice.use.commands:
+        show_text("", "Next commands:", "")
+        for command in advice.use.commands:
             show_command(command)
-    if found.others:
-        show_text("", "What else was weighed:")
-        for option in found.others:
+    if advice.others:
+        show_text("", "Alternatives:")
+        for option in advice.others:
             _show_other(option)
 
 
 def _show_reasons(reasons: Sequence[Figure]) -> None:
-    """Print figures, those of one model and training together."""
+    """Print the figures, grouped by model and training."""
     if reasons:
         show_text("", "Because:")
     findings: dict[str, list[str]] = {}
-    for one in reasons:
-        findings.setdefault(f"{one.trained}, {one.where} [{one.source}]", []).append(one.finding)
-    for measured, found in findings.items():
+    for figure in reasons:
+        findings.setdefault(f"{figure.trained}, {figure.where} [{figure.source}]", []).append(figure.finding)
+    for setup, group in findings.items():
         show_text("")
-        show_indented(measured, 2)
-        for finding in found:
+        show_indented(setup, 2)
+        for finding in group:
             show_indented(f"- {finding}", 4)
 
 

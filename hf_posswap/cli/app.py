@@ -51,8 +51,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         from hf_posswap.cli.versions import version_lines
 
         typer.echo("\n".join(version_lines()))

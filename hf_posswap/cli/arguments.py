@@ -1,4 +1,4 @@
-"""Arguments that several commands share, documented once; and what they mean to the library."""
+"""Arguments that several commands share, and their conversion to library objects."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class Site(StrEnum):
-    """Where a scheme is put: `hf_posswap.plan_swap`."""
+    """Where a scheme is inserted: see `site` in `hf_posswap.plan_swap`."""
 
     auto = "auto"
     attention = "attention"
 
 
 class Relative(StrEnum):
-    """What becomes of relative positions beside a table: `hf_posswap.plan_swap`."""
+    """What happens to relative positions that accompany a table: see `relative` in `hf_posswap.plan_swap`."""
 
     keep = "keep"
     drop = "drop"
@@ -34,7 +34,7 @@ class Relative(StrEnum):
 
 SCHEME_HELP = (
     "The scheme to put in, alone or with fields: yarn, or yarn:factor=4,base=500000; posswap schemes lists them. Or a "
-    ".json file that holds one, as posswap search writes it."
+    ".json file with a scheme, as written by posswap search."
 )
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A folder with a checkpoint, or a Hub id.", show_default=False)
@@ -53,7 +53,7 @@ MaxLength = Annotated[
     typer.Option(
         "--max-length",
         metavar="N",
-        help="Tokens that the swapped model is meant for; without it the model's own length, or what a factor reaches.",
+        help="Tokens that the swapped model should read. Default: the model's length, or that length times the factor.",
         show_default=False,
     ),
 ]
@@ -61,16 +61,16 @@ SiteOption = Annotated[
     Site,
     typer.Option(
         "--site",
-        help="auto: in the model's own config and weights where they can say it, so that stock transformers loads the "
-        "result. attention: always inside attention.",
+        help="auto: in the model's config and weights if they can express the scheme, so that stock transformers loads "
+        "the result. attention: always inside attention.",
     ),
 ]
 RelativeOption = Annotated[
     Relative | None,
     typer.Option(
         "--relative",
-        help="Keep or drop the relative positions that DeBERTa has inside attention beside its table; without it they "
-        "are kept. Other models have none, and take neither.",
+        help="Keep or drop the relative positions that DeBERTa has inside attention in addition to its table. Default: "
+        "keep. Other models have none and reject this option.",
         show_default=False,
     ),
 ]
@@ -78,41 +78,41 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code",
-        help="Run Python code that a model, its tokenizer or a task brings, where it needs that. Read it first.",
+        help="Run Python code that comes with a model, its tokenizer or a task. Read it first.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
 def make_scheme(text: str) -> Scheme:
-    """Return the scheme that `text` writes, "yarn" or "yarn:factor=4,base=500000", or that the file `text` holds.
+    """Parse a scheme, "yarn" or "yarn:factor=4,base=500000", or read it from the .json file named `text`.
 
     Raises:
         UnknownNameError: no such scheme.
         CheckpointError: no such file, or no JSON.
-        OptionError: it has no such field, a value is of another type, or it is written in another way.
-        SchemeError: a value is impossible.
+        OptionError: the scheme has no such field, a value has the wrong type, or the syntax is wrong.
+        SchemeError: a value is invalid.
     """
     from hf_posswap import schemes
 
-    return schemes.make_scheme(_held(text) if text.endswith(".json") else text)
+    return schemes.make_scheme(_read_scheme_file(text) if text.endswith(".json") else text)
 
 
-def _held(name: str) -> dict[str, Any]:
+def _read_scheme_file(name: str) -> dict[str, Any]:
     try:
-        held = read_bounded_json(expand_home(name))
+        fields = read_bounded_json(expand_home(name))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{shown(Path(name))} is no readable file of a scheme: {error}") from error
-    if not isinstance(held, dict):
+    if not isinstance(fields, dict):
         raise CheckpointError(f"{shown(Path(name))} holds no scheme, which is an object with a name and fields.")
-    return held
+    return fields
 
 
 def source_of(model: str) -> str:
-    """Return `model` as transformers takes it: the path of a folder, or a Hub id.
+    """Return `model` in the form that transformers accepts: the path of a folder, or a Hub id.
 
     Raises:
-        CheckpointError: it is a file, or looks like a path and nothing is there.
+        CheckpointError: it is a file, or a path that does not exist.
     """
     path = expand_home(model)
     if model and path.is_dir():

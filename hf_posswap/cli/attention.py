@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from hf_posswap.comparison import Candidate
     from hf_posswap.plotting import Drawn
 
-Beside = Annotated[
+AlsoDraw = Annotated[
     list[str] | None,
     typer.Option(
         metavar="MODEL",
-        help="Attention: draw this one too, such as a copy that was trained after its swap, as often as needed; "
-        "NAME=MODEL says what it is called.",
+        help="Attention: also draw this model, such as a copy that was trained after its swap. Repeatable. NAME=MODEL "
+        "sets its label.",
         show_default=False,
     ),
 ]
-Layers = Annotated[bool, typer.Option("--layers", help="Attention: a row a layer, six at most.")]
+Layers = Annotated[bool, typer.Option("--layers", help="Attention: one row per layer, at most six.")]
 Lengths = Annotated[
     str | None,
     typer.Option(
         metavar="N,N",
-        help="Attention: tokens to read; without it the model's window and FACTOR times it, up to 8192.",
+        help="Attention: tokens to read. Default: the model's window and FACTOR times it, up to 8192.",
         show_default=False,
     ),
 ]
@@ -39,51 +39,51 @@ ATTENTION = "attention"
 _SUMMARY = "the attention that keys get by their distance"
 
 
-def check_asked(reads: bool, model: str | None, options: dict[str, Any]) -> None:
-    """Refuse options of the picture of attention without it, and the picture without a model.
+def check_attention_options(is_requested: bool, model: str | None, options: dict[str, Any]) -> None:
+    """Refuse options of the attention picture without that picture, and the picture without a model.
 
     Args:
-        reads: whether the picture was asked for.
-        model: that was named, or None.
-        options: of that picture alone, with what was given.
+        is_requested: whether the attention picture is requested.
+        model: the value of --model, or None.
+        options: option names that only this picture takes, with their values.
 
     Raises:
-        OptionError: one of these.
+        OptionError: --model is missing, or one of `options` is given without the picture.
     """
-    if reads and model is None:
-        raise OptionError("the picture attention is of a model as it reads: name it by --model.")
+    if is_requested and model is None:
+        raise OptionError("the picture attention needs a model to run: give --model.")
     given = [name for name, value in options.items() if value]
-    if given and not reads:
-        raise OptionError(f"{', '.join(given)}: of the picture of attention alone; ask for it by --picture attention.")
+    if given and not is_requested:
+        raise OptionError(f"{', '.join(given)}: only for the attention picture; add --picture attention.")
 
 
 def draw_attention_of(
-    model: str, schemes: list[str], beside: list[str], out: Path, *, lengths: str | None, device: str, **how: Any
+    model: str, schemes: list[str], others: list[str], out: Path, *, lengths: str | None, device: str, **how: Any
 ) -> list[Drawn]:
-    """Draw the attention of a model as it is, with each of `schemes` put in, and of others.
+    """Draw the attention of a model unchanged, with each of `schemes` put in, and of other models.
 
     Args:
         model: a folder or Hub id.
-        schemes: as they were typed.
-        beside: other models, "MODEL" or "NAME=MODEL".
+        schemes: as typed on the command line.
+        others: further models, "MODEL" or "NAME=MODEL".
         out: the folder for the picture.
         lengths: tokens to read, "512,2048"; None: by the model.
-        device: as it was typed.
-        how: as in `hf_posswap.comparison.compare_attention`.
+        device: as typed on the command line.
+        how: further arguments of `hf_posswap.comparison.compare_attention`.
     """
     from hf_posswap.comparison import Candidate, compare_attention
     from hf_posswap.plotting import Drawn
 
     source = source_of(model)
-    candidates = [Candidate(source), *(Candidate(source, make_scheme(one), name=one) for one in schemes)]
-    candidates += [_named(one) for one in beside]
-    found = compare_attention(
+    candidates = [Candidate(source), *(Candidate(source, make_scheme(text), name=text) for text in schemes)]
+    candidates += [_candidate_of(text) for text in others]
+    picture = compare_attention(
         candidates, out, lengths=whole_numbers(lengths), device=placing(device, None)["device"], **how
     )
-    return [Drawn(ATTENTION, found.path, _SUMMARY, found.said)]
+    return [Drawn(ATTENTION, picture.path, _SUMMARY, picture.said)]
 
 
-def _named(text: str) -> Candidate:
+def _candidate_of(text: str) -> Candidate:
     from hf_posswap.comparison import Candidate
 
     name, equals, rest = text.partition("=")

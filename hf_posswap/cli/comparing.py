@@ -1,4 +1,4 @@
-"""`posswap compare`: several models on the same tokens, each held against the control or the first."""
+"""`posswap compare`: several models on the same tokens, each compared with the control or the first model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def compare(
         typer.Argument(
             metavar="MODEL...",
             help="Folders or Hub ids, or MODEL+SCHEME:FIELD=VALUE,... to put in a scheme without training. +SCHEME "
-            "alone takes the first model's. NAME=MODEL says what it is called; otherwise its run's folder does.",
+            "alone uses the first model. NAME=MODEL sets the label; the default is the run's folder name.",
             show_default=False,
             autocompletion=added_schemes,
         ),
@@ -58,7 +58,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The model that the others are held against; without it the one called control, or the first.",
+            help="The baseline: its label. Default: the model called control, else the first.",
             show_default=False,
         ),
     ] = None,
@@ -82,9 +82,9 @@ def compare(
 ) -> None:
     """Compare models on the same tokens: checkpoints, or one model with different schemes put in.
 
-    A model is loaded once, however many schemes are put into it. Differences from the control, or the first model, are
-    paired by document and corrected for the number of lengths. Beyond its window each is also held against the sliding
-    window: the control, reading half-overlapping windows of the original size.
+    A model is loaded once, however many schemes are put into it. Differences from the baseline are paired by document
+    and corrected for the number of lengths. Beyond the window, each model is also compared with the sliding window: the
+    baseline, reading half-overlapping windows of the original size.
 
     Example: posswap compare base=gpt2 control/model rope/model --against control --text books/ -o results
 
@@ -94,7 +94,7 @@ def compare(
     with quiet_library():
         from hf_posswap.comparison import compare as run
 
-        found = run(
+        evaluation = run(
             chosen,
             against=against,
             command=command_line(),
@@ -108,15 +108,15 @@ def compare(
             trust_remote_code=trust_remote_code,
             **placing(device, dtype),
         )
-    show_evaluation(found, json)
+    show_evaluation(evaluation, json)
 
 
 @dataclass(frozen=True)
-class Given:
-    """One argument, taken apart.
+class ModelSpec:
+    """A parsed MODEL argument.
 
     Attributes:
-        name: that was given, or None.
+        name: the part before "=", or None.
         source: a folder or a Hub id.
         swap: "SCHEME:FIELD=VALUE,...", or "".
     """
@@ -127,75 +127,77 @@ class Given:
 
 
 def parse_candidates(models: list[str], max_length: int | None, against: str | None = None) -> list[Candidate]:
-    """Return the candidates that the arguments write. What is wrong with their names is told before torch is loaded.
+    """Parse MODEL arguments to candidates. Their names are checked before torch is imported.
 
     Args:
         models: "MODEL", "MODEL+SCHEME", "MODEL+SCHEME:FIELD=VALUE,...", or "+SCHEME..." of the first model, each with
             "NAME=" before it or without.
-        max_length: tokens that schemes are meant for; None: the longest length that is measured.
-        against: name of the model that the others are held against, to be checked; None: it was not asked for.
+        max_length: tokens that the schemes should support; None: the longest measured length.
+        against: name of the baseline, to be checked; None: the default baseline.
 
     Raises:
         CheckpointError: a folder does not exist, or the first argument names no model.
-        DataError: two models are called the same.
-        OptionError, UnknownNameError, SchemeError: as `make_scheme`, an argument has no model after its name, or none
-            is called `against`.
+        DataError: two models have the same name.
+        OptionError, UnknownNameError, SchemeError: as `make_scheme`; or an argument has no model after its name, or no
+            model is called `against`.
 
     Example:
-        >>> found = parse_candidates(["org/llama", "+yarn:factor=4", "mine=org/other"], None)
-        >>> [candidate.label for candidate in found]
+        >>> candidates = parse_candidates(["org/llama", "+yarn:factor=4", "mine=org/other"], None)
+        >>> [candidate.label for candidate in candidates]
         ['llama', 'llama+yarn:factor=4', 'mine']
     """
     from hf_posswap.comparison.names import check_names, reference_name, source_names
 
-    given: list[Given] = []
+    arguments: list[ModelSpec] = []
     for text in models:
-        given.append(_take_apart(text, given[0].source if given else None))
-    known = source_names(one.source for one in given if one.name is None)
+        arguments.append(_parse_model_argument(text, arguments[0].source if arguments else None))
+    known = source_names(argument.source for argument in arguments if argument.name is None)
     names: list[str] = []
-    for text, one in zip(models, given, strict=True):
-        plain = names[0] if text.startswith("+") and names else known.get(one.source, "")
-        names.append(one.name or f"{plain}+{one.swap}".rstrip("+"))
-    _refuse_schemes_without_a_sign(models, given)
+    for text, argument in zip(models, arguments, strict=True):
+        plain = names[0] if text.startswith("+") and names else known.get(argument.source, "")
+        names.append(argument.name or f"{plain}+{argument.swap}".rstrip("+"))
+    _refuse_schemes_without_a_sign(models, arguments)
     check_names(names)
     reference_name(names, against)
 
     from hf_posswap.comparison import Candidate
 
     candidates = []
-    for name, one in zip(names, given, strict=True):
-        swap = make_scheme(one.swap) if one.swap else None
-        candidates.append(Candidate(one.source, swap, max_length=max_length, name=name))
+    for name, argument in zip(names, arguments, strict=True):
+        swap = make_scheme(argument.swap) if argument.swap else None
+        candidates.append(Candidate(argument.source, swap, max_length=max_length, name=name))
     return candidates
 
 
-def _refuse_schemes_without_a_sign(texts: list[str], given: list[Given]) -> None:
-    """Raise an OptionError where an argument is a scheme without +, or a field that stands apart from its scheme."""
-    unsure = [
-        n for n, one in enumerate(given) if not one.swap and "/" not in one.source and not Path(one.source).exists()
+def _refuse_schemes_without_a_sign(texts: list[str], parsed_arguments: list[ModelSpec]) -> None:
+    """Raise an OptionError if an argument is a scheme without +, or a field separated from its scheme."""
+    suspects = [
+        n
+        for n, parsed in enumerate(parsed_arguments)
+        if not parsed.swap and "/" not in parsed.source and not Path(parsed.source).exists()
     ]
-    if not unsure:
+    if not suspects:
         return
     from hf_posswap.schemes import SCHEMES
 
-    refuse_other_ways([text for n, text in enumerate(texts) if n in unsure or given[n].swap])
-    for n in unsure:
+    refuse_other_ways([text for n, text in enumerate(texts) if n in suspects or parsed_arguments[n].swap])
+    for n in suspects:
         if texts[n].partition(":")[0] in SCHEMES:
             raise OptionError(f"{texts[n]!r} is a scheme, and no model: write +{texts[n]} to put it in.")
 
 
-def _take_apart(text: str, first: str | None) -> Given:
-    """Return what one argument says; `first` is the source of the first one."""
+def _parse_model_argument(text: str, first: str | None) -> ModelSpec:
+    """Parse one argument; `first` is the source of the first argument."""
     if expand_home(text).exists():
-        return Given(None, source_of(text), "")
+        return ModelSpec(None, source_of(text), "")
     name, equals, rest = text.partition("=")
     if not equals or set(name) & set(_NOT_IN_NAMES):  # as in runs/a=1/model and in +yarn:factor=4
         name, rest = "", text
     elif not name.strip() or not rest:
         raise OptionError(f"{text!r}: expected NAME=MODEL, for example rope=runs/rope/model.")
     if expand_home(rest).exists():
-        return Given(name or None, source_of(rest), "")
+        return ModelSpec(name or None, source_of(rest), "")
     model, plus, swap = rest.partition("+")
     if plus and not swap:
         raise OptionError(f"{text!r}: expected a scheme after +, for example +rope; posswap schemes lists them.")
-    return Given(name or None, first if plus and not model and first else source_of(model), swap)
+    return ModelSpec(name or None, first if plus and not model and first else source_of(model), swap)

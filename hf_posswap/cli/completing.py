@@ -1,4 +1,4 @@
-"""What the shell completes: names of schemes, recipes and families."""
+"""Shell completion: names of schemes, recipes and families."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ _SIGN = "+"
 
 
 def scheme_names(incomplete: str) -> list[str]:
-    """Return the schemes whose names begin so."""
+    """Return the schemes whose names begin with `incomplete`."""
     from hf_posswap.schemes import SCHEMES
 
     return [name for name in SCHEMES if name.startswith(incomplete)]
 
 
 def added_schemes(incomplete: str) -> list[str]:
-    """Return the schemes that begin so as `posswap compare` takes them, with + before the name."""
+    """Return the matching schemes in the form that `posswap compare` takes, with + before the name."""
     model, plus, begun = incomplete.rpartition(_SIGN)
     return [f"{model}{_SIGN}{name}" for name in scheme_names(begun)] if plus else []
 
 
 def recipe_names(incomplete: str) -> list[str]:
-    """Return the recipes of the package whose names begin so."""
+    """Return the recipes of the package whose names begin with `incomplete`."""
     from hf_posswap.training.config.shipped import shipped_recipes
 
     return [name for name in shipped_recipes() if name.startswith(incomplete)]
 
 
 def training_names(incomplete: str) -> list[str]:
-    """Return the recipes of the package that train and whose names begin so."""
+    """Return the training recipes of the package whose names begin with `incomplete`."""
     from hf_posswap.training.config.shipped import shipped_recipes
 
     return [name for name, recipe in shipped_recipes().items() if recipe.trains and name.startswith(incomplete)]
 
 
 def family_names(incomplete: str) -> list[str]:
-    """Return the families whose names begin so."""
+    """Return the families whose names begin with `incomplete`."""
     from hf_posswap.families import FAMILIES
 
     return [name for name in FAMILIES if name.startswith(incomplete)]

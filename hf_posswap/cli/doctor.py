@@ -18,9 +18,9 @@ def doctor(model: Model, trust_remote_code: TrustRemoteCode = False, json: Json 
     """Find the known position traps of a checkpoint, whoever made it.
 
     Reads the config, the names and shapes of the weights, and the tokenizer's settings; no weights are loaded, and
-    nothing is written. Each finding says where it is, what is wrong and what to do. Then comes what each serving
-    program makes of it, as posswap export says it, and what to type. The exit code is 0 where it is clean or has notes
-    alone, and 1 where there are errors or warnings.
+    nothing is written. Each finding says where it is, what is wrong and what to do. A table then shows how each serving
+    program handles the positions, as in posswap export, and what to type. The exit code is 0 if there are no findings
+    or only notes, and 1 if there are errors or warnings.
 
     Example: posswap doctor my-long-llama
     """

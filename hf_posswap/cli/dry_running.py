@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 def run_dry(
     recipe: Recipe, reporter: Reporter | None, *, gpu: str | None, accelerate: str | None, processes: int | None
 ) -> DryRun:
-    """Return what `recipe` would hold and do.
+    """Predict the memory, steps and time of the training that `recipe` describes.
 
     Args:
-        recipe: of the training.
-        reporter: shows what is tried; None: nothing is shown.
-        gpu: name or memory of a card.
-        accelerate: file of a launch, or its name.
-        processes: GPUs.
+        recipe: the training.
+        reporter: prints progress; None: prints nothing.
+        gpu: name or memory of a GPU.
+        accelerate: an accelerate config file, or the name of one in the package.
+        processes: the number of GPUs.
 
     Raises:
-        UnknownNameError, OptionError: no such card, or no such file.
+        UnknownNameError, OptionError: no such GPU, or no such file.
         PosswapError: as `dry_run`.
     """
     from hf_posswap.training.dryrun import card_of, dry_run, launch_file
@@ -42,25 +42,25 @@ def run_dry(
     )
 
 
-def show_dry_run(found: DryRun, *, json: bool) -> None:
-    """Print what a dry run found, as tables or as JSON; where it does not fit, end as what is not supported ends."""
+def show_dry_run(report: DryRun, *, json: bool) -> None:
+    """Print a dry run as tables or as JSON; if the training does not fit, exit with `Code.UNSUPPORTED`."""
     if json:
-        show_json(found.to_dict())
+        show_json(report.to_dict())
     else:
-        _show(found)
-    if found.fits is False:
+        _show(report)
+    if report.fits is False:
         raise typer.Exit(Code.UNSUPPORTED)
 
 
-def _show(found: DryRun) -> None:
-    for one in found.predictions:
-        if one.phase:
-            show_text(one.phase)
-        show_pairs(one.rows())
-    show_text(*found.said)
-    if found.change is not None:
-        show_text("", f"The smallest change that makes it fit: {found.change.said}")
-        for one in found.changed:
-            show_pairs(one.rows())
-    elif found.fits is False:
+def _show(report: DryRun) -> None:
+    for prediction in report.predictions:
+        if prediction.phase:
+            show_text(prediction.phase)
+        show_pairs(prediction.rows())
+    show_text(*report.said)
+    if report.change is not None:
+        show_text("", f"The smallest change that makes it fit: {report.change.said}")
+        for prediction in report.changed:
+            show_pairs(prediction.rows())
+    elif report.fits is False:
         show_text("", "No change that is known here makes it fit: take a shorter data.length, or a larger GPU.")

@@ -1,4 +1,4 @@
-"""`posswap eval`: what one model does at every length, and what a swap does to it."""
+"""`posswap eval`: measures one model at every length, and the effect of a swap."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 _ABSOLUTE = re.compile(r"([^/\\~]*=)?((?:[/~]|[A-Za-z]:\\).*?)(\+[^/\\]*)?")
 Lengths = Annotated[
     str | None,
-    typer.Option(metavar="N,N", help="Lengths in tokens; without it 1, 2, 4 and 8 windows.", show_default=False),
+    typer.Option(metavar="N,N", help="Lengths in tokens. Default: 1, 2, 4 and 8 windows.", show_default=False),
 ]
 MaxLength = Annotated[
     int | None,
     typer.Option(
         "--max-length",
         metavar="N",
-        help="Tokens that a scheme which is put in is meant for; without it the longest length that is measured.",
+        help="Tokens that the new scheme should support. Default: the longest measured length.",
         show_default=False,
     ),
 ]
@@ -47,32 +47,32 @@ Text = Annotated[
     typer.Option(
         "--text",
         metavar="PATH_OR_ID",
-        help="Text files, folders of them, .jsonl or .parquet, or a data set on the Hub as org/name or org/name:split, "
-        "as often as needed; without it this Python's own text.",
+        help="Text files, folders of them, .jsonl or .parquet, or a data set on the Hub as org/name or org/name:split. "
+        "Repeatable. Default: the documentation of this Python installation.",
         show_default=False,
     ),
 ]
-Column = Annotated[str, typer.Option(metavar="NAME", help="Of .jsonl and .parquet: where the text is.")]
-Documents = Annotated[int, typer.Option(metavar="N", help="Most documents to measure on.")]
+Column = Annotated[str, typer.Option(metavar="NAME", help="The text column of .jsonl and .parquet files.")]
+Documents = Annotated[int, typer.Option(metavar="N", help="Maximum number of documents.")]
 Trials = Annotated[int, typer.Option(metavar="N", help="Passkeys for each length and depth.")]
-Margin = Annotated[float, typer.Option(metavar="NATS", help="What the short-context verdict allows a token.")]
+Margin = Annotated[float, typer.Option(metavar="NATS", help="Loss per token that the short-context verdict tolerates.")]
 KeySpans = Annotated[Path | None, typer.Option(metavar="FILE", help="Key tokens for longppl, from posswap key-spans.")]
 Tokenizer = Annotated[
-    str | None, typer.Option(metavar="ID_OR_PATH", help="Without it that of the model.", show_default=False)
+    str | None, typer.Option(metavar="ID_OR_PATH", help="Default: the model's tokenizer.", show_default=False)
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, ...")]
 Dtype = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="float32, bfloat16, ...; without it float32 on a CPU.", show_default=False),
+    typer.Option(metavar="NAME", help="float32, bfloat16, ... Default: float32 on a CPU.", show_default=False),
 ]
-Seed = Annotated[int, typer.Option(help="Of needles, bootstraps and permutations.")]
+Seed = Annotated[int, typer.Option(help="Random seed of needles, bootstraps and permutations.")]
 Out = Annotated[
     Path | None,
     typer.Option(
         "--out",
         "-o",
         metavar="DIR",
-        help="For results.json, tables, pictures, and finished units: the same command goes on from there.",
+        help="For results.json, tables, pictures, and finished units, from which the same command resumes.",
         show_default=False,
     ),
 ]
@@ -93,7 +93,7 @@ def evaluate(
     max_length: MaxLength = None,
     base: Annotated[
         str | None,
-        typer.Option(metavar="ID_OR_PATH", help="Hold MODEL against this one.", show_default=False),
+        typer.Option(metavar="ID_OR_PATH", help="Compare MODEL with this one.", show_default=False),
     ] = None,
     lengths: Lengths = None,
     metrics: Metrics = None,
@@ -112,29 +112,29 @@ def evaluate(
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
-    """Measure what a model does at every length: perplexity, use of context, needles, and what a swap cost.
+    """Measure a model at every length: perplexity, use of context, needles, and the cost of a swap.
 
-    With SCHEME the model is measured as it is and with the scheme put in, on the same tokens. Every number comes with
-    its uncertainty, and there is no verdict where there is too little text. Ctrl-C keeps what is finished in DIR; the
-    same command goes on from there.
+    With SCHEME the model is measured with and without the scheme, on the same tokens. Every number comes with its
+    uncertainty, and there is no verdict if there is too little text. Ctrl-C keeps finished units in DIR; the same
+    command resumes from them.
 
     Example: posswap eval gpt2-rope --base gpt2 --text books/ -o results
     """
     if scheme is None and max_length is not None:
         raise OptionError("--max-length says how to put in a scheme: name one after MODEL.")
-    source, held = source_of(model), None if base is None else source_of(base)
+    source, base_source = source_of(model), None if base is None else source_of(base)
     chosen = None if scheme is None else make_scheme(scheme)
     with quiet_library():
         from hf_posswap.comparison import Candidate, compare
 
-        how = eval_settings(lengths, metrics, documents, trials, margin, key_spans, seed)
-        first = [Candidate(held or source, name="base")] if held or chosen else []
-        found = compare(
+        settings = eval_settings(lengths, metrics, documents, trials, margin, key_spans, seed)
+        first = [Candidate(base_source or source, name="base")] if base_source or chosen else []
+        evaluation = compare(
             [*first, Candidate(source, chosen, max_length=max_length)],
             documents=text,
             tokenizer=tokenizer,
             out=out,
-            settings=how,
+            settings=settings,
             column=column,
             pictures=pictures,
             reporter=progress(),
@@ -142,7 +142,7 @@ def evaluate(
             command=command_line(),
             **placing(device, dtype),
         )
-    show_evaluation(found, json)
+    show_evaluation(evaluation, json)
 
 
 def eval_settings(
@@ -154,10 +154,10 @@ def eval_settings(
     key_spans: Path | None,
     seed: int,
 ) -> EvalSettings:
-    """Return what the shared options say.
+    """Return the settings that the shared options describe.
 
     Raises:
-        OptionError, UnknownNameError: a value is impossible.
+        OptionError, UnknownNameError: a value is invalid.
     """
     from hf_posswap.comparison import EvalSettings
 
@@ -173,7 +173,7 @@ def eval_settings(
 
 
 def whole_numbers(text: str | None) -> tuple[int, ...] | None:
-    """Return the lengths that --lengths writes, "512,1024"; None where it is left out.
+    """Parse the value of --lengths, "512,1024"; None if the option is missing.
 
     Raises:
         OptionError: no whole numbers.
@@ -181,13 +181,13 @@ def whole_numbers(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(int(number) for number in text.split(","))
     except ValueError:
         raise OptionError(f"--lengths are whole numbers with commas, such as 512,1024; got {text!r}.") from None
 
 
 def placing(device: str, dtype: str | None) -> dict[str, Any]:
-    """Return where models go and in which precision, as `compare` takes them.
+    """Return the device and dtype arguments of `compare`.
 
     Raises:
         OptionError: no such device or precision.
@@ -203,7 +203,7 @@ def placing(device: str, dtype: str | None) -> dict[str, Any]:
 
 
 def progress() -> Reporter:
-    """Return what shows progress on stderr, where it is in nobody's way."""
+    """Return a progress reporter on stderr, which keeps stdout clean."""
     from rich.console import Console
 
     from hf_posswap.utils.progress import Reporter
@@ -212,37 +212,37 @@ def progress() -> Reporter:
 
 
 def command_line() -> str:
-    """Return the command that runs; of absolute paths, which may name a user, what is below here, or the last part."""
+    """Return the running command; absolute paths, which may name a user, become relative or just the last component."""
     return shlex.join(["posswap", *map(_public_word, sys.argv[1:])])
 
 
 def _public_word(word: str) -> str:
-    """Return one word of a command; an absolute path in it, after NAME= and before +SCHEME too, without the way there.
+    """Return one word of a command without the leading folders of an absolute path, also in NAME=PATH+SCHEME.
 
     Example:
-        >>> _public_word("base=/place/of/me/gpt2+yarn:factor=4"), _public_word("lr=3/model")
+        >>> _public_word("base=/home/me/gpt2+yarn:factor=4"), _public_word("lr=3/model")
         ('base=gpt2+yarn:factor=4', 'lr=3/model')
     """
     from hf_posswap.utils.naming import public_name
 
-    found = _ABSOLUTE.fullmatch(word)
-    if found is None:
+    match = _ABSOLUTE.fullmatch(word)
+    if match is None:
         return word
-    head, path, swap = found.groups("")
-    place = Path(path)
-    below = place.is_absolute() and place != Path.cwd() and place.is_relative_to(Path.cwd())
-    return f"{head}{place.relative_to(Path.cwd()) if below else public_name(path)}{swap}"
+    head, path, swap = match.groups("")
+    location = Path(path)
+    below = location.is_absolute() and location != Path.cwd() and location.is_relative_to(Path.cwd())
+    return f"{head}{location.relative_to(Path.cwd()) if below else public_name(path)}{swap}"
 
 
-def show_evaluation(found: Evaluation, json: bool) -> None:
-    """Print the results: all of them as JSON, or the main ones as Markdown; one process of a launch speaks for all."""
+def show_evaluation(evaluation: Evaluation, json: bool) -> None:
+    """Print all results as JSON, or the main ones as Markdown, on the main process only."""
     from hf_posswap.comparison import is_main_process
 
     if not is_main_process():
         return
     if json:
-        show_json(found.results)
+        show_json(evaluation.results)
         return
-    show_lines(str(found).rstrip())
-    if found.folder is not None:
-        show_text("", f"All of it is in {found.folder}.")
+    show_lines(str(evaluation).rstrip())
+    if evaluation.folder is not None:
+        show_text("", f"All of it is in {evaluation.folder}.")

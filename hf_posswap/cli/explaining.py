@@ -23,21 +23,21 @@ def write_explanation(
     json: bool,
     trust_remote_code: bool,
 ) -> None:
-    """Write the page of schemes, and of a model where one is given, and say where it is.
+    """Write the interactive page of schemes, and of a model if one is given, and print its path.
 
     Args:
-        model: a folder or Hub id; None: the page is of schemes alone.
-        scheme: the swap to plan, as it was typed; None: none.
-        how: as in `hf_posswap.plan_swap`.
+        model: a folder or Hub id; None: the page shows only schemes.
+        scheme: the swap to plan, as typed on the command line, or None.
+        how: further arguments of `hf_posswap.plan_swap`.
         out: the file; None: positions.html in the working folder.
-        json: say it as JSON.
-        trust_remote_code: run code that a folder or Hub id brings, where its config needs that.
+        json: print the path as JSON.
+        trust_remote_code: run code that comes with the checkpoint if its config needs it.
     """
     from hf_posswap.explorer.page import PAGE
 
-    for given in (model, scheme):
-        if out is None and given is not None and given.endswith(".html"):
-            raise OptionError(f"{given!r}: --html takes no file, --out names it: posswap explain --html --out {given}")
+    for name in (model, scheme):
+        if out is None and name is not None and name.endswith(".html"):
+            raise OptionError(f"{name!r}: --html takes no file, --out names it: posswap explain --html --out {name}")
     if model is None and scheme is None and any(value not in (None, "auto") for value in how.values()):
         raise OptionError("--max-length, --site and --relative say how to put in a scheme: name a MODEL and one.")
     path = checked_file(out or Path(PAGE))

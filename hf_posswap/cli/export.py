@@ -54,11 +54,11 @@ def export(
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
-    """Say what a serving program makes of a checkpoint's positions, and write it as the program wants it.
+    """Tell how a serving program handles a checkpoint's positions, and write the checkpoint in the program's form.
 
-    exact: what transformers computes; approximate: near it, or equal up to some length; impossible: the program
-    refuses, or computes something else (exit code 3). Known from: the program's version that the verdict is about, and
-    whether it was run or its code read. Last comes what to type.
+    exact: the same as transformers; approximate: close to it, or equal up to some length; impossible: the program
+    refuses, or computes something else (exit code 3). Known from: the program's version, and whether it was run or its
+    code was read. The last row is the command to type.
 
     Example: posswap export my-long-llama --target sglang -o my-long-llama-sglang
     """
@@ -66,7 +66,7 @@ def export(
     with quiet_library():
         from hf_posswap.checkpoints.exports import export as run
 
-        found = run(
+        result = run(
             source,
             target.value,
             None if out is None else expand_home(out),
@@ -74,18 +74,23 @@ def export(
             trust_remote_code=trust_remote_code,
         )
     if json:
-        show_json(found.to_dict())
+        show_json(result.to_dict())
     else:
-        said = [("target", found.target), ("verdict", found.verdict), ("why", found.why), ("known from", found.engine)]
-        show_pairs([*said, *found.notes.items(), *([("type", found.command)] if found.command else [])])
-        if found.changes:
-            rows = [(name, str(before), str(after)) for name, (before, after) in found.changes.items()]
+        rows = [
+            ("target", result.target),
+            ("verdict", result.verdict),
+            ("why", result.why),
+            ("known from", result.engine),
+        ]
+        show_pairs([*rows, *result.notes.items(), *([("type", result.command)] if result.command else [])])
+        if result.changes:
+            changed = [(name, str(before), str(after)) for name, (before, after) in result.changes.items()]
             show_text("")
-            show_table(["config.json", "now", "for it"], rows)
-        if found.gguf:
+            show_table(["config.json", "now", "for it"], changed)
+        if result.gguf:
             show_text("")
-            show_pairs([(name, str(value)) for name, value in found.gguf.items()])
-        if found.folder is not None:
-            show_text("", f"Saved to {found.folder}.")
-    if found.verdict == "impossible":
+            show_pairs([(name, str(value)) for name, value in result.gguf.items()])
+        if result.folder is not None:
+            show_text("", f"Saved to {result.folder}.")
+    if result.verdict == "impossible":
         raise typer.Exit(Code.UNSUPPORTED)

@@ -1,4 +1,4 @@
-"""The fields of a scheme on the command line: read from its dataclass and docstring, where they are documented once."""
+"""The fields of a scheme on the command line, read from its dataclass and docstring."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_posswap.utils.scheme_text import describe_type, field_kinds, is_layers, 
 
 
 def format_value(value: Any) -> str:
-    """Return `value` as it would be given on the command line.
+    """Format `value` as it is written on the command line.
 
     Example:
         >>> format_value((1.0, 2.5)), format_value(None), format_value(True)
@@ -27,10 +27,10 @@ def format_value(value: Any) -> str:
 
 
 def describe_fields(cls: type) -> list[dict[str, Any]]:
-    """Return for each field of the dataclass `cls`: name, type in words, default, whether required, and its meaning."""
+    """Return for each field of the dataclass `cls`: name, type, default, whether it is required, and meaning."""
     documented = attribute_docs(cls)
     out = []
-    for field, kind in zip(dataclasses.fields(cls), field_kinds(cls).values(), strict=True):
+    for field, annotation in zip(dataclasses.fields(cls), field_kinds(cls).values(), strict=True):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         default = None if field.default is dataclasses.MISSING else field.default
         if field.default_factory is not dataclasses.MISSING:
@@ -38,8 +38,8 @@ def describe_fields(cls: type) -> list[dict[str, Any]]:
         out.append(
             {
                 "name": field.name,
-                "type": describe_type(kind),
-                "default": _plain(default, kind),
+                "type": describe_type(annotation),
+                "default": _plain(default, annotation),
                 "required": required,
                 "meaning": documented.get(field.name, ""),
             }
@@ -47,10 +47,10 @@ def describe_fields(cls: type) -> list[dict[str, Any]]:
     return out
 
 
-def _plain(default: Any, kind: Any) -> Any:
-    """Return a field's default as JSON has it."""
-    if is_layers(kind):
+def _plain(default: Any, annotation: Any) -> Any:
+    """Return a field's default as JSON data."""
+    if is_layers(annotation):
         return {str(layer): scheme.to_dict() for layer, scheme in default}
-    if is_scheme(kind):
+    if is_scheme(annotation):
         return default.name if default == type(default)() else default.to_dict()
     return list(default) if isinstance(default, tuple) else default

@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 def key_spans(
     model: Model,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The JSON file to write.")],
-    length: Annotated[int, typer.Option(metavar="N", help="Tokens of each document: the longest that is measured.")],
+    length: Annotated[int, typer.Option(metavar="N", help="Tokens of each document: the longest measured length.")],
     text: Text = None,
     column: Column = "text",
     documents: Documents = 48,
     short: Annotated[int, typer.Option(metavar="N", help="Tokens of the short context.")] = 4096,
     stride: Annotated[int, typer.Option(metavar="N", help="Tokens that each short window scores.")] = 1024,
-    gain: Annotated[float, typer.Option(metavar="NATS", help="By which the whole text must help.")] = 2.0,
-    limit: Annotated[float, typer.Option(metavar="NATS", help="That the loss with the whole text stays under.")] = 2.0,
+    gain: Annotated[float, typer.Option(metavar="NATS", help="Minimum gain in loss from the whole text.")] = 2.0,
+    limit: Annotated[float, typer.Option(metavar="NATS", help="Maximum loss with the whole text.")] = 2.0,
     tokenizer: Tokenizer = None,
     device: Device = "auto",
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Find the tokens that MODEL predicts much better from the whole text than from a short part of it, and well.
+    """Find the tokens that MODEL predicts well, and much better from the whole text than from a short part of it.
 
-    MODEL should use long context well; the models that are measured on these tokens must have its tokenizer, and take
-    the same texts, documents and longest length.
+    MODEL should use long context well. Models that are measured on these tokens must have the same tokenizer, and be
+    measured with the same texts, documents and longest length.
 
     Example: posswap key-spans llama --length 32768 --text books/ -o spans.json, and then
     posswap compare llama +yarn --metrics longppl --key-spans spans.json --lengths 32768 --text books/
@@ -54,8 +54,8 @@ def key_spans(
 
         check_paths(text)
         target = checked_file(out)
-        place = placing(device, dtype) | {TRUST: trust_remote_code}
-        subject, tokens = _prepare(source, text, column, documents, length, tokenizer, place)
+        placement = placing(device, dtype) | {TRUST: trust_remote_code}
+        subject, tokens = _prepare(source, text, column, documents, length, tokenizer, placement)
         how = {"short": short, "stride": stride, "gain": gain, "limit": limit}
         spans = find_key_spans(subject.scorer, subject.name, list(tokens), **how)  # type: ignore[arg-type]
         count = sum(stop - start for document in spans.spans for start, stop in document)
@@ -69,7 +69,7 @@ def key_spans(
 
 
 def _check_numbers(length: int, short: int, stride: int, documents: int, gain: float, limit: float) -> None:
-    """Raise an OptionError where no text could have key tokens, before anything is loaded."""
+    """Raise an OptionError for values with which no text could have key tokens, before anything is loaded."""
     if not 2 <= short < length:
         raise OptionError(f"--short is at least 2 and less than --length, got --short {short} --length {length}.")
     if not 1 <= stride <= short:
@@ -88,19 +88,19 @@ def _prepare(
     documents: int,
     length: int,
     tokenizer: str | None,
-    place: dict[str, Any],
+    placement: dict[str, Any],
 ) -> tuple[Subject, np.ndarray]:
-    """Return the evaluator and the documents, int32 [N, length], which it can read."""
-    from hf_posswap.comparison.candidates import Candidate, Opening, make_subject
+    """Return the evaluator and the documents, int32 [N, length], checked against its vocabulary and memory."""
+    from hf_posswap.comparison.candidates import Candidate, ModelLoader, make_subject
     from hf_posswap.comparison.documents import read_documents
     from hf_posswap.comparison.tokenizers import tokenizer_for
     from hf_posswap.evaluation.memory import check_memory
     from hf_posswap.text.tokens import check_token_ids
 
     candidate = Candidate(source)
-    words = tokenizer_for([candidate], tokenizer, trust_remote_code=place[TRUST])
-    tokens = read_documents(text, words, length=length, limit=documents, column=column).tokens
-    subject = make_subject(candidate.label, Opening({}, **place).model(candidate, length), length)
+    loaded_tokenizer = tokenizer_for([candidate], tokenizer, trust_remote_code=placement[TRUST])
+    tokens = read_documents(text, loaded_tokenizer, length=length, limit=documents, column=column).tokens
+    subject = make_subject(candidate.label, ModelLoader({}, **placement).model(candidate, length), length)
     if subject.reach.limit is not None and subject.reach.limit < length:
         raise PositionRangeError(f"{subject.name} ends at {subject.reach.limit} tokens: --length {length} is too long.")
     check_token_ids(subject.model, tokens)

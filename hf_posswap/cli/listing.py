@@ -32,8 +32,8 @@ def schemes(
 ) -> None:
     """List the position schemes, or show one of them whole.
 
-    The list says what each scheme promises with its defaults. One scheme, by name, shows its formula, its source, and
-    each field with its default and meaning, to be written as NAME:FIELD=VALUE,FIELD=VALUE.
+    The list shows the traits of each scheme with its defaults. With a name it shows that scheme's formula, its source,
+    and each field with its default and meaning. Set fields as NAME:FIELD=VALUE,FIELD=VALUE.
 
     Example: posswap schemes yarn
     """
@@ -48,9 +48,9 @@ def schemes(
 
 
 def _scheme(name: str, cls: Any) -> dict[str, Any]:
-    """Return all that is to be said about a scheme, as JSON."""
+    """Return the full description of a scheme as JSON data."""
     fields = describe_fields(cls)
-    open_fields = any(field["required"] for field in fields)  # what it promises may depend on them
+    open_fields = any(field["required"] for field in fields)  # the traits may depend on them
     return {
         "name": name,
         "kind": cls.kind,
@@ -65,7 +65,7 @@ def _scheme(name: str, cls: Any) -> dict[str, Any]:
 
 def _show_schemes(listed: list[dict[str, Any]]) -> None:
     traits = _trait_docs()
-    rows = [[scheme[part] for part in ("name", "kind", "letters", "summary")] for scheme in listed]
+    rows = [[scheme[key] for key in ("name", "kind", "letters", "summary")] for scheme in listed]
     show_table(["name", "kind", "traits", "what it is"], rows)
     show_text("")
     show_pairs((f"{trait[0].upper()} {_shown(trait)}", meaning) for trait, meaning in traits.items())
@@ -78,16 +78,16 @@ def _shown(trait: str) -> str:
 
 def _show_scheme(scheme: dict[str, Any]) -> None:
     traits = _trait_docs()
-    held = [_shown(trait) for trait in traits if scheme["traits"] and scheme["traits"][trait]]
+    trait_names = [_shown(trait) for trait in traits if scheme["traits"] and scheme["traits"][trait]]
     show_pairs(
         [
             (scheme["name"], scheme["summary"]),
             ("kind", scheme["kind"]),
-            ("traits", ", ".join(held) if scheme["traits"] else "depend on its fields"),
+            ("traits", ", ".join(trait_names) if scheme["traits"] else "depend on its fields"),
             ("source", scheme["source"]),
         ]
     )
-    show_text("", *(" ".join(part.split()) for part in scheme["description"].split("\n\n")), "")
+    show_text("", *(" ".join(paragraph.split()) for paragraph in scheme["description"].split("\n\n")), "")
     if not scheme["fields"]:
         return show_text("It has no fields.")
     rows = [
@@ -126,9 +126,10 @@ def families(
 ) -> None:
     """List the model families, the kinds of model whose positions can be swapped, or show one of them whole.
 
-    A family says where positions live in its models. A model that none describes is refused; posswap explain MODEL
-    tells which family a model belongs to. With --classes, each class that transformers' Auto maps name for causal,
-    masked and seq2seq language models is built tiny and swaps are planned for it: what works, and why not.
+    A family describes where positions live in its models. A model without a family is refused; posswap explain MODEL
+    shows which family a model belongs to. With --classes, a tiny model is built of each class in transformers' Auto
+    maps for causal, masked and seq2seq language models, and swaps are planned for it: which work, and why others do
+    not.
 
     Example: posswap families --classes
     """
@@ -139,8 +140,8 @@ def families(
     from hf_posswap.families import FAMILIES
 
     if name is not None:
-        one = _family(name, FAMILIES.get(name)) | {"parts": _parts(FAMILIES.get(name))}
-        return show_json(one) if json else _show_family(one)
+        details = _family(name, FAMILIES.get(name)) | {"parts": _stacks(FAMILIES.get(name))}
+        return show_json(details) if json else _show_family(details)
     listed = [_family(name, family) for name, family in FAMILIES.items()]
     if json:
         return show_json(listed)
@@ -158,7 +159,7 @@ def families(
 
 
 def _family(name: str, family: Any) -> dict[str, Any]:
-    """Return what the list says of a family, as JSON."""
+    """Return the list entry of a family as JSON data."""
     return {
         "name": name,
         "summary": family.summary,
@@ -168,37 +169,37 @@ def _family(name: str, family: Any) -> dict[str, Any]:
     }
 
 
-def _parts(family: Any) -> list[dict[str, Any]]:
-    """Return where the positions of each stack live, as paths from the base model."""
+def _stacks(family: Any) -> list[dict[str, Any]]:
+    """Return where the positions of each stack live, as module paths from the base model."""
     return [
-        {"stack": part.name, "attention": part.attention, "table": None if part.table is None else part.table.path}
-        for part in family.parts
+        {"stack": stack.name, "attention": stack.attention, "table": None if stack.table is None else stack.table.path}
+        for stack in family.parts
     ]
 
 
 def _show_family(family: dict[str, Any]) -> None:
     types = ", ".join(family["model_types"]) or "every model whose config the family's rule accepts"
     rows = [(family["name"], family["summary"]), ("mechanism", family["mechanism"]), ("model types", types)]
-    for part in family["parts"]:
-        rows += [(f"{part['stack']} {site}".strip(), part[site]) for site in ("table", "attention") if part[site]]
+    for stack in family["parts"]:
+        rows += [(f"{stack['stack']} {site}".strip(), stack[site]) for site in ("table", "attention") if stack[site]]
     show_pairs(rows)
 
 
 def _mechanism(family: Any) -> str:
-    """Return the position mechanism that models of a family are built with, in two or three words."""
-    traits = [part.traits for part in family.parts if part.traits is not None]
-    tables = [f"{part.table.kind} table" for part in family.parts if part.table is not None]
-    tables += ["learned table" for part in family.parts if part.image is not None]
-    inside = [f"{own.scheme} inside attention" for own in traits if own.scheme is not None]
-    beside = ["relative part" for own in traits if own.relative is not None]
+    """Return the stock position mechanism of a family's models, in two or three words."""
+    traits = [stack.traits for stack in family.parts if stack.traits is not None]
+    tables = [f"{stack.table.kind} table" for stack in family.parts if stack.table is not None]
+    tables += ["learned table" for stack in family.parts if stack.image is not None]
+    in_attention = [f"{inside.scheme} inside attention" for inside in traits if inside.scheme is not None]
+    relative = ["relative part" for inside in traits if inside.relative is not None]
     if family.rotary:
-        return " or ".join(dict.fromkeys(["rotary", *inside]))  # by config
-    return ", ".join(dict.fromkeys([*tables, *inside, *beside]))
+        return " or ".join(dict.fromkeys(["rotary", *in_attention]))  # by config
+    return ", ".join(dict.fromkeys([*tables, *in_attention, *relative]))
 
 
 @contextmanager
 def _warnings_off() -> Iterator[None]:
-    """Inside the block there are no warnings: tiny models have sizes that transformers and torch wonder about."""
+    """Silence warnings inside the block: transformers and torch warn about the sizes of tiny models."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

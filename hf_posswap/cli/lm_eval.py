@@ -1,4 +1,4 @@
-"""`posswap lm-eval`: EleutherAI's harness on a model, as it is or with a scheme put in."""
+"""`posswap lm-eval`: EleutherAI's harness on a model, with or without a new scheme."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ def lm_eval(
         int | None,
         typer.Option(
             metavar="N",
-            help="In tokens, what is longer is cut; without it what the swap is meant for, or the model's own length.",
+            help="Truncate longer inputs, in tokens. Default: the swap's maximum length, or the model's own.",
             show_default=False,
         ),
     ] = None,
     num_fewshot: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Examples before each question; without it the task's.", show_default=False),
+        typer.Option(metavar="N", help="Examples before each question. Default: the task's.", show_default=False),
     ] = None,
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Questions at a time.")] = 1,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Questions per batch.")] = 1,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", help="Questions of each task; without it all.", show_default=False)
+        int | None, typer.Option(metavar="N", help="Questions of each task. Default: all.", show_default=False)
     ] = None,
     tokenizer: Tokenizer = None,
     device: Device = "auto",
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="float32, bfloat16, ...; without it the checkpoint's.", show_default=False),
+        typer.Option(metavar="NAME", help="float32, bfloat16, ... Default: the checkpoint's.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="For all that the harness says, as JSON.", show_default=False),
+        typer.Option("--out", "-o", metavar="FILE", help="Save the harness's output as JSON.", show_default=False),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Run tasks of EleutherAI's evaluation harness on a model.
 
-    A swap that the checkpoint carries is used, and inputs may be as long as it was made for. Needs the extra lm-eval;
-    tasks of the harness fetch their data from the Hub.
+    A swap saved in the checkpoint is applied, and inputs may be as long as its maximum length. Needs the extra lm-eval;
+    the harness's tasks fetch their data from the Hub.
 
     Example: posswap lm-eval my-long-llama --tasks hellaswag --limit 100
     """
@@ -77,7 +77,7 @@ def lm_eval(
         from hf_posswap.harness import run_tasks
         from hf_posswap.utils.atomic_io import write_text
 
-        found = run_tasks(
+        results = run_tasks(
             source,
             [task.strip() for task in tasks.split(",") if task.strip()],
             chosen,
@@ -92,16 +92,16 @@ def lm_eval(
             trust_remote_code=trust_remote_code,
         )
         if target is not None:
-            write_text(target, _as_json(found))
+            write_text(target, _as_json(results))
     if json:
-        show_json(_plain(found))
+        show_json(_plain(results))
         return
-    show_table(["task", "metric", "value", "standard error"], _rows(found["results"]))
-    show_text("", f"Inputs of at most {found['longest_input']:,} tokens.")
+    show_table(["task", "metric", "value", "standard error"], _rows(results["results"]))
+    show_text("", f"Inputs of at most {results['longest_input']:,} tokens.")
 
 
 def _rows(results: dict[str, Any]) -> list[list[str]]:
-    """Return a row for each number of each task, of the harness's keys "metric,filter"."""
+    """Return one row per number of each task; the harness's keys are "metric,filter"."""
     rows = []
     for task, scores in results.items():
         for key, value in scores.items():
@@ -115,13 +115,13 @@ def _rows(results: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _as_json(found: dict[str, Any]) -> str:
+def _as_json(results: dict[str, Any]) -> str:
     import json
 
-    return json.dumps(found, indent=2, default=str, allow_nan=False) + "\n"
+    return json.dumps(results, indent=2, default=str, allow_nan=False) + "\n"
 
 
-def _plain(found: dict[str, Any]) -> Any:
+def _plain(results: dict[str, Any]) -> Any:
     import json
 
-    return json.loads(_as_json(found))
+    return json.loads(_as_json(results))

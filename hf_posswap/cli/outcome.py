@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and one line on stderr where something was wrong."""
+"""How a command ends: its exit code, and one line on stderr for an error."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ _CODES: tuple[tuple[Code, tuple[type[Exception], ...]], ...] = (
 
 
 def code_of(error: Exception) -> Code:
-    """Return the exit code that `error` means.
+    """Return the exit code for `error`.
 
     Example:
         >>> code_of(errors.CheckpointError("no such folder"))
         <Code.FILES: 4>
     """
-    return next((code for code, kinds in _CODES if isinstance(error, kinds)), Code.OTHER)
+    return next((code for code, classes in _CODES if isinstance(error, classes)), Code.OTHER)
 
 
 def line_of(error: Exception) -> str:
-    """Return what is said about `error`, in one line.
+    """Format `error` as one line.
 
     Example:
         >>> line_of(errors.SchemeError("yarn: give factor\\nor max_length."))
@@ -90,7 +90,7 @@ _interrupted = threading.Event()
 
 
 def note_interrupts() -> None:
-    """Have Ctrl-C end a command as such, also where a library makes another error of the KeyboardInterrupt."""
+    """Report Ctrl-C as an interrupt, even if a library turns the KeyboardInterrupt into another error."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 
@@ -101,7 +101,7 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 class _OneLine:
-    """What makes an error one line on stderr and an exit code, never a traceback."""
+    """Mixin that reports an error as one line on stderr and an exit code, never as a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -109,7 +109,7 @@ class _OneLine:
         except (errors.PosswapError, OSError) as error:
             if _interrupted.is_set():
                 raise KeyboardInterrupt from error
-            if getattr(error, "errno", None) == errno.EPIPE:  # a reader such as `head` has gone: typer ends quietly
+            if getattr(error, "errno", None) == errno.EPIPE:  # the reader, such as `head`, closed the pipe
                 raise
             raise _end(error) from None
         except Exception as error:
@@ -121,15 +121,15 @@ class _OneLine:
 
 
 class PosswapGroup(_OneLine, TyperGroup):
-    """A group of commands in which an error is one line on stderr and an exit code."""
+    """A group of commands that reports an error as one line on stderr and an exit code."""
 
 
 class PosswapCommand(_OneLine, TyperCommand):
-    """A command in which an error is one line on stderr and an exit code."""
+    """A command that reports an error as one line on stderr and an exit code."""
 
 
 def script(command: Callable[..., None]) -> typer.Typer:
-    """Return `command` as an application of its own, that ends as `posswap` does.
+    """Wrap `command` as a standalone application with the error handling and exit codes of `posswap`.
 
     Example:
         >>> def main(count: int) -> None:
@@ -147,6 +147,6 @@ def script(command: Callable[..., None]) -> typer.Typer:
 def _end(error: Exception) -> typer.Exit:
     if os.environ.get(DEBUG, "0") not in ("", "0"):
         traceback.print_exception(error)
-    process = os.environ.get("RANK", "0")  # of several, the main one speaks for all that meet the same
+    process = os.environ.get("RANK", "0")  # set by a distributed launch
     typer.echo(f"error{'' if process == '0' else f' on process {process}'}: {line_of(error)}", err=True)
     return typer.Exit(code_of(error))

@@ -1,6 +1,6 @@
-"""What commands print: JSON for programs, tables and text for people. Only these functions write to stdout.
+"""Output of the commands: JSON for programs, tables and text for people. Only these functions write to stdout.
 
-None of it can steer the terminal, whatever a file or a folder is called: `hf_posswap.utils.printable`.
+Control characters, as in file names, are escaped so that they cannot affect the terminal: `hf_posswap.utils.printable`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """Inside the block, whatever the library or transformers print goes to stderr, and only warnings of theirs do.
+    """Redirect stdout to stderr inside the block, and lower the logging of transformers to warnings.
 
-    Progress bars are shown where stderr is a terminal. TRANSFORMERS_VERBOSITY, where it is set, is obeyed.
+    Progress bars are shown only if stderr is a terminal. TRANSFORMERS_VERBOSITY is respected.
     """
     from transformers.utils import logging
 
@@ -41,23 +41,23 @@ def quiet_library() -> Iterator[None]:
 def show_json(value: Any) -> None:
     """Print `value` as JSON: the only thing that a command with --json prints on stdout."""
     text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False)
-    typer.echo(UNSAFE.sub(lambda found: json.dumps(found[0])[1:-1], text))
+    typer.echo(UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text))
 
 
 def show_text(*lines: str) -> None:
-    """Print `lines`, wrapped to the terminal's width, 80 columns where there is none."""
+    """Print `lines`, wrapped to the terminal's width, or to 80 columns if there is no terminal."""
     out = console()
     for line in lines:
         out.print(printable(line))
 
 
 def show_lines(text: str) -> None:
-    """Print a text of several lines as it is, but for what could steer the terminal."""
+    """Print a text of several lines unchanged, except for escaped control characters."""
     typer.echo(printable_lines(text))
 
 
 def show_indented(text: str, by: int) -> None:
-    """Print `text` `by` columns to the right, what does not fit in further lines two more; words stay whole."""
+    """Print `text` indented by `by` columns; wrapped lines are indented by two more, and words are not broken."""
     first, further = " " * by, " " * (by + 2)
     wrapped = textwrap.fill(
         printable(text), console().width, initial_indent=first, subsequent_indent=further, break_long_words=False,
@@ -67,28 +67,28 @@ def show_indented(text: str, by: int) -> None:
 
 
 def show_command(command: str) -> None:
-    """Print a command that can be copied whole: what is too long goes on after a backslash, as shells read it."""
-    width, lines = console().width - len(_GOES_ON), [" "]
-    for part in _together(shlex.split(printable(command))):
-        if len(lines[-1]) + 1 + len(part) > width and lines[-1].strip():
+    """Print a command that can be copied whole; a long one is continued with backslashes, as in a shell."""
+    width, lines = console().width - len(_CONTINUATION), [" "]
+    for group in _quote_with_values(shlex.split(printable(command))):
+        if len(lines[-1]) + 1 + len(group) > width and lines[-1].strip():
             lines.append("   ")
-        lines[-1] += f" {part}"
-    typer.echo(f"{_GOES_ON}\n".join(lines))
+        lines[-1] += f" {group}"
+    typer.echo(f"{_CONTINUATION}\n".join(lines))
 
 
-def _together(words: Sequence[str]) -> list[str]:
-    """Return the words of a command quoted, each option with the word after it, which may be its value."""
-    parts: list[str] = []
-    for before, word in zip(["", *words], words, strict=False):
-        if before.startswith("-") and not word.startswith("-"):
-            parts[-1] += f" {shlex.quote(word)}"
+def _quote_with_values(arguments: Sequence[str]) -> list[str]:
+    """Quote the words of a command, and keep each option with the word after it, which may be its value."""
+    groups: list[str] = []
+    for previous, argument in zip(["", *arguments], arguments, strict=False):
+        if previous.startswith("-") and not argument.startswith("-"):
+            groups[-1] += f" {shlex.quote(argument)}"
         else:
-            parts.append(shlex.quote(word))
-    return parts
+            groups.append(shlex.quote(argument))
+    return groups
 
 
 def show_pairs(rows: Iterable[tuple[str, str]]) -> None:
-    """Print names and what they stand for, in two columns; below each other where a name takes half of the width."""
+    """Print names and values in two columns, or below each other if a name takes more than half of the width."""
     from rich.table import Table
 
     rows = [(printable(name), printable(value)) for name, value in rows]
@@ -106,7 +106,7 @@ def show_pairs(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; a cell that does not fit its column goes on in the next line, whole."""
+    """Print a table; a cell that does not fit its column is wrapped, never cropped."""
     from rich import box
     from rich.table import Table
 
@@ -120,19 +120,19 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     out.print(table)
 
 
-_GOES_ON = " \\"
+_CONTINUATION = " \\"
 _GAP = 2  # a column of padding and one of rich's box
 _LONG_WORD = 24
 
 
 def column_widths(rows: Sequence[Sequence[str]], available: int) -> list[int]:
-    """Return a width for each column, so that the table fits and words stay whole as far as that goes.
+    """Return a width for each column, so that the table fits and words stay whole where possible.
 
-    rich shrinks columns through the middle of words, and crops them where it is told a least width.
+    rich alone breaks columns in the middle of words, and crops them if a minimum width is set.
 
     Args:
-        rows: of cells, the header among them.
-        available: columns of the terminal, the gaps between columns among them.
+        rows: the cells, including the header.
+        available: columns of the terminal, including the gaps between table columns.
 
     Example:
         >>> column_widths([["name", "what it is"], ["alibi", "a penalty on distance"]], available=20)
@@ -154,7 +154,7 @@ def column_widths(rows: Sequence[Sequence[str]], available: int) -> list[int]:
 
 
 def console() -> Console:
-    """Return a console on today's stdout that takes text as it is: brackets and colons are no markup."""
+    """Return a console on the current stdout that prints text literally, without markup or emoji codes."""
     from rich.console import Console
 
     return Console(file=sys.stdout, markup=False, emoji=False, highlight=False)

@@ -15,17 +15,17 @@ from hf_posswap.cli.output import quiet_library, show_json, show_lines, show_tex
 def push(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with a saved model.", show_default=False)],
     repo_id: Annotated[
-        str, typer.Argument(metavar="REPO_ID", help="OWNER/NAME on the Hub; made if missing.", show_default=False)
+        str, typer.Argument(metavar="REPO_ID", help="OWNER/NAME on the Hub; created if missing.", show_default=False)
     ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Send nothing: show the files and their sizes.")] = False,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     revision: Annotated[
         str | None, typer.Option(metavar="BRANCH", help="Commit to this branch instead of main.", show_default=False)
     ] = None,
-    message: Annotated[str | None, typer.Option(metavar="TEXT", help="Of the commit.", show_default=False)] = None,
+    message: Annotated[str | None, typer.Option(metavar="TEXT", help="Commit message.", show_default=False)] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="For all of it; else as long as the Hub answers.", show_default=False),
+        typer.Option(metavar="SECONDS", help="In total. Default: as long as the Hub responds.", show_default=False),
     ] = None,
     base_model: Annotated[
         str | None,
@@ -33,12 +33,12 @@ def push(
     ] = None,
     license: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="For the card; else the base model's own.", show_default=False),
+        typer.Option(metavar="NAME", help="For the card. Default: the base model's license.", show_default=False),
     ] = None,
     results: Annotated[
         Path | None,
         typer.Option(
-            metavar="PATH", help="Folder of eval, compare or a quickstart, or a JSON of metrics: goes on the card."
+            metavar="PATH", help="For the card: a folder of eval, compare or a quickstart, or a JSON file of metrics."
         ),
     ] = None,
     card: Annotated[bool, typer.Option(help="Write a model card, unless DIR holds a README.md.")] = True,
@@ -47,10 +47,10 @@ def push(
 ) -> None:
     """Push a saved model to the Hub, in one commit, with a model card.
 
-    Weights, config, tokenizer, and the code that trust_remote_code=True needs, if the model has any. A trainer's state
-    stays behind. The card has the recipe and the losses of posswap train's folder around DIR, and the results of this
-    model in the folder results beside DIR or that folder; --dry-run shows it. A push that fails says what is there, and
-    can be repeated. Log in first with: hf auth login
+    It pushes weights, config, tokenizer, and any code that trust_remote_code=True needs, but no trainer state. The card
+    shows the recipe and the losses if DIR is in a folder of posswap train, and this model's results if a folder results
+    is next to DIR or to that folder; --dry-run shows it. A failed push reports what is on the Hub, and can be repeated.
+    Log in first with: hf auth login
 
     Example: posswap push gpt2-rope me/gpt2-rope --base-model openai-community/gpt2 --dry-run
     """

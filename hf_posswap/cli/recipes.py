@@ -1,4 +1,4 @@
-"""`posswap recipes`: the trainings that come with the package."""
+"""`posswap recipes`: the training recipes that come with the package."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ def recipes(
     target: Annotated[
         Path | None,
         typer.Argument(
-            metavar="FILE_OR_DIR", help="With --copy: where to; without it the working folder.", show_default=False
+            metavar="FILE_OR_DIR", help="With --copy: the destination. Default: the working folder.", show_default=False
         ),
     ] = None,
     copy: Annotated[
-        bool, typer.Option("--copy", help="Write the recipe, and what it includes, to be changed; nothing is replaced.")
+        bool, typer.Option("--copy", help="Copy the recipe and its includes for editing; no file is replaced.")
     ] = False,
     json: Json = False,
 ) -> None:
     """List the recipes that come with the package, print one, or copy one.
 
-    posswap train NAME runs a recipe as it is, with what differs behind it as KEY=VALUE. To change more, copy it, or
-    write a file that begins with include: NAME. Files named accelerate/... are for accelerate launch --config_file.
+    posswap train NAME runs a recipe; override its keys with KEY=VALUE after the name. To change more, copy it, or write
+    a file that begins with include: NAME. Files named accelerate/... are for accelerate launch --config_file.
 
     Example: posswap recipes yarn --copy mine.yaml
     """
     if copy and name is None:
         raise OptionError("--copy: name the recipe to copy; posswap recipes lists them.")
     if target is not None and not copy:
-        raise OptionError(f"{target} says where to copy to: give --copy too.")
+        raise OptionError(f"{target} is a destination for --copy: give --copy too.")
     with quiet_library():
         from hf_posswap.training.config.copying import copy_recipe
         from hf_posswap.training.config.shipped import shipped_recipe, shipped_recipes
 
-        written = copy_recipe(name, expand_home(target or Path())) if copy and name else []
+        copied = copy_recipe(name, expand_home(target or Path())) if copy and name else []
         listed = shipped_recipes() if name is None else {name: shipped_recipe(name)}
     if json:
-        told = [_as_json(recipe) for recipe in listed.values()]
-        show_json({"written": [str(path) for path in written]} if copy else told if name is None else told[0])
+        records = [_as_json(recipe) for recipe in listed.values()]
+        show_json({"written": [str(path) for path in copied]} if copy else records if name is None else records[0])
     elif copy:
-        _show_copied(written, trains=listed[name].trains if name else False)
+        _show_copied(copied, trains=listed[name].trains if name else False)
     elif name is not None:
         typer.echo(listed[name].text.rstrip())
     else:
@@ -61,13 +61,13 @@ def recipes(
 
 
 def _as_json(recipe: Any) -> dict[str, Any]:
-    header = {part.lower(): text for part, text in recipe.header.items()}
+    header = {key.lower(): text for key, text in recipe.header.items()}
     return {"name": recipe.name, "trains": recipe.trains, **header, "file": str(recipe.path), "text": recipe.text}
 
 
-def _show_copied(written: list[Path], *, trains: bool) -> None:
-    first, *beside = map(str, written)
-    show_text(f"{first} is yours to change" + (f"; it includes {', '.join(beside)}." if beside else "."))
+def _show_copied(copied_files: list[Path], *, trains: bool) -> None:
+    first, *included = map(str, copied_files)
+    show_text(f"{first} is yours to change" + (f"; it includes {', '.join(included)}." if included else "."))
     if trains:
         show_text(f"Run it with: posswap train {first}")
 

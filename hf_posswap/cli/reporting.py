@@ -1,4 +1,4 @@
-"""`posswap report`: the HTML page of an evaluation, made again."""
+"""`posswap report`: rebuilds the HTML page of an evaluation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="FILE", help="The page; without it report.html in the folder.", show_default=False
+            "--out", "-o", metavar="FILE", help="The page. Default: report.html in the folder.", show_default=False
         ),
     ] = None,
 ) -> None:
-    """Make the HTML page of an evaluation again, from its results.json.
+    """Rebuild the HTML page of an evaluation from its results.json.
 
-    posswap eval and compare write it by themselves; this is for results that were moved or changed. The page needs no
-    network: send the one file to whoever should see it.
+    posswap eval and compare write the page themselves; use this for results that were moved or changed. The page is one
+    file and needs no network.
 
     Example: posswap report results
     """

@@ -1,4 +1,4 @@
-"""Commands that take a scheme: fields that were given in another way are answered with the right one."""
+"""Commands that take a scheme, and errors that show the right syntax for its fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAIR = re.compile(r"(?:--)?([A-Za-z][\w-]*)=(.+)", re.DOTALL)
 
 
 class SchemeCommand(TyperCommand):
-    """A command whose arguments name a scheme, which may have fields."""
+    """A command whose arguments name a scheme, with or without fields."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
@@ -27,14 +27,15 @@ class SchemeCommand(TyperCommand):
             raise
 
 
-def refuse_other_ways(words: list[str]) -> None:
-    """Raise where `words` give a scheme, or fields of one, by options of their own.
+def refuse_other_ways(arguments: list[str]) -> None:
+    """Raise if a scheme or its fields are given as options.
 
     Args:
-        words: of the command line, such as ["my-llama", "yarn", "--factor", "4"] or [..., "--set", "factor=4"].
+        arguments: words of the command line, such as ["my-llama", "yarn", "--factor", "4"] or
+            [..., "--set", "factor=4"].
 
     Raises:
-        OptionError: with the right way.
+        OptionError: shows the right syntax.
 
     Example:
         >>> try:
@@ -46,32 +47,32 @@ def refuse_other_ways(words: list[str]) -> None:
     from hf_posswap.schemes import SCHEMES
     from hf_posswap.utils.scheme_text import field_kinds
 
-    place = next((number for number, word in enumerate(words) if _name_in(word) in SCHEMES), None)
-    if place is None:
+    scheme_index = next((number for number, word in enumerate(arguments) if _name_in(word) in SCHEMES), None)
+    if scheme_index is None:
         return
-    scheme, others = words[place], words[:place] + words[place + 1 :]
-    found = list(_fields(others, field_kinds(SCHEMES.get(_name_in(scheme)))))
-    if found:
-        said = " ".join([scheme, *(words for words, _ in found)])
-        joined = ",".join(field for _, field in found)
+    scheme, others = arguments[scheme_index], arguments[:scheme_index] + arguments[scheme_index + 1 :]
+    fields = list(_fields(others, field_kinds(SCHEMES.get(_name_in(scheme)))))
+    if fields:
+        typed = " ".join([scheme, *(source for source, _ in fields)])
+        joined = ",".join(field for _, field in fields)
         right = f"{scheme}{',' if ':' in scheme else ':'}{joined}"
-        raise OptionError(f"{said}: fields of a scheme are written behind its name; write {right}")
-    if "--scheme" in words:
+        raise OptionError(f"{typed}: fields of a scheme are written behind its name; write {right}")
+    if "--scheme" in arguments:
         raise OptionError(f"--scheme {scheme}: a scheme is given behind the model, without an option: MODEL {scheme}")
 
 
 def _name_in(word: str) -> str:
-    """Return what would be the scheme's name in `word`: "yarn", "yarn:factor=4" or "llama+yarn"."""
+    """Return the possible scheme name in `word`: "yarn", "yarn:factor=4" or "llama+yarn"."""
     return word.rpartition("+")[2].partition(":")[0]
 
 
-def _fields(words: list[str], known: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Return each field that `words` give: as they stand, and as FIELD=VALUE."""
-    for number, word in enumerate(words):
-        before = "--set " if words[number - 1 : number] == ["--set"] else ""
-        pair, after = _PAIR.fullmatch(word), words[number + 1 : number + 2]
+def _fields(arguments: list[str], known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield each field in `arguments`: as typed, and as FIELD=VALUE."""
+    for number, word in enumerate(arguments):
+        prefix = "--set " if arguments[number - 1 : number] == ["--set"] else ""
+        pair, following = _PAIR.fullmatch(word), arguments[number + 1 : number + 2]
         name = (pair[1] if pair else word[2:] if word.startswith("--") else "").replace("-", "_")
         if name in known and pair:
-            yield f"{before}{word}", f"{name}={pair[2]}"
-        elif name in known and after:
-            yield f"{word} {after[0]}", f"{name}={after[0]}"
+            yield f"{prefix}{word}", f"{name}={pair[2]}"
+        elif name in known and following:
+            yield f"{word} {following[0]}", f"{name}={following[0]}"

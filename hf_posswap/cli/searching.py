@@ -1,4 +1,4 @@
-"""`posswap search`: LongRoPE's divisors for one model, on texts of one's own."""
+"""`posswap search`: LongRoPE's divisors for one model, on your texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def search(
         typer.Option(
             "--text",
             metavar="PATH",
-            help="Text files, folders of them, .jsonl or .parquet, as often as needed.",
+            help="Text files, folders of them, .jsonl or .parquet. Repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -56,11 +56,11 @@ def search(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Kept up to date; the same command goes on from it where it stopped.",
+            help="Saves the search state; the same command resumes from it.",
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, ...")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE.json.")] = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -68,8 +68,8 @@ def search(
 ) -> None:
     """Search LongRoPE's divisors for a model: an evolution from PI, NTK and YaRN, by perplexity on your texts.
 
-    The best scheme is written to FILE.json, which posswap patch and posswap explain take in place of a scheme's name.
-    It is never worse on these texts than linear, ntk and yarn are. The defaults read every text 1344 times.
+    The best scheme is written to FILE.json, which posswap patch and posswap explain accept instead of a scheme's name.
+    On these texts it is never worse than linear, ntk and yarn. The defaults read every text 1344 times.
 
     Example: posswap search my-llama --text books/ --factor 4 --state search.json -o longrope.json
     """
@@ -83,47 +83,47 @@ def search(
         from hf_posswap.quickstart.settings import resolve_device
         from hf_posswap.search.subject import SearchSettings
 
-        SearchSettings(factor, population, iterations, mutation_rate=0.3, seed=seed)  # or it says what is wrong
+        SearchSettings(factor, population, iterations, mutation_rate=0.3, seed=seed)  # raises if a value is invalid
         chosen = resolve_device(device)
-        words = load_tokenizer(source, trust_remote_code=trust_remote_code)
-        if words is None:
-            raise CheckpointError(f"{model} holds no tokenizer to read texts with; save one beside the model.")
+        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+        if tokenizer is None:
+            raise CheckpointError(f"{model} holds no tokenizer to read texts with; save one in the model's folder.")
         loaded: Any = hf_posswap.load(source, dtype="auto", trust_remote_code=trust_remote_code)
-        found = hf_posswap.search_longrope(
+        result = hf_posswap.search_longrope(
             loaded.to(chosen),
             contents,
             factor,
-            tokenizer=words,
+            tokenizer=tokenizer,
             population=population,
             iterations=iterations,
             original_positions=[0] if native else None,
             state=state,
             seed=seed,
         )
-        write_json(target, found.scheme.to_dict())
+        write_json(target, result.scheme.to_dict())
     if json:
-        show_json({**found.to_dict(), "saved": str(target)})
+        show_json({**result.to_dict(), "saved": str(target)})
         return
-    _show(found)
+    _show(result)
     show_text("", f"Saved to {target}. Put it in with: posswap patch {model} {out} -o DIR")
 
 
-def _show(found: LongRopeSearch) -> None:
-    seeds = ", ".join(f"{name} {perplexity:.4g}" for name, perplexity in found.seeds.items())
+def _show(result: LongRopeSearch) -> None:
+    seeds = ", ".join(f"{name} {perplexity:.4g}" for name, perplexity in result.seeds.items())
     show_pairs(
         [
-            ("perplexity", f"{found.perplexity:.4g} on {found.documents} texts of {found.length} tokens"),
+            ("perplexity", f"{result.perplexity:.4g} on {result.documents} texts of {result.length} tokens"),
             ("began with", seeds),
-            ("evaluations", f"{found.evaluations[-1]} in {len(found.log) - 1} iterations"),
-            ("n-hat", str(found.scheme.original_positions)),
-            ("divisors", ", ".join(f"{divisor:.4g}" for divisor in found.scheme.filled("long_factor"))),
-            ("attention", f"cos and sin times {found.scheme.filled('attention_factor'):.4g}"),
+            ("evaluations", f"{result.evaluations[-1]} in {len(result.log) - 1} iterations"),
+            ("n-hat", str(result.scheme.original_positions)),
+            ("divisors", ", ".join(f"{divisor:.4g}" for divisor in result.scheme.filled("long_factor"))),
+            ("attention", f"cos and sin times {result.scheme.filled('attention_factor'):.4g}"),
         ]
     )
 
 
 def _checked_file(out: Path, overwrite: bool) -> Path:
-    """Return `out` as an absolute path, after all that could stop the writing later has been checked."""
+    """Return `out` as an absolute path, after checking that it can be written."""
     path = expand_home(out).resolve()
     if path.suffix != ".json":
         raise CheckpointError(f"--out {out} must end in .json, by which posswap patch knows a scheme's file.")
@@ -138,7 +138,7 @@ def _contents(paths: list[Path], column: str) -> list[str]:
 
     Raises:
         OptionError: there is no path.
-        DataError: one cannot be read, or is a data set on the Hub, whose length nobody has said.
+        DataError: a path cannot be read, or is a data set on the Hub, which has no known length.
     """
     from hf_posswap.text.files import file_documents, files_below
     from hf_posswap.text.hub import hub_text
@@ -149,7 +149,7 @@ def _contents(paths: list[Path], column: str) -> list[str]:
     if streamed:
         raise DataError(f"{', '.join(streamed)}: give files or folders; a data set on the Hub has no end to search on.")
     files = [file for path in paths for file in files_below(path)]
-    found = [document.text for file in files for document in file_documents(file, column)]
-    if not found:
+    texts = [document.text for file in files for document in file_documents(file, column)]
+    if not texts:
         raise DataError(f"{', '.join(map(str, paths))}: there is no text to search on.")
-    return found
+    return texts

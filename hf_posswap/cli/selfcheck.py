@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def selfcheck(json: Json = False) -> None:
-    """Prove in less than a minute that this installation works; name what a release of transformers broke.
+    """Prove in less than a minute that this installation works, or name the step that fails.
 
     Swaps one tiny model of each kind of family: plan, patch, verify, steps with a cache, save and load, unpatch.
-    Nothing is downloaded, and nothing stays on the disk. The exit code is 1 where a check failed.
+    Nothing is downloaded, and nothing stays on the disk. The exit code is 1 if a check failed.
 
     Example: posswap selfcheck
     """
@@ -42,10 +42,10 @@ def _show(report: Report) -> None:
     for subject, group in groupby(report.checks, key=lambda check: check.subject):
         checks = list(group)
         wrong = next((check for check in checks if check.ok is False), None)
-        found = f"{len(checks)} checks hold" if wrong is None else f"{wrong.step}: {wrong.said}"
-        rows.append(("ok" if wrong is None else "FAILED", subject, found))
+        outcome = f"{len(checks)} checks hold" if wrong is None else f"{wrong.step}: {wrong.said}"
+        rows.append(("ok" if wrong is None else "FAILED", subject, outcome))
     show_table(["", "what", "found"], rows)
     for check in report.failed:
         show_text("", f"{check.subject}, {check.step}: look at {check.touch}")
-    held = "all hold" if report.ok else f"{len(report.failed)} failed"
-    show_text("", f"{len(report.checks)} checks in {report.seconds:.0f} s: {held}.")
+    summary = "all hold" if report.ok else f"{len(report.failed)} failed"
+    show_text("", f"{len(report.checks)} checks in {report.seconds:.0f} s: {summary}.")

@@ -11,11 +11,11 @@ import typer
 from hf_posswap.cli.arguments import SCHEME_HELP, Json, TrustRemoteCode, make_scheme, source_of
 from hf_posswap.cli.attention import (
     ATTENTION,
-    Beside,
+    AlsoDraw,
     Documents,
     Layers,
     Lengths,
-    check_asked,
+    check_attention_options,
     draw_attention_of,
 )
 from hf_posswap.cli.completing import scheme_names
@@ -37,9 +37,9 @@ Pictures = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Draw this one, as often as needed: wavelengths, scores, relative, turning, bias, table, waves, "
-        "similarity, similarity-by-distance, token; without it all of these that say something of the schemes. Or "
-        "attention, of --model, which is run for it.",
+        help="Draw this picture: wavelengths, scores, relative, turning, bias, table, waves, similarity, "
+        "similarity-by-distance, token. Repeatable. Default: all of these that apply to the schemes. Or attention, "
+        "which runs --model.",
         show_default=False,
     ),
 ]
@@ -47,13 +47,13 @@ OfModel = Annotated[
     str | None,
     typer.Option(
         metavar="ID_OR_PATH",
-        help="In the shape of this model, and with its position table beside its replacements; without it in the "
-        "shape of the numbers below.",
+        help="Use the shape of this model, and draw its position table next to its replacements. Default: the shape "
+        "given by the options below.",
         show_default=False,
     ),
 ]
-Factor = Annotated[float, typer.Option(metavar="X", help="How many times longer it is to read.")]
-Dark = Annotated[bool, typer.Option("--dark", help="For a dark page.")]
+Factor = Annotated[float, typer.Option(metavar="X", help="Target length over original length.")]
+Dark = Annotated[bool, typer.Option("--dark", help="Draw for a dark page.")]
 
 
 def show(
@@ -63,10 +63,10 @@ def show(
     model: OfModel = None,
     heads: Annotated[int, typer.Option(metavar="N", help="Attention heads.")] = 8,
     dim: Annotated[int, typer.Option(metavar="N", help="Dimensions of a head.")] = 64,
-    length: Annotated[int, typer.Option(metavar="N", help="Tokens that the model was made for.")] = 512,
+    length: Annotated[int, typer.Option(metavar="N", help="Original window in tokens.")] = 512,
     factor: Factor = 4.0,
     dark: Dark = False,
-    beside: Beside = None,
+    beside: AlsoDraw = None,
     layers: Layers = False,
     lengths: Lengths = None,
     text: Text = None,
@@ -75,13 +75,13 @@ def show(
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
-    """Draw what position schemes do: no model is needed, and none is run unless attention is asked for.
+    """Draw what position schemes do. No model is needed, and none is run except for the picture attention.
 
-    Wavelengths against the window, scores by distance, the distances that attention sees, pairs turning in the plane,
-    biases, tables and their likenesses, one token at three places. Several schemes share a sheet where they compare.
-    Each picture is written as PNG and SVG. It needs the extra "plot".
+    Wavelengths against the window, scores by distance, the distances that attention sees, pairs rotating in the plane,
+    biases, tables and their similarities, one token at three positions. Several schemes share a sheet if they can be
+    compared. Each picture is written as PNG and SVG. It needs the extra "plot".
 
-    --picture attention runs --model on texts, as it is and with each scheme put in, and draws the attention that keys
+    --picture attention runs --model on texts, unchanged and with each scheme put in, and draws the attention that keys
     get by their distance.
 
     Example: posswap show rope yarn:factor=4 alibi --out pictures
@@ -89,26 +89,28 @@ def show(
     Example: posswap show rope alibi --model gpt2 --picture attention --text books/
     """
     chosen, pictures, folder = schemes or [], list(picture or ()), expand_home(out)
-    made = [make_scheme(scheme) for scheme in chosen]
-    reads, others = ATTENTION in pictures, [name for name in pictures if name != ATTENTION]
-    check_asked(reads, model, {"--beside": beside, "--layers": layers, "--lengths": lengths, "--text": text})
+    parsed = [make_scheme(scheme) for scheme in chosen]
+    draws_attention, other_pictures = ATTENTION in pictures, [name for name in pictures if name != ATTENTION]
+    check_attention_options(
+        draws_attention, model, {"--beside": beside, "--layers": layers, "--lengths": lengths, "--text": text}
+    )
     drawn: list[Drawn] = []
     with quiet_library():
         from hf_posswap.plotting import draw_positions
 
-        if others or not reads:
+        if other_pictures or not draws_attention:
             shape = _shape(model, heads, dim, length, trust_remote_code)
-            drawn += draw_positions(made, folder, pictures=others, factor=factor, dark=dark, **shape)
-        if reads and model is not None:
+            drawn += draw_positions(parsed, folder, pictures=other_pictures, factor=factor, dark=dark, **shape)
+        if draws_attention and model is not None:
             drawn += draw_attention_of(
                 model, chosen, beside or [], folder, lengths=lengths, documents=text, limit=documents, factor=factor,
                 by_layer=layers, dark=dark, device=device, trust_remote_code=trust_remote_code,
             )  # fmt: skip
-    return show_json([_plain(one) for one in drawn]) if json else _show(drawn)
+    return show_json([_plain(sheet) for sheet in drawn]) if json else _show(drawn)
 
 
 def _shape(model: str | None, heads: int, dim: int, length: int, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the geometry of a model, or that of the numbers."""
+    """Return the geometry of a model, or the one that the numbers describe."""
     from hf_posswap.plotting.positions.numbers import sample_geometry
 
     if model is not None:
@@ -117,7 +119,7 @@ def _shape(model: str | None, heads: int, dim: int, length: int, trust_remote_co
 
 
 def _shape_of(source: str, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the geometry of a model, and its position table where it has one."""
+    """Return the geometry of a model, and its position table if it has one."""
     import hf_posswap
     from hf_posswap.families.locating import locate
     from hf_posswap.families.sites import TokenTable
@@ -138,6 +140,6 @@ def _plain(drawn: Drawn) -> dict[str, Any]:
 
 
 def _show(drawn: Sequence[Drawn]) -> None:
-    for one in drawn:
-        show_pairs([(str(one.path), one.summary)])
-        show_text(*(f"  {line}" for line in one.said), "")
+    for picture in drawn:
+        show_pairs([(str(picture.path), picture.summary)])
+        show_text(*(f"  {line}" for line in picture.said), "")

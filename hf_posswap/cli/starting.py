@@ -20,7 +20,7 @@ def quickstart(
         str | None,
         typer.Option(
             metavar="ID_OR_PATH",
-            help="A causal model to start from, a folder or a Hub id; without it the small one of the package.",
+            help="A causal model to start from, a folder or a Hub id. Default: the small model of the package.",
             show_default=False,
         ),
     ] = None,
@@ -28,22 +28,22 @@ def quickstart(
         str | None,
         typer.Option(
             metavar="NAME,NAME",
-            help="Of rope, alibi, sinusoidal; for a rotary model of yarn, ntk, alibi, nope. Without it all of them, or "
-            "for the small model rope and alibi.",
+            help="From rope, alibi, sinusoidal; for a rotary model from yarn, ntk, alibi, nope. Default: all of them, "
+            "or rope and alibi for the small model.",
             show_default=False,
         ),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Steps that each model is trained; without it 200.", show_default=False),
+        typer.Option(metavar="N", help="Training steps of each model. Default: 200.", show_default=False),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, ...")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of everything random: data order, test cases, the continuation.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of data order, test cases and the continuation.")] = 0,
     cache: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where tokens are kept; without it the user's cache folder.",
+            help="Where tokens are cached. Default: the user's cache folder.",
             show_default=False,
         ),
     ] = None,
@@ -51,17 +51,17 @@ def quickstart(
 ) -> None:
     """Swap the positions of a language model, adapt each copy by its recipe, and compare all far beyond the window.
 
-    Starts from a small GPT-2 with 128 learned positions that comes with the package (or takes --model), swaps copies of
-    it to RoPE and ALiBi, trains each by its recipe, as posswap train does, and a control without a swap by as many
-    tokens. Then it compares all at 1, 2, 4 and 8 times the window, as posswap compare does, beside the control's
-    sliding window, and loads the best one in a fresh process. In DIR come report.html, results.json, tables, pictures,
-    and a folder for each training. Ctrl-C keeps what is finished; the same command goes on from there. It needs the
+    Starts from a small GPT-2 with 128 learned positions that comes with the package (or from --model), swaps copies of
+    it to RoPE and ALiBi, trains each by its recipe, as posswap train does, and trains a control without a swap on as
+    many tokens. Then it compares all of them, and the control's sliding window, at 1, 2, 4 and 8 times the window, as
+    posswap compare does, and loads the best one in a fresh process. DIR gets report.html, results.json, tables,
+    pictures, and a folder for each training. Ctrl-C keeps what is finished; the same command resumes. It needs the
     extras "train" and "plot".
 
     Example: posswap quickstart --out first-results
     """
     source = None if model is None else source_of(model)
-    progress = console()  # on stdout, which the block below takes away
+    progress = console()  # on stdout, which the block below redirects
     with quiet_library():
         from hf_posswap.quickstart import run_quickstart
 

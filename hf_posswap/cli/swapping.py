@@ -1,4 +1,4 @@
-"""`posswap explain` and `posswap patch`: what a swap would do, and doing it."""
+"""`posswap explain` and `posswap patch`: plan a swap, and apply it."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def explain(
         bool,
         typer.Option(
             "--html",
-            help="Write an interactive page that needs no network: what schemes do, drawn anew as sliders move; with "
-            "MODEL its plan, memory, cost, and the programs that honour the result.",
+            help="Write an interactive page that needs no network: what schemes do, redrawn as sliders move; with "
+            "MODEL its plan, memory, cost, and the programs that support the result.",
         ),
     ] = False,
     out: Annotated[
@@ -71,9 +71,9 @@ def explain(
 ) -> None:
     """Explain which position mechanism a model has, and what a swap would do.
 
-    Reads the config alone: no weights are needed, and nothing is written. Without SCHEME it says what each scheme
-    would be in this model: native (stock transformers loads the result), plugin (hf_posswap is needed to load it), or
-    why not. With SCHEME it shows the plan, or the reason against it (exit code 3).
+    Reads only the config: no weights are needed, and nothing is written. Without SCHEME it lists for each scheme
+    whether the swap is native (stock transformers loads the result), plugin (hf_posswap is needed to load it), or why
+    it is refused. With SCHEME it shows the plan, or the reason for the refusal (exit code 3).
 
     Example: posswap explain meta-llama/Llama-3.2-1B yarn:factor=4
 
@@ -87,33 +87,33 @@ def explain(
     if model is None:
         raise OptionError("give a MODEL: a folder with a checkpoint, or a Hub id. posswap explain --html needs none.")
     if scheme is None and (max_length is not None or site is not Site.auto or relative is not None):
-        said = "--max-length, --site and --relative say how to put in a scheme"
-        raise OptionError(f"{said}: name one after MODEL.")
+        reason = "--max-length, --site and --relative say how to put in a scheme"
+        raise OptionError(f"{reason}: name one after MODEL.")
     source = source_of(model)
     chosen = None if scheme is None else make_scheme(scheme)
     with quiet_library():
         import hf_posswap
 
         options: dict[str, Any] = {} if chosen is None else _how(max_length, site, relative)
-        found = hf_posswap.explain(source, chosen, trust_remote_code=trust_remote_code, **options)
+        explanation = hf_posswap.explain(source, chosen, trust_remote_code=trust_remote_code, **options)
     if json:
-        show_json(found.to_dict())
+        show_json(explanation.to_dict())
     else:
-        _show_explanation(found)
-    if found.refusal is not None:
+        _show_explanation(explanation)
+    if explanation.refusal is not None:
         raise typer.Exit(Code.UNSUPPORTED)
 
 
-def _show_explanation(found: Explanation) -> None:
-    show_pairs(found.report.rows())
-    if found.schemes:
+def _show_explanation(explanation: Explanation) -> None:
+    show_pairs(explanation.report.rows())
+    if explanation.schemes:
         show_text("")
-        show_table(["scheme", "in this model"], found.schemes.items())
-    if found.plan is not None:
+        show_table(["scheme", "in this model"], explanation.schemes.items())
+    if explanation.plan is not None:
         show_text("")
-        show_plan(found.plan)
-    if found.refusal is not None:
-        show_text("", f"refused: {found.refusal}")
+        show_plan(explanation.plan)
+    if explanation.refusal is not None:
+        show_text("", f"refused: {explanation.refusal}")
 
 
 def show_plan(plan: SwapPlan) -> None:
@@ -149,8 +149,8 @@ def patch(
     """Swap the position mechanism of a model and save the result.
 
     Loads the model in the precision of its checkpoint, swaps, proves on a small input that the mechanism changed as
-    planned, and writes model and tokenizer (or processor) to DIR, whole or not at all. What comes out is printed: the
-    plan, and what was proved. The weights are not trained: the plan says what adaptation the swapped model will need.
+    planned, and writes model and tokenizer (or processor) to DIR atomically. It prints the plan and the results of the
+    proof. The weights are not trained: the plan shows which adaptation the swapped model needs.
 
     Example: posswap patch gpt2 rope --max-length 4096 -o gpt2-rope
     """
@@ -169,9 +169,9 @@ def patch(
             _centre(loaded)
         plan = hf_posswap.swap_plan(hf_posswap.patch_model(loaded, chosen, **how))
         proved = hf_posswap.verify_swap(loaded).checks
-        words: Any = getattr(processor, "tokenizer", processor)
-        if getattr(words, "model_max_length", None) == original:
-            words.model_max_length = plan.max_length  # or it would cut every text at the old length
+        text_tokenizer: Any = getattr(processor, "tokenizer", processor)
+        if getattr(text_tokenizer, "model_max_length", None) == original:
+            text_tokenizer.model_max_length = plan.max_length  # or it truncates texts at the old length
         hf_posswap.save(loaded, folder, tokenizer=processor, overwrite=overwrite)
     saved = {"folder": str(folder), "tokenizer": processor is not None}
     if json:
@@ -179,13 +179,13 @@ def patch(
         return
     show_plan(plan)
     show_text("")
-    show_pairs([(f"ok: {name}", what) for name, what in proved.items()])
-    beside = "without a tokenizer" if processor is None else f"with its {type(processor).__name__}"
-    show_text("", f"Saved to {folder}, {beside}.", _how_to_load(plan))
+    show_pairs([(f"ok: {name}", result) for name, result in proved.items()])
+    tokenizer_note = "without a tokenizer" if processor is None else f"with its {type(processor).__name__}"
+    show_text("", f"Saved to {folder}, {tokenizer_note}.", _how_to_load(plan))
 
 
 def _how(max_length: int | None, site: Site, relative: Relative | None) -> dict[str, Any]:
-    """Return what `plan_swap` takes beside the scheme; an impossible length is said before a model is looked for."""
+    """Return the options of `plan_swap`; an invalid length is reported before the model is looked up."""
     from hf_posswap.patching.plan.plan_swap import check_max_length
 
     check_max_length(max_length)
@@ -193,16 +193,16 @@ def _how(max_length: int | None, site: Site, relative: Relative | None) -> dict[
 
 
 def _refuse_early(source: str, scheme: Any, how: dict[str, Any]) -> None:
-    """Raise what the swap would raise, before weights are downloaded or read."""
+    """Raise the error of the swap before weights are downloaded or read."""
     import hf_posswap
 
-    found = hf_posswap.explain(source, scheme, **how)
-    if found.refusal is not None:
-        raise UnsupportedSwapError(found.refusal)
+    explanation = hf_posswap.explain(source, scheme, **how)
+    if explanation.refusal is not None:
+        raise UnsupportedSwapError(explanation.refusal)
 
 
 def _centre(model: Any) -> None:
-    """Centre the table of `model` in float32, and give the model its precision back."""
+    """Centre the table of `model` in float32, and restore the model's precision."""
     import hf_posswap
 
     precision = model.dtype

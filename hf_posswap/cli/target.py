@@ -1,4 +1,4 @@
-"""What `posswap patch` reads beside the model, and where it writes."""
+"""Checks of output paths, and loading of tokenizers and processors, for the commands."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "merge
 
 
 def checked_target(out: Path, source: str, overwrite: bool) -> Path:
-    """Return `out` as an absolute path, after all that could stop the saving later has been checked.
+    """Return `out` as an absolute path, after checking that a model can be saved there.
 
     Raises:
-        CheckpointError: it is a file, holds something (with `overwrite`: something that is no checkpoint), holds or
-            is the source, or its parent cannot be written.
+        CheckpointError: it is a file, is not empty (with `overwrite`: holds anything but a checkpoint), holds or is
+            the source, or its parent cannot be written.
     """
     folder = expand_home(out).resolve()
     if folder.exists() and not folder.is_dir():
@@ -37,7 +37,7 @@ def checked_target(out: Path, source: str, overwrite: bool) -> Path:
 
 
 def checked_file(out: Path, option: str = "--out") -> Path:
-    """Return the file `out` of `option` as an absolute path, after all that could stop its writing has been checked.
+    """Return the file `out` of `option` as an absolute path, after checking that it can be written.
 
     Raises:
         CheckpointError: it is a folder, or its folder cannot be written.
@@ -54,13 +54,13 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
 
     Args:
         source: the folder or Hub id.
-        trust_remote_code: run code that it brings, where the tokenizer is code.
+        trust_remote_code: run the tokenizer's own code, if it has any.
 
     Raises:
-        CheckpointError: there is one, and it cannot be read, or (RemoteCodeError) is code, which was not asked for.
+        CheckpointError: the tokenizer cannot be read, or (RemoteCodeError) needs code without `trust_remote_code`.
     """
     folder = Path(source)
-    if folder.is_dir() and not any(found for name in _TOKENIZER_FILES for found in folder.glob(name)):
+    if folder.is_dir() and not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
         return None
     try:
         return auto_tokenizer(source, trust_remote_code=trust_remote_code)
@@ -73,10 +73,9 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def load_processor(source: str, *, trust_remote_code: bool = False) -> Any:
-    """Return what makes inputs for the model of a folder or Hub id; None for a folder without one.
+    """Return the processor (of images, sound, or both with text) of a folder or Hub id, otherwise its tokenizer.
 
-    That is its processor (of images, of sound, of these and text) where it has one, otherwise its tokenizer. Arguments
-    and errors are those of `load_tokenizer`.
+    Returns None for a folder without either. Arguments and errors are those of `load_tokenizer`.
     """
     names = ("preprocessor_config.json", "processor_config.json")
     if all(file_of(source, name, certain=False) is None for name in names):

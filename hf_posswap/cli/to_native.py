@@ -1,4 +1,4 @@
-"""`posswap to-native`: a swapped checkpoint as one of a stock class."""
+"""`posswap to-native`: converts a swapped checkpoint to a stock class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def to_native(
         typer.Option(
             "--target",
             metavar="NAME",
-            help="same, gpt_neox, jina_embeddings_v3, roformer, mpnet or smollm3; without it the first that is exact.",
+            help="same, gpt_neox, jina_embeddings_v3, roformer, mpnet or smollm3. Default: the first that is exact.",
             show_default=False,
         ),
     ] = None,
@@ -37,8 +37,8 @@ def to_native(
     """Convert a swapped checkpoint to a stock class of transformers that computes exactly the same.
 
     A GPT-2 with RoPE becomes a GPT-NeoX, a BERT with RoPE a JinaEmbeddingsV3: the result needs no hf_posswap and no
-    custom code. The outputs of both models are compared before anything is written. Where no stock class is exact, it
-    says why (exit code 3).
+    custom code. The outputs of both models are compared before anything is written. If no stock class is exact, it
+    prints the reason (exit code 3).
 
     Example: posswap to-native gpt2-rope -o gpt2-rope-neox
     """
@@ -49,14 +49,19 @@ def to_native(
         from hf_posswap.checkpoints.native.convert import check_target, convert
 
         check_target(target)
-        words = load_tokenizer(source, trust_remote_code=trust_remote_code) if tokenizer else None
+        loaded_tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code) if tokenizer else None
         loaded = hf_posswap.load(source, dtype="auto", trust_remote_code=trust_remote_code)
-        made = convert(loaded, target)
-        hf_posswap.save(made.model, folder, tokenizer=words, overwrite=overwrite)
-    name = type(made.model).__name__
+        conversion = convert(loaded, target)
+        hf_posswap.save(conversion.model, folder, tokenizer=loaded_tokenizer, overwrite=overwrite)
+    name = type(conversion.model).__name__
     if json:
-        proof = {"lengths": list(made.proof.lengths), "difference": made.proof.difference, "spread": made.proof.spread}
-        show_json({"class": name, "target": made.target, "proof": proof, "saved": {"folder": str(folder)}})
+        proof = conversion.proof
+        details = {
+            "lengths": list(proof.lengths),
+            "difference": proof.difference,
+            "spread": proof.spread,
+        }
+        show_json({"class": name, "target": conversion.target, "proof": details, "saved": {"folder": str(folder)}})
         return
-    show_pairs([("class", name), ("conversion", made.target), ("ok: equal", str(made.proof))])
+    show_pairs([("class", name), ("conversion", conversion.target), ("ok: equal", str(conversion.proof))])
     show_text("", f"Saved to {folder}. Load it with transformers as any other checkpoint.")

@@ -1,4 +1,4 @@
-"""`posswap train`: a recipe, from its file to the finished model."""
+"""`posswap train`: runs a recipe, from its file to the finished model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_posswap.errors import ConfigError
 from hf_posswap.utils.docstrings import attribute_docs
 
 _SETTING = re.compile(r"[\w.\[\]]*=")
-"""How KEY=VALUE begins; a file may have = in its path, after a slash."""
+"""The start of KEY=VALUE; a file may have = in its path, but after a slash."""
 _DOCS = "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments"
 
 
@@ -46,8 +46,8 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Say what the training would hold and do on each GPU, and stop: from config.json alone, without "
-            "weights, text or a GPU.",
+            help="Predict memory, steps and time on each GPU, and stop. It reads only config.json: no weights, text or "
+            "GPU are needed.",
         ),
     ] = False,
     gpu: Annotated[
@@ -55,7 +55,7 @@ def train(
         typer.Option(
             "--gpu",
             metavar="h100|a100|4090|MEMORY",
-            help="With --dry-run: whether it fits there, in what time at least, and what makes it fit. MEMORY: 24GB.",
+            help="With --dry-run: whether it fits this GPU, its least time, and what makes it fit. MEMORY: 24GB.",
             show_default=False,
         ),
     ] = None,
@@ -64,7 +64,7 @@ def train(
         typer.Option(
             "--accelerate",
             metavar="FILE",
-            help="With --dry-run: the file that accelerate launch would be given, or fsdp2, ddp, ... of the package.",
+            help="With --dry-run: the config file of accelerate launch, or fsdp2, ddp, ... of the package.",
             show_default=False,
         ),
     ] = None,
@@ -74,14 +74,14 @@ def train(
             "--processes",
             metavar="N",
             max=65_536,
-            help="With --dry-run: GPUs; without it as FILE says, or one.",
+            help="With --dry-run: the number of GPUs. Default: that of FILE, or one.",
             show_default=False,
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="With --dry-run: print it as JSON.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Adapt a model to a new position mechanism, as a recipe says; stopped anywhere, the same command goes on.
+    """Adapt a model to a new position mechanism with a recipe; after a stop, the same command resumes.
 
     The swap is planned, proved and measured before the first step. The folder `out` keeps checkpoints, log.jsonl,
     pictures, the report, and the finished model. On several GPUs: posswap recipes accelerate/ddp --copy, then
@@ -95,11 +95,11 @@ def train(
         show_pairs(key_rows())
         return
     if not dry_run and (json or any(given is not None for given in (gpu, accelerate, processes))):
-        raise ConfigError("--gpu, --accelerate, --processes and --json are of --dry-run: give that one too.")
+        raise ConfigError("--gpu, --accelerate, --processes and --json need --dry-run: give it too.")
     if dry_run and show:
-        raise ConfigError("--show and --dry-run are two things: give one of them.")
+        raise ConfigError("--show and --dry-run exclude each other: give one of them.")
     chosen, changes = _recipe_and_changes(config, settings or [])
-    progress = console()  # on stdout, which the block below takes away
+    progress = console()  # on stdout, which the block below redirects
     with quiet_library():
         from hf_posswap.adapting import run_recipe
         from hf_posswap.training.config import load_recipe
@@ -110,11 +110,11 @@ def train(
         recipe = load_recipe(chosen, [*changes, *trusted])
         if dry_run:
             reporter = None if json else Reporter(progress)
-            found = run_dry(recipe, reporter, gpu=gpu, accelerate=accelerate, processes=processes)
+            report = run_dry(recipe, reporter, gpu=gpu, accelerate=accelerate, processes=processes)
         elif not show:
             finished = run_recipe(recipe, reporter=Reporter(progress))
     if dry_run:
-        show_dry_run(found, json=json)
+        show_dry_run(report, json=json)
     elif show:
         show_json(to_dict(recipe))
     elif int(os.environ.get("RANK", "0")) == 0:
@@ -139,7 +139,7 @@ def _recipe_and_changes(config: Path | None, arguments: list[str]) -> tuple[str 
 
 
 def key_rows() -> Iterator[tuple[str, str]]:
-    """Return every key of a recipe with its default, and its meaning, from where they are documented once."""
+    """Yield every key of a recipe with its default and its meaning, from the dataclasses that document them."""
     from hf_posswap.training.config import Recipe
     from hf_posswap.training.config.keys import keys_of
     from hf_posswap.training.config.theirs import OWN, REFUSED, THEIRS
@@ -150,8 +150,8 @@ def key_rows() -> Iterator[tuple[str, str]]:
             continue
         yield "training.*", f"All fields of transformers.TrainingArguments, with its defaults, but these: {_DOCS}"
         for name, default in OWN.items():
-            told = "on a GPU adamw_torch_fused, elsewhere adamw_torch" if name == "optim" else "a default of ours"
-            yield f"training.{name}={format_value(default)}", f"{told}; transformers has {format_value(THEIRS[name])}"
+            note = "on a GPU adamw_torch_fused, elsewhere adamw_torch" if name == "optim" else "a default of hf_posswap"
+            yield f"training.{name}={format_value(default)}", f"{note}; transformers has {format_value(THEIRS[name])}"
         for name, (used, why) in REFUSED.items():
             if name in THEIRS:
                 yield f"training.{name}", f"fixed{'' if used is None else f' at {format_value(used)}'}: {why}"

@@ -1,4 +1,4 @@
-"""What `posswap --version` prints."""
+"""The output of `posswap --version`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring models side by side: on the same tokens, resumable, with intervals, tests and verdicts."""
+"""Comparison of models on the same tokens: resumable, with intervals, significance tests and verdicts."""
 
 from hf_posswap.utils.public_names import attach_public_names
 

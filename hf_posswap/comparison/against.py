@@ -1,4 +1,4 @@
-"""Each model against the base: the same tokens, the same needles."""
+"""Comparison of each model with the base on the same tokens and needles."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hf_posswap.evaluation.paired import holm_corrected, mcnemar_p, paired_chang
 
 
 def against_base(base: Work, other: Work) -> dict[str, Any]:
-    """Return how `other` differs from `base` at every length that both run: losses with Holm's correction, and needles.
+    """Return the differences of `other` from `base` at all common lengths: losses with Holm's correction, and needles.
 
     Args:
-        base: measured before.
-        other: measured on the same documents.
+        base: the measured baseline.
+        other: the other model, measured on the same documents.
     """
-    found: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     if base.raw.get("losses") and other.raw.get("losses"):
-        found["lengths"] = _losses(base, other)
+        differences["lengths"] = _losses(base, other)
     if "passkey" in base.raw and "passkey" in other.raw:
-        found["passkey"] = _needles(base.raw["passkey"], other.raw["passkey"])
-    return found
+        differences["passkey"] = _needles(base.raw["passkey"], other.raw["passkey"])
+    return differences
 
 
 def _losses(base: Work, other: Work) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def _losses(base: Work, other: Work) -> list[dict[str, Any]]:
 
 
 def _needles(before: dict[Any, bool], after: dict[Any, bool]) -> dict[str, Any] | None:
-    """Return the exact McNemar test over the needles that both were asked for; None: there are none."""
+    """Return the exact McNemar test over the needles that both models were tested on; None without any."""
     both = sorted(set(before) & set(after))
     if not both:
         return None

@@ -1,4 +1,4 @@
-"""The attention that models pay by distance, before and after a swap: read, drawn, and said in a line a model."""
+"""The attention that models pay by distance, before and after a swap: measured, drawn, and summarized per model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posswap.comparison.candidates import Candidate, Opening
+from hf_posswap.comparison.candidates import Candidate, ModelLoader
 from hf_posswap.comparison.documents import TEXT, EvalDocuments, check_paths, read_documents
 from hf_posswap.comparison.names import candidate_names
 from hf_posswap.comparison.pictures import require_pictures
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 PICTURE = "attention"
 MOST_TOKENS = 8192
-"""Of a text, where no lengths are asked for."""
+"""Maximum tokens of a text by default."""
 
 
 @dataclass(frozen=True)
 class AttentionComparison:
-    """What models paid attention to, and its picture.
+    """The attention of several models by distance, and its picture.
 
     Attributes:
-        path: of the .png; the .svg lies beside it.
-        window: the original one of the first model, in tokens.
-        paid: by model and by tokens that were read.
-        said: what is to be seen, a line a model and length.
-        text: on what it was measured.
+        path: the .png file; the .svg is next to it.
+        window: the original window of the first model, in tokens.
+        paid: the measured attention by model and by number of tokens read.
+        said: a summary line per model and length.
+        text: the source of the texts.
     """
 
     path: Path
@@ -61,30 +61,30 @@ def compare_attention(
     device: Any = None,
     trust_remote_code: bool = False,
 ) -> AttentionComparison:
-    """Read texts with several models, such as one before and after a swap, and draw what they pay attention to.
+    """Run several models on texts, such as one before and after a swap, and draw the attention they pay by distance.
 
-    The mean attention weight by the distance of the key, a line a model, a column a length; beside it, dotted, what
-    all keys would get alike. A model that ends before a length has no line there.
+    The picture shows the mean attention weight by the distance of the key, with one line per model, one column per
+    length, and a dotted line for uniform attention. A model that cannot run a length has no line there.
 
     Args:
         candidates: models, folders, Hub ids, or `Candidate`s that put a scheme into one of them.
         out: the folder for attention.png and attention.svg.
         documents: as in `hf_posswap.comparison.read_documents`; None: the running Python's own text.
-        tokenizer: of all of them; None: that of the first folder or Hub id.
+        tokenizer: the tokenizer of all models; None: that of the first folder or Hub id.
         lengths: tokens to read of each text; None: the original window of the first, and `factor` times it, up to 8192.
         factor: at least 1.
-        limit: most texts.
-        column: of text, where documents are rows.
-        by_layer: a row of panels for each layer, for six at most; otherwise the mean of all.
-        dark: for a dark page.
-        device: to run loaded models on; None: the CPU.
-        trust_remote_code: run code that a folder or Hub id brings, where a model or a tokenizer needs that.
+        limit: maximum number of texts.
+        column: the text column, if documents are rows.
+        by_layer: draw one row of panels per layer, at most six; otherwise the mean over layers.
+        dark: use colours for a dark page.
+        device: device of loaded models; None: the CPU.
+        trust_remote_code: run code that comes with a folder or Hub id if a model or a tokenizer needs it.
 
     Raises:
-        OptionError: an impossible length, factor or limit.
-        DataError: no candidates, two of one name, tokenizers that differ, too little text, or no original window that
-            says the lengths.
-        PositionRangeError: a length that none of the models runs.
+        OptionError: an invalid length, factor or limit.
+        DataError: no candidates, duplicate names, different tokenizers, too little text, or no known original window
+            to derive the lengths from.
+        PositionRangeError: no model can run one of the lengths.
         UnsupportedModelError, NotEnoughMemoryError: as `hf_posswap.evaluation.attention_by_distance`.
         UnsupportedSwapError, SchemeError: as `patch_model`.
         MissingDependencyError: matplotlib is not installed.
@@ -97,84 +97,84 @@ def compare_attention(
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=257, n_positions=16))
         >>> models = [Candidate(model, name="base"), Candidate(model, "alibi", name="alibi")]
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     found = compare_attention(models, folder, tokenizer=byte_tokenizer())
-        >>> {name: list(lengths) for name, lengths in found.paid.items()}
+        ...     comparison = compare_attention(models, folder, tokenizer=byte_tokenizer())
+        >>> {name: list(lengths) for name, lengths in comparison.paid.items()}
         {'base': [16], 'alibi': [16, 64]}
     """
     require_pictures()
     check_paths(documents)
     if not factor >= 1:
         raise OptionError(f"factor is a number of at least 1, got {factor!r}.")
-    named = _named(candidates)
-    opening = Opening({}, device, trust_remote_code=trust_remote_code)
-    window = _window(opening, next(iter(named.values())))
-    words = tokenizer_for(list(named.values()), tokenizer, trust_remote_code=trust_remote_code)
-    asked = _lengths(lengths, window, factor, next(iter(named)))
-    text = read_documents(documents, words, length=asked[-1], limit=limit, column=column)
-    models = {name: opening.model(one, asked[-1]) for name, one in named.items()}
+    by_name = _checked_candidates(candidates)
+    loader = ModelLoader({}, device, trust_remote_code=trust_remote_code)
+    window = _window(loader, next(iter(by_name.values())))
+    loaded_tokenizer = tokenizer_for(list(by_name.values()), tokenizer, trust_remote_code=trust_remote_code)
+    requested = _lengths(lengths, window, factor, next(iter(by_name)))
+    text = read_documents(documents, loaded_tokenizer, length=requested[-1], limit=limit, column=column)
+    models = {name: loader.model(candidate, requested[-1]) for name, candidate in by_name.items()}
     limits = {name: reach_of(unwrap(model)).limit for name, model in models.items()}
-    asked = _run_by_some(asked, limits, given=lengths is not None)
-    paid = _measured(models, limits, asked, text)
+    requested = _runnable_lengths(requested, limits, given=lengths is not None)
+    paid = _measure(models, limits, requested, text)
     path = Path(out) / f"{PICTURE}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines, below = {n: _lines(paid, n) for n in asked}, _below(text, by_layer)
+    lines, below = {n: _lines(paid, n) for n in requested}, _caption(text, by_layer)
     draw_attention(lines, window, path, below=below, causal=_causal(paid), by_layer=by_layer, dark=dark)
-    return AttentionComparison(path, window, paid, tuple(_said(paid, limits, asked, window)), text.source)
+    return AttentionComparison(path, window, paid, tuple(_summaries(paid, limits, requested, window)), text.source)
 
 
-def _named(candidates: Sequence[Candidate | PreTrainedModel | str | Path]) -> dict[str, Candidate]:
-    """Return the candidates by their names, each checked."""
-    chosen = [one if isinstance(one, Candidate) else Candidate(one) for one in candidates]
+def _checked_candidates(candidates: Sequence[Candidate | PreTrainedModel | str | Path]) -> dict[str, Candidate]:
+    """Return the candidates by name, after checking each."""
+    chosen = [candidate if isinstance(candidate, Candidate) else Candidate(candidate) for candidate in candidates]
     names = candidate_names(chosen)
-    for one in chosen:
-        one.check()
+    for candidate in chosen:
+        candidate.check()
     return dict(zip(names, chosen, strict=True))
 
 
-def _window(opening: Opening, first: Candidate) -> int:
-    """Return the original window of the first model, which must read texts."""
-    model = unwrap(opening.model(replace(first, scheme=None), 0))
+def _window(loader: ModelLoader, first: Candidate) -> int:
+    """Return the original window of the first model, after checking that it reads texts."""
+    model = unwrap(loader.model(replace(first, scheme=None), 0))
     check_reads_text(model)
     return reach_of(model).window
 
 
-def _measured(
-    models: dict[str, PreTrainedModel], limits: dict[str, int | None], asked: Sequence[int], text: EvalDocuments
+def _measure(
+    models: dict[str, PreTrainedModel], limits: dict[str, int | None], requested: Sequence[int], text: EvalDocuments
 ) -> dict[str, dict[int, AttentionPaid]]:
-    """Return what each model paid, by the tokens that it read."""
+    """Measure the attention of each model by the number of tokens read."""
     for model in models.values():
         check_token_ids(unwrap(model), text.tokens)
     return {
-        name: {n: attention_by_distance(model, text.tokens[:, :n]) for n in asked if _runs(limits[name], n)}
+        name: {n: attention_by_distance(model, text.tokens[:, :n]) for n in requested if _runs(limits[name], n)}
         for name, model in models.items()
     }
 
 
 def _causal(paid: dict[str, dict[int, AttentionPaid]]) -> bool:
-    return all(one.causal for found in paid.values() for one in found.values())
+    return all(result.causal for by_length in paid.values() for result in by_length.values())
 
 
 def _lengths(lengths: Sequence[int] | None, window: int, factor: float, name: str) -> tuple[int, ...]:
     if lengths is None:
         if window < 2:
-            raise DataError(f"{name} does not say how long its original window is: give lengths.")
+            raise DataError(f"{name} has no known original window: give lengths.")
         return tuple(sorted({min(window, MOST_TOKENS), min(round(factor * window), MOST_TOKENS)}))
     if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 2 for n in lengths):
         raise OptionError(f"lengths are whole numbers of at least 2 tokens, got {lengths!r}.")
     return tuple(sorted(set(lengths)))
 
 
-def _run_by_some(asked: tuple[int, ...], limits: dict[str, int | None], *, given: bool) -> tuple[int, ...]:
-    """Return the lengths that some model runs; those that were given must all be among them."""
-    kept = tuple(n for n in asked if any(_runs(limit, n) for limit in limits.values()))
-    unable = [name for name, limit in limits.items() if not kept or not _runs(limit, kept[0])]
-    if unable or (given and kept != asked):
+def _runnable_lengths(requested: tuple[int, ...], limits: dict[str, int | None], *, given: bool) -> tuple[int, ...]:
+    """Return the lengths that at least one model can run; raise if a given length is not among them."""
+    runnable = tuple(n for n in requested if any(_runs(limit, n) for limit in limits.values()))
+    unable = [name for name, limit in limits.items() if not runnable or not _runs(limit, runnable[0])]
+    if unable or (given and runnable != requested):
         ends = ", ".join(f"{name} at {limit}" for name, limit in limits.items() if limit is not None)
         raise PositionRangeError(
-            f"not every length of {list(asked)} is run by some model, or some model runs none: {ends} end there. Give "
-            "lengths within, or swap with a larger max_length."
+            f"of the lengths {list(requested)}, some cannot be run by any model, or some model can run none. Limits: "
+            f"{ends}. Give shorter lengths, or swap with a larger max_length."
         )
-    return kept
+    return runnable
 
 
 def _runs(limit: int | None, length: int) -> bool:
@@ -183,33 +183,32 @@ def _runs(limit: int | None, length: int) -> bool:
 
 def _lines(paid: dict[str, dict[int, AttentionPaid]], length: int) -> list[AttentionLine]:
     return [
-        AttentionLine(name, number, found[length].totals, found[length].pairs)
-        for number, (name, found) in enumerate(paid.items())
-        if length in found
+        AttentionLine(name, number, by_length[length].totals, by_length[length].pairs)
+        for number, (name, by_length) in enumerate(paid.items())
+        if length in by_length
     ]
 
 
-def _below(text: EvalDocuments, by_layer: bool) -> str:
+def _caption(text: EvalDocuments, by_layer: bool) -> str:
     return (
         f"Mean weight of a key by its distance, over heads{'' if by_layer else ', layers'} and {len(text.names)} "
-        "texts; the first token, where models park attention, is left out. Dotted: what each key would get if all got "
-        "the same."
+        "texts, without the first token, which is an attention sink. Dotted: uniform attention."
     )
 
 
-def _said(
-    paid: dict[str, dict[int, AttentionPaid]], limits: dict[str, int | None], asked: Sequence[int], window: int
+def _summaries(
+    paid: dict[str, dict[int, AttentionPaid]], limits: dict[str, int | None], requested: Sequence[int], window: int
 ) -> list[str]:
     lines = []
-    for name, found in paid.items():
-        for length in asked:
-            if length not in found:
+    for name, by_length in paid.items():
+        for length in requested:
+            if length not in by_length:
                 lines.append(f"{name}, {length} tokens: it ends at {limits[name]}")
                 continue
-            one = found[length]
-            far = f", {one.beyond(window):.1%} beyond the original window" if window < length else ""
+            result = by_length[length]
+            far = f", {result.beyond(window):.1%} beyond the original window" if window < length else ""
             lines.append(
-                f"{name}, {length} tokens: half of the attention lies within {one.half} tokens{far}, "
-                f"{float(one.first.mean()):.1%} on the first token"
+                f"{name}, {length} tokens: half of the attention lies within {result.half} tokens{far}, "
+                f"{float(result.first.mean()):.1%} on the first token"
             )
     return lines

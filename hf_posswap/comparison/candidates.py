@@ -1,4 +1,4 @@
-"""The models of a comparison: objects, folders, Hub ids, or one base with different schemes put in."""
+"""The models of a comparison: objects, folders, Hub ids, or one base with different schemes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hf_posswap.utils.scheme_text import SWAP_OPTIONS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_HASHED_AT_ONCE = 1 << 26
+_HASH_CHUNK = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Candidate:
 
     Attributes:
         source: a transformers model, a folder, or a Hub id. A model object is never changed.
-        scheme: to put in without training, an object or a name, alone or with fields; None: the model as it is.
-        options: fields of the scheme, where it is given by name.
-        max_length: tokens that the swap is meant for; None: the longest length that is measured.
-        name: in results; None: made from the source and the scheme, as `hf_posswap.comparison.names` says.
+        scheme: the scheme to put in without training, an object or a name, with or without fields; None: no swap.
+        options: fields of a scheme given by name.
+        max_length: tokens that the swap should support; None: the longest measured length.
+        name: the label in results; None: derived from source and scheme, see `hf_posswap.comparison.names`.
 
     Example:
         >>> Candidate("org/llama", "yarn:factor=4").label
@@ -55,11 +55,11 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The name that it goes by where it stands alone; beside others `candidate_names` tells them apart."""
+        """Its name without regard to other candidates; `candidate_names` makes the names of several unique."""
         return candidate_names([self])[0]
 
     def label_of(self, source: str) -> str:
-        """Return its name in results, where its source is called `source` there.
+        """Return its name in results for a source named `source`.
 
         Example:
             >>> Candidate("org/llama", "yarn", {"factor": 4.0}).label_of("llama")
@@ -72,10 +72,10 @@ class Candidate:
         return f"{source}+{scheme}{(',' if ':' in scheme else ':') if fields else ''}{fields}"
 
     def check(self) -> None:
-        """Raise what is wrong with the scheme and its length in any model, before one is loaded.
+        """Check the scheme and its length before a model is loaded.
 
         Raises:
-            UnknownNameError, OptionError, SchemeError: as `make_scheme`, or an impossible length.
+            UnknownNameError, OptionError, SchemeError: as `make_scheme`, or an invalid length.
         """
         check_max_length(self.max_length)
         if isinstance(self.scheme, str):
@@ -86,15 +86,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Subject:
-    """A candidate that is ready to be measured.
+    """A loaded candidate, ready to be measured.
 
     Attributes:
-        name: in results.
-        model: in eval mode.
-        scoring: of it, reading in pieces where the longest length asks for that; None: it is no causal model.
-        reach: how far it runs.
-        plan: of the swap that it carries, or None.
-        identity: all that its numbers depend on, as JSON.
+        name: the label in results.
+        model: the model in eval mode.
+        scoring: its scorer, with chunked prefill if the longest length needs it; None for a model that is not causal.
+        reach: the lengths that it can run.
+        plan: its swap plan, or None.
+        identity: everything that its numbers depend on, as JSON data.
     """
 
     name: str
@@ -106,27 +106,25 @@ class Subject:
 
     @property
     def scorer(self) -> Scorer:
-        """What gives the losses of a causal model.
+        """The scorer that computes the losses of a causal model.
 
         Raises:
-            DataError: it is none.
+            DataError: the model is not causal.
         """
         if self.scoring is None:
-            raise DataError(
-                f"{type(self.model).__name__} sees both sides of a token: this metric is for causal models."
-            )
+            raise DataError(f"{type(self.model).__name__} is bidirectional: this metric is for causal models.")
         return self.scoring
 
 
 @dataclass(frozen=True)
-class Opening:
+class ModelLoader:
     """Loads models, each source once; candidates with a scheme share the weights of their base.
 
     Attributes:
         loaded: models by source.
-        device: to put loaded models on; None: the CPU.
-        dtype: to load in; None: float32 on the CPU, elsewhere that of the checkpoint.
-        trust_remote_code: run code that a folder or Hub id brings, where it needs that to be loaded.
+        device: device of loaded models; None: the CPU.
+        dtype: dtype of loaded models; None: float32 on the CPU, elsewhere that of the checkpoint.
+        trust_remote_code: run code that comes with a folder or Hub id if loading needs it.
     """
 
     loaded: dict[Any, Any]
@@ -135,14 +133,14 @@ class Opening:
     trust_remote_code: bool = False
 
     def model(self, candidate: Candidate, length: int) -> PreTrainedModel:
-        """Return the model of `candidate`, its scheme put in.
+        """Return the model of `candidate` with its scheme.
 
         Args:
-            candidate: which.
-            length: the longest that is measured: what a swap is meant for.
+            candidate: the candidate to load.
+            length: the longest measured length, the default length of a swap.
 
         Raises:
-            CheckpointError: the source cannot be loaded, or (RemoteCodeError) needs code, which was not asked for.
+            CheckpointError: the source cannot be loaded, or (RemoteCodeError) needs code without `trust_remote_code`.
             UnsupportedSwapError, UnsupportedModelError, SchemeError, OptionError: as `patch_model`.
         """
         key = str(candidate.source) if isinstance(candidate.source, str | Path) else id(candidate.source)
@@ -156,8 +154,8 @@ class Opening:
         return swapped.eval()
 
     def _load(self, source: Any) -> Any:
-        """Return the model of a folder or Hub id on its device; a model object as it is."""
-        if not isinstance(source, str | Path):  # eval() on itself would change the user's model
+        """Return the model of a folder or Hub id on its device; a model object in eval mode unchanged."""
+        if not isinstance(source, str | Path):  # eval() would change the user's model in place
             return shell_of(source).eval() if source.training else source
         on_cpu = self.device is None or torch.device(self.device).type == "cpu"
         dtype = self.dtype or (torch.float32 if on_cpu else "auto")
@@ -166,7 +164,7 @@ class Opening:
 
 
 def shell_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of `model` that shares its weights: modules, buffers and config are its own, so it can be patched.
+    """Return a copy of `model` that shares its parameters but not modules, buffers and config, so it can be patched.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -179,10 +177,10 @@ def shell_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
-    """Return `model` ready to be measured up to `longest` tokens.
+    """Prepare `model` to be measured up to `longest` tokens.
 
     Raises:
-        DataError: it is causal and has no output head.
+        DataError: the model is causal and has no output head.
     """
     from transformers import __version__ as transformers_version
 
@@ -204,7 +202,7 @@ def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
 
 
 def fingerprint(model: Any) -> str:
-    """Return 32 hex digits that stand for the weights and the config of `model`, its swap included.
+    """Return a hash of 32 hex digits over the weights and the config of `model`, including its swap.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -219,6 +217,6 @@ def fingerprint(model: Any) -> str:
     for name, value in sorted(model.state_dict().items()):
         total.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         flat = value.detach().contiguous().flatten().view(torch.uint8)
-        for start in range(0, len(flat), _HASHED_AT_ONCE):
-            total.update(flat[start : start + _HASHED_AT_ONCE].cpu().numpy().tobytes())
+        for start in range(0, len(flat), _HASH_CHUNK):
+            total.update(flat[start : start + _HASH_CHUNK].cpu().numpy().tobytes())
     return total.hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Results as CSV: every value on a line of its own, or every model."""
+"""Results as CSV: one line per value, or one line per model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_posswap.report.words import scores_by_length
 
 
 def curves_csv(results: dict[str, Any]) -> str:
-    """Return perplexity by length, loss by position and context gain of all models, one value a line."""
+    """Return perplexity by length, loss by position and context gain of all models, one line per value."""
     rows: list[Sequence[Any]] = []
     for name, model in results["models"].items():
         rows += [
@@ -33,7 +33,7 @@ def curves_csv(results: dict[str, Any]) -> str:
 
 
 def needle_csv(results: dict[str, Any]) -> str:
-    """Return the needle grids of all models, one cell a line."""
+    """Return the needle grids of all models, one line per cell."""
     fields = ["length", "depth", "share", "low", "high", "answer_nll"]
     rows = [
         (name, *(cell[field] for field in fields))
@@ -44,10 +44,10 @@ def needle_csv(results: dict[str, Any]) -> str:
 
 
 def wide_csv(results: dict[str, Any]) -> str:
-    """Return the main numbers, a line a model and a column a number; empty where a model has none.
+    """Return the main numbers, one line per model and one column per number; missing numbers are empty.
 
-    Perplexities by length with their 95 % intervals, nats a token that far context gains, differences from the sliding
-    window and from the model that all are held against, in nats a token, share of passkeys and documents found.
+    The columns are perplexities by length with their 95 % intervals, the gain of far context, differences from the
+    sliding window and from the baseline (all in nats per token), and the shares of passkeys and documents found.
     """
     lengths, models = results["lengths"], results["models"]
     rows = [{"model": name} | _wide(results, name, model) for name, model in models.items()]
@@ -58,33 +58,33 @@ def wide_csv(results: dict[str, Any]) -> str:
 
 
 def _wide(results: dict[str, Any], name: str, model: dict[str, Any]) -> dict[str, Any]:
-    found = _lengths(model, results["lengths"])
+    columns = _lengths(model, results["lengths"])
     if far := model.get("far_context"):
-        found |= {f"far_context_{key}": far[key] for key in ("further", "gain", "low", "high", "verdict")}
+        columns |= {f"far_context_{key}": far[key] for key in ("further", "gain", "low", "high", "verdict")}
     for title, rows in (
         ("sliding", model.get("against_sliding", [])),
         ("base", results["comparisons"].get(name, {}).get("lengths", [])),
     ):
         for row in rows:
-            at = ("against", title, str(row["length"]))
-            found |= {"_".join((*at, *end)): row[key] for key, end in _CHANGE}
+            prefix = ("against", title, str(row["length"]))
+            columns |= {"_".join((*prefix, *suffix)): row[key] for key, suffix in _CHANGE}
     if short := model.get("short_reg"):
-        found |= {"within_window": short["loss"]["difference"], "within_window_verdict": short["loss"]["verdict"]}
+        columns |= {"within_window": short["loss"]["difference"], "within_window_verdict": short["loss"]["verdict"]}
     if passkey := model.get("passkey"):
-        found |= {"passkeys_found": sum(cell["share"] for cell in passkey["cells"]) / len(passkey["cells"])}
-        found |= {"effective_length": passkey["effective_length"]["length"]}
-    found |= {f"retrieved_{row['length']}": row["accuracy"] for row in model.get("retrieval", [])}
-    return found | {f"cosine_to_base_{row['length']}": row["cosine"] for row in model.get("vectors", [])}
+        columns |= {"passkeys_found": sum(cell["share"] for cell in passkey["cells"]) / len(passkey["cells"])}
+        columns |= {"effective_length": passkey["effective_length"]["length"]}
+    columns |= {f"retrieved_{row['length']}": row["accuracy"] for row in model.get("retrieval", [])}
+    return columns | {f"cosine_to_base_{row['length']}": row["cosine"] for row in model.get("vectors", [])}
 
 
 def _lengths(model: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return perplexity and interval at each length; all models have the same columns, whatever they can run."""
+    """Return perplexity and interval at each length; columns are the same for all models."""
     scores = {row["length"]: row for row in scores_by_length(model)}
     fields = (("perplexity", ()), ("low", ("low",)), ("high", ("high",)))
     return {
-        "_".join(("perplexity", str(length), *end)): scores[length][key] if length in scores else ""
+        "_".join(("perplexity", str(length), *suffix)): scores[length][key] if length in scores else ""
         for length in (lengths if scores else [])
-        for key, end in fields
+        for key, suffix in fields
     }
 
 

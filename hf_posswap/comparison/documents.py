@@ -1,4 +1,4 @@
-"""The documents to measure on: from files, from a data set, from a list, or from the running Python itself."""
+"""Evaluation documents: from files, a data set, a list, or the running Python's own sources."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class EvalDocuments:
     """The first tokens of some documents.
 
     Attributes:
-        source: where they come from, in words.
-        names: of the documents.
-        tokens: ids, [N, L].
-        protocol: how documents became rows, as in `hf_posswap.comparison.joining.Cut`.
-        said: the same in words.
+        source: where they come from, as text.
+        names: names of the documents.
+        tokens: token ids, [N, L].
+        protocol: how documents were cut to rows, as in `hf_posswap.comparison.joining.Cut`.
+        said: the protocol as text.
     """
 
     source: str
@@ -50,7 +50,7 @@ class EvalDocuments:
         return tuple(hashlib.sha256(row.astype("<i8").tobytes()).hexdigest()[:16] for row in self.tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what results say of the documents."""
+        """Return the entry of the documents in results.json."""
         digest = hashlib.sha256("".join(self.digests).encode()).hexdigest()
         protocol = {"id": self.protocol, "said": self.said}
         named = {"source": self.source, "documents": len(self.names), "digest": digest, "names": list(self.names)}
@@ -60,23 +60,23 @@ class EvalDocuments:
 def read_documents(
     source: Any, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, column: str = TEXT
 ) -> EvalDocuments:
-    """Return the first `length` tokens of the first `limit` documents; short ones are joined where too few are as long.
+    """Return the first `length` tokens of the first `limit` documents; short ones are joined if too few are as long.
 
     Args:
-        source: None: the running Python's own sources and documentation, its held-out part. A path or a list of paths:
-            .txt, .md, .rst and .py files are one document each, .jsonl and .json lines and .parquet rows one each,
-            folders are read whole; "org/name" or "org/name:split" is a data set on the Hub, of which only as many rows
-            are fetched as are needed. Otherwise an iterable of strings, or of rows with a column of text such as a
+        source: None: the held-out part of the running Python's own sources and documentation. A path or a list of
+            paths: .txt, .md, .rst and .py files are one document each, .jsonl and .json lines and .parquet rows one
+            each, folders are read recursively; "org/name" or "org/name:split" is a data set on the Hub, of which only
+            the needed rows are fetched. Otherwise an iterable of strings, or of rows with a text column such as a
             `datasets.Dataset`.
-        tokenizer: of the models.
+        tokenizer: the models' tokenizer.
         length: tokens of each document.
-        limit: most documents to take.
-        column: that holds the text of a row.
+        limit: maximum number of documents.
+        column: the text column of rows.
 
     Raises:
         OptionError: a length below 2 tokens, or no documents.
-        DataError: a file is missing, empty or of an unknown kind, a data set cannot be reached, a row has no text, or
-            there are fewer than two documents of that length, joined ones included.
+        DataError: a file is missing, empty or of an unknown type, a data set cannot be reached, a row has no text, or
+            there are fewer than two documents of that length, including joined ones.
         MissingDependencyError: a parquet file or a data set needs the package datasets.
 
     Example:
@@ -90,33 +90,33 @@ def read_documents(
     stream = partial(stream_documents, tokenizer=tokenizer, length=length, limit=limit, column=column)
     if source is None:
         documents: list[Document] = list(python_corpus().held_out)
-        said = "sources of this Python's standard library and pydoc's topics, held-out part"
+        source_name = "sources of this Python's standard library and pydoc's topics, held-out part"
     elif isinstance(source, str | Path):
-        documents, said = _of_paths([Path(source)], column, stream), public_name(source)
+        documents, source_name = _of_paths([Path(source)], column, stream), public_name(source)
     else:
         source = list(source)
         if source and all(isinstance(item, Path) for item in source):
-            documents, said = _of_paths(source, column, stream), ", ".join(map(public_name, source))
+            documents, source_name = _of_paths(source, column, stream), ", ".join(map(public_name, source))
         else:
-            documents, said = list(row_documents(source, "text", column)), f"{len(source)} texts"
+            documents, source_name = list(row_documents(source, "text", column)), f"{len(source)} texts"
     if not documents:
-        raise DataError(f"{said}: there is no document to measure on.")
+        raise DataError(f"{source_name}: there is no document to measure on.")
     cut = cut_documents(documents, tokenizer, length=length, limit=limit)
-    return EvalDocuments(said, cut.names, cut.tokens, cut.protocol, cut.said)
+    return EvalDocuments(source_name, cut.names, cut.tokens, cut.protocol, cut.said)
 
 
 def check_paths(source: Any) -> None:
-    """Check that the files and folders of `source` exist: cheap, so it comes before models are loaded.
+    """Check that the files and folders of `source` exist. It is cheap, so call it before models are loaded.
 
     Raises:
-        DataError: one does not.
-        MissingDependencyError: one is a data set, and the package datasets is not installed.
+        DataError: a file or folder does not exist.
+        MissingDependencyError: a path is a data set, and the package datasets is not installed.
 
     Example:
         >>> check_paths(["a text, and no path"])
     """
-    given = [Path(source)] if isinstance(source, str | Path) else source if isinstance(source, list | tuple) else []
-    for path in (item for item in given if isinstance(item, Path)):
+    sources = [Path(source)] if isinstance(source, str | Path) else source if isinstance(source, list | tuple) else []
+    for path in (item for item in sources if isinstance(item, Path)):
         if hub_text(path) is not None:
             require_datasets()
         elif not expand_home(path).exists():
@@ -124,19 +124,19 @@ def check_paths(source: Any) -> None:
 
 
 def _of_paths(paths: Iterable[Path], column: str, stream: Callable[[HubText], list[Document]]) -> list[Document]:
-    found: list[Document] = []
+    documents: list[Document] = []
     for path in paths:
         if (source := hub_text(path)) is not None:
-            found += stream(source)
+            documents += stream(source)
         else:
             for file in files_below(path):
-                found += [_public(document, path) for document in file_documents(file, column)]
-    return found
+                documents += [_public(document, path) for document in file_documents(file, column)]
+    return documents
 
 
-def _public(document: Document, given: Path) -> Document:
-    """Return `document` under a name without the folders above the path that was given."""
-    path, root = Path(document.name), expand_home(given)
+def _public(document: Document, root_path: Path) -> Document:
+    """Return `document` with a name relative to the given path, without the folders above it."""
+    path, root = Path(document.name), expand_home(root_path)
     below = path.is_relative_to(root) and path != root
     name = (Path(root.resolve().name) / path.relative_to(root)).as_posix() if below else public_name(document.name)
     return Document(name, document.text)

@@ -1,4 +1,4 @@
-"""The measures of encoders: masked tokens, pseudo-perplexity, retrieval at length, and how near vectors stay."""
+"""Metrics for encoders: masked tokens, pseudo-perplexity, retrieval by length, and similarity of vectors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RETRIEVED = 50
 
 
 def measure_masked(work: Work) -> dict[str, Any]:
-    """Return the perplexity of masked tokens at each length, and their loss by position at the longest."""
+    """Return the perplexity of masked tokens at each length, and their loss by position at the longest length."""
     _refuse_causal(work)
     losses = _masked(work, _SHARE)
     seed = work.settings.seed
@@ -33,7 +33,7 @@ def measure_masked(work: Work) -> dict[str, Any]:
 
 
 def measure_pseudo(work: Work) -> list[dict[str, Any]]:
-    """Return pseudo-perplexity at each length, over 64 tokens a document spread evenly, a row a length."""
+    """Return pseudo-perplexity, one row per length, over 64 evenly spaced tokens per document."""
     _refuse_causal(work)
     return [
         {"length": length, "perplexity": pseudo_perplexity(list(losses)), "tokens": int(losses.size)}
@@ -42,37 +42,42 @@ def measure_pseudo(work: Work) -> list[dict[str, Any]]:
 
 
 def measure_retrieval(work: Work) -> list[dict[str, Any]]:
-    """Return how often a question finds its passkey document, a row a length that holds one."""
-    found = work.values("retrieval", [_retrieval(work, length) for length in work.lengths])
-    rows = [row for row in found if "too_short" not in row]
+    """Return how often a question finds its passkey document, one row per length that can hold one."""
+    results = work.values("retrieval", [_retrieval(work, length) for length in work.lengths])
+    rows = [row for row in results if "too_short" not in row]
     if not rows:
-        raise DataError(f"no length holds a passkey document: {found[-1]['too_short']}")
+        raise DataError(f"no length holds a passkey document: {results[-1]['too_short']}")
     return rows
 
 
 def _retrieval(work: Work, length: int) -> Unit:
-    how: dict[str, Any] = {"documents": _RETRIEVED, "seed": work.settings.seed, "kind": "passkey", "pooling": "mean"}
+    options: dict[str, Any] = {
+        "documents": _RETRIEVED,
+        "seed": work.settings.seed,
+        "kind": "passkey",
+        "pooling": "mean",
+    }
     ids = [*special_frame(work.tokenizer), work.tokenizer(FILLER)["input_ids"]]
     return Unit(
-        {"metric": "retrieval", **how},
+        {"metric": "retrieval", **options},
         {"length": length, "tokenizer": unit_key({"ids": ids})},
-        partial(_retrieved, work, length, how),
+        partial(_retrieved, work, length, options),
         [length] * _RETRIEVED,
     )
 
 
-def _retrieved(work: Work, length: int, how: dict[str, Any]) -> dict[str, Any]:
+def _retrieved(work: Work, length: int, options: dict[str, Any]) -> dict[str, Any]:
     try:
-        return dataclasses.asdict(retrieval_at_length(work.subject.model, work.tokenizer, length, **how))
+        return dataclasses.asdict(retrieval_at_length(work.subject.model, work.tokenizer, length, **options))
     except DataError as error:
         return {"too_short": str(error)}
 
 
 def measure_vectors(work: Work) -> list[dict[str, Any]] | None:
-    """Return the mean cosine of the model's vectors to the base's, a row a length; None: the subject is the base.
+    """Return the mean cosine of the model's vectors to the base's, one row per length; None if the subject is the base.
 
-    A vector is the mean of the last states of one document with its special tokens. The base reads as much of each
-    document as its window holds, as the teacher of an embedding training does; the model reads all of it.
+    A vector is the mean of the last hidden states of one document with its special tokens. The base reads as much of
+    each document as fits its window, like the teacher in embedding distillation; the model reads all of it.
     """
     _refuse_causal(work)
     if work.base is None:
@@ -80,8 +85,8 @@ def measure_vectors(work: Work) -> list[dict[str, Any]] | None:
     cosines = iter(work.values("vectors", [unit for length in work.lengths for unit in _vector_units(work, length)]))
     rows = []
     for length in work.lengths:
-        found = [next(cosines)["cosine"] for _ in work.documents.digests]
-        score = vector_score(length, _base_reads(work, length), found, seed=work.settings.seed)
+        document_cosines = [next(cosines)["cosine"] for _ in work.documents.digests]
+        score = vector_score(length, _base_reads(work, length), document_cosines, seed=work.settings.seed)
         rows.append(dataclasses.asdict(score))
     return rows
 
@@ -93,7 +98,7 @@ def _base_reads(work: Work, length: int) -> int:
 
 
 def _vector_units(work: Work, length: int) -> list[Unit]:
-    """Return a unit a document: the cosine of the two models' vectors of its first `length` tokens."""
+    """Return one unit per document: the cosine of the two models' vectors of its first `length` tokens."""
     frame, reads = special_frame(work.tokenizer), _base_reads(work, length)
     return [
         Unit(
@@ -118,27 +123,30 @@ def _refuse_causal(work: Work) -> None:
 
 
 def _masked(work: Work, share: float) -> dict[int, np.ndarray]:
-    """Return the losses of the masked tokens of each document, special tokens filling up to L, {L: [N, masked]}."""
+    """Return the losses of the masked tokens by length L, {L: [N, masked]}; L includes the special tokens."""
     units = [_masked_units(work, length, share) for length in work.lengths]
-    values = iter(work.values("masked tokens", [unit for part in units for unit in part]))
-    return {length: np.stack([next(values) for _ in part]) for length, part in zip(work.lengths, units, strict=True)}
+    values = iter(work.values("masked tokens", [unit for length_units in units for unit in length_units]))
+    return {
+        length: np.stack([next(values) for _ in length_units])
+        for length, length_units in zip(work.lengths, units, strict=True)
+    }
 
 
 def _masked_units(work: Work, length: int, share: float) -> list[Unit]:
     before, after = special_frame(work.tokenizer)
     count = length - len(before) - len(after)
     if count < 1:
-        raise DataError(f"a text of {length} tokens holds nothing beside the special ones.")
+        raise DataError(f"a text of {length} tokens has room only for special tokens.")
     groups = mask_groups(count, share=share, seed=work.settings.seed)
     if share == 0.0:
         groups = [groups[i] for i in np.unique(np.linspace(0, count - 1, _PSEUDO_TOKENS).round().astype(int))]
-    places = np.sort(np.concatenate(groups))
-    seen = {"metric": "masked", "share": share, "seed": work.settings.seed, "mask": work.tokenizer.mask_token_id}
+    positions = np.sort(np.concatenate(groups))
+    protocol = {"metric": "masked", "share": share, "seed": work.settings.seed, "mask": work.tokenizer.mask_token_id}
     return [
         Unit(
-            seen,
+            protocol,
             {"document": digest, "length": length, "frame": [before, after]},
-            partial(lambda d: masked_losses(work.subject.model, work.tokenizer, d, groups)[places], document),
+            partial(lambda d: masked_losses(work.subject.model, work.tokenizer, d, groups)[positions], document),
             [length] * len(groups),
             np.mean,
         )

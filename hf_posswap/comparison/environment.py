@@ -1,4 +1,4 @@
-"""Where and when results were made, by which command and with which versions; no path of anyone's machine."""
+"""The date, versions and hardware of results, without paths of the machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PROCESSORS = Path("/proc/cpuinfo")
 
 
 def environment(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Return the versions and the hardware that numbers were made with.
+    """Return the versions and the hardware behind the results.
 
     Args:
-        devices: of the models.
+        devices: the models' devices.
 
     Example:
         >>> sorted(environment([torch.device("cpu")]))[:3]
@@ -42,33 +42,33 @@ def environment(devices: Sequence[torch.device]) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return what the machine calls its processor."""
+    """Return the processor's name."""
     try:
         lines = _PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next((name for name in named if name), platform.processor() or platform.machine())
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next((name for name in names if name), platform.processor() or platform.machine())
 
 
 def date_now() -> str:
-    """Return the date and time of day, UTC; that of SOURCE_DATE_EPOCH, in seconds, where a repeatable build sets it.
+    """Return the UTC date and time, taken from SOURCE_DATE_EPOCH if a reproducible build sets it.
 
     Source: https://reproducible-builds.org/docs/source-date-epoch/
     """
-    asked = os.environ.get("SOURCE_DATE_EPOCH", "")
-    now = datetime.fromtimestamp(int(asked), UTC) if asked.isdigit() else datetime.now(UTC)
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    now = datetime.fromtimestamp(int(epoch), UTC) if epoch.isdigit() else datetime.now(UTC)
     return now.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def same_but_for_the_date(results: dict[str, Any], earlier: Any) -> bool:
-    """Return whether `earlier`, which anyone may have edited, says what `results` do, on whatever date.
+    """Return whether the untrusted `earlier` equals `results` except for the date.
 
     Example:
         >>> same_but_for_the_date({"made": {"date": "b"}, "x": 1}, {"made": {"date": "a"}, "x": 1})
         True
     """
-    made = earlier.get("made") if isinstance(earlier, dict) else None
-    if not isinstance(made, dict) or not isinstance(made.get("date"), str):
+    provenance = earlier.get("made") if isinstance(earlier, dict) else None
+    if not isinstance(provenance, dict) or not isinstance(provenance.get("date"), str):
         return False
-    return earlier | {"made": made | {"date": results["made"]["date"]}} == results
+    return earlier | {"made": provenance | {"date": results["made"]["date"]}} == results

@@ -14,41 +14,41 @@ if TYPE_CHECKING:
 
 _SPLITS = ("test", "validation", "train")
 _MOST_ROWS = 100_000
-_CHARACTERS_A_TOKEN = 32
+_CHARACTERS_PER_TOKEN = 32
 
 
 def stream_documents(
     source: HubText, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, column: str
 ) -> list[Document]:
-    """Return the first `limit` rows of a data set that have `length` tokens, from its first 100,000.
+    """Return the first `limit` rows with at least `length` tokens among the first 100,000 rows of a data set.
 
-    Where too few have as many (`joining`), shorter ones are returned too, of as much text as is asked for.
+    If too few are as long, shorter rows for `joining` are returned too, up to `limit` times `length` tokens.
 
     Args:
-        source: which data set; without a split: test, validation or train, the first that it has.
-        tokenizer: of the models.
+        source: the data set; without a split, the first of test, validation and train that it has.
+        tokenizer: the models' tokenizer.
         length: tokens of each document.
-        limit: most documents to take.
-        column: that holds the text.
+        limit: maximum number of documents.
+        column: the text column.
 
     Raises:
-        DataError: it cannot be reached or read, has no such split or column, or its rows have too little text.
+        DataError: the data set cannot be reached or read, has no such split or column, or has too little text.
         MissingDependencyError: the package datasets is not installed.
     """
     kept: list[Document] = []
     shorter: list[Document] = []
-    seen = held = 0
+    seen = shorter_tokens = 0
     for seen, document in enumerate(hub_documents(source, column=column, splits=_SPLITS), 1):
-        text = document.text[: length * _CHARACTERS_A_TOKEN]
+        text = document.text[: length * _CHARACTERS_PER_TOKEN]
         tokens = _tokens(text, tokenizer)
         if tokens >= length:
             kept.append(Document(document.name, text))
-        elif held < limit * length:
+        elif shorter_tokens < limit * length:
             shorter.append(Document(document.name, text))
-            held += tokens
+            shorter_tokens += tokens
         if len(kept) == limit or seen == _MOST_ROWS:
             break
-    if len(kept) + held // length < 2:
+    if len(kept) + shorter_tokens // length < 2:
         raise DataError(
             f"{len(kept)} of the first {seen} rows of {source} have {length} tokens, at least 2 are needed: give a "
             "data set of longer documents or measure shorter lengths."

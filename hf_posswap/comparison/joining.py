@@ -1,4 +1,4 @@
-"""Documents of the length that is asked for: whole ones, and where these are few, short ones joined, named as such."""
+"""Documents of the requested length: beginnings of long ones and, if these are too few, short ones joined."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Cut:
     """Text of one length.
 
     Attributes:
-        names: of the rows; a joined one is called by its first document and how many follow it.
-        tokens: ids, [N, L].
-        protocol: `WHOLE`: each row is the beginning of one document; `JOINED`: some rows are short documents one after
-            another, so that far context is other documents' text.
-        said: the same in words, with the numbers.
+        names: names of the rows; a joined row is named after its first document and the number of further ones.
+        tokens: token ids, [N, L].
+        protocol: `WHOLE`: each row is the beginning of one document; `JOINED`: some rows are concatenated short
+            documents, so that far context is other documents' text.
+        said: the protocol as text, with the numbers of rows.
     """
 
     names: tuple[str, ...]
@@ -38,17 +38,17 @@ class Cut:
 
 
 def cut_documents(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int) -> Cut:
-    """Return the first `length` tokens of up to `limit` documents, short ones joined where too few are long enough.
+    """Return the first `length` tokens of up to `limit` documents; short ones are joined if too few are long enough.
 
-    Where 8 documents, or as many as are wanted, are long enough, or joining gives no further row, each row is the
-    beginning of one document, and shorter documents are left out. Otherwise they follow one another in rows of their
-    own, each whole and begun as the tokenizer begins a text, but the last of a row, which is cut.
+    If at least min(8, `limit`) documents are long enough, or joining gives no further row, each row is the beginning of
+    one document, and shorter documents are dropped. Otherwise short documents are concatenated to further rows. Each
+    starts with the tokenizer's start tokens, and only the last one of a row is truncated.
 
     Args:
-        documents: in the order to take them.
-        tokenizer: of the models.
+        documents: in order of use.
+        tokenizer: the models' tokenizer.
         length: tokens of a row.
-        limit: most rows.
+        limit: maximum number of rows.
 
     Raises:
         DataError: there are fewer than two rows.
@@ -65,28 +65,30 @@ def cut_documents(documents: Sequence[Document], tokenizer: PreTrainedTokenizerB
     if len(rows) < 2:
         raise DataError(
             f"{len(long)} of {len(documents)} held-out documents have {length} tokens, at least 2 are needed, and "
-            f"joined the others give {len(joined)}: give longer documents or measure shorter lengths."
+            f"joining the others gives {len(joined)}: give longer documents or measure shorter lengths."
         )
     if joined:
-        said = (
+        protocol_text = (
             f"{len(joined)} of {len(rows)} are short documents joined to {length:,} tokens, because only {len(long)} "
             "are that long: far context is other documents' text there"
         )
     else:
-        said = "each is the beginning of one document" + (f"; {len(short)} shorter ones are left out" if short else "")
+        protocol_text = "each is the beginning of one document" + (
+            f"; {len(short)} shorter ones are left out" if short else ""
+        )
     names = tuple(name for name, _ in rows)
-    return Cut(names, np.stack([ids for _, ids in rows]), JOINED if joined else WHOLE, said)
+    return Cut(names, np.stack([ids for _, ids in rows]), JOINED if joined else WHOLE, protocol_text)
 
 
 def _join(documents: Sequence[tuple[str, np.ndarray]], length: int) -> list[tuple[str, np.ndarray]]:
-    """Return rows of `length` tokens, each of documents that follow one another; what fills no row is left out."""
+    """Concatenate consecutive documents to rows of `length` tokens; a remainder that fills no row is dropped."""
     rows: list[tuple[str, np.ndarray]] = []
     names: list[str] = []
-    parts: list[np.ndarray] = []
+    chunks: list[np.ndarray] = []
     count = 0
     for name, ids in documents:
-        names, parts, count = [*names, name], [*parts, ids], count + len(ids)
+        names, chunks, count = [*names, name], [*chunks, ids], count + len(ids)
         if count >= length:
-            rows.append((f"{names[0]} and {len(names) - 1} more", np.concatenate(parts)[:length]))
-            names, parts, count = [], [], 0
+            rows.append((f"{names[0]} and {len(names) - 1} more", np.concatenate(chunks)[:length]))
+            names, chunks, count = [], [], 0
     return rows

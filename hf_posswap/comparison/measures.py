@@ -1,4 +1,4 @@
-"""Each metric as a measure: it takes the work, and gives what results.json says of it."""
+"""The metrics: each takes a `Work` and returns its entry in results.json."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _COMPAT_STRIDE = 256
 
 
 def measure_perplexity(work: Work) -> list[dict[str, Any]]:
-    """Return perplexity by length, a row a length."""
+    """Return perplexity by length, one row per length."""
     losses = losses_by_length(work, work.lengths)
     return [dataclasses.asdict(score) for score in perplexity_by_length(losses, seed=work.settings.seed)]
 
 
 def measure_positions(work: Work) -> list[dict[str, Any]]:
-    """Return loss by position, of the longest length, a row a bucket."""
+    """Return loss by position at the longest length, one row per bucket."""
     losses = document_losses(work, max(work.lengths))
     return [dataclasses.asdict(score) for score in loss_by_position(losses, seed=work.settings.seed)]
 
 
 def measure_gain(work: Work) -> list[dict[str, Any]]:
-    """Return what each amount of context is worth, a row a context."""
+    """Return the gain from context, one row per amount of context."""
     length = max(work.lengths)
     contexts, tail = contexts_of(work.window, length, work.settings.tail)
     protocol = {"metric": "ctx_gain", "contexts": contexts, "tail": tail}
@@ -62,7 +62,7 @@ def measure_gain(work: Work) -> list[dict[str, Any]]:
 
 
 def measure_short(work: Work) -> dict[str, Any] | None:
-    """Return the short-context verdict against the base; None: the subject is the base."""
+    """Return the short-context verdict against the base; None if the subject is the base."""
     if work.base is None:
         return None
     length = min(work.window, max(work.lengths))
@@ -77,13 +77,13 @@ def measure_short(work: Work) -> dict[str, Any] | None:
         )
         for digest, document in _leading(work, length)
     ]
-    found = [ShortDocument(**value) for value in work.values("short context", units)]
-    result = short_regression(found, margin=work.settings.margin, seed=work.settings.seed)
+    documents = [ShortDocument(**value) for value in work.values("short context", units)]
+    result = short_regression(documents, margin=work.settings.margin, seed=work.settings.seed)
     return dataclasses.asdict(result) | {"length": length}
 
 
 def measure_offsets(work: Work) -> list[dict[str, Any]]:
-    """Return the loss of one passage a document at several offsets, a row an offset."""
+    """Return the loss of one passage per document at several offsets, one row per offset."""
     passage = max(2, work.window // 2)
     limit = work.subject.reach.limit
     offsets = [offset for offset in offsets_of(work.window) if limit is None or offset + passage <= limit]
@@ -102,32 +102,32 @@ def measure_offsets(work: Work) -> list[dict[str, Any]]:
 
 
 def measure_compat(work: Work) -> list[dict[str, Any]]:
-    """Return perplexity by each protocol of the literature, a row a protocol."""
+    """Return perplexity by each protocol of the literature, one row per protocol."""
     stride = work.settings.stride or min(_COMPAT_STRIDE, max(1, work.window // 2))
     bos = work.tokenizer.bos_token_id
     texts = {digest: row[bos is not None :] for digest, row in _leading(work, max(work.lengths))}
     stream = {"+".join(texts): np.concatenate(list(texts.values()))}
-    asked: list[str] = []
+    protocol_names: list[str] = []
     units: list[Unit] = []
     for name, protocol in PROTOCOLS.items():
-        how = {"metric": "ppl_compat", "id": name, "window": work.window, "stride": stride, "bos": bos}
+        key = {"metric": "ppl_compat", "id": name, "window": work.window, "stride": stride, "bos": bos}
         for digest, text in (stream if protocol.stream else texts).items():
             windows = protocol.cut(len(text), work.window, stride, bos is not None)
             compute = partial(_compat, work, name, text, stride)
-            asked.append(name)
-            units.append(Unit(how, {"document": digest}, compute, [w.stop - w.start for w in windows]))
+            protocol_names.append(name)
+            units.append(Unit(key, {"document": digest}, compute, [w.stop - w.start for w in windows]))
     losses: dict[str, list[np.ndarray]] = {name: [] for name in PROTOCOLS}
-    for name, value in zip(asked, work.values("other protocols", units), strict=True):
+    for name, value in zip(protocol_names, work.values("other protocols", units), strict=True):
         losses[name] += np.split(np.array(value["losses"], dtype=np.float32), np.cumsum(value["sizes"])[:-1])
     return [
         {
             "protocol": name,
             "window": work.window,
             "stride": stride,
-            "perplexity": protocol_perplexity(name, parts),
-            "tokens": sum(map(len, parts)),
+            "perplexity": protocol_perplexity(name, chunks),
+            "tokens": sum(map(len, chunks)),
         }
-        for name, parts in losses.items()
+        for name, chunks in losses.items()
     ]
 
 
@@ -139,12 +139,12 @@ def _leading(work: Work, length: int) -> list[tuple[str, np.ndarray]]:
 def _compat(work: Work, name: str, text: np.ndarray, stride: int) -> dict[str, Any]:
     end = work.tokenizer.bos_token_id
     bos = end if end is not None else work.tokenizer.eos_token_id if name == "lmeval_disjoint" else None
-    parts = protocol_losses(work.subject.scorer, text, name, window=work.window, stride=stride, bos=bos)
-    return {"sizes": [len(part) for part in parts], "losses": np.concatenate(parts).tolist()}
+    chunks = protocol_losses(work.subject.scorer, text, name, window=work.window, stride=stride, bos=bos)
+    return {"sizes": [len(chunk) for chunk in chunks], "losses": np.concatenate(chunks).tolist()}
 
 
 def measure_ruler(work: Work) -> dict[str, Any]:
-    """Return the mean score of each task at each length, a row each; what does not fit a length is named."""
+    """Return the mean score of each task at each length, one row each, and the tasks that do not fit a length."""
     trials, too_short = work.settings.trials, {}
     cells: list[tuple[str, int]] = []
     units: list[Unit] = []
@@ -168,7 +168,7 @@ def measure_ruler(work: Work) -> dict[str, Any]:
 def _ruler(work: Work, task: str, length: int, sample: int) -> Unit:
     write = partial(
         ruler_prompt, work.tokenizer, task, length=length, seed=work.settings.seed, sample=sample
-    )  # as in _needle
+    )  # rewritten on demand, as in _needle
     prompt = write()
     return Unit(
         {"metric": "ruler_lite", "task": task, "spans": [list(span) for span in prompt.spans]},
@@ -189,9 +189,9 @@ def measure_longppl(work: Work) -> dict[str, Any]:
 
 
 def measure_length_cost(work: Work) -> list[dict[str, Any]]:
-    """Return seconds and bytes of each length, a row a length; kept from the run that first measured them."""
+    """Return seconds and bytes, one row per length; stored values of an earlier run are reused."""
     units = []
-    model = work.subject.scorer.model  # a causal one, or it says why not
+    model = work.subject.scorer.model  # raises for a model that is not causal
     for length in (n for n in work.lengths if costs_are_possible(model, n)):
         ids = torch.from_numpy(work.documents.tokens[:1, :length].astype(np.int64))
         units.append(Unit({"metric": "cost"}, {"length": length}, partial(_cost, work, ids), (length,)))

@@ -1,4 +1,4 @@
-"""What the models of a comparison are called, and which of them the others are held against: known before any loads."""
+"""The names of the models of a comparison, and the baseline among them, both known before any model is loaded."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hf_posswap.errors import DataError, UnknownNameError
 from hf_posswap.utils.user_paths import expand_home
 
 CONTROL = "control"
-_TRAINED = "model"  # where a training writes its weights, inside the run's folder
+_WEIGHTS_FOLDER = "model"  # the folder for weights inside a training run's folder
 
 
 class Named(Protocol):
-    """What has a source and may have a name: a `Candidate`."""
+    """An object with a source and an optional name, such as a `Candidate`."""
 
     @property
     def source(self) -> Any: ...
@@ -24,16 +24,16 @@ class Named(Protocol):
     def name(self) -> str | None: ...
 
     def label_of(self, source: str) -> str:
-        """Return its name, where its source is called `source`."""
+        """Return its name in results for a source named `source`."""
 
 
 def source_names(sources: Iterable[str | Path]) -> dict[str, str]:
-    """Return a name for each folder or Hub id: its last part, and more of its path where that alone is another's too.
+    """Return a name for each folder or Hub id: the last component, and as many before it as make it unique.
 
-    A training writes `RUN/model`: such a folder goes by the name of the run.
+    A training writes `RUN/model`: such a folder is named after the run.
 
     Args:
-        sources: folders and Hub ids, as they were given; the same one may come more than once.
+        sources: folders and Hub ids as given, possibly with repetitions.
 
     Example:
         >>> source_names(["me/gpt2", "you/gpt2", "llama"])
@@ -41,32 +41,32 @@ def source_names(sources: Iterable[str | Path]) -> dict[str, str]:
         >>> source_names(["."]) == {".": Path.cwd().name}
         True
     """
-    parts = {str(source): _parts(str(source)) for source in sources}
-    shown = {source: 1 for source in parts}
+    components = {str(source): _path_components(str(source)) for source in sources}
+    depth = {source: 1 for source in components}
     while True:
-        names = {source: "/".join(parts[source][-shown[source] :]) for source in parts}
-        alike = [source for source in names if sum(names[source] == other for other in names.values()) > 1]
-        longer = [source for source in alike if shown[source] < len(parts[source])]
+        names = {source: "/".join(components[source][-depth[source] :]) for source in components}
+        duplicates = [source for source in names if sum(names[source] == other for other in names.values()) > 1]
+        longer = [source for source in duplicates if depth[source] < len(components[source])]
         if not longer:
             return names
         for source in longer:
-            shown[source] += 1
+            depth[source] += 1
 
 
-def _parts(source: str) -> tuple[str, ...]:
-    """Return the parts of a path, of which the last names it."""
-    place = expand_home(source)
-    if not place.is_dir():
-        return tuple(part for part in source.split("/") if part) or (source,)
-    parts = tuple(part for part in Path(os.path.abspath(place)).parts if part != os.sep) or (source,)
-    return parts[:-1] if parts[-1] == _TRAINED and len(parts) > 1 else parts
+def _path_components(source: str) -> tuple[str, ...]:
+    """Return the components of a path, without the weights folder of a training run."""
+    path = expand_home(source)
+    if not path.is_dir():
+        return tuple(component for component in source.split("/") if component) or (source,)
+    components = tuple(component for component in Path(os.path.abspath(path)).parts if component != os.sep) or (source,)
+    return components[:-1] if components[-1] == _WEIGHTS_FOLDER and len(components) > 1 else components
 
 
 def candidate_names(candidates: Sequence[Named]) -> list[str]:
-    """Return the names of `candidates`, in order: those they were given, or what `source_names` makes of their sources.
+    """Return the names of `candidates`, in order: the given ones, or those derived by `source_names`.
 
     Raises:
-        DataError: there are no candidates, a name is empty, or two are called the same.
+        DataError: there are no candidates, a name is empty, or two names are equal.
     """
     known = source_names(c.source for c in candidates if c.name is None and isinstance(c.source, str | Path))
     names = []
@@ -79,7 +79,7 @@ def candidate_names(candidates: Sequence[Named]) -> list[str]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Check that these can be the names of a comparison.
+    """Check that the names are not empty and unique.
 
     Raises:
         DataError: as `candidate_names`.
@@ -87,37 +87,37 @@ def check_names(names: Sequence[str]) -> None:
     Example:
         >>> check_names(["a", "a"])
         Traceback (most recent call last):
-        hf_posswap.errors.DataError: a comparison needs models with names of their own, got ['a', 'a']: set Candidate(name=...), or write NAME=MODEL on the command line.
+        hf_posswap.errors.DataError: a comparison needs models with unique names, got ['a', 'a']: set Candidate(name=...), or write NAME=MODEL on the command line.
     """  # noqa: E501
     if not names or len(set(names)) < len(names) or not all(name.strip() for name in names):
         raise DataError(
-            f"a comparison needs models with names of their own, got {list(names)}: set Candidate(name=...), or write "
+            f"a comparison needs models with unique names, got {list(names)}: set Candidate(name=...), or write "
             "NAME=MODEL on the command line."
         )
 
 
 def reference_name(names: Sequence[str], against: str | None = None) -> str:
-    """Return which of `names` the others are held against: the one asked for, the control, or the first.
+    """Return the name of the baseline: `against`, else the control, else the first.
 
     Args:
-        names: of the models; the control is the one called "control", in a folder of whatever name.
-        against: that was asked for, or None.
+        names: the models' names; the control is the one whose last component is "control".
+        against: the requested baseline, or None.
 
     Raises:
-        UnknownNameError: none is called `against`.
+        UnknownNameError: no model is called `against`.
 
     Example:
         >>> reference_name(["base", "control", "rope"]), reference_name(["base", "rope"])
         ('control', 'base')
     """
     if against is not None and against not in names:
-        raise UnknownNameError("model to hold the others against", against, list(names))
+        raise UnknownNameError("baseline model", against, list(names))
     controls = [name for name in names if is_control(name)]
     return against or (controls[0] if controls else names[0])
 
 
 def is_control(name: str) -> bool:
-    """Return whether `name` is that of a control: what was trained as the others were, without a swap.
+    """Return whether `name` is that of a control, which is trained like the others but without a swap.
 
     Example:
         >>> is_control("small/control"), is_control("control+rope")

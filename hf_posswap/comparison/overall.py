@@ -1,7 +1,7 @@
-"""How far a whole comparison is: unit k of n over all models and metrics, and the time that is left.
+"""Progress of a whole comparison: unit k of n over all models and metrics, and the remaining time.
 
-The time of a unit is fitted to those that are done: so much an operation and so much a forward, and a factor for each
-model, because the same operations take one mechanism longer than another.
+The time of a unit is fitted to the finished units: a time per operation, a time per forward, and a factor for each
+model, because the same operations are slower with some mechanisms than with others.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _QUIET_SECONDS, _SHOWN_SECONDS = 30.0, 0.2
 
 
 @dataclass(frozen=True)
-class Load:
-    """What a unit takes.
+class UnitCost:
+    """The cost of a unit.
 
     Attributes:
-        model: that reads.
-        operations: of its forwards, in floating-point operations.
-        forwards: how many.
-        tokens: that they read.
+        model: name of the model.
+        operations: floating-point operations of its forwards.
+        forwards: number of forwards.
+        tokens: number of tokens that they read.
     """
 
     model: str
@@ -39,36 +39,36 @@ class Load:
 
 
 @dataclass
-class Speed:
-    """Seconds of units, fitted to those that are done.
+class SpeedModel:
+    """A model of the seconds of units, fitted to finished units.
 
     Example:
-        >>> speed = Speed()
-        >>> for load in (Load("a", 100.0, 1, 8), Load("a", 50.0, 2, 8)):
+        >>> speed = SpeedModel()
+        >>> for load in (UnitCost("a", 100.0, 1, 8), UnitCost("a", 50.0, 2, 8)):
         ...     speed.learn(load, 0.01 * load.operations + 2.0 * load.forwards)
-        >>> round(speed.seconds([Load("a", 300.0, 1, 8)]), 6)
+        >>> round(speed.seconds([UnitCost("a", 300.0, 1, 8)]), 6)
         5.0
     """
 
     rows: list[tuple[str, float, float, float]] = field(default_factory=list)
 
-    def learn(self, load: Load, seconds: float) -> None:
-        """Take a unit that is done into account."""
+    def learn(self, load: UnitCost, seconds: float) -> None:
+        """Add a finished unit to the fit."""
         self.rows.append((load.model, load.operations, float(load.forwards), seconds))
 
-    def seconds(self, loads: list[Load]) -> float:
-        """Return the seconds that `loads` will take; 0 before any unit is done."""
+    def seconds(self, loads: list[UnitCost]) -> float:
+        """Predict the seconds that `loads` will take; 0 before the first unit is finished."""
         if not self.rows or not loads:
             return 0.0
         features, times = np.array([row[1:3] for row in self.rows]), np.array([row[3] for row in self.rows])
         scale = np.maximum(features.max(axis=0), 1e-9)
         rates = _non_negative(features / scale, times) / scale
         factors = self._factors(features @ rates, times)
-        asked = np.array([(load.operations, load.forwards) for load in loads]) @ rates
-        return float(sum(one * factors.get(load.model, 1.0) for one, load in zip(asked, loads, strict=True)))
+        expected = np.array([(load.operations, load.forwards) for load in loads]) @ rates
+        return float(sum(time * factors.get(load.model, 1.0) for time, load in zip(expected, loads, strict=True)))
 
     def _factors(self, expected: np.ndarray, times: np.ndarray) -> dict[str, float]:
-        """Return how much longer than expected each model takes."""
+        """Return the ratio of measured to expected time of each model."""
         names = np.array([row[0] for row in self.rows])
         return {
             str(name): float(times[names == name].sum() / max(expected[names == name].sum(), 1e-12))
@@ -77,7 +77,7 @@ class Speed:
 
 
 def _non_negative(features: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Return the rates [2], none below zero, whose sums over `features` [N, 2] are nearest to `times` [N]."""
+    """Return the non-negative least-squares rates [2] of `times` [N] on `features` [N, 2]."""
     both = np.linalg.lstsq(features, times, rcond=1e-6)[0]
     if both.min() >= 0:
         return both
@@ -86,47 +86,47 @@ def _non_negative(features: np.ndarray, times: np.ndarray) -> np.ndarray:
     return min(candidates, key=lambda rates: float(((features @ rates - times) ** 2).sum()))
 
 
-class Overall:
+class ProgressEstimator:
     """Shows the progress of all units of a comparison.
 
     Args:
-        reporter: where to.
-        share: processes that measure together: each does that part of the units.
+        reporter: prints the progress.
+        share: number of processes that share the units.
     """
 
     def __init__(self, reporter: Reporter, share: int = 1) -> None:
-        self.reporter, self.share, self.speed = reporter, share, Speed()
-        self.pending: dict[str, Load] = {}
+        self.reporter, self.share, self.speed = reporter, share, SpeedModel()
+        self.pending: dict[str, UnitCost] = {}
         self.finished: set[str] = set()
         self.label = ""
-        self.started = self.said = time.monotonic()
+        self.started = self.last_shown = time.monotonic()
         self.tokens, self.spent = 0, 0.0
         self._bar: tuple[Progress, TaskID] | None = None
 
-    def plan(self, loads: Mapping[str, Load]) -> None:
-        """Set what is to be done, by the key of the unit; what is done already stays counted."""
+    def plan(self, loads: Mapping[str, UnitCost]) -> None:
+        """Set the pending units by key; finished ones stay counted."""
         self.pending = {key: load for key, load in loads.items() if key not in self.finished}
 
     @property
     def total(self) -> int:
-        """Units of this run, done and to be done, over all processes."""
+        """Number of finished and pending units of this run, over all processes."""
         return len(self.finished) * self.share + len(self.pending)
 
     @property
     def left(self) -> float:
-        """Seconds until all is done."""
+        """Estimated seconds until all units are finished."""
         return self.speed.seconds(list(self.pending.values())) / self.share
 
-    def finish(self, key: str, load: Load, seconds: float, loss: float | None = None) -> None:
-        """Count a unit that took `seconds`, and show where the comparison stands."""
+    def finish(self, key: str, load: UnitCost, seconds: float, loss: float | None = None) -> None:
+        """Count a unit that took `seconds`, and show the progress."""
         self.finished.add(key)
         self.pending.pop(key, None)
         self.speed.learn(load, seconds)
         self.tokens, self.spent = self.tokens + load.tokens, self.spent + seconds
         self._show(loss)
 
-    def said_now(self, loss: float | None) -> str:
-        """Return where the comparison stands, in words."""
+    def status_text(self, loss: float | None) -> str:
+        """Return the progress as text."""
         rate = f"{self.tokens / max(self.spent, 1e-9):,.0f} tokens/s"
         more = "" if loss is None else f", loss {loss:.3f}"
         done = min(len(self.finished) * self.share, self.total)
@@ -134,25 +134,27 @@ class Overall:
 
     def _show(self, loss: float | None) -> None:
         now = time.monotonic()
-        if self._bar is not None and now - self.said >= _SHOWN_SECONDS:
-            self.said = now
+        if self._bar is not None and now - self.last_shown >= _SHOWN_SECONDS:
+            self.last_shown = now
             progress, bar = self._bar
             spent, left = now - self.started, self.left
-            progress.update(bar, completed=spent, total=spent + left, description=self.label, said=self.said_now(loss))
-        elif self._bar is None and now - self.said >= _QUIET_SECONDS:
-            self.said = now
-            self.reporter.line(f"{self.label}: {self.said_now(loss)}")
+            progress.update(
+                bar, completed=spent, total=spent + left, description=self.label, status=self.status_text(loss)
+            )
+        elif self._bar is None and now - self.last_shown >= _QUIET_SECONDS:
+            self.last_shown = now
+            self.reporter.line(f"{self.label}: {self.status_text(loss)}")
 
-    def __enter__(self) -> Overall:
+    def __enter__(self) -> ProgressEstimator:
         console = self.reporter.console
         if console.is_terminal and not console.is_dumb_terminal:
             from rich.progress import BarColumn, Progress, TextColumn
 
             name = TextColumn("{task.description:<24}", markup=False)
-            said = TextColumn("{task.fields[said]}", markup=False)
-            progress = Progress(name, BarColumn(bar_width=24), said, console=console, transient=True)
+            status = TextColumn("{task.fields[status]}", markup=False)
+            progress = Progress(name, BarColumn(bar_width=24), status, console=console, transient=True)
             progress.start()
-            self._bar = progress, progress.add_task("", total=None, said="")
+            self._bar = progress, progress.add_task("", total=None, status="")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -162,7 +164,7 @@ class Overall:
 
 
 def _clock(seconds: float) -> str:
-    """Return a time as a clock shows it.
+    """Format seconds as minutes or hours.
 
     Example:
         >>> _clock(42), _clock(3725)

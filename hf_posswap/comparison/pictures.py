@@ -11,11 +11,11 @@ from hf_posswap.plotting import Cell, Curve, Point, draw_loss_by_position, draw_
 from hf_posswap.report.words import scores_by_length
 
 PERPLEXITY, LOSS, PASSKEY = "perplexity-by-length.png", "loss-by-position.png", "passkey.png"
-_FIRST_POSITION = 16  # the first tokens of a document cost so much that they would flatten all else
+_FIRST_POSITION = 16  # the loss of a document's first tokens would dominate the scale
 
 
 def require_pictures() -> None:
-    """Check that pictures can be drawn, before hours are spent on what they show.
+    """Check that pictures can be drawn before anything is measured.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -25,7 +25,7 @@ def require_pictures() -> None:
 
 
 def draw_pictures(results: dict[str, Any], folder: Path) -> list[str]:
-    """Draw what `results` holds into `folder` and return the names of the files; what was not measured has none.
+    """Draw the pictures of `results` into `folder` and return their file names; unmeasured metrics have no picture.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -67,12 +67,12 @@ def draw_pictures(results: dict[str, Any], folder: Path) -> list[str]:
 
 
 def _positions(model: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return loss by position: of the next token, or of masked ones."""
+    """Return loss by position, of next tokens or of masked tokens."""
     return model.get("nll_pos") or model.get("mlm_pos", {}).get("positions", [])
 
 
 def _length_curve(number: int | None, name: str, model: dict[str, Any]) -> Curve:
-    """Return the curve of the `number`-th model, or of the sliding window, which has none."""
+    """Return the curve of the `number`-th model, or of the sliding window, which has no number."""
     points = (Point(row["length"], row["perplexity"], row["low"], row["high"]) for row in scores_by_length(model))
     return _curve(number, name, model, tuple(points))
 

@@ -1,4 +1,4 @@
-"""The processes of one launch, such as `accelerate launch` starts: they share the units and agree on what was found."""
+"""The processes of a distributed launch, such as `accelerate launch`: they share the units and their results."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hf_posswap.compat.accelerate_state import is_connected
 from hf_posswap.errors import MissingDependencyError, PosswapError
 
 T = TypeVar("T")
-_PATIENCE = timedelta(days=7)  # units take as long as they take; a launcher ends all when one process dies
+_PATIENCE = timedelta(days=7)  # units may take long, and a launcher ends all processes when one dies
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that measure together.
+    """This process among the processes of a launch.
 
     Attributes:
-        index: of this process; 0 is the main one, which alone writes results and shows progress.
-        count: of processes.
-        device: that the launch gives this process; None: there is no launch.
+        index: index of this process; only process 0, the main one, writes results and shows progress.
+        count: number of processes.
+        device: the device that the launch assigns to this process; None without a launch.
     """
 
     index: int = 0
@@ -36,7 +36,7 @@ class Ranks:
         return self.index == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the `value` of every process, in their order. All of them must call it."""
+        """Return the `value` of every process, by index. All processes must call it."""
         if self.count == 1:
             return [value]
         from accelerate.utils import gather_object
@@ -44,29 +44,29 @@ class Ranks:
         return gather_object([value])
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Return what `action` gives in this process. All of them must call it.
+        """Run `action` in every process and return this process's result. All processes must call it.
 
         Raises:
-            PosswapError: that of the first process in which there is one, in all of them: so that none waits for it.
+            PosswapError: the error of the first process that fails is raised in all, so that none waits for it.
         """
         if self.count == 1:
             return action()
-        found, error = [], None
+        results, error = [], None
         try:
-            found.append(action())
+            results.append(action())
         except PosswapError as raised:
             error = raised
         first = next((raised for raised in self.gather(error) if raised is not None), None)
         if first is not None:
             raise first
-        return found[0]
+        return results[0]
 
 
 def open_ranks(*, alone: bool = False) -> Ranks:
-    """Return this process among those of its launch; the first call connects them.
+    """Return this process's `Ranks`; the first call connects the processes of the launch.
 
     Args:
-        alone: whether this process works by itself, although others were started with it.
+        alone: whether this process works alone, even in a launch of several processes.
 
     Raises:
         MissingDependencyError: there are several processes, and accelerate is not installed.
@@ -81,15 +81,15 @@ def open_ranks(*, alone: bool = False) -> Ranks:
         from accelerate import PartialState
     except ImportError as error:
         raise MissingDependencyError("accelerate", "train") from error
-    made = not is_connected()
-    state = PartialState(cpu=_on_cpu(), timeout=_PATIENCE)  # a launch that is connected already stays as it is
-    if made:
+    connects = not is_connected()
+    state = PartialState(cpu=_on_cpu(), timeout=_PATIENCE)  # keeps an existing connection
+    if connects:
         atexit.register(state.destroy_process_group)
     return Ranks(state.process_index, state.num_processes, state.device)
 
 
 def is_main_process() -> bool:
-    """Return whether this process is the one of its launch that speaks: true where there is no launch.
+    """Return whether this is the main process of its launch, or there is no launch.
 
     Example:
         >>> is_main_process()
@@ -99,9 +99,9 @@ def is_main_process() -> bool:
 
 
 def _on_cpu() -> bool:
-    """Return whether the launch asks for the CPU, or there is nothing else that processes can share work on."""
+    """Return whether the launch requests the CPU, or there is no accelerator that several processes can use."""
     import torch
 
-    asked = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return asked or kind is None or kind.type == "mps"
+    is_requested = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return is_requested or accelerator is None or accelerator.type == "mps"

@@ -1,4 +1,4 @@
-"""results.json: all that was found and all that it depends on, with a version of its form."""
+"""results.json: all results and everything that they depend on, with a schema version."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ WIDE, LATEX = "results.csv", "table.tex"
 
 def collect_results(
     works: Sequence[Work],
-    held: Work,
+    base: Work,
     measured: Mapping[str, dict[str, Any]],
     comparisons: Mapping[str, dict[str, Any]],
     sliding: dict[str, Any] | None,
     lengths: Sequence[int],
     command: str | None,
 ) -> dict[str, Any]:
-    """Return the results as JSON.
+    """Return the results as JSON data.
 
     Args:
-        works: of all subjects, in their order.
-        held: that of the model which the others are held against.
-        measured: by subject: by metric.
-        comparisons: by subject but that one: how it differs from it.
+        works: one per subject, in order.
+        base: the work on the baseline.
+        measured: the results by subject and metric.
+        comparisons: the differences from the baseline by subject, without the baseline itself.
         sliding: the sliding-window control, or None.
-        lengths: that were asked for.
-        command: what asked for them, or None.
+        lengths: the requested lengths.
+        command: the command line, or None.
     """
     return {
         "schema": SCHEMA,
         "kind": "hf_posswap evaluation",
-        "base": held.subject.name,
-        "window": held.window,
+        "base": base.subject.name,
+        "window": base.window,
         "lengths": list(lengths),
-        "metrics": list(held.metrics),
-        "settings": held.settings.to_dict(),
-        "data": held.documents.to_dict() | {"tokenizer": _tokenizer(held.tokenizer)},
+        "metrics": list(base.metrics),
+        "settings": base.settings.to_dict(),
+        "data": base.documents.to_dict() | {"tokenizer": _tokenizer(base.tokenizer)},
         "made": {"command": command, "date": date_now()},
         "environment": environment([work.subject.model.device for work in works]),
-        "notes": _notes(held),
+        "notes": _notes(base),
         "models": {work.subject.name: _model(work, lengths) | measured[work.subject.name] for work in works},
         "comparisons": dict(comparisons),
         "sliding": sliding,
@@ -61,17 +61,17 @@ def collect_results(
 
 
 def keep_date(results: dict[str, Any], folder: Path) -> None:
-    """Take over the date of the results in `folder`, where they say the same: nothing new was found since."""
+    """Keep the date of the results in `folder` if nothing else differs."""
     try:
         earlier = read_json(folder / RESULTS)
-    except PosswapError:  # there are none, or none that can be read: they are written over
+    except PosswapError:  # missing or unreadable: they are overwritten
         return
     if same_but_for_the_date(results, earlier):
         results["made"]["date"] = earlier["made"]["date"]
 
 
 def write_results(results: dict[str, Any], folder: Path) -> None:
-    """Write results.json, the tables (three .csv, .md and .tex) and report.html to `folder`, each whole or not at all.
+    """Write results.json, the tables (three .csv, .md and .tex) and report.html to `folder`, each atomically.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -106,7 +106,7 @@ def _tokenizer(tokenizer: Any) -> dict[str, Any]:
 def _notes(work: Work) -> list[str]:
     count, notes = len(work.documents.names), []
     if count < LEAST_DOCUMENTS:
-        notes = [f"Only {count} documents: no verdict is given under {LEAST_DOCUMENTS}, and no order should be read."]
+        notes = [f"Only {count} documents: with fewer than {LEAST_DOCUMENTS} there is no verdict and no ranking."]
     if work.documents.protocol == JOINED:
         notes.append(f"Concatenating protocol: {work.documents.said}.")
     return notes

@@ -1,4 +1,4 @@
-"""`evaluate` and `compare`: from models and text to results, resumable, every number with its uncertainty."""
+"""`evaluate` and `compare`: measure models on text, resumable, with uncertainties."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posswap.comparison.candidates import Candidate, Opening
+from hf_posswap.comparison.candidates import Candidate, ModelLoader
 from hf_posswap.comparison.documents import TEXT, check_paths
 from hf_posswap.comparison.measuring import measure_all
 from hf_posswap.comparison.names import candidate_names, reference_name
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` or `compare` found. `print(found)` shows it, and a notebook as tables.
+    """The results of `evaluate` or `compare`. `print` shows them as Markdown, a notebook as tables.
 
     Attributes:
-        results: all of it, as results.json has it.
-        folder: where it was written, or None.
-        computed: units that were measured now; the others were found from an earlier run.
+        results: all results, as in results.json.
+        folder: the output folder, or None.
+        computed: number of units measured in this run; the others come from an earlier run.
     """
 
     results: dict[str, Any]
@@ -72,29 +72,29 @@ def evaluate(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Evaluation:
-    """Return what `model` does at every length: perplexity, use of context, needles, and what the swap cost.
+    """Measure `model` at every length: perplexity, use of context, needles, and the cost of the swap.
 
     Args:
-        model: a transformers model (which stays as it is), a folder, or a Hub id.
-        scheme: to put in first, without training; the model without it is then the base.
-        base: what the model is held against; None: the model without `scheme`, or nothing.
+        model: a transformers model (which is not changed), a folder, or a Hub id.
+        scheme: the scheme to put in first, without training; the model without it is then the base.
+        base: the baseline; None: the model without `scheme`, or nothing.
         documents: as in `hf_posswap.comparison.read_documents`; None: the running Python's own text.
-        tokenizer: of the model; None: that of the folder or Hub id.
-        out: a folder for results.json, tables, and finished units, from which the same call goes on after a stop.
+        tokenizer: the model's tokenizer; None: that of the folder or Hub id.
+        out: a folder for results.json, tables, and finished units, from which the same call resumes after a stop.
         settings: what to measure; None: the defaults of `EvalSettings`.
-        max_length: tokens that `scheme` is meant for; None: the longest length that is measured.
-        pictures: whether to draw them where `out` is given.
+        max_length: tokens that `scheme` should support; None: the longest measured length.
+        pictures: whether to draw pictures if `out` is given.
         alone: as in `compare`.
-        reporter: of progress; None: silent.
+        reporter: shows progress; None: silent.
         trust_remote_code: as in `compare`.
-        options: fields of `scheme`, where it is given by name.
+        options: fields of a `scheme` given by name.
 
     Raises:
         CheckpointError: a model cannot be loaded, or `out` cannot be written or is in use.
         DataError: documents or tokenizer do not fit; the message says why.
-        PositionRangeError: no model runs one of the lengths.
+        PositionRangeError: no model can run one of the lengths.
         NotEnoughMemoryError: a length does not fit into memory; the message says what it needs.
-        NumericError: a loss is not finite; what was measured before is kept.
+        NumericError: a loss is not finite; earlier measurements are kept.
         OptionError, SchemeError, UnsupportedSwapError: as `patch_model`.
 
     Example:
@@ -102,8 +102,8 @@ def evaluate(
         >>> from hf_posswap.training import byte_tokenizer
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=257, n_positions=16))
         >>> settings = EvalSettings(lengths=(16, 32), metrics=("ppl_prefix",), documents=2)
-        >>> found = evaluate(model, "rope", tokenizer=byte_tokenizer(), settings=settings).results
-        >>> [(name, len(model["ppl_prefix"])) for name, model in found["models"].items()]
+        >>> results = evaluate(model, "rope", tokenizer=byte_tokenizer(), settings=settings).results
+        >>> [(name, len(model["ppl_prefix"])) for name, model in results["models"].items()]
         [('GPT2LMHeadModel', 1), ('GPT2LMHeadModel+rope', 2)]
     """
     chosen = Candidate(model, scheme, options, max_length)
@@ -142,38 +142,38 @@ def compare(
     against: str | None = None,
     command: str | None = None,
 ) -> Evaluation:
-    """Return what several models do on the same tokens, each held against one of them, and the sliding window.
+    """Measure several models on the same tokens, and compare each with a baseline and with the sliding window.
 
-    Beyond its original window each causal model is also held against the sliding-window control: the control, or an
+    Beyond the original window each causal model is also compared with the sliding-window control: the control, or an
     unswapped model, reading half-overlapping windows of the original size.
 
-    Where a launcher such as `accelerate launch` or `torchrun` started several processes, they share the documents and
-    the prompts; all of them return the same, and the main one writes it.
+    If a launcher such as `accelerate launch` or `torchrun` starts several processes, they share the documents and the
+    prompts; all of them return the same results, and the main process writes them.
 
     Args:
-        candidates: models, folders, Hub ids, or `Candidate`s that put a scheme into one of them. Without a name of
-            its own a folder goes by its last part, that of a training (`RUN/model`) by its run. The first one gives
-            the window and, where they are not asked for, the lengths.
+        candidates: models, folders, Hub ids, or `Candidate`s that put a scheme into one of them. By default a folder is
+            named after its last component, and a training's `RUN/model` after the run. The first one determines the
+            window and the default lengths.
         documents: as in `evaluate`.
-        tokenizer: of all of them; None: that of the first folder or Hub id.
+        tokenizer: the tokenizer of all models; None: that of the first folder or Hub id.
         out: as in `evaluate`.
         settings: as in `evaluate`.
-        column: of text, where documents are rows.
-        device: to run loaded models on; None: the CPU, or what a launch of several processes gives each.
-        dtype: to load models in; None: float32 on the CPU, elsewhere that of the checkpoint.
-        pictures: whether to draw them where `out` is given.
-        alone: whether this process measures by itself, although a launcher started others: as it must where they do
-            not call this function too.
-        reporter: of progress; None: silent.
-        trust_remote_code: run code that a folder or Hub id brings, where a model or a tokenizer needs that.
-        against: name of the model that the others are held against; None: the one called "control", or the first.
-        command: what asked for it, to be kept in the results.
+        column: the text column, if documents are rows.
+        device: device of loaded models; None: the CPU, or the device that a launch assigns to each process.
+        dtype: dtype of loaded models; None: float32 on the CPU, elsewhere that of the checkpoint.
+        pictures: whether to draw pictures if `out` is given.
+        alone: whether this process measures alone in a launch of several processes; required if the others do not call
+            this function.
+        reporter: shows progress; None: silent.
+        trust_remote_code: run code that comes with a folder or Hub id if a model or a tokenizer needs it.
+        against: name of the baseline; None: the model called "control", else the first.
+        command: the command line to record in the results.
 
     Raises:
         UnknownNameError: no model is called `against`.
-        DataError: no candidates, two of one name, or tokenizers that differ; and as `evaluate`.
-        MissingDependencyError: pictures are wanted and matplotlib is not installed, or several processes were started
-            and accelerate is not.
+        DataError: no candidates, duplicate names, or different tokenizers; and as `evaluate`.
+        MissingDependencyError: matplotlib is needed for pictures, or accelerate for several processes, and it is not
+            installed.
         CheckpointError, PositionRangeError, NotEnoughMemoryError, NumericError: as `evaluate`.
 
     Example:
@@ -193,12 +193,12 @@ def compare(
         require_pictures()
     check_paths(documents)
     _check_early(chosen, settings, folder)
-    words = tokenizer_for(chosen, tokenizer, trust_remote_code=trust_remote_code)
+    loaded_tokenizer = tokenizer_for(chosen, tokenizer, trust_remote_code=trust_remote_code)
     ranks = open_ranks(alone=alone)
-    opening = Opening({}, ranks.device if device is None else device, dtype, trust_remote_code)
-    with _open_store(folder, ranks) as store:  # before weights are loaded: it may be in use
+    loader = ModelLoader({}, ranks.device if device is None else device, dtype, trust_remote_code)
+    with _open_store(folder, ranks) as store:  # before weights are loaded, because it may be in use
         works, lengths = ranks.agree(
-            lambda: prepare(chosen, names, reference, words, documents, column, settings, store, opening)
+            lambda: prepare(chosen, names, reference, loaded_tokenizer, documents, column, settings, store, loader)
         )
         for work in works:
             work.ranks, work.reporter = ranks, reporter if ranks.is_main else None
@@ -209,7 +209,7 @@ def compare(
 
 
 def _check_early(candidates: list[Candidate], settings: EvalSettings, folder: Path | None) -> None:
-    """Raise what is wrong with schemes, key spans or the folder, before a tokenizer or a model is loaded."""
+    """Check schemes, key spans and the folder before a tokenizer or a model is loaded."""
     for candidate in candidates:
         candidate.check()
     if settings.key_spans is not None:
@@ -219,7 +219,7 @@ def _check_early(candidates: list[Candidate], settings: EvalSettings, folder: Pa
 
 
 def _open_store(folder: Path | None, ranks: Ranks) -> RunStore:
-    """Return the store of this process. The main one opens first: it refuses a folder in use, and mends torn lines."""
+    """Return the store of this process. The main process opens first: it checks the lock and repairs torn lines."""
     store = ranks.agree(lambda: RunStore(folder) if ranks.is_main else None)
     other = ranks.agree(lambda: None if ranks.is_main else RunStore(folder, ranks.index))
     return store or other or RunStore(folder)

@@ -1,4 +1,4 @@
-"""All that an evaluation's numbers depend on beside the model and the text."""
+"""Settings of an evaluation: everything that its numbers depend on except the model and the text."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class EvalSettings:
         lengths: in tokens; None: 1, 2, 4 and 8 times the original window, as far as a model can run them.
         metrics: names of `METRICS`; None: the first six for a causal model; mlm_pos, retrieval and vectors for
             an encoder.
-        documents: most documents to measure on.
-        seed: of needles, bootstraps and permutations.
-        depths: where needles stand, between 0 and 1.
+        documents: maximum number of documents.
+        seed: random seed of needles, bootstraps and permutations.
+        depths: relative positions of needles, between 0 and 1.
         trials: passkeys for each length and depth, and prompts for each task of ruler_lite and length.
-        tail: tokens that ctx_gain scores; None: 1024, or half the window where that is less.
-        margin: nats a token that the short-context verdict allows.
-        stride: tokens between the sliding windows of ppl_compat; None: 256, or half the window where that is less.
-        key_spans: a file of key tokens for longppl, made by `hf_posswap.evaluation.longppl.find_key_spans`.
+        tail: tokens that ctx_gain scores; None: 1024, or half the window if that is less.
+        margin: nats per token that the short-context verdict tolerates.
+        stride: tokens between the sliding windows of ppl_compat; None: 256, or half the window if that is less.
+        key_spans: a file of key tokens for longppl, from `hf_posswap.evaluation.longppl.find_key_spans`.
 
     Raises:
-        OptionError, UnknownNameError: a value is impossible.
+        OptionError, UnknownNameError: a value is invalid.
 
     Example:
         >>> EvalSettings(lengths=(2048, 8192), metrics=("ppl_prefix", "passkey")).documents
@@ -85,16 +85,16 @@ class EvalSettings:
 
     def _check_numbers(self) -> None:
         if not (math.isfinite(self.margin) and self.margin >= 0):
-            raise OptionError(f"margin is a number of nats a token, at least 0, got {self.margin!r}.")
+            raise OptionError(f"margin is a number of nats per token, at least 0, got {self.margin!r}.")
         if self.seed < 0:
             raise OptionError(f"seed is a whole number of at least 0, got {self.seed!r}.")
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
             raise OptionError(f"depths lie between 0 and 1, got {list(self.depths)}.")
 
     def metrics_for(self, causal: bool) -> tuple[str, ...]:
-        """Return the metrics to measure, by default those that suit a causal model or an encoder."""
+        """Return the metrics to measure; the default depends on whether the model is causal."""
         return self.metrics or (DEFAULT_METRICS if causal else ENCODER_METRICS)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON has them; of a file its name alone."""
+        """Return the settings as JSON data; files are reduced to their names."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=public_name))

@@ -1,6 +1,6 @@
-"""The sliding-window control: what a model without any reach does on long text, and each model against it.
+"""The sliding-window control: an unswapped model on long text, and the comparison of each model with it.
 
-A longer reach is worth something where it predicts better than the untouched model does that reads the same text in
+A swap to a longer reach pays off only if it predicts better than the unswapped model that reads the same text in
 half-overlapping windows of its original size.
 """
 
@@ -21,9 +21,9 @@ from hf_posswap.evaluation.perplexity import loss_by_position, perplexity_by_len
 
 
 def sliding_source(works: Sequence[Work], reference: Work) -> Work | None:
-    """Return the work on the model that reads windows: the control, an unswapped model, or the reference.
+    """Return the work on the model that reads sliding windows: the control, an unswapped model, or the reference.
 
-    None: perplexity by length is not asked for, nothing is longer than the window, or the model cannot read a window.
+    Returns None if perplexity by length is not requested, no length exceeds the window, or the model cannot run it.
     """
     controls = [work for work in works if is_control(work.subject.name)]
     native = [work for work in (reference, *works) if work.subject.plan is None]
@@ -35,7 +35,7 @@ def sliding_source(works: Sequence[Work], reference: Work) -> Work | None:
 
 
 def sliding_units(work: Work, length: int) -> list[Unit]:
-    """Return a document each as a unit: its losses, float32 [length - 1]."""
+    """Return one unit per document: its losses, float32 [length - 1]."""
     window = work.window
     return [
         Unit(
@@ -50,34 +50,34 @@ def sliding_units(work: Work, length: int) -> list[Unit]:
 
 
 def measure_sliding(source: Work, works: Sequence[Work]) -> tuple[dict[str, Any], np.ndarray]:
-    """Return what results say of the sliding window, and its losses, [N, longest length - 1].
+    """Return the results entry of the sliding window, and its losses, [N, longest length - 1].
 
     Args:
-        source: of the model that reads windows.
-        works: of all models, whose lengths beyond the window it is measured at.
+        source: the work on the model that reads windows.
+        works: the work on all models, whose lengths beyond the window are measured.
     """
     lengths = sorted({length for work in works for length in work.lengths if length >= source.window})
     losses = np.stack(source.values("sliding window", sliding_units(source, max(lengths))))
     seed = source.settings.seed
     positions = [dataclasses.asdict(score) for score in loss_by_position(losses, seed=seed)]
     by_length = {length: losses[:, : length - 1] for length in lengths}
-    found = {
+    summary = {
         "name": f"{source.subject.name}, sliding window",
         "of": source.subject.name,
         "window": source.window,
         "stride": source.window // 2,
         "ppl_prefix": [dataclasses.asdict(score) for score in perplexity_by_length(by_length, seed=seed)],
-        "nll_pos": [row for row in positions if row["stop"] >= source.window],  # before, it is the model itself
+        "nll_pos": [row for row in positions if row["stop"] >= source.window],  # below, it equals the model itself
     }
-    return found, losses
+    return summary, losses
 
 
 def against_sliding(losses: np.ndarray, work: Work) -> list[dict[str, Any]]:
-    """Return how a model differs from the sliding window at every length beyond it that the model runs, a row each.
+    """Return the differences of a model from the sliding window, one row per length beyond the window.
 
     Args:
-        losses: of the sliding window, from `measure_sliding`.
-        work: of the model, measured on the same documents.
+        losses: losses of the sliding window, from `measure_sliding`.
+        work: the work on the model, measured on the same documents.
     """
     rows = []
     for length in (n for n in work.lengths if n > work.window):

@@ -1,4 +1,4 @@
-"""Results as tables: Markdown for people and model cards, LaTeX for papers."""
+"""Results as tables: Markdown for terminals and model cards, LaTeX for papers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Grid:
     """The main numbers as text.
 
     Attributes:
-        header: of the columns after the model's.
-        rows: number and name of a model, and its cells; the sliding window's is the last.
-        meanings: of the columns, a sentence each.
+        header: column titles after the model column.
+        rows: number, name and cells of each model; the sliding window comes last.
+        meanings: one sentence per column that explains it.
     """
 
     header: list[str]
@@ -48,7 +48,7 @@ def grid_of(results: dict[str, Any]) -> Grid:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return the main numbers as Markdown, what they say in short, and what is missing.
+    """Return the main numbers as Markdown, with a short summary and remarks on missing metrics.
 
     Example:
         >>> row = {"length": 8, "perplexity": 2.0, "low": 1.9, "high": 2.1}
@@ -71,12 +71,12 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def _markdown_cell(cell: str) -> str:
-    """Return a cell of the grid as Markdown: numbers as they are, other text, such as a reason, escaped."""
+    """Return a cell of the grid as Markdown: numbers unchanged, other text, such as a reason, escaped."""
     return cell if _NUMBERS.fullmatch(cell) else markdown_text(cell)
 
 
 def notebook(results: dict[str, Any]) -> str:
-    """Return what `markdown` says as HTML, for a notebook."""
+    """Return the content of `markdown` as HTML, for a notebook."""
     grid, short = grid_of(results), in_short(results)
     return html_tables.together(
         [
@@ -91,19 +91,19 @@ def notebook(results: dict[str, Any]) -> str:
     )
 
 
-def _measured_on(results: dict[str, Any], written: Callable[[str], str]) -> str:
-    what = "Perplexity by length" if any(map(scores_by_length, results["models"].values())) else "Measured"
-    return f"{what} on {results['data']['documents']} documents ({written(results['data']['source'])})."
+def _measured_on(results: dict[str, Any], escape: Callable[[str], str]) -> str:
+    title = "Perplexity by length" if any(map(scores_by_length, results["models"].values())) else "Measured"
+    return f"{title} on {results['data']['documents']} documents ({escape(results['data']['source'])})."
 
 
 def in_short(results: dict[str, Any]) -> list[str]:
-    """Return for each model whether far context helps it, and whether it is below the sliding window, a line each."""
-    said = []
+    """Return one line per model: whether far context helps it, and whether it beats the sliding window."""
+    lines = []
     for name, model in results["models"].items():
-        found = [text for text in (far_said(model), sliding_said(model, results.get("sliding"))) if text]
-        if found:
-            said.append(f"{name}: {' '.join(found)}")
-    return said
+        texts = [text for text in (far_said(model), sliding_said(model, results.get("sliding"))) if text]
+        if texts:
+            lines.append(f"{name}: {' '.join(texts)}")
+    return lines
 
 
 def latex(results: dict[str, Any]) -> str:
@@ -164,7 +164,7 @@ def _perplexities(model: dict[str, Any], lengths: Sequence[int]) -> list[str]:
     return cells
 
 
-def _found(passkey: dict[str, Any]) -> str:
+def _passkeys_found(passkey: dict[str, Any]) -> str:
     shares = [cell["share"] for cell in passkey["cells"]]
     return f"{sum(shares) / len(shares):.0%}"
 
@@ -196,33 +196,33 @@ def _near(rows: list[dict[str, Any]]) -> str:
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("far context", "far_context", _far),
     ("sliding window", "against_sliding", _sliding),
-    ("found", "passkey", _found),
+    ("found", "passkey", _passkeys_found),
     ("effective length", "passkey", _effective),
     ("within the window", "short_reg", _short),
     ("retrieved", "retrieval", _retrieved),
     ("near the base", "vectors", _near),
 )
 _MEANINGS = {
-    "far context": "Far context: nats a token gained by all text beyond the window.",
-    "sliding window": "Sliding window: loss less the sliding window's, in nats a token; below zero the reach pays.",
+    "far context": "Far context: nats per token gained by all text beyond the window.",
+    "sliding window": "Sliding window: loss minus that of the sliding window, in nats per token; negative is better.",
     "found": "Found: share of passkeys.",
     "effective length": "Effective length: in tokens, by passkeys.",
-    "within the window": "Within the window: change of the loss, in nats a token.",
-    "near the base": "Near the base: mean cosine of vectors to the base's, which reads what its window holds.",
+    "within the window": "Within the window: change of the loss, in nats per token.",
+    "near the base": "Near the base: mean cosine of vectors to the base's, which reads only its window.",
     "retrieved": "Retrieved: share of passkey documents, by length.",
 }
 
 
 def _remarks(results: dict[str, Any]) -> list[str]:
-    said = [*results["notes"], *(f"{metric} was not measured: {why}" for metric, why in common_gaps(results))]
+    remarks = [*results["notes"], *(f"{metric} was not measured: {why}" for metric, why in common_gaps(results))]
     for name, model in results["models"].items():
-        said += [f"{name}: {metric} was not measured: {why}" for metric, why in own_gaps(results, model)]
+        remarks += [f"{name}: {metric} was not measured: {why}" for metric, why in own_gaps(results, model)]
         effective = model.get("passkey", {}).get("effective_length", {})
         if effective.get("no_verdict"):
-            said.append(f"{name}: no effective length: {effective['no_verdict']}")
-    for name, found in results["comparisons"].items():
-        clear = [r for r in found.get("lengths", []) if r["p_holm"] is not None and r["p_holm"] <= 0.05]
+            remarks.append(f"{name}: no effective length: {effective['no_verdict']}")
+    for name, comparison in results["comparisons"].items():
+        clear = [r for r in comparison.get("lengths", []) if r["p_holm"] is not None and r["p_holm"] <= 0.05]
         if clear:
             shown = ", ".join(f"{r['length']}: {r['difference']:+.3f} nats (p {r['p_holm']:.2g})" for r in clear)
-            said.append(f"{name} against {results['base']}, differences that are not chance: {shown}")
-    return said
+            remarks.append(f"{name} compared with {results['base']}, significant differences: {shown}")
+    return remarks

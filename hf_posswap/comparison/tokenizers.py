@@ -1,4 +1,4 @@
-"""One tokenizer for all models of a comparison: the same tokens, or no comparison."""
+"""The common tokenizer of all models of a comparison."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _SAMPLE = "The quick brown fox, aged 10.5 years, said: 'naïve café'.\n\tdef f(
 def tokenizer_for(
     candidates: Sequence[Candidate], given: Any = None, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that all candidates are measured with.
+    """Return the tokenizer for all candidates.
 
     Args:
-        candidates: whose folders and Hub ids may hold one.
-        given: a tokenizer, a folder or a Hub id; None: that of the first candidate that has one.
-        trust_remote_code: run code that a folder or Hub id brings, where its tokenizer is code.
+        candidates: their folders and Hub ids may contain tokenizers.
+        given: a tokenizer, a folder or a Hub id; None: the tokenizer of the first candidate that has one.
+        trust_remote_code: run code that comes with a tokenizer.
 
     Raises:
-        DataError: there is none, one cannot be read, or two candidates have tokenizers that differ.
-        RemoteCodeError: one is code, which was not asked for.
+        DataError: there is no tokenizer, one cannot be read, or two candidates have different tokenizers.
+        RemoteCodeError: a tokenizer needs code without `trust_remote_code`.
     """
     if given is not None and not isinstance(given, str | Path):
         return given
     sources = [str(given)] if given is not None else _sources(candidates)
     if not sources:
-        raise DataError("a model object brings no tokenizer: give tokenizer=.")
-    found = {
+        raise DataError("a model object has no tokenizer: give tokenizer=.")
+    tokenizers = {
         source: load_tokenizer(source, instead="give tokenizer=", trust_remote_code=trust_remote_code)
         for source in sources
     }
-    first, *others = found.items()
+    first, *others = tokenizers.items()
     for source, tokenizer in others:
         if tokenizer(_SAMPLE)["input_ids"] != first[1](_SAMPLE)["input_ids"]:
             raise DataError(
-                f"{first[0]} and {source} have tokenizers that differ: their losses a token cannot be compared."
+                f"{first[0]} and {source} have different tokenizers: their losses per token cannot be compared."
             )
     return first[1]
 

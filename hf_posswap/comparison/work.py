@@ -1,4 +1,4 @@
-"""What the measures share: the subject, the documents, the store, and a word on progress."""
+"""Shared state of the metrics: the subject, the documents, the store, and the progress."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_posswap.comparison.candidates import Subject
 from hf_posswap.comparison.documents import EvalDocuments
-from hf_posswap.comparison.overall import Load, Overall
+from hf_posswap.comparison.overall import ProgressEstimator, UnitCost
 from hf_posswap.comparison.ranks import Ranks
 from hf_posswap.comparison.settings import EvalSettings
 from hf_posswap.errors import DataError
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Unit:
-    """One document, prompt or cell to measure: what is kept, and shared out among processes, as one.
+    """One document, prompt or cell to measure: the smallest piece of work that is stored and assigned to a process.
 
     Attributes:
         protocol: the metric and its parameters.
-        what: which document, length, prompt.
-        compute: gives the value.
-        reads: tokens of each forward that it takes.
-        loss: of a value, to be shown; None: there is none.
+        what: the document, length or prompt.
+        compute: computes the value.
+        reads: tokens of each forward.
+        loss: extracts a loss to show from a value; None without a loss.
     """
 
     protocol: Mapping[str, Any]
@@ -45,23 +45,23 @@ class Unit:
 
 @dataclass
 class Work:
-    """One subject, and all that it is measured on.
+    """One subject, and everything that it is measured on.
 
     Attributes:
-        subject: to measure.
-        base: that it is held against; None: the others are held against the subject.
-        tokenizer: of both.
+        subject: the model to measure.
+        base: the baseline; None if the subject is the baseline.
+        tokenizer: the tokenizer of both.
         documents: the text.
-        lengths: those of all lengths that the subject can run, rising.
+        lengths: the lengths that the subject can run, in ascending order.
         window: the original window, in tokens.
-        metrics: to measure.
-        settings: of the evaluation.
-        store: of finished units.
-        ranks: the processes that measure together.
-        reporter: of progress; None: silent.
-        raw: values by metric that comparisons are made of, filled by the measures.
+        metrics: the metrics to measure.
+        settings: settings of the evaluation.
+        store: the store of finished units.
+        ranks: the processes that share the units.
+        reporter: shows progress; None: silent.
+        raw: raw values by metric for comparisons, filled by the metrics.
         overall: progress of the whole comparison, or None.
-        planned: where units are only asked for: those that are missing, by key; None: they are measured.
+        planned: while planning, the missing units by key; None while measuring.
         dropped: metrics that are not measured on any model, and why.
     """
 
@@ -77,19 +77,19 @@ class Work:
     ranks: Ranks = Ranks()
     reporter: Reporter | None = None
     raw: dict[str, Any] = field(default_factory=dict)
-    overall: Overall | None = None
-    planned: dict[str, Load] | None = None
+    overall: ProgressEstimator | None = None
+    planned: dict[str, UnitCost] | None = None
     dropped: dict[str, str] = field(default_factory=dict)
 
     def values(self, label: str, units: Sequence[Unit], *, alone: bool = False) -> list[Any]:
-        """Return the values of units of this subject, in order: kept ones, and those that are computed now.
+        """Return the values of units of this subject, in order, from the store or computed now.
 
-        Several processes take turns at the units that are missing, and each gets all values.
+        Missing units are distributed over the processes, and each process gets all values.
 
         Args:
-            label: what the units are, for progress.
-            units: the same ones in every process.
-            alone: whether the main process computes all of them while the others wait, as timing needs it.
+            label: description of the units for the progress display.
+            units: the units, the same in every process.
+            alone: whether the main process computes all of them while the others wait, as required for timing.
 
         Raises:
             PosswapError: as the units; all processes raise it.
@@ -99,12 +99,12 @@ class Work:
             missing_now = [(name, unit) for name, unit in zip(names, units, strict=True) if not self.store.holds(name)]
             self.planned |= {unit_key(name): self._load(unit) for name, unit in missing_now}
             raise Planned
-        held = zip(*self.ranks.gather([self.store.holds(name) for name in names]), strict=True)
-        missing = [number for number, flags in enumerate(held) if not all(flags)]
+        stored = zip(*self.ranks.gather([self.store.holds(name) for name in names]), strict=True)
+        missing = [number for number, flags in enumerate(stored) if not all(flags)]
         turn = slice(None) if alone and self.ranks.is_main else slice(0) if alone else self._turn
         mine = self.ranks.agree(lambda: self._compute(label, {number: units[number] for number in missing[turn]}))
-        for found in self.ranks.gather(mine):
-            for number, value in found.items():
+        for computed in self.ranks.gather(mine):
+            for number, value in computed.items():
                 self.store.learn(names[number], value)
         return [self.store.value(name, unit.compute) for name, unit in zip(names, units, strict=True)]
 
@@ -116,35 +116,35 @@ class Work:
         return {"model": self.subject.identity, "protocol": dict(unit.protocol), "unit": dict(unit.what)}
 
     def _compute(self, label: str, units: Mapping[int, Unit]) -> dict[int, Value]:
-        """Return the values of units, by their numbers, and show how far it is."""
-        found: dict[int, Value] = {}
+        """Return the values of units by number, and show the progress."""
+        values: dict[int, Value] = {}
         for number, unit in units.items():
             name, begin = self._name(unit), time.monotonic()
-            found[number] = value = self.store.value(name, unit.compute)
+            values[number] = value = self.store.value(name, unit.compute)
             if self.overall is not None:
                 self.overall.label = f"{self.subject.name}: {label}"
                 loss = None if unit.loss is None else unit.loss(value)
                 self.overall.finish(unit_key(name), self._load(unit), time.monotonic() - begin, loss)
-        return found
+        return values
 
-    def _load(self, unit: Unit) -> Load:
+    def _load(self, unit: Unit) -> UnitCost:
         reads, model = unit.reads, self.subject.model
         operations = sum(forward_operations(model, length) * reads.count(length) for length in set(reads))
-        return Load(self.subject.name, operations, len(reads), sum(reads))
+        return UnitCost(self.subject.name, operations, len(reads), sum(reads))
 
 
 class Planned(Exception):
-    """Ends a measure that was asked for its units alone."""
+    """Stops a metric after it has listed its units."""
 
 
-def planned_units(work: Work, ask: Callable[[Work], Any]) -> dict[str, Load]:
-    """Return the units, by key, that are missing where `ask` measures `work`; nothing is measured.
+def planned_units(work: Work, ask: Callable[[Work], Any]) -> dict[str, UnitCost]:
+    """Return the missing units of the metric `ask` on `work`, by key, without measuring anything.
 
-    A measure asks for all its units at once. What it refuses has none.
+    A metric requests all its units at once. A metric that does not apply has none.
 
     Args:
-        work: to measure.
-        ask: the measure.
+        work: the work to plan.
+        ask: the metric.
     """
     work.planned = {}
     try:
@@ -152,8 +152,8 @@ def planned_units(work: Work, ask: Callable[[Work], Any]) -> dict[str, Load]:
     except (Planned, DataError):
         pass
     finally:
-        found, work.planned = work.planned, None
-    return found
+        missing, work.planned = work.planned, None
+    return missing
 
 
 def document_losses(work: Work, length: int) -> np.ndarray:
@@ -164,7 +164,8 @@ def document_losses(work: Work, length: int) -> np.ndarray:
 def losses_by_length(work: Work, lengths: Sequence[int]) -> dict[int, np.ndarray]:
     """Return the losses of the first tokens of each document, {L: float32 [N, L - 1]}.
 
-    One forward of the longest length serves all where the subject's plan says so; otherwise each length has its own.
+    One forward of the longest length serves all lengths if the subject is prefix-consistent; otherwise each length has
+    its own forward.
     """
     longest = max(work.lengths)
     runs = {length: longest if work.subject.reach.prefix_consistent else length for length in lengths}
@@ -182,10 +183,10 @@ def _loss_unit(work: Work, number: int, length: int) -> Unit:
     import torch
 
     ids = torch.from_numpy(work.documents.tokens[number, None, :length].astype(np.int64))
-    what = {"document": work.documents.digests[number], "length": length}
-    return Unit({"metric": "losses"}, what, lambda: work.subject.scorer.nll(ids)[0].numpy(), (length,), np.mean)
+    unit_id = {"document": work.documents.digests[number], "length": length}
+    return Unit({"metric": "losses"}, unit_id, lambda: work.subject.scorer.nll(ids)[0].numpy(), (length,), np.mean)
 
 
 def key_of(work: Work) -> str:
-    """Return what stands for the base in the keys of units that depend on it too."""
+    """Return the identity of the base for the keys of units that also depend on it."""
     return unit_key((work.base or work.subject).identity)

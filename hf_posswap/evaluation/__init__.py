@@ -1,4 +1,4 @@
-"""Measuring what a swap did: losses by length and position, use of context, needles, encoders, and the statistics."""
+"""Measuring the effect of a swap: losses by length and position, use of context, needles, encoders, statistics."""
 
 from hf_posswap.utils.public_names import attach_public_names
 

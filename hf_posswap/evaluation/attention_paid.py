@@ -1,4 +1,4 @@
-"""How much attention a model pays to keys by their distance, as it reads texts: nothing is trained, nothing changed."""
+"""The attention that a model pays to keys by their distance while it reads texts. The model is not changed."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _COPIES = 3
-"""Of one layer's weights that eager attention holds: scores, those with the mask, and the softmax."""
+"""Copies of one layer's weights in eager attention: scores, masked scores, and the softmax."""
 _LEAST = 16
-"""Queries of one forward, however long the text."""
+"""Minimum number of queries of one forward."""
 
 
 @dataclass(frozen=True)
 class AttentionPaid:
-    """The attention that a model paid as it read texts, each from its start.
+    """The attention that a model pays while it reads texts, each from its start.
 
-    The first token of a text is left out as a key and as a query: models park attention on it, which would show as
-    attention to whatever distance it happens to be at. What it was paid is `first`.
+    The first token of a text is excluded as a key and as a query: it is an attention sink, which would distort the
+    distribution over distances. Its share is `first`.
 
     Attributes:
-        tokens: of each text, N.
-        texts: that were read.
+        tokens: tokens of each text, N.
+        texts: number of texts.
         totals: attention paid to keys d = 0, ..., N - 2 tokens away, the mean over heads, summed over the queries of
-            all texts, [layers, N - 1] float64; in an encoder, of both sides.
-        first: the share that the first token was paid, [layers] float64.
-        causal: whether a token sees only what comes before it.
+            all texts, [layers, N - 1] float64; in an encoder, on both sides.
+        first: the share of attention on the first token, [layers] float64.
+        causal: whether tokens attend only to earlier tokens.
     """
 
     tokens: int
@@ -52,7 +52,7 @@ class AttentionPaid:
 
     @property
     def pairs(self) -> Tensor:
-        """Pairs of a query and a key at each distance, in all texts, [N - 1]."""
+        """Number of query-key pairs at each distance, over all texts, [N - 1]."""
         pairs = torch.arange(self.tokens - 1, 0, -1, dtype=torch.float64)
         if not self.causal:
             pairs[1:] *= 2
@@ -65,38 +65,38 @@ class AttentionPaid:
 
     @property
     def shares(self) -> Tensor:
-        """The share of all attention that each distance was paid, [layers, N - 1]: with `first` they add up to 1."""
+        """The share of attention at each distance, [layers, N - 1]; together with `first` the shares sum to 1."""
         return self.totals / (self.texts * (self.tokens - 1))
 
     @property
     def half(self) -> int:
-        """The distance within which half of the attention lies, that to the first token aside, the mean of layers."""
+        """The distance within which half of the attention lies, without the first token, as a mean over layers."""
         share = self.shares.mean(dim=0).cumsum(dim=0)
         return int((share < share[-1] / 2).sum())
 
     def beyond(self, distance: int) -> float:
-        """Return the share of attention paid to keys more than `distance` tokens away, the mean of layers."""
+        """Return the share of attention on keys more than `distance` tokens away, as a mean over layers."""
         return float(self.shares[:, distance + 1 :].sum(dim=1).mean())
 
 
 @alone(parameters=False)
 def attention_by_distance(model: PreTrainedModel, tokens: np.ndarray, *, most_bytes: int = GIB) -> AttentionPaid:
-    """Return how much attention `model` pays to keys by their distance as it reads `tokens`.
+    """Measure how much attention `model` pays to keys by their distance while it reads `tokens`.
 
-    The weights are those that eager attention gives under `output_attentions=True`; of an encoder-decoder they are
-    those of its encoder, whose positions are the text's. A long text is read in pieces with
-    a cache, where that gives the same, so that the weights of no more than `most_bytes` are held.
+    The weights are those of eager attention with `output_attentions=True`; for an encoder-decoder they are those of its
+    encoder. A long text is read in chunks with a cache, if that is equivalent, so that the weights take at most
+    `most_bytes`.
 
     Args:
-        model: that reads one text, swapped or not; it is left as it was.
-        tokens: ids [B, N], a text a row, without padding.
-        most_bytes: of attention weights, over all layers, held at once.
+        model: a text model, swapped or not; it is not changed.
+        tokens: token ids [B, N], one text per row, without padding.
+        most_bytes: maximum bytes of attention weights held at once, over all layers.
 
     Raises:
-        DataError: the ids are no rows of at least 2 tokens.
-        UnsupportedModelError: a model that reads no text, or gives no attention weights.
-        PositionRangeError: the model does not run so many tokens.
-        NotEnoughMemoryError: the weights of one forward do not fit, and the text cannot be read in pieces.
+        DataError: the ids are not rows of at least 2 tokens.
+        UnsupportedModelError: the model does not read text, or returns no attention weights.
+        PositionRangeError: the model cannot run that many tokens.
+        NotEnoughMemoryError: the weights of one forward do not fit, and the text cannot be read in chunks.
         ModelInUseError: a forward of the model is running, or another thread changes it.
 
     Example:
@@ -114,18 +114,18 @@ def attention_by_distance(model: PreTrainedModel, tokens: np.ndarray, *, most_by
     reach, length = _reach(target), ids.shape[1]
     if reach.limit is not None and length > reach.limit:
         raise PositionRangeError(f"{type(target).__name__} ends at {reach.limit} tokens, and the texts have {length}.")
-    piece = _piece(target, length, reach, most_bytes)
-    with _weights_given(target):
-        read = [_read(target, row[None].to(target.device), piece, reach.causal) for row in ids]
-    totals, first = (torch.stack(each).sum(dim=0) for each in zip(*read, strict=True))
+    chunk_size = _chunk_size(target, length, reach, most_bytes)
+    with _eager_attention(target):
+        results = [_read(target, row[None].to(target.device), chunk_size, reach.causal) for row in ids]
+    totals, first = (torch.stack(sums).sum(dim=0) for sums in zip(*results, strict=True))
     return AttentionPaid(length, len(ids), totals, first / (len(ids) * (length - 1)), reach.causal)
 
 
 def check_reads_text(model: PreTrainedModel) -> None:
-    """Check that `model` reads token ids: attention is measured by the distance of tokens in a text.
+    """Check that `model` reads token ids, because attention is measured by the distance of tokens in a text.
 
     Raises:
-        UnsupportedModelError: it reads something else.
+        UnsupportedModelError: its main input is not token ids.
     """
     reads = getattr(_reader(unwrap(model)), "main_input_name", "input_ids")
     if reads != "input_ids":
@@ -136,20 +136,20 @@ def check_reads_text(model: PreTrainedModel) -> None:
 
 
 def _reader(model: Any) -> Any:
-    """Return the stack that reads the text: of an encoder-decoder its encoder."""
+    """Return the stack that reads the text: the encoder of an encoder-decoder, otherwise the base model."""
     return model.get_encoder() if model.config.is_encoder_decoder else model.base_model
 
 
 def _reach(model: Any) -> Reach:
-    """Return how far the stack that reads reaches; an encoder sees both sides, and reads a text whole."""
+    """Return the reach of the stack that reads the text; an encoder is bidirectional and reads a text whole."""
     reach = reach_of(model)
     return replace(reach, causal=False, prefix_consistent=False) if model.config.is_encoder_decoder else reach
 
 
-def _piece(model: Any, length: int, reach: Reach, most_bytes: int) -> int:
-    """Return the tokens of one forward."""
+def _chunk_size(model: Any, length: int, reach: Reach, most_bytes: int) -> int:
+    """Return the number of tokens of one forward."""
     config = model.config.get_text_config()
-    a_query = 4 * config.num_attention_heads * length  # bytes of a layer
+    a_query = 4 * config.num_attention_heads * length  # bytes per layer
     layers = config.num_hidden_layers
     whole = layers * length * a_query
     if whole <= most_bytes:
@@ -160,16 +160,16 @@ def _piece(model: Any, length: int, reach: Reach, most_bytes: int) -> int:
     if free is not None and needed > free:
         raise NotEnoughMemoryError(
             f"the attention weights of {length} tokens take {needed / GIB:.1f} GiB, {free / GIB:.1f} are free, and by "
-            f"{reach.why} {type(model).__name__} cannot read a text in pieces: give shorter texts."
+            f"{reach.why} {type(model).__name__} cannot read a text in chunks: give shorter texts."
         )
     return length
 
 
 @contextmanager
-def _weights_given(model: Any) -> Iterator[None]:
-    """In the block the model is in eval mode and attends eagerly, which alone gives weights."""
-    was, training = attention_implementation(model.config), model.training
-    switch = was != "eager" and can_choose_attention(model)
+def _eager_attention(model: Any) -> Iterator[None]:
+    """Put the model in eval mode with eager attention, the only one that returns weights, inside the block."""
+    previous, training = attention_implementation(model.config), model.training
+    switch = previous != "eager" and can_choose_attention(model)
     model.eval()
     try:
         if switch:
@@ -177,37 +177,39 @@ def _weights_given(model: Any) -> Iterator[None]:
         yield
     finally:
         if switch:
-            model.set_attn_implementation(was)
+            model.set_attn_implementation(previous)
         model.train(training)
 
 
 @torch.inference_mode()
-def _read(model: Any, ids: Tensor, piece: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return what each distance was paid, [layers, N - 1], and what the first token was, [layers], by later tokens."""
+def _read(model: Any, ids: Tensor, chunk_size: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the attention of later tokens by distance, [layers, N - 1], and on the first token, [layers]."""
     length = ids.shape[1]
     reader = _reader(model)
     inputs: dict[str, Any] = {"output_attentions": True}
     if not model.config.is_encoder_decoder:
-        inputs["use_cache"] = piece < length
+        inputs["use_cache"] = chunk_size < length
     totals, first = torch.zeros(2, 0)
-    for begin in range(0, length, piece):
-        end = min(begin + piece, length)
+    for begin in range(0, length, chunk_size):
+        end = min(begin + chunk_size, length)
         output = reader(input_ids=ids[:, begin:end], attention_mask=torch.ones_like(ids[:, :end]), **inputs)
         layers = [weights for weights in output.attentions or () if isinstance(weights, Tensor)]
         if not layers:
-            raise UnsupportedModelError(f"{type(model).__name__} gives no attention weights, by output_attentions.")
+            raise UnsupportedModelError(
+                f"{type(model).__name__} returns no attention weights with output_attentions=True."
+            )
         if begin == 0:
             totals, first = torch.zeros(len(layers), length - 1, dtype=torch.float64), torch.zeros(len(layers)).double()
         for layer, weights in enumerate(layers):
             paid = weights[0].mean(dim=0).double().cpu()  # [Q, K], K the last keys up to `end`
-            _add(paid, begin, end, causal, totals[layer], first[layer : layer + 1])
-        if piece < length:
+            _accumulate(paid, begin, end, causal, totals[layer], first[layer : layer + 1])
+        if chunk_size < length:
             inputs[cache_argument(reader)] = cache_in(output)
     return totals, first
 
 
-def _add(paid: Tensor, begin: int, end: int, causal: bool, totals: Tensor, first: Tensor) -> None:
-    """Add the attention [Q, K] of queries `begin` to `end` to the sums of its layer, by distance and of the first."""
+def _accumulate(paid: Tensor, begin: int, end: int, causal: bool, totals: Tensor, first: Tensor) -> None:
+    """Add the attention [Q, K] of queries `begin` to `end` to the layer's sums by distance and for the first token."""
     queries, keys = torch.arange(begin, end), torch.arange(end - paid.shape[1], end)
     if begin == 0:
         paid, queries = paid[1:], queries[1:]

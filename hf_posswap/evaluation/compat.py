@@ -1,15 +1,15 @@
-"""Perplexity as papers and tools have measured it, to stand beside their numbers. Metric `ppl_compat`.
+"""Perplexity by the protocols of papers and tools, for comparison with their numbers. Metric `ppl_compat`.
 
-Numbers of different protocols cannot be compared: they differ in the windows, in what is scored, in the weights, and in
-the token before a window. Each protocol here is a way to cut a text into windows and a way to average their losses.
+Numbers of different protocols cannot be compared: they differ in the windows, in the scored tokens, in the weights, and
+in the token before a window. Each protocol here defines how to cut a text into windows and how to average their losses.
 
 | protocol | windows | average | before a window |
 |---|---|---|---|
 | yarn_windowmean | sliding, only new tokens scored | exp of the mean of window means | BOS, counted in the window |
 | token_weighted | the same | exp of the mean over tokens | the same |
 | longlora_alltok | one stream, sliding, all tokens scored | exp of the mean of window means | nothing |
-| lmeval_disjoint | disjoint, the last one filled up to the left | exp of the sum over words or tokens | BOS, at first |
-| hf_stride | sliding, only new tokens scored | window means weighted by labels less one | nothing |
+| lmeval_disjoint | disjoint, the last one extended to the left | exp of the sum over words or tokens | BOS, at first |
+| hf_stride | sliding, only new tokens scored | window means weighted by labels minus one | nothing |
 
 Sources: jquesnelle/yarn eval/perplexity.py; PoSE eval_ppl.py; dvlab-research/LongLoRA eval.py; EleutherAI
 lm-evaluation-harness `loglikelihood_rolling`; https://huggingface.co/docs/transformers/perplexity.
@@ -32,15 +32,15 @@ Losses = Sequence[np.ndarray]
 
 @dataclass(frozen=True)
 class Protocol:
-    """One way to measure perplexity.
+    """A protocol to measure perplexity.
 
     Attributes:
         name: shown in results.
         stream: whether documents are joined into one text first.
-        takes_bos: whether a token is read before the windows, where the tokenizer has one.
-        cut: windows of a text of so many tokens, for a window length, a stride, and whether a token stands before.
-        average: perplexity of the losses of all windows of all texts, in order, and the number of units to divide by
-            (None: the tokens that were scored).
+        takes_bos: whether the BOS token, if the tokenizer has one, is read before the windows.
+        cut: computes the windows of a text from its length, the window length, the stride, and whether BOS is read.
+        average: computes the perplexity from the losses of all windows of all texts, in order, and the number of units
+            to divide by (None: the scored tokens).
     """
 
     name: str
@@ -57,14 +57,14 @@ def _yarn_windows(length: int, window: int, stride: int, bos: bool) -> list[Wind
 
 
 def _all_tokens(length: int, window: int, stride: int, bos: bool) -> list[Window]:
-    starts = list(range(0, length - window, stride))[:-1]  # as the original: the last full window is left out
+    starts = list(range(0, length - window, stride))[:-1]  # the original also skips the last full window
     if not starts:
         raise DataError(f"longlora_alltok needs more than {window + stride} tokens, got {length}.")
     return [Window(start, start + window, window - 1) for start in starts]
 
 
 def _disjoint(length: int, window: int, stride: int, bos: bool) -> list[Window]:
-    """The text begins with BOS: a window reads `window` tokens and predicts each one's successor."""
+    """The text begins with BOS; a window reads `window` tokens and predicts the successor of each."""
     stops = [*range(window, length - 1, window), length - 1]
     starts = [0, *stops[:-1]]
     return [
@@ -78,7 +78,7 @@ def _hf_windows(length: int, window: int, stride: int, bos: bool) -> list[Window
 
 
 def _mean_of_means(losses: Losses, units: int | None) -> float:
-    return math.exp(np.mean([part.mean(dtype=np.float64) for part in losses]))
+    return math.exp(np.mean([window.mean(dtype=np.float64) for window in losses]))
 
 
 def _token_mean(losses: Losses, units: int | None) -> float:
@@ -86,9 +86,9 @@ def _token_mean(losses: Losses, units: int | None) -> float:
 
 
 def _labels_less_one(losses: Losses, units: int | None) -> float:
-    # the first window has one label more than it scores: its first token's, which nothing predicts
-    weights = [len(part) - (index > 0) for index, part in enumerate(losses)]
-    means = [part.mean(dtype=np.float64) for part in losses]
+    # the first window has one more label than scored tokens: its first token is not predicted
+    weights = [len(window) - (index > 0) for index, window in enumerate(losses)]
+    means = [window.mean(dtype=np.float64) for window in losses]
     return math.exp(np.dot(weights, means) / sum(weights))
 
 
@@ -108,7 +108,7 @@ def protocol_of(name: str) -> Protocol:
     """Return the protocol called `name`.
 
     Raises:
-        UnknownNameError: there is none.
+        UnknownNameError: there is no such protocol.
 
     Example:
         >>> protocol_of("hf_stride").stream
@@ -125,12 +125,12 @@ def protocol_losses(
     """Return the losses of the scored tokens of each window of one text, float32, as `protocol` cuts it.
 
     Args:
-        scorer: of the model.
-        text: token ids [L] without BOS: one document, or the stream of all where the protocol wants that.
-        protocol: its name.
-        window: tokens of a window, BOS included.
-        stride: between windows, where they slide.
-        bos: the tokenizer's; None: it has none. `lmeval_disjoint` needs one.
+        scorer: the model's scorer.
+        text: token ids [L] without BOS: one document, or the stream of all documents, depending on the protocol.
+        protocol: name of the protocol.
+        window: tokens of a window, including BOS.
+        stride: stride of sliding windows.
+        bos: the tokenizer's BOS token, or None. `lmeval_disjoint` needs one.
 
     Raises:
         DataError: the text is too short, the stride does not fit, or a token is missing before the first window.
@@ -154,15 +154,15 @@ def protocol_losses(
 
 
 def protocol_perplexity(protocol: str, losses: Losses, *, units: int | None = None) -> float:
-    """Return the perplexity that `protocol` makes of the losses of all its windows.
+    """Return the perplexity from the losses of all windows of `protocol`.
 
     Args:
-        protocol: its name.
-        losses: of the windows of all texts, in order.
-        units: what to divide the sum by, for `lmeval_disjoint`: words (word_perplexity) or bytes; None: tokens.
+        protocol: name of the protocol.
+        losses: losses of the windows of all texts, in order.
+        units: the divisor of the sum for `lmeval_disjoint`: words (word_perplexity) or bytes; None: tokens.
 
     Raises:
-        DataError: no losses.
+        DataError: there are no losses.
         UnknownNameError: no such protocol.
 
     Example:

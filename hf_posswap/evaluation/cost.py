@@ -1,6 +1,6 @@
-"""What a length costs: seconds to read it, seconds for each token after it, and bytes kept.
+"""The cost of a length: seconds of the prefill, seconds per decoded token, and bytes of the cache.
 
-Times are of this machine and this moment: they are reported, and nothing is concluded from them.
+Times depend on this machine and its load: they are reported, but no verdict is based on them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one length cost.
+    """The cost of one length.
 
     Attributes:
-        length: tokens that were read.
-        prefill_seconds: to read them.
-        tokens_per_second: of the reading.
-        decode_seconds: for each token after them, one at a time; the median.
-        cache_bytes: that keys and values take after the reading.
-        peak_bytes: most memory that a GPU held beyond the weights; None elsewhere.
+        length: number of prefilled tokens.
+        prefill_seconds: seconds of the prefill.
+        tokens_per_second: tokens per second of the prefill.
+        decode_seconds: median seconds of one decoding step.
+        cache_bytes: bytes of keys and values after the prefill.
+        peak_bytes: peak GPU memory beyond the weights; None on other devices.
     """
 
     length: int
@@ -42,15 +42,15 @@ class Cost:
 
 
 def forward_operations(model: PreTrainedModel, length: int) -> float:
-    """Return about how many floating point operations one forward of `length` tokens takes.
+    """Estimate the floating-point operations of one forward of `length` tokens.
 
-    2 N for each token and 2 * layers * width * length for what it attends to: the first grows with the length, the
-    second with its square. N counts all parameters but an input table that is no output head as well. Kaplan et al.
-    2020, https://arxiv.org/abs/2001.08361, table 1.
+    Each token takes 2 N operations, and 2 * layers * width * length for attention: the first part grows linearly with
+    the length, the second quadratically. N counts all parameters except input embeddings that are not tied to the
+    output head. Kaplan et al. 2020, https://arxiv.org/abs/2001.08361, table 1.
 
     Args:
-        model: of any kind.
-        length: tokens.
+        model: any transformers model.
+        length: number of tokens.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -68,16 +68,16 @@ def forward_operations(model: PreTrainedModel, length: int) -> float:
 
 @torch.inference_mode()
 def measure_cost(model: PreTrainedModel, ids: Tensor, *, new_tokens: int = 8, prefill: int | None = None) -> Cost:
-    """Return what reading `ids` and then single tokens costs, after a short forward to warm up.
+    """Measure the cost of prefilling `ids` and of decoding single tokens, after a short warm-up forward.
 
     Args:
         model: a causal model with a cache.
-        ids: [1, L].
-        new_tokens: to decode after them; each repeats the last token, which costs what any token does.
+        ids: token ids, [1, L].
+        new_tokens: number of decoding steps; each repeats the last token, because all tokens cost the same.
         prefill: tokens of one forward, as in `Scorer`; None: all at once.
 
     Raises:
-        DataError: no token to read or to decode, or the model keeps no keys and values.
+        DataError: there are no tokens to read or to decode, or the model caches no keys and values.
         PositionRangeError: L + new_tokens is beyond the model's position table.
 
     Example:
@@ -88,7 +88,9 @@ def measure_cost(model: PreTrainedModel, ids: Tensor, *, new_tokens: int = 8, pr
         (32, 8192, True)
     """
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 2 or new_tokens < 1:
-        raise DataError(f"a cost is of one text [1, L] and 1 new token or more, got {tuple(ids.shape)}, {new_tokens}.")
+        raise DataError(
+            f"a cost needs one text [1, L], L >= 2, and at least 1 new token, got {tuple(ids.shape)}, {new_tokens}."
+        )
     ids = ids.to(model.device)
     on_gpu = model.device.type == "cuda"
     _read(model, ids[:, : min(16, ids.shape[1])], None)
@@ -113,7 +115,7 @@ def measure_cost(model: PreTrainedModel, ids: Tensor, *, new_tokens: int = 8, pr
 
 
 def costs_are_possible(model: PreTrainedModel, length: int, new_tokens: int = 8) -> bool:
-    """Return whether `length` tokens and `new_tokens` after them are within what `model` runs.
+    """Return whether `model` can run `length` tokens and `new_tokens` after them.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -126,11 +128,11 @@ def costs_are_possible(model: PreTrainedModel, length: int, new_tokens: int = 8)
 
 
 def _read(model: PreTrainedModel, ids: Tensor, prefill: int | None) -> Any:
-    """Return the cache after `ids`, read in pieces of `prefill` tokens; no logits are made."""
-    piece, cache = prefill or ids.shape[1], None
+    """Return the cache after `ids`, read in chunks of `prefill` tokens, without computing logits."""
+    chunk_size, cache = prefill or ids.shape[1], None
     body: Any = model.base_model
-    for start in range(0, ids.shape[1], piece):
-        stop = min(start + piece, ids.shape[1])
+    for start in range(0, ids.shape[1], chunk_size):
+        stop = min(start + chunk_size, ids.shape[1])
         seen = torch.ones_like(ids[:, :stop])
         output = body(
             input_ids=ids[:, start:stop], attention_mask=seen, **{cache_argument(body): cache}, use_cache=True
@@ -142,9 +144,9 @@ def _read(model: PreTrainedModel, ids: Tensor, prefill: int | None) -> Any:
 def _cache_bytes(model: PreTrainedModel, cache: Any) -> int:
     layers = getattr(cache, "layers", None)
     if not layers:
-        raise DataError(f"{type(model).__name__} keeps no keys and values for each layer: its cost is not measured.")
-    held = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
-    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        raise DataError(f"{type(model).__name__} caches no keys and values per layer: its cost is not measured.")
+    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _now(on_gpu: bool) -> float:

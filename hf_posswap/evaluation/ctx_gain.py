@@ -1,8 +1,8 @@
-"""Is far context used? The same last tokens, read with more and more before them.
+"""Whether far context is used: the same last tokens are read with more and more context. Metric `ctx_gain`.
 
-A flat perplexity curve does not prove it: a model that ignores what is far stays flat as well. Metric `ctx_gain`:
-the last T tokens of a document are read from position 0 with c tokens of context before them;
-gain(c) = NLL(c_ref) - NLL(c), c_ref being what the original window holds.
+A flat perplexity curve does not prove it, because a model that ignores far context has a flat curve, too. The last T
+tokens of a document are read from position 0 with c tokens of context before them; gain(c) = NLL(c_ref) - NLL(c), where
+c_ref is the context that fits the original window.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS, ratio_interval
 
 @dataclass(frozen=True)
 class GainScore:
-    """What `context` tokens are worth.
+    """The gain from `context` tokens.
 
     Attributes:
-        context: tokens before the scored ones.
-        loss: mean of the scored tokens, in nats.
-        gain: loss with the reference context less this loss; positive: the further context helps.
-        low: of the gain's 95 % interval over documents; None: none holds.
-        high: likewise.
+        context: number of tokens before the scored ones.
+        loss: mean loss of the scored tokens, in nats.
+        gain: loss with the reference context minus this loss; positive if the longer context helps.
+        low: lower end of the gain's 95 % interval over documents, or None.
+        high: upper end of the interval.
         reference: whether this is the reference context, whose gain is 0.
     """
 
@@ -40,12 +40,12 @@ class GainScore:
 
 
 def contexts_of(window: int, length: int, tail: int | None = None) -> tuple[list[int], int]:
-    """Return the contexts to try, rising, and T: doublings from an eighth of the reference up to `length` - T.
+    """Return the contexts to try in ascending order, doubling from 1/8 of the reference up to `length` - T, and T.
 
     Args:
-        window: the original one, in tokens; the reference context is window - T.
+        window: the original window in tokens; the reference context is window - T.
         length: tokens of each document.
-        tail: T; None: 1024, or half the window where that is less.
+        tail: T; None: 1024, or half the window if that is less.
 
     Raises:
         DataError: T leaves no context in the window, or the documents are shorter than the window.
@@ -67,7 +67,7 @@ def context_losses(scorer: Scorer, document: np.ndarray, contexts: Sequence[int]
     """Return the summed loss of the last `tail` tokens of `document` with each context, float64 [C], in nats.
 
     Args:
-        scorer: of the model.
+        scorer: the model's scorer.
         document: token ids [L].
         contexts: tokens before the scored ones, each read from position 0.
         tail: T, tokens scored.
@@ -92,17 +92,17 @@ def context_losses(scorer: Scorer, document: np.ndarray, contexts: Sequence[int]
 def context_gain(
     losses: np.ndarray, contexts: Sequence[int], tail: int, reference: int, *, seed: int = 0
 ) -> list[GainScore]:
-    """Return the gain of each context, from what `context_losses` gave for each document.
+    """Return the gain of each context from the results of `context_losses` for each document.
 
     Args:
         losses: [N, C], in nats.
-        contexts: of the columns.
-        tail: T.
-        reference: the context that the others are compared with, one of them.
-        seed: of the bootstrap.
+        contexts: the contexts of the columns.
+        tail: T, the number of scored tokens.
+        reference: the context that the others are compared with, one of `contexts`.
+        seed: random seed of the bootstrap.
 
     Raises:
-        DataError: the reference is none of the contexts, or the shapes differ.
+        DataError: the reference is not one of the contexts, or the shapes differ.
 
     Example:
         >>> [score.gain for score in context_gain(np.array([[8.0, 6.0], [4.0, 2.0]]), [1, 2], 4, reference=1)]
@@ -111,11 +111,11 @@ def context_gain(
     if losses.ndim != 2 or losses.shape[1] != len(contexts) or reference not in contexts:
         raise DataError(f"losses {losses.shape} of contexts {list(contexts)} do not hold the reference {reference}.")
     counts = np.full(len(losses), tail)
-    held_against = losses[:, list(contexts).index(reference)]
+    reference_losses = losses[:, list(contexts).index(reference)]
     scores = []
     for context, column in zip(contexts, losses.T, strict=True):
-        low, high = ratio_interval(held_against - column, counts, seed=seed) or (None, None)
-        gain = float((held_against - column).sum() / counts.sum())
+        low, high = ratio_interval(reference_losses - column, counts, seed=seed) or (None, None)
+        gain = float((reference_losses - column).sum() / counts.sum())
         loss = float(column.sum() / counts.sum())
         scores.append(GainScore(context, loss, gain, low, high, context == reference))
     return scores
@@ -126,12 +126,12 @@ class FarContext:
     """Whether text beyond the original window helps a model.
 
     Attributes:
-        context: the most tokens before the scored ones.
-        further: how many of them lie beyond what the original window holds.
-        tail: tokens scored.
-        gain: what the further ones are worth, in nats a token of the tail; positive: they help.
-        low: of its 95 % interval over documents; None: none holds.
-        high: likewise.
+        context: the largest number of tokens before the scored ones.
+        further: number of these tokens that do not fit the original window.
+        tail: number of scored tokens.
+        gain: the gain from these further tokens, in nats per token of the tail; positive if they help.
+        low: lower end of its 95 % interval over documents, or None.
+        high: upper end of the interval.
         verdict: "helps" (low > 0), "harms" (high < 0), "undecided", or "no verdict".
         reason: why there is no verdict, or None.
     """
@@ -147,20 +147,22 @@ class FarContext:
 
 
 def far_context(scores: Sequence[GainScore], tail: int, documents: int) -> FarContext | None:
-    """Return whether the longest context helps or harms, against a full original window; None: none goes beyond it.
+    """Return whether the longest context helps or harms compared with a full original window.
+
+    Returns None if no context exceeds the original window.
 
     Args:
-        scores: from `context_gain`, the reference among them.
-        tail: T.
-        documents: how many there were; under 8 there is no verdict.
+        scores: from `context_gain`, including the reference.
+        tail: T, the number of scored tokens.
+        documents: number of documents; with fewer than 8 there is no verdict.
 
     Raises:
         DataError: no score is the reference.
 
     Example:
         >>> scores = context_gain(np.array([[8.0, 6.0], [4.0, 2.0]] * 4), [1, 2], 4, reference=1)
-        >>> found = far_context(scores, 4, documents=8)
-        >>> found.further, found.gain, found.verdict
+        >>> far = far_context(scores, 4, documents=8)
+        >>> far.further, far.gain, far.verdict
         (1, 0.5, 'helps')
     """
     reference = next((score.context for score in scores if score.reference), None)

@@ -1,7 +1,7 @@
-"""How much of its length does a model really use? Metric `eff_len`, NoLiMa's bar held against the model itself.
+"""The effective length of a model. Metric `eff_len`, NoLiMa's criterion relative to the model's own base accuracy.
 
 The effective length is the largest L such that at every L' from the base length to L the Wilson lower bound of the
-share of right answers is at least 0.85 of the share at the base length. Modarressi et al. 2025, section 4,
+accuracy is at least 0.85 of the accuracy at the base length. Modarressi et al. 2025, section 4,
 https://arxiv.org/abs/2502.05167.
 """
 
@@ -16,13 +16,13 @@ from hf_posswap.evaluation.statistics import wilson_interval
 
 @dataclass(frozen=True)
 class EffectiveLength:
-    """How far a model holds its own standard.
+    """The length up to which a model keeps its base accuracy.
 
     Attributes:
-        length: in tokens, at least the base length; None: there is no verdict.
-        base: share of right answers at the base length.
-        bar: that the lower bound must reach.
-        no_verdict: why there is none, or None.
+        length: effective length in tokens, at least the base length; None without a verdict.
+        base: accuracy at the base length.
+        bar: threshold for the lower bound.
+        no_verdict: why there is no verdict, or None.
     """
 
     length: int | None
@@ -37,36 +37,36 @@ def effective_length(
     """Return the effective length.
 
     Args:
-        answers: {length: (right, asked)}, depths pooled.
-        share: of the base's accuracy.
-        base_length: whose accuracy is the standard; None: the shortest.
+        answers: {length: (right answers, trials)}, pooled over depths.
+        share: required share of the base accuracy.
+        base_length: the length of the base accuracy; None: the shortest.
 
     Raises:
-        DataError: no lengths, or the base length is none of them.
+        DataError: there are no lengths, or the base length is not one of them.
 
     Example:
         >>> effective_length({256: (50, 50), 512: (49, 50), 1024: (20, 50)}).length
         512
         >>> effective_length({256: (10, 10)}).no_verdict
-        '10 questions a length cannot show 85 % of 100 %: ask at least 22.'
+        '10 questions per length cannot show 85 % of 100 %: ask at least 22.'
     """
     base_length = min(answers, default=0) if base_length is None else base_length
     if base_length not in answers:
         raise DataError(f"the effective length needs answers at the base length {base_length}, got {sorted(answers)}.")
-    right, asked = answers[base_length]
-    wilson_interval(right, asked)  # refuses what is no share
-    base = right / asked
+    right, trials = answers[base_length]
+    wilson_interval(right, trials)  # raises for invalid counts
+    base = right / trials
     bar = share * base
     if right == 0:
         return EffectiveLength(None, base, bar, f"no answer was right at the base length of {base_length} tokens.")
-    fewest = min(asked for length, (_, asked) in answers.items() if length >= base_length)
+    fewest = min(trials for length, (_, trials) in answers.items() if length >= base_length)
     if wilson_interval(fewest, fewest)[0] < bar:
         needed = next(n for n in range(fewest, 10**6) if wilson_interval(n, n)[0] >= bar)
-        reason = f"{fewest} questions a length cannot show {share:.0%} of {base:.0%}: ask at least {needed}."
+        reason = f"{fewest} questions per length cannot show {share:.0%} of {base:.0%}: ask at least {needed}."
         return EffectiveLength(None, base, bar, reason.replace("%", " %"))
-    reached = base_length
+    longest = base_length
     for length in sorted(n for n in answers if n > base_length):
         if wilson_interval(*answers[length])[0] < bar:
             break
-        reached = length
-    return EffectiveLength(reached, base, bar, None)
+        longest = length
+    return EffectiveLength(longest, base, bar, None)

@@ -1,4 +1,4 @@
-"""The special tokens around a text, such as [CLS] and [SEP]: fast tokenizers say them only by adding them."""
+"""The special tokens around a text, such as [CLS] and [SEP], found by tokenizing with and without them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def special_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the tokens that `tokenizer` puts before and after a text.
+    """Return the special tokens that `tokenizer` adds before and after a text.
 
     Raises:
-        DataError: it does more than that: the text's own tokens are not found among them.
+        DataError: the text's own tokens change when special tokens are added.
 
     Example:
         >>> from hf_posswap.training.tokenizer import byte_tokenizer

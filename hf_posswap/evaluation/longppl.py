@@ -1,8 +1,8 @@
-"""Perplexity over the tokens that need the far context. Metric `longppl`.
+"""Perplexity over the tokens that need far context. Metric `longppl`.
 
-Key tokens are those that an evaluator, a named model, predicts much better from the whole text than from a short part
-of it, and well: loss_short - loss_full > 2 and loss_full < 2 nats. LongPPL is exp of the mean loss of the measured
-model over them. Fang et al. 2024, https://arxiv.org/abs/2410.23771, equations 3 to 5.
+Key tokens are those that an evaluator model predicts well, and much better from the whole text than from a short part
+of it: loss_short - loss_full > 2 and loss_full < 2 nats. LongPPL is exp of the mean loss of the measured model over
+them. Fang et al. 2024, https://arxiv.org/abs/2410.23771, equations 3 to 5.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class KeySpans:
     """The key tokens of some documents.
 
     Attributes:
-        evaluator: the model that chose them, by name.
+        evaluator: name of the model that selects them.
         short: tokens of its short context.
-        stride: between its short windows.
-        gain: nats by which the whole text must help.
-        limit: nats that the loss with the whole text stays under.
+        stride: stride of its short windows.
+        gain: minimum gain from the whole text, in nats.
+        limit: upper bound of the loss with the whole text, in nats.
         documents: a digest of each document's tokens.
-        spans: of each document, [start, stop) pairs of token indices.
+        spans: [start, stop) pairs of token indices for each document.
     """
 
     evaluator: str
@@ -49,15 +49,15 @@ class KeySpans:
     spans: tuple[tuple[tuple[int, int], ...], ...]
 
     def masks(self, documents: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return whether each token but the first is a key token, bool [L - 1] for each document.
+        """Return for each document a mask of its key tokens without the first token, bool [L - 1].
 
         Raises:
-            DataError: these are not the documents, or not the tokenizer, that the spans were made of.
+            DataError: the documents or the tokenizer differ from those of the spans.
         """
         if tuple(map(_digest, documents)) != self.documents:
             raise DataError(
-                f"the key spans of evaluator {self.evaluator!r} are of {len(self.documents)} other documents, or of "
-                "the same ones in other tokens: make them anew."
+                f"the key spans of evaluator {self.evaluator!r} belong to {len(self.documents)} other documents, or to "
+                "the same ones in other tokens: find them again."
             )
         masks = []
         for document, spans in zip(documents, self.spans, strict=True):
@@ -71,29 +71,31 @@ class KeySpans:
         """Write the spans as JSON.
 
         Raises:
-            CheckpointError: the place cannot be written.
+            CheckpointError: the file cannot be written.
         """
         write_json(path, {"version": SPANS_VERSION} | asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> KeySpans:
-        """Read what `save` wrote.
+        """Read spans written by `save`.
 
         Raises:
-            CheckpointError: no such file, or no JSON.
-            DataError: it holds something else, or was edited.
+            CheckpointError: there is no such file, or it is not JSON.
+            DataError: the file holds something else, or was edited.
         """
         data: Any = read_json(path, 2**28)
         if not isinstance(data, dict) or set(data) != _FIELDS or data["version"] != SPANS_VERSION:
-            raise DataError(f"{path} holds no key spans of version {SPANS_VERSION}: make them anew.")
+            raise DataError(f"{path} holds no key spans of version {SPANS_VERSION}: find them again.")
         try:
             spans = tuple(tuple((start, stop) for start, stop in document) for document in data["spans"])
             documents = tuple(data["documents"])
         except (TypeError, ValueError) as error:
-            raise DataError(f"{path} holds key spans that cannot be read ({error}): make them anew.") from error
+            raise DataError(f"{path} holds key spans that cannot be read ({error}): find them again.") from error
         good = all(type(a) is type(b) is int and 0 <= a < b for document in spans for a, b in document)
         if not good or len(spans) != len(documents) or not all(isinstance(name, str) for name in documents):
-            raise DataError(f"{path} holds spans that are no pairs of token indices, or of other documents: make anew.")
+            raise DataError(
+                f"{path} holds invalid spans of token indices, or spans of other documents: find them again."
+            )
         plain = {name: data[name] for name in ("evaluator", "short", "stride", "gain", "limit")}
         return cls(**plain, documents=documents, spans=spans)
 
@@ -111,16 +113,16 @@ def find_key_spans(
     """Return the key tokens of `documents` under an evaluator.
 
     Args:
-        evaluator: of a model that uses long context well.
-        name: of the evaluator, kept with the spans.
+        evaluator: scorer of a model that uses long context well.
+        name: name of the evaluator, stored with the spans.
         documents: token ids [L] each, longer than `short`.
-        short: tokens of the short context, the scored ones included.
+        short: tokens of the short context, including the scored ones.
         stride: tokens scored by each short window.
-        gain: nats by which the whole text must help.
-        limit: nats that the loss with the whole text stays under.
+        gain: minimum gain from the whole text, in nats.
+        limit: upper bound of the loss with the whole text, in nats.
 
     Raises:
-        DataError: a document is no longer than the short context, or the stride does not fit.
+        DataError: a document does not exceed the short context, or the stride does not fit.
         NumericError, PositionRangeError: as `Scorer.nll`.
 
     Example:
@@ -132,36 +134,36 @@ def find_key_spans(
     shortest = min(map(len, documents), default=0)
     if shortest <= short:
         raise DataError(f"key tokens need documents longer than the short context of {short}, got one of {shortest}.")
-    found = []
+    spans = []
     for document in documents:
         whole = evaluator.nll(torch.from_numpy(document.astype(np.int64))[None])[0].numpy()  # [L - 1]
-        parts = window_losses(evaluator, document, sliding_windows(len(document), short, stride))
-        is_key = (np.concatenate(parts) - whole > gain) & (whole < limit)
-        found.append(_spans(np.concatenate([[False], is_key])))
+        short_losses = window_losses(evaluator, document, sliding_windows(len(document), short, stride))
+        is_key = (np.concatenate(short_losses) - whole > gain) & (whole < limit)
+        spans.append(_spans(np.concatenate([[False], is_key])))
     digests = tuple(map(_digest, documents))
-    return KeySpans(name, short, stride, gain, limit, digests, tuple(found))
+    return KeySpans(name, short, stride, gain, limit, digests, tuple(spans))
 
 
 def long_perplexity(losses: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> tuple[float, int]:
-    """Return LongPPL and how many key tokens it is of.
+    """Return LongPPL and the number of its key tokens.
 
     Args:
-        losses: of the measured model, [L - 1] for each document, in nats.
+        losses: losses of the measured model, [L - 1] for each document, in nats.
         masks: from `KeySpans.masks`, of the same shapes.
 
     Raises:
-        DataError: there is no key token, or the shapes differ.
+        DataError: there are no key tokens, or the shapes differ.
 
     Example:
         >>> long_perplexity([np.log([2.0, 9.0, 8.0])], [np.array([True, False, True])])
         (4.0, 2)
     """
-    if [part.shape for part in losses] != [mask.shape for mask in masks]:
+    if [nll.shape for nll in losses] != [mask.shape for mask in masks]:
         raise DataError("LongPPL needs a mask of the same shape for the losses of each document.")
     count = sum(int(mask.sum()) for mask in masks)
     if count == 0:
         raise DataError("LongPPL needs key tokens, and the evaluator found none: longer documents may have some.")
-    total = sum(float(part[mask].sum(dtype=np.float64)) for part, mask in zip(losses, masks, strict=True))
+    total = sum(float(nll[mask].sum(dtype=np.float64)) for nll, mask in zip(losses, masks, strict=True))
     return math.exp(total / count), count
 
 

@@ -1,4 +1,4 @@
-"""The losses of whole documents: read in full at every length, or a window at a time."""
+"""The losses of whole documents, read in full at every length or in sliding windows."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def measure_losses(
     Args:
         model: a causal model.
         documents: token ids [N, at least the longest length].
-        lengths: to read of each document, all within what the model can run.
-        one_pass: whether the forward of the longest length gives the losses of the shorter ones too, which holds where
-            a token's logits do not depend on the total length.
+        lengths: numbers of tokens to read of each document, all within what the model can run.
+        one_pass: whether the forward of the longest length also gives the losses of shorter lengths, which is true if a
+            token's logits do not depend on the total length.
         on_document: called after each forward with its tokens and its mean loss.
         chunk: as in `Scorer`.
         prefill: as in `Scorer`.
 
     Raises:
-        DataError: documents shorter than a length, or no length.
-        PositionRangeError: a length the model's position table does not reach.
-        NumericError: a loss that is not finite.
+        DataError: there is no length, or documents are shorter than a length.
+        PositionRangeError: a length exceeds the model's position table.
+        NumericError: a loss is not finite.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -53,9 +53,9 @@ def measure_losses(
     if not readable or not 2 <= min(lengths) <= max(lengths) <= documents.shape[1]:
         raise DataError(f"lengths {list(lengths)} cannot be read of documents [count, tokens] {documents.shape}.")
     scorer = Scorer(model, chunk, prefill=prefill)
-    run = [max(lengths)] if one_pass else sorted(set(lengths))
+    run_lengths = [max(lengths)] if one_pass else sorted(set(lengths))
     measured = {}
-    for length in run:
+    for length in run_lengths:
         rows = []
         for document in documents:
             losses = scorer.nll(torch.from_numpy(document[None, :length].astype(np.int64)))[0].numpy()
@@ -63,7 +63,7 @@ def measure_losses(
             if on_document is not None:
                 on_document(length, float(losses.mean()))
         measured[length] = np.stack(rows)
-    longest = measured[run[-1]]
+    longest = measured[run_lengths[-1]]
     return {length: measured.get(length, longest[:, : length - 1]) for length in sorted(set(lengths))}
 
 
@@ -75,14 +75,14 @@ def sliding_losses(
     on_document: Callable[[int, float], None] | None = None,
     chunk: int = 512,
 ) -> np.ndarray:
-    """Return the loss of each token, float32 [N, L - 1], where the model never reads more than `window` tokens.
+    """Return the loss of each token, float32 [N, L - 1], in windows of at most `window` tokens.
 
-    As `sliding_document`, for each document.
+    It applies `sliding_document` to each document.
 
     Args:
         model: a causal model.
         documents: token ids [N, L].
-        window: tokens.
+        window: tokens of a window.
         on_document: called after each document with its forward tokens and its mean loss.
         chunk: as in `Scorer`.
 
@@ -108,19 +108,20 @@ def sliding_losses(
 def sliding_document(scorer: Scorer, document: np.ndarray, window: int) -> np.ndarray:
     """Return the loss of each token of one document, float32 [L - 1], in half-overlapping windows of `window` tokens.
 
-    Of the first window all tokens are scored, of every other what the ones before did not reach. It is what a model can
-    do on long text without any reach: each token beyond the first window is predicted from at least half a window and
-    never from a whole one. Nothing stands before a window; the cut of the document moves no token to another window.
+    The first window scores all its tokens, every other window only the tokens that no earlier window reached. This is
+    the baseline on long text without a longer reach: each token beyond the first window is predicted from at least half
+    a window and less than a whole one. No token is added before a window, and the assignment of tokens to windows does
+    not depend on the document's length.
 
     Args:
-        scorer: of a causal model.
+        scorer: the scorer of a causal model.
         document: token ids [L].
         window: tokens, usually the original window.
 
     Raises:
-        DataError: the window is below 2 tokens, or the document is.
-        NumericError: a loss that is not finite.
-        PositionRangeError: the window is longer than the model's position table.
+        DataError: the window or the document has fewer than 2 tokens.
+        NumericError: a loss is not finite.
+        PositionRangeError: the window exceeds the model's position table.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -128,7 +129,7 @@ def sliding_document(scorer: Scorer, document: np.ndarray, window: int) -> np.nd
         >>> sliding_document(Scorer(model), np.ones(13, int), window=8).shape
         (12,)
     """
-    return np.concatenate(window_losses(scorer, document, _halves(len(document), window)))
+    return np.concatenate(window_losses(scorer, document, _half_overlapping(len(document), window)))
 
 
 def sliding_reads(length: int, window: int) -> list[int]:
@@ -138,10 +139,10 @@ def sliding_reads(length: int, window: int) -> list[int]:
         >>> sliding_reads(13, 8)
         [8, 8, 5]
     """
-    return [one.stop - one.start for one in _halves(length, window)]
+    return [span.stop - span.start for span in _half_overlapping(length, window)]
 
 
-def _halves(length: int, window: int) -> list[Window]:
+def _half_overlapping(length: int, window: int) -> list[Window]:
     if window < 2:
         raise DataError(f"a sliding window holds at least 2 tokens, got {window}.")
     return sliding_windows(length, window, window // 2)

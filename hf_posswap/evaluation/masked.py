@@ -1,7 +1,7 @@
 """Encoders: the loss of masked tokens, by position, and pseudo-perplexity.
 
-Every token of a text is masked once, in groups; a group is one forward. Groups of 15 % are what masked language models
-were trained on (Devlin et al. 2019, https://arxiv.org/abs/1810.04805); groups of one token give the
+Every token of a text is masked once, in groups; a group is one forward. Groups of 15 % match the training of masked
+language models (Devlin et al. 2019, https://arxiv.org/abs/1810.04805); groups of one token give the
 pseudo-log-likelihood of Salazar et al. 2020, https://arxiv.org/abs/1910.14659, equation 1: PPPL = exp of its negative
 mean.
 """
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def mask_groups(count: int, *, share: float = 0.15, seed: int = 0) -> list[np.ndarray]:
-    """Return the numbers 0 to `count` - 1 in random groups of about `share` of them, each number in one.
+    """Partition the indices 0 to `count` - 1 into random groups of about `share` of them.
 
     Args:
-        count: of tokens.
-        share: of a group; 0: groups of one token each, in order.
-        seed: of the shuffle.
+        count: number of tokens.
+        share: share of a group; 0: groups of one token each, in order.
+        seed: random seed of the shuffle.
 
     Raises:
-        DataError: no tokens, or a share that is none.
+        DataError: there are no tokens, or the share is invalid.
 
     Example:
         >>> [len(group) for group in mask_groups(20, share=0.25)], len(mask_groups(20, share=0.0))
@@ -58,13 +58,13 @@ def masked_losses(
 
     Args:
         model: a masked language model.
-        tokenizer: its own; the text is framed as its model reads it, [CLS] and [SEP] of BERT among them.
-        tokens: ids of the text [L], without special tokens.
-        groups: indices into the text, masked together.
-        batch_tokens: most tokens of one forward.
+        tokenizer: the model's tokenizer, whose special tokens, such as [CLS] and [SEP], are put around the text.
+        tokens: token ids of the text [L], without special tokens.
+        groups: indices into the text that are masked together.
+        batch_tokens: maximum tokens of one forward.
 
     Raises:
-        DataError: the tokenizer has no mask token, or the model gives no logits for each token.
+        DataError: the tokenizer has no mask token, or the model returns no logits for each token.
         NumericError: a loss is not finite.
 
     Example:
@@ -77,7 +77,9 @@ def masked_losses(
         (3,)
     """
     if tokenizer.mask_token_id is None:
-        raise DataError(f"{type(tokenizer).__name__} has no mask token: it belongs to no masked language model.")
+        raise DataError(
+            f"{type(tokenizer).__name__} has no mask token: it is not the tokenizer of a masked language model."
+        )
     before, after = special_frame(tokenizer)
     framed, offset = np.array([*before, *tokens, *after], dtype=np.int64), len(before)
     losses = np.full(len(tokens), np.nan, dtype=np.float32)
@@ -87,16 +89,16 @@ def masked_losses(
         ids = torch.from_numpy(np.tile(framed, (len(batch), 1)))
         for row, group in zip(ids, batch, strict=True):
             row[torch.from_numpy(group) + offset] = tokenizer.mask_token_id
-        for group, found in zip(batch, _losses(model, ids, framed, batch, offset), strict=True):
-            losses[group] = found
+        for group, group_losses in zip(batch, _losses(model, ids, framed, batch, offset), strict=True):
+            losses[group] = group_losses
     return losses
 
 
 def pseudo_perplexity(losses: Sequence[np.ndarray]) -> float:
-    """Return exp of the mean loss over all tokens that were masked, of all texts.
+    """Return exp of the mean loss over all masked tokens of all texts.
 
     Args:
-        losses: from `masked_losses`, one array a text; NaN is left out.
+        losses: from `masked_losses`, one array per text; NaN is ignored.
 
     Raises:
         DataError: no token was masked.
@@ -105,7 +107,9 @@ def pseudo_perplexity(losses: Sequence[np.ndarray]) -> float:
         >>> round(pseudo_perplexity([np.log([2.0, 8.0]), np.array([np.nan])]), 6)
         4.0
     """
-    values = np.concatenate([np.asarray(part, dtype=np.float64) for part in losses]) if losses else np.empty(0)
+    values = (
+        np.concatenate([np.asarray(text_losses, dtype=np.float64) for text_losses in losses]) if losses else np.empty(0)
+    )
     values = values[~np.isnan(values)]
     if len(values) == 0:
         raise DataError("pseudo-perplexity needs the loss of at least one masked token.")
@@ -116,18 +120,18 @@ def pseudo_perplexity(losses: Sequence[np.ndarray]) -> float:
 def _losses(
     model: PreTrainedModel, ids: torch.Tensor, framed: np.ndarray, groups: Sequence[np.ndarray], offset: int
 ) -> list[np.ndarray]:
-    """Return the losses of each group's tokens under the rows of `ids` [B, L]."""
+    """Return the losses of each group's tokens from the masked rows `ids` [B, L]."""
     ids = ids.to(model.device)
     output: Any = model(input_ids=ids, attention_mask=torch.ones_like(ids))
     logits = getattr(output, "logits", None)
     if logits is None or logits.dim() != 3 or logits.shape[1] != ids.shape[1]:
-        raise DataError(f"{type(model).__name__} gives no logits for each token: load it as a masked LM.")
-    found = []
+        raise DataError(f"{type(model).__name__} returns no logits for each token: load it as a masked LM.")
+    group_losses = []
     for row, group in zip(logits, groups, strict=True):
-        places = torch.from_numpy(group).to(ids.device) + offset
-        wanted = torch.from_numpy(framed).to(ids.device)[places]
-        losses = functional.cross_entropy(row[places].float(), wanted, reduction="none").cpu()
+        positions = torch.from_numpy(group).to(ids.device) + offset
+        targets = torch.from_numpy(framed).to(ids.device)[positions]
+        losses = functional.cross_entropy(row[positions].float(), targets, reduction="none").cpu()
         if not bool(losses.isfinite().all()):
             raise NumericError(f"{type(model).__name__}: the loss of a masked token is not finite; use float32.")
-        found.append(losses.numpy())
-    return found
+        group_losses.append(losses.numpy())
+    return group_losses

@@ -1,4 +1,4 @@
-"""How much memory a forward needs beyond the weights, how much there is, and how to read within a bound."""
+"""The memory of a forward beyond the weights, the available memory, and prefill sizes that stay within a bound."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GIB = 1 << 30
-_PIECES = (4096, 2048, 1024, 512, 256, 128)
-_COMFORTABLE = GIB
-_HEAD_COPIES = 3  # logits, their float32, and what cross-entropy makes of them
+_CHUNK_SIZES = (4096, 2048, 1024, 512, 256, 128)
+_PREFILL_BYTES = GIB
+_HEAD_COPIES = 3  # logits, their float32 copy, and cross-entropy's buffer
 _SCORE_COPIES = 3  # scores or bias, mask added, softmax
 _MLP_COPIES = 2  # FIRE's hidden layer, and its relu
 _LINES = 4  # a bias by distance: of both signs, and a copy
-_TURN_COPIES = 2  # queries or keys, rotated, and what the rotation makes of them meanwhile
+_TURN_COPIES = 2  # rotated queries or keys, and the rotation's temporary buffer
 
 
 @dataclass(frozen=True)
 class Need:
-    """An upper estimate of what one forward holds at once beyond the weights, in bytes.
+    """An upper estimate of the memory of one forward beyond the weights, in bytes.
 
     Attributes:
-        states: hidden states and what one layer makes of them.
-        scores: attention scores, biases or masks, where they are held whole.
-        cache: keys and values, where the text is read in pieces.
-        logits: of one chunk.
+        states: hidden states and the activations of one layer.
+        scores: attention scores, biases or masks, if they are materialized.
+        cache: keys and values, if the text is read in chunks.
+        logits: logits of one chunk.
     """
 
     states: int
@@ -50,21 +50,21 @@ class Need:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.states + self.scores + self.cache + self.logits
 
 
 def forward_need(
     model: PreTrainedModel, length: int, *, prefill: int | None = None, chunk: int = 512, kernels: bool = True
 ) -> Need:
-    """Return what scoring one text of `length` tokens needs beyond the weights.
+    """Estimate the memory that scoring one text of `length` tokens needs beyond the weights.
 
     Args:
-        model: of any kind; its config and its plan say the sizes.
-        length: tokens.
+        model: any transformers model; sizes come from its config and its plan.
+        length: number of tokens.
         prefill: tokens of one forward, as in `Scorer`; None: all at once.
         chunk: tokens whose logits are held at once.
-        kernels: whether a scheme takes the backend that it would take on the model's device, or always its formula.
+        kernels: whether a scheme uses the backend for the model's device, or always its formula.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -74,7 +74,7 @@ def forward_need(
     """
     config: Any = model.config.get_text_config()
     hidden, heads = config.hidden_size, _first(config, "num_attention_heads") or 1  # a state-space model has none
-    width = heads * (getattr(config, "head_dim", None) or hidden // heads)  # of all queries
+    width = heads * (getattr(config, "head_dim", None) or hidden // heads)  # of all query heads
     kv_width = width // heads * (getattr(config, "num_key_value_heads", None) or heads)
     inner = _first(config, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
     size = model.dtype.itemsize
@@ -90,22 +90,24 @@ def forward_need(
 
 
 def _scores(model: Any, heads: int, rows: int, length: int, kernels: bool) -> int:
-    """Return the bytes of what is held of [rows, length]: nothing for one causal forward of a fused kernel.
+    """Return the bytes of materialized [rows, length] tensors: 0 for one causal forward of a fused kernel.
 
-    Upon a cache the mask is held, for all layers, and while it is read as segments.
+    With a cache the mask is materialized.
     """
     mechanisms = [module for module in model.modules() if isinstance(module, Mechanism)]
-    planes = _SCORE_COPIES if rows < length else 0  # the mask that a cache needs
-    parts = [_pairs_at_once(m, model, rows, length) if kernels else rows * length for m in mechanisms]
-    biases = [(_bias_planes(m, heads), at_once) for m, at_once in zip(mechanisms, parts, strict=True) if m.biases]
+    planes = _SCORE_COPIES if rows < length else 0  # the mask with a cache
+    pairs_at_once = [_pairs_at_once(m, model, rows, length) if kernels else rows * length for m in mechanisms]
+    biases = [
+        (_bias_planes(m, heads), at_once) for m, at_once in zip(mechanisms, pairs_at_once, strict=True) if m.biases
+    ]
     eager = rows * length if attention_implementation(model.config) == "eager" else 0
-    held = max(_SCORE_COPIES * heads * eager, *(planes * at_once for planes, at_once in biases), 0)
+    unsplit = max(_SCORE_COPIES * heads * eager, *(planes * at_once for planes, at_once in biases), 0)
     split = max((_split_scores(m, model, heads, rows, length, kernels) for m in mechanisms if m.splits), default=0)
-    return (planes * rows * length + held + split) * 4
+    return (planes * rows * length + unsplit + split) * 4
 
 
 def _split_scores(mechanism: Mechanism, model: Any, heads: int, rows: int, length: int, kernels: bool) -> int:
-    """Return how many numbers the scores of a mechanism in pieces take; in fused calls, queries and keys of each."""
+    """Return the elements of the scores of a mechanism by region; in fused calls, of each region's queries and keys."""
     of_key = 2 * _SCORE_COPIES * heads * min(rows, BLOCK)  # in blocks of queries
     if not (kernels and _merges(mechanism, model, rows * length)):
         return of_key * length
@@ -116,17 +118,17 @@ def _split_scores(mechanism: Mechanism, model: Any, heads: int, rows: int, lengt
 
 
 def _merges(mechanism: Mechanism, model: Any, pairs: int) -> bool:
-    """Return whether "auto" takes fused calls for a mechanism in pieces, padded, packed or upon a cache too."""
+    """Return whether "auto" uses fused calls for a mechanism by region, also with padding, packing or a cache."""
     at_work = mechanism.backend == "auto" and attention_implementation(model.config) == "sdpa"
     if not at_work or pairs < MIN_QK_PAIRS or mechanism.regions is None or not mergeable(mechanism.regions):
         return False
-    return all(one.size == 1 or pairs <= (MOST_CALLS * one.size) ** 2 for one in mechanism.regions)
+    return all(region.size == 1 or pairs <= (MOST_CALLS * region.size) ** 2 for region in mechanism.regions)
 
 
 def _bias_planes(mechanism: Mechanism, heads: int) -> int:
-    """Return how many numbers a pair of a query and a key takes while the bias of `mechanism` is made and added.
+    """Return the elements per query-key pair while the bias of `mechanism` is computed and added.
 
-    On a CPU FIRE's hidden layer is held for so few pairs at once that it does not count.
+    On a CPU, FIRE's hidden layer is computed for so few pairs at once that it is negligible.
     """
     inside = 0
     if isinstance(mechanism, FireMechanism) and mechanism.hidden_weight.device.type != "cpu":
@@ -135,7 +137,7 @@ def _bias_planes(mechanism: Mechanism, heads: int) -> int:
 
 
 def _pairs_at_once(mechanism: Mechanism, model: Any, rows: int, length: int) -> int:
-    """Return how many pairs of a query and a key the bias of `mechanism` is held for at once."""
+    """Return the number of query-key pairs for which the bias of `mechanism` is materialized at once."""
     whole = rows * length
     plain = mechanism.backend != "auto" or model.device.type != "cpu" or whole < MIN_QK_PAIRS
     if plain or attention_implementation(model.config) != "sdpa":
@@ -146,7 +148,7 @@ def _pairs_at_once(mechanism: Mechanism, model: Any, rows: int, length: int) -> 
 
 
 def _by_formula(rows: int, length: int) -> int:
-    """Return the pairs of the largest piece of a text in pieces that is too small for a kernel, at its beginning."""
+    """Return the query-key pairs of the largest first chunk of a chunked text that is too small for a kernel."""
     return 0 if rows == length else min(rows * length, MIN_QK_PAIRS)
 
 
@@ -157,8 +159,8 @@ def _first(config: Any, *names: str) -> int | None:
 def choose_prefill(model: PreTrainedModel, length: int, reach: Reach | None = None) -> int | None:
     """Return the tokens of one forward with which `length` tokens stay within 1 GiB beyond weights and cache, or None.
 
-    None, all at once, where that is small enough or where the losses depend on the total length. The choice depends on
-    the model and the length alone, never on the machine: so a run that goes on elsewhere computes the same numbers.
+    None means all tokens at once: if that is small enough, or if the losses depend on the total length. The choice
+    depends only on the model and the length, so a run that resumes on another machine computes the same numbers.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -166,24 +168,24 @@ def choose_prefill(model: PreTrainedModel, length: int, reach: Reach | None = No
         >>> choose_prefill(model, 1024), choose_prefill(model, 1 << 17)
         (None, 512)
     """
-    if not (reach or reach_of(model)).prefix_consistent or _held(model, length) <= _COMFORTABLE:
+    if not (reach or reach_of(model)).prefix_consistent or _activation_bytes(model, length) <= _PREFILL_BYTES:
         return None
-    for piece in _PIECES:
-        if piece < length and _held(model, length, piece) <= _COMFORTABLE:
-            return piece
-    return _PIECES[-1] if length > _PIECES[-1] else None
+    for chunk_size in _CHUNK_SIZES:
+        if chunk_size < length and _activation_bytes(model, length, chunk_size) <= _PREFILL_BYTES:
+            return chunk_size
+    return _CHUNK_SIZES[-1] if length > _CHUNK_SIZES[-1] else None
 
 
-def _held(model: PreTrainedModel, length: int, prefill: int | None = None) -> int:
+def _activation_bytes(model: PreTrainedModel, length: int, prefill: int | None = None) -> int:
     need = forward_need(model, length, prefill=prefill, kernels=False)  # the same on every machine
     return need.states + need.scores
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the memory that is free on `device`, in bytes; None where nothing says.
+    """Return the free memory of `device` in bytes, or None if it is unknown.
 
-    On the CPU the smaller of what the system can give and what its control group may still take; where a launcher
-    started several processes on this machine, an equal part of it.
+    On the CPU it is the smaller of the system's available memory and the rest of the control group's limit, divided by
+    the number of processes that a launcher started on this machine.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -198,8 +200,8 @@ def _meminfo(path: Path = Path("/proc/meminfo")) -> int | None:
         lines = path.read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * int(found[0]) if found else None
+    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(kilobytes[0]) if kilobytes else None
 
 
 def _control_group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -211,25 +213,25 @@ def _control_group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 
 def check_memory(model: PreTrainedModel, length: int, *, prefill: int | None, free: int | None = None) -> Need:
-    """Return what `length` tokens need, which fits; otherwise raise before anything is run.
+    """Return the memory that `length` tokens need, or raise before anything is run.
 
     Args:
-        model: that will run.
-        length: tokens.
+        model: the model to run.
+        length: number of tokens.
         prefill: as in `Scorer`.
-        free: bytes; None: what `available_bytes` says.
+        free: free bytes; None: those of `available_bytes`.
 
     Raises:
-        NotEnoughMemoryError: it does not fit.
+        NotEnoughMemoryError: the tokens do not fit into memory.
     """
     need = forward_need(model, length, prefill=prefill)
     free = available_bytes(model.device) if free is None else free
     if free is None or need.total <= free:
         return need
-    parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in vars(need).items() if value)
+    breakdown = ", ".join(f"{name} {value / GIB:.1f}" for name, value in vars(need).items() if value)
     eager = attention_implementation(model.config) == "eager"
     raise NotEnoughMemoryError(
         f"{length:,} tokens of {type(model).__name__} need about {need.total / GIB:.1f} GiB beyond the weights "
-        f"({parts}), and {free / GIB:.1f} GiB are free: measure shorter lengths"
+        f"({breakdown}), and {free / GIB:.1f} GiB are free: measure shorter lengths"
         + (", or load it with attn_implementation='sdpa'." if eager else ".")
     )

@@ -1,7 +1,7 @@
-"""The same passage at other positions: a wrong configuration shows at once. Metric `offset_probe`.
+"""The same passage at several positions, which reveals wrong configurations. Metric `offset_probe`.
 
-With O the original window, a passage is read at offsets 0, O/2, O, 2 O and 4 O, nothing before it. Under a scheme in
-which only distances matter the loss stays; under a table or sinusoids it tells how far the positions hold.
+With O the original window, a passage is read at offsets 0, O/2, O, 2 O and 4 O without context. The loss is constant if
+only distances matter; with a table or sinusoids it shows up to which positions they work.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class OffsetScore:
 
     Attributes:
         offset: position of the passage's first token.
-        loss: mean, in nats a token.
-        change: against the first offset.
-        low: of the change's 95 % interval over passages; None: none holds.
-        high: likewise.
+        loss: mean loss, in nats per token.
+        change: difference from the first offset.
+        low: lower end of the change's 95 % interval over passages, or None.
+        high: upper end of the interval.
     """
 
     offset: int
@@ -51,13 +51,13 @@ def offset_losses(scorer: Scorer, passage: np.ndarray, offsets: Sequence[int]) -
     """Return the summed loss of `passage` at each offset, float64 [O], in nats.
 
     Args:
-        scorer: of the model.
+        scorer: the model's scorer.
         passage: token ids [L].
-        offsets: positions of its first token, at least 0.
+        offsets: positions of the passage's first token, at least 0.
 
     Raises:
-        DataError: the model takes no positions, or an offset is negative.
-        PositionRangeError: a position beyond the model's table.
+        DataError: the model takes no position_ids, or an offset is negative.
+        PositionRangeError: a position is beyond the model's table.
         NumericError: a loss is not finite.
 
     Example:
@@ -75,13 +75,13 @@ def offset_losses(scorer: Scorer, passage: np.ndarray, offsets: Sequence[int]) -
 
 
 def offset_change(losses: np.ndarray, offsets: Sequence[int], tokens: int, *, seed: int = 0) -> list[OffsetScore]:
-    """Return the loss at each offset and its change against the first, from what `offset_losses` gave.
+    """Return the loss at each offset and its change from the first, from the results of `offset_losses`.
 
     Args:
         losses: [N, O], in nats.
-        offsets: of the columns.
-        tokens: scored of each passage.
-        seed: of the bootstrap.
+        offsets: the offsets of the columns.
+        tokens: scored tokens of each passage.
+        seed: random seed of the bootstrap.
 
     Raises:
         DataError: the shapes differ.

@@ -1,4 +1,4 @@
-"""Before against after, on the same documents and the same questions."""
+"""Paired statistics of two models on the same documents and questions."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import numpy as np
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS, spread_of
 
-_EXACT_DOCUMENTS = 12  # 4096 sign patterns: all of them are tried
+_EXACT_DOCUMENTS = 12  # up to 4096 sign patterns are enumerated
 _CHUNK = 1000
 
 
 @dataclass(frozen=True)
 class Change:
-    """What changed between two models on the same tokens.
+    """The change between two models on the same tokens.
 
     Attributes:
-        documents: how many.
-        difference: mean loss after less before, in nats a token; negative is better.
-        low: of the 95 % interval over documents, as `ratio_interval` has it; None: none holds.
-        high: likewise.
-        p: two-sided: the larger of the sign-flip test's and the interval's; None: too few documents.
-        no_verdict: why there is none, or None.
+        documents: number of documents.
+        difference: mean loss after minus before, in nats per token; negative is better.
+        low: lower end of the 95 % interval over documents, see `ratio_interval`, or None.
+        high: upper end of the interval.
+        p: two-sided p-value, the larger of the sign-flip test's and the interval's; None with too few documents.
+        no_verdict: why there is no verdict, or None.
     """
 
     documents: int
@@ -43,11 +43,11 @@ class NonInferiority:
     """Whether a model is not worse than another by more than a margin.
 
     Attributes:
-        documents: how many.
-        difference: mean loss after less before, in nats a token.
-        upper: end of its 95 % interval, a one-sided bound of 97.5 %; None: none holds.
-        lower: likewise, from below.
-        margin: that is allowed.
+        documents: number of documents.
+        difference: mean loss after minus before, in nats per token.
+        upper: upper end of its 95 % interval, a one-sided bound of 97.5 %, or None.
+        lower: lower end of its 95 % interval, or None.
+        margin: the tolerated difference.
         verdict: "not worse" (upper <= margin), "worse" (lower > margin), "undecided", or "no verdict".
         reason: why there is no verdict, or None.
     """
@@ -67,14 +67,14 @@ def paired_change(
     """Return the change of the mean loss from `before` to `after`, its interval and its p-value.
 
     Args:
-        before: sums of the losses of each document, in nats, [N].
-        after: likewise, of the same tokens, [N].
-        counts: of the tokens, [N].
-        draws: bootstrap samples, and sign patterns where not all are tried.
-        seed: of both.
+        before: summed loss of each document, in nats, [N].
+        after: summed loss of the same tokens under the second model, [N].
+        counts: number of tokens of each document, [N].
+        draws: number of bootstrap samples, and of sign patterns if they are sampled.
+        seed: random seed of both.
 
     Raises:
-        DataError: no documents, or shapes that differ.
+        DataError: there are no documents, or the shapes differ.
 
     Example:
         >>> change = paired_change(np.arange(10.0), np.arange(10.0) + 1, np.full(10, 2))
@@ -95,17 +95,17 @@ def paired_change(
 def sign_flip_p(differences: np.ndarray, *, draws: int = 2000, seed: int = 0) -> float:
     """Return the two-sided p-value of a sum of paired differences under random signs.
 
-    If nothing changed, each document's difference is as likely as its opposite. p is the share of sign patterns whose
-    sum is at least as far from zero as the one seen: of all patterns up to 12 documents, above that of `draws` random
-    ones and the one seen.
+    Under the null hypothesis each document's difference is as likely as its opposite. p is the share of sign patterns
+    whose sum is at least as far from zero as the observed one: of all patterns for up to 12 documents, otherwise of
+    `draws` random patterns and the observed one.
 
     Args:
-        differences: of each document, [N].
-        draws: random patterns.
-        seed: of them.
+        differences: difference of each document, [N].
+        draws: number of random patterns.
+        seed: their random seed.
 
     Raises:
-        DataError: no differences.
+        DataError: there are no differences.
 
     Example:
         >>> sign_flip_p(np.array([1.0, 1.0, 1.0]))
@@ -113,8 +113,8 @@ def sign_flip_p(differences: np.ndarray, *, draws: int = 2000, seed: int = 0) ->
     """
     differences = np.asarray(differences, dtype=np.float64)
     if differences.ndim != 1 or len(differences) == 0:
-        raise DataError(f"a sign-flip test needs one difference a document, got shape {differences.shape}.")
-    seen = abs(differences.sum()) * (1 - 1e-12)  # sums of the same numbers in another order may differ by rounding
+        raise DataError(f"a sign-flip test needs one difference per document, got shape {differences.shape}.")
+    seen = abs(differences.sum()) * (1 - 1e-12)  # tolerates rounding differences between orders of summation
     if len(differences) <= _EXACT_DOCUMENTS:
         signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(differences))))  # [2^N, N]
         return float((np.abs(signs @ differences) >= seen).mean())
@@ -126,13 +126,13 @@ def sign_flip_p(differences: np.ndarray, *, draws: int = 2000, seed: int = 0) ->
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values adjusted for their number, in the order given: Holm's step-down, which needs no independence.
+    """Return p-values with Holm's step-down correction, in the given order. It does not assume independence.
 
-    The k-th smallest of m is multiplied by m - k + 1 and is at least the one before it. Holm 1979,
+    The k-th smallest of m is multiplied by m - k + 1 and is at least as large as the one before it. Holm 1979,
     https://www.jstor.org/stable/4615733.
 
     Raises:
-        DataError: a value is no probability.
+        DataError: a value is not a probability.
 
     Example:
         >>> holm([0.01, 0.04, 0.03])
@@ -149,7 +149,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def holm_corrected(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `rows` with "p_holm" beside each "p": corrected for the rows that have one, None for the others.
+    """Return `rows` with "p_holm": corrected over the rows that have a "p", and None for the others.
 
     Example:
         >>> [row["p_holm"] for row in holm_corrected([{"p": 0.01}, {"p": None}, {"p": 0.04}])]
@@ -160,17 +160,17 @@ def holm_corrected(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def mcnemar_p(before: Sequence[bool], after: Sequence[bool]) -> float:
-    """Return the exact two-sided p-value that two models answer the same questions equally well.
+    """Return the exact two-sided p-value of McNemar's test that two models answer questions equally well.
 
-    Only questions that one of them alone answers right count: of n such, each falls to either side like a fair coin.
-    McNemar 1947, https://doi.org/10.1007/BF02295996.
+    Only the n questions that exactly one model answers correctly count; under the null hypothesis each is a fair coin
+    toss. McNemar 1947, https://doi.org/10.1007/BF02295996.
 
     Args:
-        before: whether each question was answered right.
-        after: likewise, of the same questions.
+        before: whether the first model answers each question correctly.
+        after: whether the second model does.
 
     Raises:
-        DataError: not the same number of questions.
+        DataError: the numbers of questions differ.
 
     Example:
         >>> mcnemar_p([True, False, False, False, False, False], [True, True, True, True, True, True])
@@ -194,22 +194,22 @@ def non_inferiority(
     draws: int = 2000,
     seed: int = 0,
 ) -> NonInferiority:
-    """Return whether `after` is not worse than `before` by more than `margin` nats a token.
+    """Return whether `after` is not worse than `before` by more than `margin` nats per token.
 
-    "not worse" where the upper end of the 95 % interval of the mean difference is at most the margin: a one-sided bound
-    of 97.5 %, as is usual for such trials, so that skewed documents, too, are called "not worse" at the margin in no
-    more than about 5 % of cases. Under 8 documents there is no verdict, nor where no interval holds.
+    The verdict is "not worse" if the upper end of the 95 % interval of the mean difference is at most the margin. This
+    one-sided bound of 97.5 %, usual for such trials, keeps false "not worse" verdicts at the margin to about 5 %, even
+    for skewed documents. There is no verdict with fewer than 8 documents or without an interval.
 
     Args:
-        before: sums of the losses of each document, in nats, [N].
-        after: likewise, of the same tokens.
-        counts: of the tokens, [N].
-        margin: in nats a token.
-        draws: bootstrap samples.
-        seed: of them.
+        before: summed loss of each document, in nats, [N].
+        after: summed loss of the same tokens under the second model, [N].
+        counts: number of tokens of each document, [N].
+        margin: tolerated difference in nats per token.
+        draws: number of bootstrap samples.
+        seed: their random seed.
 
     Raises:
-        DataError: no documents, shapes that differ, or a negative margin.
+        DataError: there are no documents, the shapes differ, or the margin is negative.
 
     Example:
         >>> losses, counts = np.arange(8.0), np.full(8, 100)
@@ -219,14 +219,14 @@ def non_inferiority(
     if not margin >= 0:
         raise DataError(f"margin is a number of nats, at least 0, got {margin}.")
     change = paired_change(before, after, counts, draws=draws, seed=seed)
-    lower, upper, why = change.low, change.high, change.no_verdict
-    if why is None and (lower is None or upper is None):
-        why = "too many documents have the same difference for an interval."
-    if why or lower is None or upper is None:
+    lower, upper, reason = change.low, change.high, change.no_verdict
+    if reason is None and (lower is None or upper is None):
+        reason = "too many documents have the same difference for an interval."
+    if reason or lower is None or upper is None:
         verdict = "no verdict"
     else:
         verdict = "not worse" if upper <= margin else "worse" if lower > margin else "undecided"
-    return NonInferiority(change.documents, change.difference, upper, lower, margin, verdict, why)
+    return NonInferiority(change.documents, change.difference, upper, lower, margin, verdict, reason)
 
 
 def _too_few(documents: int) -> str | None:

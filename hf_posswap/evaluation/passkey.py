@@ -1,8 +1,8 @@
-"""The passkey test: is a number that was said far back found again?
+"""The passkey test: retrieval of a number from far back in the text.
 
 The text is that of LongLoRA (Chen et al. 2023, https://arxiv.org/abs/2309.12307) and YaRN's evaluation: filler, the key
-somewhere in it, more filler, the question. Teacher-forced: one forward per cell scores the answer; every token right by
-argmax is the same as a right greedy answer.
+somewhere in it, more filler, the question. One teacher-forced forward scores the answer: if the argmax of every token
+is right, the greedy answer is right.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ LARGEST_KEY = 50_000
 
 @dataclass(frozen=True)
 class PasskeyCell:
-    """What one model did at one length and depth.
+    """The result of one model at one length and depth.
 
     Attributes:
         length: tokens of prompt and answer together.
-        depth: where the key stands in the filler, 0 at the start, 1 at the end.
-        trials: how many keys were asked for.
-        exact: of them answered right, token by token.
+        depth: position of the key in the filler, from 0 at the start to 1 at the end.
+        trials: number of keys.
+        exact: number of keys answered correctly, token by token.
         answer_nll: mean loss of the answers' tokens, in nats.
     """
 
@@ -54,8 +54,8 @@ class PasskeyTask:
     """Builds passkey prompts of an exact number of tokens.
 
     Args:
-        tokenizer: of the model to ask.
-        header: whether the prompt opens with the instruction; without it a prompt fits into a shorter window.
+        tokenizer: the model's tokenizer.
+        header: whether the prompt starts with the instruction; without it, prompts fit into a shorter window.
 
     Raises:
         DataError: the tokenizer cannot write the answer's digits.
@@ -77,12 +77,12 @@ class PasskeyTask:
 
     @property
     def shortest(self) -> int:
-        """The fewest tokens that a prompt with its answer takes, without any filler."""
+        """Tokens of the shortest prompt with its answer, without filler."""
         question, answer = self._ask(LARGEST_KEY)
         return len(self._start()) + len(self._encode(NEEDLE.format(key=LARGEST_KEY))) + len(question) + len(answer)
 
     def prompt(self, *, length: int, depth: float, key: int) -> tuple[list[int], int]:
-        """Return the token ids of prompt and answer, exactly `length` of them, and how many are the answer.
+        """Return exactly `length` token ids of prompt and answer, and the number of answer tokens.
 
         Raises:
             DataError: `length` is too short for the text around the filler.
@@ -104,10 +104,10 @@ class PasskeyTask:
         return (once * (count // len(once) + 1))[:count]
 
     def _ask(self, key: int) -> tuple[list[int], list[int]]:
-        """Return the tokens of the question and of the answer, cut where the question alone would end."""
-        question, both = self._encode(QUESTION), self._encode(f"{QUESTION} {key}")
-        same = next((i for i, (a, b) in enumerate(zip(question, both, strict=False)) if a != b), len(question))
-        return both[:same], both[same:]
+        """Return the tokens of the question and of the answer, split where the tokens of the question alone end."""
+        question, combined = self._encode(QUESTION), self._encode(f"{QUESTION} {key}")
+        prefix = next((i for i, (a, b) in enumerate(zip(question, combined, strict=False)) if a != b), len(question))
+        return combined[:prefix], combined[prefix:]
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -123,21 +123,21 @@ def passkey_grid(
     seed: int = 0,
     on_prompt: Callable[[int], None] | None = None,
 ) -> list[PasskeyCell]:
-    """Return how often `model` finds the key, by length and depth. The keys depend on the seed, length and depth alone.
+    """Return how often `model` finds the key, by length and depth. Keys depend only on seed, length and depth.
 
     Args:
         model: a causal model.
-        task: for its tokenizer.
+        task: the passkey task for its tokenizer.
         lengths: tokens of prompt and answer together.
-        depths: where the key stands in the filler, between 0 and 1.
-        trials: keys a cell.
-        seed: of the keys.
-        on_prompt: called after each prompt with its tokens.
+        depths: positions of the key in the filler, between 0 and 1.
+        trials: keys per cell.
+        seed: random seed of the keys.
+        on_prompt: called after each prompt with its number of tokens.
 
     Raises:
         DataError: a length is too short.
-        PositionRangeError: a length the model's position table does not reach.
-        NumericError: logits that are not finite.
+        PositionRangeError: a length exceeds the model's position table.
+        NumericError: logits are not finite.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -164,7 +164,7 @@ def passkey_grid(
 
 
 def passkey_keys(seed: int, length: int, depth: float, trials: int) -> list[int]:
-    """Return the keys to ask for in one cell, between 1 and 50000: they depend on nothing but these arguments.
+    """Return the keys of one cell, between 1 and 50000, as a pure function of the arguments.
 
     Example:
         >>> passkey_keys(0, 256, 0.5, 3) == passkey_keys(0, 256, 0.5, 5)[:3]
@@ -178,13 +178,13 @@ def answer_prompt(scorer: Scorer, ids: list[int], answer: int) -> tuple[bool, np
     """Return whether the last `answer` tokens are the model's greedy choice, and their losses, float32 [answer].
 
     Args:
-        scorer: of a causal model.
-        ids: prompt and answer.
-        answer: how many of the last tokens are the answer.
+        scorer: the scorer of a causal model.
+        ids: token ids of prompt and answer.
+        answer: number of answer tokens at the end.
 
     Raises:
-        NumericError: logits that are not finite.
-        PositionRangeError: the prompt is longer than the model's position table.
+        NumericError: logits are not finite.
+        PositionRangeError: the prompt exceeds the model's position table.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -194,6 +194,6 @@ def answer_prompt(scorer: Scorer, ids: list[int], answer: int) -> tuple[bool, np
         (2,)
     """
     logits = scorer.last_logits(torch.tensor([ids]), answer)[0]  # [answer, V]
-    wanted = torch.tensor(ids[-answer:], device=logits.device)
-    losses = functional.cross_entropy(logits, wanted, reduction="none").cpu().numpy()
-    return bool((logits.argmax(-1) == wanted).all()), losses
+    targets = torch.tensor(ids[-answer:], device=logits.device)
+    losses = functional.cross_entropy(logits, targets, reduction="none").cpu().numpy()
+    return bool((logits.argmax(-1) == targets).all()), losses

@@ -1,8 +1,8 @@
 """Perplexity by length and loss by position, of whole documents, from full-context forward passes.
 
-Protocol `ppl_prefix`: documents of at least L_max tokens, the first L of each, every token predicted from all that come
-before it: exp(sum of losses / number of tokens). The tokens are the same for every model. The first token of a document
-has nothing before it and is not scored.
+Protocol `ppl_prefix`: of documents with at least L_max tokens, the first L tokens are read, and each token is predicted
+from all before it: exp(sum of losses / number of tokens). The tokens are the same for every model. The first token of a
+document has no context and is not scored.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class LengthScore:
     """Perplexity at one length.
 
     Attributes:
-        length: tokens read of each document.
+        length: number of tokens read of each document.
         perplexity: exp of the mean loss over all scored tokens.
-        low: of the 95 % interval over documents; None: none holds.
-        high: likewise.
-        documents: how many.
-        tokens: scored.
+        low: lower end of the 95 % interval over documents, or None.
+        high: upper end of the interval.
+        documents: number of documents.
+        tokens: number of scored tokens.
     """
 
     length: int
@@ -45,9 +45,9 @@ class PositionScore:
     Attributes:
         start: first position, counted from 0.
         stop: position after the last.
-        loss: mean, in nats a token.
-        low: of the 95 % interval over documents; None: none holds.
-        high: likewise.
+        loss: mean loss, in nats per token.
+        low: lower end of the 95 % interval over documents, or None.
+        high: upper end of the interval.
     """
 
     start: int
@@ -58,11 +58,11 @@ class PositionScore:
 
 
 def perplexity_by_length(losses: Mapping[int, np.ndarray], *, seed: int = 0) -> list[LengthScore]:
-    """Return `ppl_prefix` of what `measure_losses` gave, by length.
+    """Return `ppl_prefix` by length from the results of `measure_losses`.
 
     Args:
         losses: {L: [N, L - 1]}.
-        seed: of the bootstrap.
+        seed: random seed of the bootstrap.
 
     Example:
         >>> score = perplexity_by_length({3: np.full((4, 2), np.log(5.0))})[0]
@@ -80,7 +80,7 @@ def perplexity_by_length(losses: Mapping[int, np.ndarray], *, seed: int = 0) -> 
 
 
 def _perplexities(interval: tuple[float, float] | None) -> tuple[float, float] | tuple[None, None]:
-    """Return the ends of an interval of losses as perplexities; one that is too far for a float is infinite: none."""
+    """Convert an interval of losses to perplexities; (None, None) if an end overflows a float."""
     if interval is None or interval[1] > math.log(sys.float_info.max):
         return None, None
     return math.exp(interval[0]), math.exp(interval[1])
@@ -89,12 +89,12 @@ def _perplexities(interval: tuple[float, float] | None) -> tuple[float, float] |
 def change_with_length(losses: Mapping[int, np.ndarray], *, seed: int = 0) -> tuple[float, float | None, float | None]:
     """Return the ratio of the perplexities at the longest and the shortest length, and its 95 % interval.
 
-    The interval is paired: both lengths are taken of the same draw of documents, so what makes documents differ from
-    one another drops out.
+    The interval is paired: both lengths use the same bootstrap sample of documents, which cancels the differences
+    between documents.
 
     Args:
         losses: {L: [N, L - 1]}, at least one length.
-        seed: of the bootstrap.
+        seed: random seed of the bootstrap.
 
     Example:
         >>> change_with_length({3: np.full((5, 2), 1.0), 5: np.full((5, 4), 1.0)})
@@ -107,11 +107,11 @@ def change_with_length(losses: Mapping[int, np.ndarray], *, seed: int = 0) -> tu
 
 
 def loss_by_position(losses: np.ndarray, *, seed: int = 0) -> list[PositionScore]:
-    """Return the mean loss of the tokens at positions [2^k, 2^(k+1)), for every k that fits whole.
+    """Return the mean loss of the tokens at positions [2^k, 2^(k+1)), for every complete bucket.
 
     Args:
-        losses: [N, L - 1] of one length; column t - 1 is the token at position t.
-        seed: of the bootstrap.
+        losses: losses at one length, [N, L - 1]; column t - 1 is the token at position t.
+        seed: random seed of the bootstrap.
 
     Example:
         >>> [(score.start, score.stop) for score in loss_by_position(np.ones((2, 7)))]
@@ -120,9 +120,9 @@ def loss_by_position(losses: np.ndarray, *, seed: int = 0) -> list[PositionScore
     scores = []
     start = 1
     while 2 * start <= losses.shape[1] + 1:
-        part = losses[:, start - 1 : 2 * start - 1]
-        sums = part.sum(axis=1, dtype=np.float64)
-        counts = np.full(len(part), part.shape[1])
+        bucket = losses[:, start - 1 : 2 * start - 1]
+        sums = bucket.sum(axis=1, dtype=np.float64)
+        counts = np.full(len(bucket), bucket.shape[1])
         low, high = ratio_interval(sums, counts, seed=seed) or (None, None)
         scores.append(PositionScore(start, 2 * start, float(sums.sum() / counts.sum()), low, high))
         start *= 2

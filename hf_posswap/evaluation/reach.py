@@ -1,4 +1,4 @@
-"""How far a model runs, and whether one forward gives the loss of every prefix: by its plan, never by guessing."""
+"""The lengths that a model can run, and whether one forward gives the loss of every prefix, from its plan."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hf_posswap.patching.plan.plan_swap import unwrap
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_FOLLOW_THE_LENGTH = ("dynamic", "longrope")  # rope types of transformers whose frequencies follow the total length
+_LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")  # rope types whose frequencies depend on the total length
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What a model can run.
+    """The lengths that a model can run.
 
     Attributes:
-        limit: most tokens before it stops with an error; None: it runs at any length.
-        window: tokens that it was made for before any swap.
-        prefix_consistent: whether logits at t depend on tokens up to t alone, whatever the total length: then one
-            forward gives the losses of every prefix, and a prefill in pieces with a cache gives what a full one does.
-        why: what says so.
-        causal: whether a token sees only what comes before it.
+        limit: maximum number of tokens, beyond which it raises an error; None: any length.
+        window: original window in tokens, before any swap.
+        prefix_consistent: whether logits at t depend only on tokens up to t, not on the total length: then one forward
+            gives the losses of every prefix, and a chunked prefill with a cache equals a full one.
+        why: the reason for `prefix_consistent`.
+        causal: whether tokens attend only to earlier tokens.
     """
 
     limit: int | None
@@ -36,10 +36,10 @@ class Reach:
 
 
 def reach_of(model: PreTrainedModel) -> Reach:
-    """Return how far `model` runs and whether one forward serves every length.
+    """Return the lengths that `model` can run, and whether one forward serves every length.
 
-    A swapped model's plan declares it (`SwapPlan.cached_equals_full`), a native one's rope type. Of a model that no
-    family describes nothing is assumed: each length gets its own forward.
+    The plan of a swapped model declares it (`SwapPlan.cached_equals_full`), for an unswapped one the rope type does. A
+    model without a family gets one forward per length.
 
     Args:
         model: a transformers model, patched or not.
@@ -60,23 +60,23 @@ def reach_of(model: PreTrainedModel) -> Reach:
     try:
         report = describe_positions(model)
     except UnsupportedModelError:
-        return Reach(None, _configured(model), False, "no family describes it", bool(model.can_generate()))
+        return Reach(None, _configured_length(model), False, "no family describes it", bool(model.can_generate()))
     causal = report.geometry.causal
     if report.sites["embedding"] != "-":
         return Reach(report.limit, report.limit, causal, "a learned table", causal)
     types = _rope_types(model.config)
-    follows = sorted(types & set(_FOLLOW_THE_LENGTH))
-    types_said = ", ".join(follows or sorted(types)) or "default"
-    return Reach(None, report.limit, causal and not follows, f"rope type {types_said}", causal)
+    length_dependent = sorted(types & set(_LENGTH_DEPENDENT_TYPES))
+    types_text = ", ".join(length_dependent or sorted(types)) or "default"
+    return Reach(None, report.limit, causal and not length_dependent, f"rope type {types_text}", causal)
 
 
-def _configured(model: Any) -> int:
-    """Return what the config calls the model's length; 0 where it says nothing."""
+def _configured_length(model: Any) -> int:
+    """Return the model's length in its config, or 0."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Return the rope types of a config; some models have one for each type of layer."""
+    """Return the rope types of a config; some models have one per type of layer."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return {str(part["rope_type"]) for part in [parameters, *nested] if part.get("rope_type")}
+    return {str(entry["rope_type"]) for entry in [parameters, *nested] if entry.get("rope_type")}

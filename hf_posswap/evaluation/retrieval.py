@@ -1,8 +1,8 @@
-"""Encoders: is a long text found again by what one sentence of it says? Passkey and needle, as LongEmbed has them.
+"""Encoders: retrieval of long documents by one sentence in them. Passkey and needle, as in LongEmbed.
 
-Documents of one length each carry one sentence of their own in the same kind of filler. Each is asked for by a
-question; the answer is the document whose embedding is nearest by cosine. Zhu et al. 2024, https://arxiv.org/abs/2404.12096.
-The texts here are our own: numbers are for comparing models on them, not for standing beside LongEmbed's.
+Each document of one length contains a unique sentence in the same filler. A question asks for it; the answer is the
+document with the nearest embedding by cosine. Zhu et al. 2024, https://arxiv.org/abs/2404.12096. The texts differ from
+LongEmbed's, so the numbers compare models with each other, not with published ones.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _FACTS = (
 
 @dataclass(frozen=True)
 class RetrievalScore:
-    """How often the right document was the nearest.
+    """How often the right document is the nearest.
 
     Attributes:
-        length: tokens of a document, special tokens included.
-        documents: how many, each asked for once.
-        accuracy: share of questions whose document was the nearest.
-        low: of Wilson's 95 % interval.
-        high: likewise.
-        chance: what a model that knows nothing would reach.
+        length: tokens of a document, including special tokens.
+        documents: number of documents, each with one question.
+        accuracy: share of questions whose document is the nearest.
+        low: lower end of Wilson's 95 % interval.
+        high: upper end of the interval.
+        chance: accuracy of a random guess.
     """
 
     length: int
@@ -66,11 +66,11 @@ class RetrievalScore:
 
 
 def retrieval_texts(kind: Kind, documents: int, seed: int = 0) -> list[tuple[str, str]]:
-    """Return the sentence that each document carries, and the question that asks for it.
+    """Return the sentence of each document, and the question about it.
 
     Raises:
         OptionError: no such kind.
-        DataError: there are not so many different ones.
+        DataError: there are not that many different sentences.
 
     Example:
         >>> len(retrieval_texts("passkey", 50)), len(set(retrieval_texts("needle", 12)))
@@ -99,14 +99,14 @@ def retrieval_texts(kind: Kind, documents: int, seed: int = 0) -> list[tuple[str
 def retrieval_documents(
     tokenizer: PreTrainedTokenizerBase, facts: Sequence[str], length: int, *, filler: str = FILLER, seed: int = 0
 ) -> list[list[int]]:
-    """Return a document of exactly `length` tokens for each fact, which stands anywhere in the filler.
+    """Return a document of exactly `length` tokens for each fact, at a random position in the filler.
 
     Args:
-        tokenizer: of the model; its special tokens frame the text.
-        facts: one for each document.
-        length: tokens, special ones included.
+        tokenizer: the model's tokenizer; its special tokens are put around the text.
+        facts: one fact for each document.
+        length: number of tokens, including special ones.
         filler: repeated as often as needed.
-        seed: of the places.
+        seed: random seed of the positions.
 
     Raises:
         DataError: `length` is too short for a fact.
@@ -137,13 +137,13 @@ def retrieval_documents(
 def embed(
     model: PreTrainedModel, documents: Sequence[Sequence[int]], *, pooling: Pooling = "mean", batch_tokens: int = 4096
 ) -> Tensor:
-    """Return one vector of length 1 for each document, float32 [N, E].
+    """Return one unit vector for each document, float32 [N, E].
 
     Args:
-        model: whose last hidden states are pooled.
-        documents: token ids, of any lengths; nothing is padded.
+        model: the model whose last hidden states are pooled.
+        documents: token ids of any lengths, without padding.
         pooling: the mean over tokens, the first token ("cls"), or the last.
-        batch_tokens: most tokens of one forward; documents of one length that follow one another go together.
+        batch_tokens: maximum tokens of one forward; consecutive documents of equal length form a batch.
 
     Raises:
         OptionError: no such pooling.
@@ -168,10 +168,10 @@ def embed(
         states = body(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.float()  # [B, L, E]
         vectors.append(states.mean(1) if pooling == "mean" else states[:, 0 if pooling == "cls" else -1])
         start = stop
-    found = functional.normalize(torch.cat(vectors).cpu(), dim=-1)
-    if not bool(found.isfinite().all()):
+    embeddings = functional.normalize(torch.cat(vectors).cpu(), dim=-1)
+    if not bool(embeddings.isfinite().all()):
         raise NumericError(f"{type(model).__name__}: an embedding is not finite; use float32.")
-    return found
+    return embeddings
 
 
 def retrieval_at_length(
@@ -188,18 +188,18 @@ def retrieval_at_length(
     """Return how often a question finds its document among `documents` of `length` tokens.
 
     Args:
-        model: an encoder, or any model whose last hidden states make an embedding.
-        tokenizer: its own.
+        model: an encoder, or any model whose last hidden states can be pooled to an embedding.
+        tokenizer: the model's tokenizer.
         length: tokens of each document.
-        kind: "passkey": a number that belongs to a name; "needle": a fact, of which there are 12.
-        documents: how many.
+        kind: "passkey", a number that belongs to a name, or "needle", one of 12 facts.
+        documents: number of documents.
         pooling: as in `embed`.
-        filler: around the facts.
-        seed: of names, numbers and places.
+        filler: the text around the facts.
+        seed: random seed of names, numbers and positions.
 
     Raises:
-        DataError, OptionError, NumericError: as the functions that it is made of.
-        PositionRangeError: the documents are longer than the model's position table.
+        DataError, OptionError, NumericError: as `retrieval_texts`, `retrieval_documents` and `embed`.
+        PositionRangeError: the documents exceed the model's position table.
 
     Example:
         >>> from transformers import GPT2Config, GPT2Model
@@ -210,8 +210,8 @@ def retrieval_at_length(
     """
     pairs = retrieval_texts(kind, documents, seed)
     texts = retrieval_documents(tokenizer, [fact for fact, _ in pairs], length, filler=filler, seed=seed)
-    asked = embed(model, [tokenizer(question)["input_ids"] for _, question in pairs], pooling=pooling)
-    held = embed(model, texts, pooling=pooling)
-    nearest = (asked @ held.T).argmax(dim=1)  # [N]
+    question_vectors = embed(model, [tokenizer(question)["input_ids"] for _, question in pairs], pooling=pooling)
+    document_vectors = embed(model, texts, pooling=pooling)
+    nearest = (question_vectors @ document_vectors.T).argmax(dim=1)  # [N]
     right = int((nearest == torch.arange(documents)).sum())
     return RetrievalScore(length, documents, right / documents, *wilson_interval(right, documents), 1 / documents)

@@ -1,10 +1,10 @@
-"""Eight tasks in the manner of RULER, made of nothing but a seed: is what stands far back found, followed and counted?
+"""Eight tasks similar to RULER, generated from a seed: retrieval, tracing and counting over long contexts.
 
-Hsieh et al. 2024, https://arxiv.org/abs/2404.06654, has the kinds: a needle alone, among other needles, with several
-values, asked for together; variables that take each other's values; words that are common or frequent. The text here is
-our own and needs no download. Every prompt has an exact number of tokens. The answers stand in the order in which the
-prompt gives them and are judged teacher-forced: the score is the share of them that the model's first choices spell.
-That is stricter than RULER's search for the answers in generated text; numbers of the two are not to be compared.
+The task types are those of Hsieh et al. 2024, https://arxiv.org/abs/2404.06654: a single needle, a needle among others,
+several values, several queries; variables that take each other's values; common and frequent words. The text is
+generated and needs no download. Every prompt has an exact number of tokens. The answers are in the order that the
+prompt requests and are scored teacher-forced: the score is the share of answers that the argmax tokens spell. This is
+stricter than RULER's search for the answers in generated text, so do not compare the two.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _WORDS = (
 
 
 @dataclass(frozen=True)
-class Riddle:
-    """One question before it is laid out.
+class TaskText:
+    """The text of one task sample, before it is laid out as tokens.
 
     Attributes:
-        pieces: of text that carry the facts, in order; they are spread over the filler.
+        pieces: the sentences with the facts, in order; they are spread over the filler.
         question: the end of the prompt.
-        answers: in the order asked for.
-        filler: what stands between the pieces, repeated.
+        answers: the answers in the requested order.
+        filler: the text between the facts, repeated.
     """
 
     pieces: tuple[str, ...]
@@ -50,7 +50,7 @@ class Riddle:
     filler: str = _FILLER
 
 
-Maker = Callable[[np.random.Generator], Riddle]
+TaskGenerator = Callable[[np.random.Generator], TaskText]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RulerPrompt:
     """A prompt as tokens.
 
     Attributes:
-        ids: exactly as many as asked for, the answers at the end.
+        ids: token ids, with the answers at the end.
         spans: [start, stop) of each answer's tokens in `ids`.
     """
 
@@ -79,65 +79,65 @@ def _fact(name: str, value: str) -> str:
 
 
 def _ask(names: list[str]) -> str:
-    asked = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-    return f"What is the number of {asked}? The answer, in this order, is:"
+    subjects = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"What is the number of {subjects}? The answer, in this order, is:"
 
 
-def _needles(distractors: int, asked: int) -> Maker:
-    """Return a maker of `asked` needles among `distractors` others."""
+def _needles(distractors: int, targets: int) -> TaskGenerator:
+    """Return a generator of `targets` needles among `distractors` others."""
 
-    def make(random: np.random.Generator) -> Riddle:
-        names = _names(random, distractors + asked)
+    def make(random: np.random.Generator) -> TaskText:
+        names = _names(random, distractors + targets)
         values = [_number(random) for _ in names]
-        wanted = sorted(int(i) for i in random.choice(len(names), asked, replace=False))
-        pieces = tuple(_fact(name, value) for name, value in zip(names, values, strict=True))
-        return Riddle(pieces, _ask([names[i] for i in wanted]), tuple(values[i] for i in wanted))
+        wanted = sorted(int(i) for i in random.choice(len(names), targets, replace=False))
+        facts = tuple(_fact(name, value) for name, value in zip(names, values, strict=True))
+        return TaskText(facts, _ask([names[i] for i in wanted]), tuple(values[i] for i in wanted))
 
     return make
 
 
-def _crowd(random: np.random.Generator) -> Riddle:
-    """A needle in a text of nothing but needles of other names."""
+def _crowd(random: np.random.Generator) -> TaskText:
+    """A needle in a text that consists only of needles of other names."""
     name, value = _names(random, 1)[0], _number(random)
     others = "".join(_fact(f"{other}{random.integers(10, 100)}", _number(random)) for other in _NAMES)
-    return Riddle((_fact(name, value),), _ask([name]), (value,), others)
+    return TaskText((_fact(name, value),), _ask([name]), (value,), others)
 
 
-def _values(random: np.random.Generator) -> Riddle:
+def _values(random: np.random.Generator) -> TaskText:
     name, values = _names(random, 1)[0], [_number(random) for _ in range(4)]
     question = f"What are all the numbers of {name}? The answer, in the order of the text, is:"
-    return Riddle(tuple(_fact(name, value) for value in values), question, tuple(values))
+    return TaskText(tuple(_fact(name, value) for value in values), question, tuple(values))
 
 
-def _variables(random: np.random.Generator) -> Riddle:
-    """A chain of variables, each given the one before; a second chain stands in between."""
+def _variables(random: np.random.Generator) -> TaskText:
+    """A chain of variables, each assigned the previous one, interleaved with a second chain."""
     names = [name.upper() for name in _names(random, 10)]
     value, other = _number(random), _number(random)
     chain, distraction = names[:5], names[5:]
     pieces = []
     for i in range(5):
-        for held, start in ((chain, value), (distraction, other)):
-            pieces.append(f"VAR {held[i]} = {start if i == 0 else held[i - 1]}\n")
-    return Riddle(
+        for names_of_chain, start in ((chain, value), (distraction, other)):
+            pieces.append(f"VAR {names_of_chain[i]} = {start if i == 0 else names_of_chain[i - 1]}\n")
+    return TaskText(
         tuple(pieces), f"Which variables have the value {value}? In the order of the text they are:", tuple(chain)
     )
 
 
-def _counted(common: int, rare: int) -> Maker:
-    """Return a maker of a list of words in which 3 stand `common` times, and each other `rare` times."""
+def _counted(common: int, rare: int) -> TaskGenerator:
+    """Return a generator of a word list with 3 words `common` times, and every other word `rare` times."""
 
-    def make(random: np.random.Generator) -> Riddle:
-        words = [str(word) for word in random.permutation(_WORDS)]
-        answers, others = words[:3], words[3:]
+    def make(random: np.random.Generator) -> TaskText:
+        shuffled = [str(word) for word in random.permutation(_WORDS)]
+        answers, others = shuffled[:3], shuffled[3:]
         listed = random.permutation([*answers * common, *others * rare])
         pieces = tuple(f"{word}\n" for word in listed)
         question = "Which three words are in the list most often? In the order of the alphabet they are:"
-        return Riddle(pieces, question, tuple(sorted(answers)), "-\n")
+        return TaskText(pieces, question, tuple(sorted(answers)), "-\n")
 
     return make
 
 
-TASKS: dict[str, Maker] = {
+TASKS: dict[str, TaskGenerator] = {
     "niah_single": _needles(0, 1),
     "niah_multikey": _needles(7, 1),
     "niah_crowd": _crowd,
@@ -152,13 +152,13 @@ TASKS: dict[str, Maker] = {
 def ruler_prompt(
     tokenizer: PreTrainedTokenizerBase, task: str, *, length: int, seed: int = 0, sample: int = 0
 ) -> RulerPrompt:
-    """Return one prompt of exactly `length` tokens, answers included; it depends on nothing but these arguments.
+    """Return one prompt of exactly `length` tokens, including the answers, as a pure function of the arguments.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         task: a name of `TASKS`.
-        length: tokens.
-        seed: of all prompts.
+        length: number of tokens.
+        seed: random seed of all prompts.
         sample: number of the prompt.
 
     Raises:
@@ -174,23 +174,23 @@ def ruler_prompt(
     if task not in TASKS:
         raise UnknownNameError("ruler_lite task", task, TASKS)
     random = np.random.default_rng((seed, length, sample, list(TASKS).index(task)))
-    riddle = TASKS[task](random)
+    task_text = TASKS[task](random)
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    pieces, question = [encode(piece) for piece in riddle.pieces], encode("\n" + riddle.question)
-    answers = [encode(f" {answer}") for answer in riddle.answers]
-    room = length - sum(map(len, [bos, *pieces, question, *answers]))
+    fact_ids, question = [encode(fact) for fact in task_text.pieces], encode("\n" + task_text.question)
+    answers = [encode(f" {answer}") for answer in task_text.answers]
+    room = length - sum(map(len, [bos, *fact_ids, question, *answers]))
     if room < 0:
         raise DataError(f"a {task} prompt takes at least {length - room} tokens here, got length {length}.")
-    filler = encode(riddle.filler)
-    cuts = [0, *sorted(int(cut) for cut in random.integers(0, room + 1, len(pieces))), room]
+    filler = encode(task_text.filler)
+    cuts = [0, *sorted(int(cut) for cut in random.integers(0, room + 1, len(fact_ids))), room]
     ids = list(bos)
-    for i, piece in enumerate([*pieces, []]):
+    for i, fact in enumerate([*fact_ids, []]):
         gap = cuts[i + 1] - cuts[i]
-        ids += (filler * (gap // len(filler) + 1))[:gap] + piece
+        ids += (filler * (gap // len(filler) + 1))[:gap] + fact
     ids += question
     spans = []
     for answer in answers:
@@ -200,10 +200,10 @@ def ruler_prompt(
 
 
 def ruler_score(scorer: Scorer, prompt: RulerPrompt) -> float:
-    """Return the share of the answers that the model's first choices spell, each after the right ones before it.
+    """Return the share of answers that the model's argmax tokens spell, each given the right answers before it.
 
     Args:
-        scorer: of a causal model.
+        scorer: the scorer of a causal model.
         prompt: from `ruler_prompt`.
 
     Raises:

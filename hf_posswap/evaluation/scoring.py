@@ -1,8 +1,8 @@
-"""The loss of each token, from a forward pass that never holds the logits of a whole sequence.
+"""The loss of each token, from a forward pass that never materializes the logits of a whole sequence.
 
-A vocabulary of 128256 at 131072 tokens is 67 GB of float32 logits; here the hidden states are kept and the output head
-runs on a few hundred of them at a time. Where even the hidden states of one forward do not fit, the sequence is read in
-pieces with a key-value cache, which gives the same losses wherever the model's plan says so.
+A vocabulary of 128256 at 131072 tokens is 67 GB of float32 logits; here the output head runs on a few hundred hidden
+states at a time. If even the activations of one forward do not fit, the sequence is read in chunks with a key-value
+cache, which gives the same losses for prefix-consistent models.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _PROBE_TOLERANCE = 1e-4
 
 
 class Scorer:
-    """Gives the loss of each token of a causal model, the head taken in chunks.
+    """Computes the loss of each token of a causal model with a chunked output head.
 
     At construction the chunked head is compared with the model's own logits on a few tokens. A model that does more
-    after its last hidden state than the known scalings is scored from its own logits: right, but not small.
+    after its last hidden state than the known scalings is scored from its own logits, which takes more memory.
 
     Args:
         model: a causal model with an output head, patched or not.
         chunk: tokens whose logits are held at once, over all rows of a batch.
-        prefill: tokens of one forward; longer sequences are read in pieces with a cache. None: always in one.
+        prefill: tokens of one forward; longer sequences are read in chunks with a cache. None: always one forward.
 
     Raises:
         DataError: the model has no output head or is not causal, a number is below 1, or `prefill` is given for a
@@ -56,16 +56,16 @@ class Scorer:
         reach = reach_of(model)
         if not reach.causal or model.config.is_encoder_decoder:
             raise DataError(
-                f"{type(model).__name__} sees both sides of a token, or reads with an encoder: it has no loss of the "
-                "next token. Measure an encoder with masked_losses or retrieval_at_length."
+                f"{type(model).__name__} is bidirectional or has an encoder, so it has no next-token loss. Measure an "
+                "encoder with masked_losses or retrieval_at_length."
             )
         if prefill is not None and not reach.prefix_consistent:
             raise DataError(
-                f"{type(model).__name__} cannot be read in pieces: by {reach.why} its losses depend on the total "
+                f"{type(model).__name__} cannot be read in chunks: by {reach.why} its losses depend on the total "
                 "length. Leave prefill out."
             )
         self.model, self.chunk, self.prefill = model, chunk, prefill
-        # where the total length matters, losses are those of a forward that reads the last token too, as model.loss is
+        # if the total length matters, the forward also reads the last token, as for model.loss
         self.reads_last = not reach.prefix_consistent
         self.chunked = self._head_is_known()
 
@@ -74,7 +74,7 @@ class Scorer:
 
         Args:
             ids: [B, L], L at least 2.
-            scored: only the last so many tokens, [B, scored]; the head runs on these alone. None: all but the first.
+            scored: score only this many last tokens, [B, scored]; None: all but the first.
             start: the position of the first token.
             reads_last: as in `logits`.
 
@@ -86,14 +86,14 @@ class Scorer:
         count = ids.shape[1] - 1 if scored is None else scored
         if not 1 <= count < ids.shape[1]:
             raise DataError(f"of {ids.shape[1]} tokens between 1 and {ids.shape[1] - 1} can be scored, got {count}.")
-        wanted = ids[:, -count:].to(self.model.device)
-        parts, done = [], 0
+        scored_ids = ids[:, -count:].to(self.model.device)
+        chunks, done = [], 0
         for logits in self.logits(ids, count, start=start, reads_last=reads_last):
-            targets = wanted[:, done : done + logits.shape[1]]  # [B, K]
+            targets = scored_ids[:, done : done + logits.shape[1]]  # [B, K]
             done += logits.shape[1]
             flat = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-            parts.append(flat.view_as(targets).cpu())
-        losses = torch.cat(parts, dim=1)  # [B, count]
+            chunks.append(flat.view_as(targets).cpu())
+        losses = torch.cat(chunks, dim=1)  # [B, count]
         if not bool(losses.isfinite().all()):
             first = int((~losses.isfinite()).any(dim=0).nonzero()[0])
             raise NumericError(
@@ -115,15 +115,15 @@ class Scorer:
             )
         return logits
 
-    @torch.inference_mode()  # the decorator, unlike a with block, is off again while a generator waits
+    @torch.inference_mode()  # unlike a with block, the decorator is inactive while a generator is suspended
     def logits(self, ids: Tensor, count: int, *, start: int = 0, reads_last: bool | None = None) -> Iterator[Tensor]:
-        """Give the logits that predict the last `count` tokens of `ids` [B, L], float32 [B, K, V] at a time.
+        """Yield the logits that predict the last `count` tokens of `ids` [B, L], in chunks of float32 [B, K, V].
 
         Args:
-            ids: [B, L].
-            count: of tokens to predict.
+            ids: token ids, [B, L].
+            count: number of tokens to predict.
             start: the position of the first token.
-            reads_last: whether the forward reads the last token too, which it needs only to predict; None: where the
+            reads_last: whether the forward also reads the last token, which it only has to predict; None: only if the
                 model's losses depend on the total length.
         """
         ids = ids.to(self.model.device)
@@ -138,11 +138,11 @@ class Scorer:
                 yield head(needed[:, i : i + step])
 
     def _states(self, ids: Tensor, start: int) -> Iterator[tuple[Tensor, Head]]:
-        """Give what each forward yields, [B, K, E] or logits [B, K, V], and what makes logits of it."""
-        piece = self.prefill or ids.shape[1]
-        inputs: dict[str, Any] = {"use_cache": ids.shape[1] > piece}
-        for begin in range(0, ids.shape[1], piece):
-            end = min(begin + piece, ids.shape[1])
+        """Yield the output of each forward, states [B, K, E] or logits [B, K, V], and its conversion to logits."""
+        chunk_size = self.prefill or ids.shape[1]
+        inputs: dict[str, Any] = {"use_cache": ids.shape[1] > chunk_size}
+        for begin in range(0, ids.shape[1], chunk_size):
+            end = min(begin + chunk_size, ids.shape[1])
             inputs |= {"input_ids": ids[:, begin:end], "attention_mask": torch.ones_like(ids[:, :end])}
             if start:
                 inputs["position_ids"] = torch.arange(start + begin, start + end, device=ids.device)[None]
@@ -156,7 +156,7 @@ class Scorer:
                 inputs[cache_argument(self.model)] = cache_in(output)
 
     def _forget_length(self, ids: Tensor) -> None:
-        """Read a token alone: stock dynamic NTK keeps the frequencies of the longest text it saw until a short one."""
+        """Run one token to reset stock dynamic NTK, which keeps the longest text's frequencies until a short one."""
         token = ids[:1, :1]
         self.model.base_model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
 
@@ -179,9 +179,11 @@ class Scorer:
         embeddings: Any = self.model.get_input_embeddings()
         ids = torch.arange(4, device=self.model.device)[None] % embeddings.weight.shape[0]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-        own = self.model(**inputs).logits.float()
-        mine = self._head(self.model.base_model(**inputs).last_hidden_state)
-        return own.shape == mine.shape and torch.allclose(own, mine, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE)
+        expected = self.model(**inputs).logits.float()
+        computed = self._head(self.model.base_model(**inputs).last_hidden_state)
+        return expected.shape == computed.shape and torch.allclose(
+            expected, computed, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE
+        )
 
 
 def token_nll(model: PreTrainedModel, ids: Tensor, chunk: int = 512) -> Tensor:

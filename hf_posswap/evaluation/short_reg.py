@@ -1,7 +1,7 @@
-"""Did the swap cost anything where the model was good already? Metric `short_reg`, within the original window.
+"""The cost of the swap within the original window. Metric `short_reg`.
 
-Against the base on the same tokens: the change of the loss, the mean divergence KL(base || swapped) of the next-token
-distributions, and how often both would say the same token.
+Compared with the base on the same tokens: the change of the loss, the mean divergence KL(base || swapped) of the
+next-token distributions, and how often both have the same argmax token.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class ShortDocument:
     """Sums over the tokens of one document.
 
     Attributes:
-        tokens: compared.
-        before: loss of the base, in nats.
-        after: loss of the swapped model, in nats.
+        tokens: number of compared tokens.
+        before: summed loss of the base, in nats.
+        after: summed loss of the swapped model, in nats.
         divergence: KL(base || swapped), in nats.
-        agreed: tokens for which both have the same first choice.
+        agreed: number of tokens with the same argmax.
     """
 
     tokens: int
@@ -40,12 +40,12 @@ class ShortDocument:
 
 @dataclass(frozen=True)
 class ShortRegression:
-    """What the swap did within the original window.
+    """The effect of the swap within the original window.
 
     Attributes:
-        loss: whether it is not worse, with the change of the mean loss in nats a token.
-        divergence: mean KL(base || swapped), in nats a token.
-        agreement: share of tokens with the same first choice.
+        loss: the non-inferiority verdict, with the change of the mean loss in nats per token.
+        divergence: mean KL(base || swapped), in nats per token.
+        agreement: share of tokens with the same argmax.
     """
 
     loss: NonInferiority
@@ -54,11 +54,11 @@ class ShortRegression:
 
 
 def compare_short(base: Scorer, swapped: Scorer, document: np.ndarray) -> ShortDocument:
-    """Return how `swapped` differs from `base` on one document, a chunk of logits of each held at a time.
+    """Return the differences of `swapped` from `base` on one document, one chunk of logits at a time.
 
     Args:
-        base: of the model before.
-        swapped: of the model after; the vocabulary and the chunk are the same.
+        base: scorer of the model before the swap.
+        swapped: scorer of the model after it, with the same vocabulary and chunk size.
         document: token ids [L], L within the original window.
 
     Raises:
@@ -69,8 +69,8 @@ def compare_short(base: Scorer, swapped: Scorer, document: np.ndarray) -> ShortD
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2)).eval()
-        >>> found = compare_short(Scorer(model), Scorer(model), np.arange(8))
-        >>> found.tokens, found.agreed, abs(found.divergence) < 1e-5
+        >>> sums = compare_short(Scorer(model), Scorer(model), np.arange(8))
+        >>> sums.tokens, sums.agreed, abs(sums.divergence) < 1e-5
         (7, 7, True)
     """
     ids = torch.from_numpy(document.astype(np.int64))[None]
@@ -83,7 +83,7 @@ def compare_short(base: Scorer, swapped: Scorer, document: np.ndarray) -> ShortD
         targets = ids[:, 1 + done : 1 + done + old.shape[1]].to(old.device)
         done += old.shape[1]
         p, q = functional.log_softmax(old[0].double(), -1), functional.log_softmax(new[0].double().to(old.device), -1)
-        before, after = before + _chosen(p, targets), after + _chosen(q, targets)
+        before, after = before + _target_loss(p, targets), after + _target_loss(q, targets)
         divergence += float((p.exp() * (p - q)).sum())
         agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
     if not np.isfinite([before, after, divergence]).all():
@@ -91,26 +91,26 @@ def compare_short(base: Scorer, swapped: Scorer, document: np.ndarray) -> ShortD
     return ShortDocument(count, before, after, divergence, agreed)
 
 
-def _chosen(log_probabilities: Tensor, targets: Tensor) -> float:
+def _target_loss(log_probabilities: Tensor, targets: Tensor) -> float:
     """Return the summed loss of `targets` [1, K] under log-probabilities [K, V]."""
     return float(-log_probabilities.gather(-1, targets[0][:, None]).sum())
 
 
 def short_regression(documents: Sequence[ShortDocument], *, margin: float = 0.02, seed: int = 0) -> ShortRegression:
-    """Return the verdict over documents: not worse by more than `margin` nats a token, or not.
+    """Return whether the loss over documents is worse by more than `margin` nats per token.
 
     Args:
         documents: from `compare_short`.
-        margin: in nats a token.
-        seed: of the bootstrap.
+        margin: tolerated difference in nats per token.
+        seed: random seed of the bootstrap.
 
     Raises:
-        DataError: no documents, or a negative margin.
+        DataError: there are no documents, or the margin is negative.
 
     Example:
         >>> same = ShortDocument(tokens=10, before=20.0, after=20.0, divergence=0.0, agreed=10)
-        >>> found = short_regression([same] * 8)
-        >>> found.loss.verdict, found.agreement, short_regression([same] * 3).loss.verdict
+        >>> regression = short_regression([same] * 8)
+        >>> regression.loss.verdict, regression.agreement, short_regression([same] * 3).loss.verdict
         ('not worse', 1.0, 'no verdict')
     """
     counts = np.array([document.tokens for document in documents])

@@ -1,4 +1,4 @@
-"""Intervals for what was measured; the unit is the document, because tokens of one document are not independent."""
+"""Confidence intervals over documents, because tokens of one document are not independent."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy as np
 from hf_posswap.errors import DataError
 
 LEAST_DOCUMENTS = 8
-"""Fewer documents give no verdict, and no p-value."""
+"""With fewer documents there is no verdict and no p-value."""
 
 LEAST_FOR_INTERVAL = 5
-"""Fewer documents give no interval: so many resamples repeat one document that the bootstrap-t has no quantiles."""
+"""With fewer documents there is no interval: too many resamples repeat one document for bootstrap-t quantiles."""
 
-_DRAWN = 2**18  # scores that are drawn at once
-_SAME = 1e-12  # residuals below this share of the largest score are rounding: the documents do not differ
+_DRAWN = 2**18  # scores drawn in one batch
+_SAME = 1e-12  # residuals below this share of the largest score are rounding errors
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How far a mean over documents may be from the truth.
+    """The uncertainty of a mean over documents.
 
     Attributes:
-        mean: sum of the scores by the sum of the counts.
-        error: standard error of it, 0 where the documents do not differ.
-        degrees: of freedom, the documents less one.
-        studentized: of each bootstrap sample, its mean less `mean` by its own standard error, sorted; a sample of one
-            document repeated is infinitely far.
+        mean: sum of the scores divided by the sum of the counts.
+        error: its standard error, 0 if all documents are equal.
+        degrees: degrees of freedom, the number of documents minus one.
+        studentized: for each bootstrap sample, (its mean - `mean`) / its standard error, sorted; infinite for a sample
+            that repeats one document.
     """
 
     mean: float
@@ -38,11 +38,11 @@ class Spread:
     studentized: np.ndarray
 
     def interval(self, level: float = 0.95) -> tuple[float, float] | None:
-        """Return at each end the farther of Student's interval and the bootstrap-t interval; None: none holds.
+        """Return the wider of Student's and the bootstrap-t interval at each end, or None without an interval.
 
-        Student's is right for symmetric scores, and too short on the side of a long tail. The bootstrap-t is right
-        there, but too short for heavy tails on both sides, and unstable with few documents. The farther of both holds
-        for all of them (tests/evaluation/test_statistics.py has the simulation).
+        Student's interval is right for symmetric scores, but too short on the side of a long tail. The bootstrap-t is
+        right there, but too short for heavy tails on both sides, and unstable with few documents. The wider of both
+        covers all these cases (see the simulation in tests/evaluation/test_statistics.py).
         """
         if self.error == 0:
             return self.mean, self.mean
@@ -53,7 +53,7 @@ class Spread:
         return self.mean - self.error * max(far, float(ends[1])), self.mean + self.error * max(far, float(-ends[0]))
 
     def p(self) -> float:
-        """Return the two-sided p-value of a mean of 0: 1 less the level at which the interval begins to hold 0."""
+        """Return the two-sided p-value of a mean of 0: 1 minus the level at which the interval first contains 0."""
         if self.error == 0:
             return 1.0 if self.mean == 0 else 0.0
         seen = self.mean / self.error
@@ -63,20 +63,20 @@ class Spread:
 
 
 def spread_of(sums: np.ndarray, counts: np.ndarray, *, draws: int = 2000, seed: int = 0) -> Spread | None:
-    """Return how far sum(sums) / sum(counts) may be from the truth, documents drawn with replacement; None: under 5.
+    """Return the uncertainty of sum(sums) / sum(counts) by resampling documents, or None for fewer than 5.
 
-    The ratio estimator: a document brings its sum and its count along together, so long documents weigh as much in a
-    draw as they do in the estimate. The standard error is that of the residuals s - R c. Bootstrap-t: Efron and
-    Tibshirani 1993, chapters 6 and 12.5.
+    It is the ratio estimator: sums and counts are resampled together, so long documents have the same weight in a
+    sample as in the estimate. The standard error is that of the residuals s - R c. Bootstrap-t: Efron and Tibshirani
+    1993, chapters 6 and 12.5.
 
     Args:
-        sums: of each document, [N].
-        counts: of what was summed, [N].
-        draws: bootstrap samples.
-        seed: of the draws.
+        sums: sum of each document, [N].
+        counts: number of summands of each document, [N].
+        draws: number of bootstrap samples.
+        seed: their random seed.
 
     Raises:
-        DataError: no documents, shapes that differ, or a document without tokens.
+        DataError: there are no documents, the shapes differ, or a document has no tokens.
 
     Example:
         >>> spread = spread_of(np.array([2.0, 4.0, 6.0, 8.0, 10.0]), np.full(5, 2))
@@ -85,7 +85,9 @@ def spread_of(sums: np.ndarray, counts: np.ndarray, *, draws: int = 2000, seed: 
     """
     sums, counts = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
     if sums.shape != counts.shape or sums.ndim != 1 or len(sums) == 0 or counts.min() <= 0:
-        raise DataError(f"expected one sum and one positive count a document, got shapes {sums.shape}, {counts.shape}.")
+        raise DataError(
+            f"expected one sum and one positive count per document, got shapes {sums.shape}, {counts.shape}."
+        )
     documents = len(sums)
     if documents < LEAST_FOR_INTERVAL:
         return None
@@ -95,15 +97,17 @@ def spread_of(sums: np.ndarray, counts: np.ndarray, *, draws: int = 2000, seed: 
         return Spread(mean, 0.0, documents - 1, np.zeros(1))
     error = _error(residuals, counts)
     random, studentized = np.random.default_rng(seed), np.empty(draws)
-    at_once = max(1, _DRAWN // documents)
-    for first in range(0, draws, at_once):
-        drawn = random.integers(0, documents, (min(at_once, draws - first), documents))
-        some, of = residuals[drawn], counts[drawn]  # [draws, N]
-        apart = some.sum(axis=1) / of.sum(axis=1)  # [draws]
-        errors = _error(some - apart[:, None] * of, of)
+    batch_size = max(1, _DRAWN // documents)
+    for first in range(0, draws, batch_size):
+        drawn = random.integers(0, documents, (min(batch_size, draws - first), documents))
+        sample_residuals, sample_counts = residuals[drawn], counts[drawn]  # [draws, N]
+        sample_means = sample_residuals.sum(axis=1) / sample_counts.sum(axis=1)  # [draws]
+        errors = _error(sample_residuals - sample_means[:, None] * sample_counts, sample_counts)
         repeated = errors <= _SAME * error
-        far = np.where(repeated, np.copysign(np.inf, apart), apart / np.where(repeated, 1.0, errors))
-        studentized[first : first + at_once] = far
+        studentized_means = np.where(
+            repeated, np.copysign(np.inf, sample_means), sample_means / np.where(repeated, 1.0, errors)
+        )
+        studentized[first : first + batch_size] = studentized_means
     return Spread(mean, float(error), documents - 1, np.sort(studentized))
 
 
@@ -117,20 +121,20 @@ def _error(residuals: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def ratio_interval(
     sums: np.ndarray, counts: np.ndarray, *, level: float = 0.95, draws: int = 2000, seed: int = 0
 ) -> tuple[float, float] | None:
-    """Return the interval of sum(sums) / sum(counts) over documents; None where none holds.
+    """Return the confidence interval of sum(sums) / sum(counts) over documents, or None.
 
-    At each end it is the farther of Student's t and the bootstrap-t. Under 5 documents there is none, nor where so many
-    documents have the same score that the bootstrap-t has no end.
+    At each end it is the wider of Student's t and the bootstrap-t interval. There is none for fewer than 5 documents,
+    or if so many documents have the same score that the bootstrap-t has no finite end.
 
     Args:
-        sums: of the losses of each document, [N].
-        counts: of its scored tokens, [N].
-        level: how often the interval holds the truth.
-        draws: bootstrap samples.
-        seed: of the draws.
+        sums: summed loss of each document, [N].
+        counts: number of scored tokens of each document, [N].
+        level: coverage of the interval.
+        draws: number of bootstrap samples.
+        seed: their random seed.
 
     Raises:
-        DataError: no documents, shapes that differ, or a document without tokens.
+        DataError: there are no documents, the shapes differ, or a document has no tokens.
 
     Example:
         >>> low, high = ratio_interval(np.array([2.0, 4.0, 6.0, 8.0, 10.0]), np.full(5, 2))
@@ -144,7 +148,7 @@ def ratio_interval(
 
 
 def student_share(value: float, degrees: int) -> float:
-    """Return the share of Student's distribution below `value`: the finite sums of Abramowitz and Stegun, 26.7.3 and 4.
+    """Return the CDF of Student's t-distribution at `value`, by Abramowitz and Stegun, 26.7.3 and 26.7.4.
 
     Example:
         >>> round(student_share(2.3646, 7), 4), student_share(0.0, 4)
@@ -162,7 +166,7 @@ def student_share(value: float, degrees: int) -> float:
 
 
 def student_quantile(share: float, degrees: int) -> float:
-    """Return the value below which `share` of Student's distribution lies, by bisection.
+    """Return the quantile of Student's t-distribution at `share`, by bisection.
 
     Example:
         >>> round(student_quantile(0.975, 7), 4), round(student_quantile(0.95, 40), 4)
@@ -180,17 +184,17 @@ def student_quantile(share: float, degrees: int) -> float:
 
 
 def wilson_interval(successes: int, trials: int, *, level: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's score interval of a share, which stays inside [0, 1] and is honest at 0 and at 1.
+    """Return Wilson's score interval of a share, which stays inside [0, 1] and is valid at 0 and 1.
 
     (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n); Wilson 1927, https://doi.org/10.2307/2276774.
 
     Args:
-        successes: how many came out right.
-        trials: how many there were.
-        level: of the interval.
+        successes: number of successes.
+        trials: number of trials.
+        level: coverage of the interval.
 
     Raises:
-        DataError: no trials, or more successes than trials.
+        DataError: there are no trials, or more successes than trials.
 
     Example:
         >>> tuple(round(bound, 4) for bound in wilson_interval(10, 10))

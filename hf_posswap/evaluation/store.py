@@ -1,11 +1,11 @@
-"""What was measured, kept unit by unit: a run that is killed goes on where it stopped, and ends with the same bits.
+"""Stored results, unit by unit: a killed run resumes where it stopped, and ends with bit-identical results.
 
-A unit is one document, one prompt, one cell. Its key is a hash of all that its value depends on; its value is appended
-to `per_doc.jsonl` as one line and forced to the disk before the next unit begins. Arrays lie in `nll/`, one file a
-unit, renamed into place before their line is written. A line that a kill tore in the middle is cut off at the next
-opening. Each line carries the SHA-256 of what it says, that of its array included: a line that was changed is refused,
-and a unit whose array was changed or deleted is measured again. Processes that measure together write a file each,
-`per_doc.1.jsonl` and so on; all are read at the next opening, however many processes there are then.
+A unit is one document, one prompt, one cell. Its key is a hash of everything that its value depends on; its value is
+appended to `per_doc.jsonl` as one line and synced to disk before the next unit starts. Arrays are in `nll/`, one file
+per unit, renamed into place before their line is written. A torn last line of a killed run is truncated at the next
+opening. Each line has the SHA-256 of its content and of its array: a changed line is refused, and a unit whose array
+was changed or deleted is measured again. Processes that share the units write one file each, `per_doc.1.jsonl` and so
+on; the next opening reads all files, whatever the number of processes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Value = dict[str, Any] | np.ndarray
 
 
 def unit_key(unit: Mapping[str, Any]) -> str:
-    """Return 32 hex digits that stand for `unit`, a JSON object, whatever the order of its names.
+    """Return a hash of 32 hex digits of `unit`, a JSON object, independent of the order of its keys.
 
     Raises:
-        DataError: it holds what JSON does not have.
+        DataError: the unit is not JSON data.
 
     Example:
         >>> unit_key({"length": 8, "document": "a"}) == unit_key({"document": "a", "length": 8})
@@ -45,17 +45,17 @@ def unit_key(unit: Mapping[str, Any]) -> str:
 
 
 class RunStore:
-    """Keeps the values of units in a folder, or in memory alone where none is given.
+    """Stores the values of units in a folder, or only in memory.
 
     One run at a time: the folder is locked until `close`, the end of a with block, or the end of the process.
 
     Args:
-        folder: made where it is missing; None: nothing is written.
-        part: of this process among those that measure together. Part 0 is opened first, and refuses a folder in which
-            any part is still open; the others only read what it left, and write a file of their own.
+        folder: created if missing; None: nothing is written.
+        part: index of this process among those that share the units. Part 0 is opened first, and refuses a folder in
+            which any part is still open; each part writes a separate file.
 
     Raises:
-        CheckpointError: the folder cannot be written, another process uses it, or a line in it is no unit.
+        CheckpointError: the folder cannot be written, another process uses it, or a line in it is not a unit.
 
     Example:
         >>> with RunStore(None) as store:
@@ -66,7 +66,7 @@ class RunStore:
     def __init__(self, folder: Path | None, part: int = 0) -> None:
         self.folder, self.part = folder, part
         self.computed = 0
-        """Units that were computed since the opening, and not found."""
+        """Number of units computed since the opening."""
         self._values: dict[str, Value] = {}
         self._lock = None if folder is None else _locked(folder, part)
         if folder is not None:
@@ -77,19 +77,19 @@ class RunStore:
                 raise
 
     def holds(self, unit: Mapping[str, Any]) -> bool:
-        """Return whether the value of `unit` is there already."""
+        """Return whether the value of `unit` is stored."""
         return unit_key(unit) in self._values
 
     def value(self, unit: Mapping[str, Any], compute: Callable[[], Value]) -> Value:
-        """Return the value of `unit`: kept, or computed now and kept.
+        """Return the stored value of `unit`, or compute and store it.
 
         Args:
-            unit: all that the value depends on, as JSON.
-            compute: gives a JSON object or an array.
+            unit: everything that the value depends on, as JSON data.
+            compute: returns a JSON object or an array.
 
         Raises:
-            CheckpointError: the value cannot be written; what is there stays.
-            DataError: the value holds what JSON does not have, such as NaN.
+            CheckpointError: the value cannot be written; earlier values are kept.
+            DataError: the value is not JSON data, for example NaN.
         """
         key = unit_key(unit)
         if key not in self._values:
@@ -101,37 +101,38 @@ class RunStore:
         return self._values[key]
 
     def learn(self, unit: Mapping[str, Any], value: Value) -> None:
-        """Take over the value of `unit` that another process computed, and keeps."""
+        """Add the value of `unit` that another process has computed and stored."""
         self._values.setdefault(unit_key(unit), value)
 
     def close(self) -> None:
-        """Let other processes use the folder."""
+        """Release the folder for other processes."""
         if self._lock is not None:
             self._lock.release()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
     def _keep(self, folder: Path, key: str, unit: Mapping[str, Any], value: Value) -> None:
         try:
-            kept: Any = value
+            stored: Any = value
             if isinstance(value, np.ndarray):
-                kept = {"array": write_array(_array_path(folder, key), value)}
-            append_line(folder / _numbered(LINES, self.part), {"key": key, "unit": dict(unit), "value": kept})
+                stored = {"array": write_array(_array_path(folder, key), value)}
+            append_line(folder / _numbered(LINES, self.part), {"key": key, "unit": dict(unit), "value": stored})
         except OSError as error:
             del self._values[key]
             reason = getattr(error.__cause__, "strerror", None) or error.strerror or error
             raise CheckpointError(
-                f"cannot write to {folder}: {reason}. What was measured before is kept: free some "
-                "space and start again."
+                f"cannot write to {folder}: {reason}. Earlier measurements are kept: free some space and start again."
             ) from error
 
 
 def _as_json(value: Value) -> Value:
-    """Return `value` as it will be read back, so that a first run aggregates the same bits as a resumed one."""
+    """Return `value` as it will be read back, so that a first run aggregates the same values as a resumed one."""
     if isinstance(value, np.ndarray):
         return value
     try:
@@ -141,7 +142,7 @@ def _as_json(value: Value) -> Value:
 
 
 def _numbered(name: str, part: int) -> str:
-    """Return the name of a file for one of several processes: that of the first has no number.
+    """Return the name of a file for one of several processes; the first has no number.
 
     Example:
         >>> _numbered("per_doc.jsonl", 0), _numbered("per_doc.jsonl", 2), _numbered(".lock", 2)
@@ -152,13 +153,13 @@ def _numbered(name: str, part: int) -> str:
 
 
 def _locked(folder: Path, part: int) -> FileLock:
-    """Return the lock of one part, taken; that of part 0 only where no other part is open."""
+    """Acquire the lock of one part; for part 0 no other part may be open."""
     if part == 0:
         writable_folder(folder)
         if (folder / ARRAYS).is_dir():
             writable_folder(folder / ARRAYS)
-        for left in sorted(folder.glob(f"{LOCK}.*")):  # of a launch whose main process alone was killed
-            _acquired(left, folder).release()
+        for other_lock in sorted(folder.glob(f"{LOCK}.*")):  # from a launch of which only the main process was killed
+            _acquired(other_lock, folder).release()
     return _acquired(folder / _numbered(LOCK, part), folder)
 
 
@@ -176,7 +177,7 @@ def _acquired(path: Path, folder: Path) -> FileLock:
 
 
 def _read(folder: Path, *, repair: bool) -> dict[str, Value]:
-    """Return the values in `folder`, by key; `repair` cuts off what a kill left of a last line."""
+    """Return the values in `folder` by key; `repair` truncates a torn last line."""
     values: dict[str, Value] = {}
     path = Path(LINES)
     for lines in sorted(folder.glob(f"{path.stem}*{path.suffix}")):
@@ -197,9 +198,9 @@ def _read_lines(path: Path, *, repair: bool) -> dict[str, Value]:
             if unit_key(entry["unit"]) != key:
                 raise ValueError("its key does not belong to its unit")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            said = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(
-                f"{path}, line {number} is damaged ({said}): delete that line, or the file."
+                f"{path}, line {number} is damaged ({reason}): delete that line, or the file."
             ) from error
         stored = read_array(_array_path(path.parent, key), value["array"]) if set(value) == {"array"} else value
         if stored is not None:

@@ -1,4 +1,4 @@
-"""How near an encoder's vectors stay to those of the base, by length."""
+"""Cosine similarity of an encoder's vectors to those of the base, by length."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VectorScore:
-    """How near vectors are at one length.
+    """The similarity of vectors at one length.
 
     Attributes:
-        length: tokens that the model reads of each document, special ones included.
-        base_reads: tokens that the base reads of it: no more than its window holds.
-        documents: how many.
+        length: tokens that the model reads of each document, including special ones.
+        base_reads: tokens that the base reads of it, limited by its window.
+        documents: number of documents.
         cosine: mean cosine of the two vectors of a document.
-        low: lower end of its 95 % interval, over documents; None: none holds.
-        high: upper end.
+        low: lower end of its 95 % interval over documents, or None.
+        high: upper end of the interval, or None.
     """
 
     length: int
@@ -43,26 +43,26 @@ def vector_score(length: int, base_reads: int, cosines: Sequence[float], *, seed
     """Return the score of the cosines of all documents at one length.
 
     Args:
-        length: tokens that the model read of each.
-        base_reads: tokens that the base read.
-        cosines: one a document.
-        seed: of the bootstrap.
+        length: tokens that the model reads of each document.
+        base_reads: tokens that the base reads.
+        cosines: one cosine per document.
+        seed: random seed of the bootstrap.
 
     Example:
         >>> vector_score(128, 64, [0.5, 0.7]).cosine
         0.6
     """
-    found = np.array(cosines, dtype=np.float64)
-    interval = ratio_interval(found, np.ones(len(found)), seed=seed)
+    values = np.array(cosines, dtype=np.float64)
+    interval = ratio_interval(values, np.ones(len(values)), seed=seed)
     low, high = (None, None) if interval is None else (max(-1.0, interval[0]), min(1.0, interval[1]))
-    return VectorScore(length, base_reads, len(found), float(found.mean()), low, high)
+    return VectorScore(length, base_reads, len(values), float(values.mean()), low, high)
 
 
 def leading_tokens(document: Sequence[int] | np.ndarray, length: int, frame: tuple[list[int], list[int]]) -> list[int]:
-    """Return the first tokens of `document` with the special ones around them, `length` in all.
+    """Return the first tokens of `document` with the special tokens around them, `length` in total.
 
     Raises:
-        DataError: `length` tokens hold nothing beside the special ones.
+        DataError: `length` tokens have room only for special tokens.
 
     Example:
         >>> leading_tokens([5, 6, 7, 8], 4, ([1], [2]))
@@ -71,22 +71,22 @@ def leading_tokens(document: Sequence[int] | np.ndarray, length: int, frame: tup
     before, after = frame
     room = length - len(before) - len(after)
     if room < 1:
-        raise DataError(f"a text of {length} tokens holds nothing beside the special ones.")
+        raise DataError(f"a text of {length} tokens has room only for special tokens.")
     return [*before, *map(int, document[:room]), *after]
 
 
 def vector_cosine(model: PreTrainedModel, base: PreTrainedModel, whole: Sequence[int], leading: Sequence[int]) -> float:
-    """Return the cosine of the model's vector of the tokens `whole` to the base's of `leading`.
+    """Return the cosine of the model's vector of `whole` and the base's vector of `leading`.
 
-    A vector is the mean of the last states over all tokens.
+    A vector is the mean of the last hidden states over all tokens.
 
     Raises:
-        DataError: the vectors are of different sizes.
-        NumericError: one is not finite.
+        DataError: the vectors have different sizes.
+        NumericError: a vector is not finite.
     """
     new, old = embed(model, [whole])[0], embed(base, [leading])[0]  # [E]
     if new.shape != old.shape:
-        raise DataError(f"vectors of {len(new)} and of {len(old)} numbers cannot be held against each other.")
+        raise DataError(f"vectors of {len(new)} and of {len(old)} numbers cannot be compared.")
     return float(new @ old)
 
 
@@ -97,17 +97,17 @@ def near_the_base(
     documents: Sequence[np.ndarray],
     lengths: Sequence[int],
 ) -> list[VectorScore]:
-    """Return how near the vectors of `model` are to those of `base`, a score a length.
+    """Return the similarity of the vectors of `model` to those of `base`, one score per length.
 
-    The base reads as much of each document as its window holds, the model all of it, as `compare` has it.
+    As in `compare`, the base reads as much of each document as fits its window, and the model reads all of it.
 
     Args:
         model: an encoder, swapped or not.
-        base: what it came from.
-        tokenizer: of both.
-        documents: token ids of each, without special ones; those that are shorter than the longest length are left
-            out, so that all lengths rest on the same ones.
-        lengths: tokens to read, special ones included.
+        base: the model before the swap.
+        tokenizer: the tokenizer of both.
+        documents: token ids of each document, without special ones; documents shorter than the longest length are
+            dropped, so that all lengths use the same documents.
+        lengths: tokens to read, including special ones.
 
     Raises:
         DataError: no document is as long as the longest length, or a length has no room for text.
@@ -128,7 +128,7 @@ def near_the_base(
     longest, around = max(lengths), sum(map(len, frame))
     long = [document for document in documents if len(document) + around >= longest]
     if not long:
-        raise DataError(f"no document has {longest} tokens, {around} special ones included.")
+        raise DataError(f"no document has {longest} tokens, including {around} special ones.")
     limit = reach_of(base).limit
     scores = []
     for length in lengths:

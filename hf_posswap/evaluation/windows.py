@@ -1,4 +1,4 @@
-"""Losses of windows that slide over a text: the head runs on scored tokens alone, windows of one shape in batches."""
+"""Losses of windows of a text: the head runs only on scored tokens, and windows of equal shape form batches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hf_posswap.evaluation.scoring import Scorer
 
 @dataclass(frozen=True)
 class Window:
-    """One forward over a part of a text.
+    """One forward over a span of a text.
 
     Attributes:
-        start: first token that it reads.
-        stop: token after the last that it predicts.
-        scored: how many of the last tokens are scored.
-        reads_last: whether the last token is read too, and not predicted alone; None: as `Scorer.logits` has it.
+        start: index of the first token that it reads.
+        stop: index after the last token that it predicts.
+        scored: number of scored tokens at the end.
+        reads_last: whether the last token is also read, not only predicted; None: the default of `Scorer.logits`.
     """
 
     start: int
@@ -35,14 +35,14 @@ def window_losses(
     """Return the losses of the scored tokens of each window, float32 [scored], in the order of the windows.
 
     Args:
-        scorer: of the model.
-        tokens: of one text, [L].
-        windows: within the text; each must read at least one token before the first it scores.
+        scorer: the model's scorer.
+        tokens: token ids of one text, [L].
+        windows: windows within the text; each must read at least one token before its first scored one.
         bos: a token to read before every window, or None.
-        batch_tokens: most tokens of a batch; windows of one shape that follow one another are read together.
+        batch_tokens: maximum tokens of a batch; consecutive windows of equal shape form a batch.
 
     Raises:
-        DataError: a window leaves the text, or scores a token with nothing before it.
+        DataError: a window exceeds the text, or scores a token without context.
         NumericError: a loss is not finite.
         PositionRangeError: the model's position table ends before a window does.
 
@@ -69,9 +69,9 @@ def window_losses(
 
 
 def sliding_windows(length: int, window: int, stride: int) -> list[Window]:
-    """Return windows of up to `window` tokens, `stride` apart, each scoring what no earlier one did, to the end.
+    """Return windows of up to `window` tokens, `stride` apart, each scoring the tokens that no earlier window scored.
 
-    The last one is cut where the text ends. All tokens of the first are scored but the very first.
+    The last window is truncated at the end of the text. The first token of the text is not scored.
 
     Raises:
         DataError: the stride is not between 1 and the window, or the text is shorter than 2 tokens.

@@ -1,4 +1,4 @@
-"""The sections about a model: its positions, the plan, what lengths cost, who serves it, what to type."""
+"""The sections about a model: its positions, the plan, the cost of lengths, serving programs, commands."""
 
 from __future__ import annotations
 
@@ -12,55 +12,57 @@ from hf_posswap.utils.format import human_bytes
 
 
 def about_model(facts: ModelFacts) -> list[Markup]:
-    """Return the sections about the model, those that have nothing to say left out."""
-    found = facts.explanation
-    made = [tag("section", tag("h2", "The model"), _pairs(found.report.rows()), id="model")]
-    if found.plan is not None or found.refusal is not None or found.schemes:
-        made.append(_plan(facts))
-    made.append(_costs(facts))
+    """Return the sections about the model, without empty ones."""
+    explanation = facts.explanation
+    sections = [tag("section", tag("h2", "The model"), _pairs(explanation.report.rows()), id="model")]
+    if explanation.plan is not None or explanation.refusal is not None or explanation.schemes:
+        sections.append(_plan(facts))
+    sections.append(_costs(facts))
     if facts.serving:
-        made.append(_serving(facts))
+        sections.append(_serving(facts))
     commands = tag("pre", "\n".join(facts.commands), class_="commands", tabindex=0)
-    return [*made, tag("section", tag("h2", "To go on"), commands, id="commands")]
+    return [*sections, tag("section", tag("h2", "Next commands"), commands, id="commands")]
 
 
 def _plan(facts: ModelFacts) -> Markup:
-    found = facts.explanation
-    if found.refusal is not None:
-        return tag("section", tag("h2", "The swap"), tag("p", f"refused: {found.refusal}", class_="warning"), id="plan")
-    if found.plan is None:
-        rows = [[name, what] for name, what in found.schemes.items()]
+    explanation = facts.explanation
+    if explanation.refusal is not None:
+        return tag(
+            "section", tag("h2", "The swap"), tag("p", f"refused: {explanation.refusal}", class_="warning"), id="plan"
+        )
+    if explanation.plan is None:
+        rows = [[name, result] for name, result in explanation.schemes.items()]
         return tag("section", tag("h2", "Each scheme in this model"), _table(("scheme", "in it"), rows), id="plan")
-    edits = tag("div", _table(EDIT_HEADER, [list(row) for row in found.plan.edit_rows()]), class_="scroll")
-    title = tag("p", found.plan.title, class_="lead")
-    return tag("section", tag("h2", "The swap"), title, edits, _pairs(found.plan.fact_rows()), id="plan")
+    edits = tag("div", _table(EDIT_HEADER, [list(row) for row in explanation.plan.edit_rows()]), class_="scroll")
+    title = tag("p", explanation.plan.title, class_="lead")
+    return tag("section", tag("h2", "The swap"), title, edits, _pairs(explanation.plan.fact_rows()), id="plan")
 
 
 def _costs(facts: ModelFacts) -> Markup:
     rows = [
-        [f"{one.length:,}", human_bytes(one.cache), human_bytes(one.forward), f"{one.operations / 1e12:,.3g} T"]
-        for one in facts.costs
+        [f"{cost.length:,}", human_bytes(cost.cache), human_bytes(cost.forward), f"{cost.operations / 1e12:,.3g} T"]
+        for cost in facts.costs
     ]
     head = ("tokens", "keys and values", "a forward, at most", "operations")
-    words = (
-        "Of one text, beyond the weights, in the precision of the config. A forward of all tokens takes at most "
-        "what the formula holds; kernels take less. Operations are those of one forward. Computed from the shapes, not "
-        "measured."
+    note = (
+        "For one text, beyond the weights, in the precision of the config. The memory of a forward of all tokens is an "
+        "upper bound by the formula; kernels need less. Operations are those of one forward. Computed from the shapes, "
+        "not measured."
     )
     table = tag("div", _table(head, rows, numbers=True), class_="scroll")
-    return tag("section", tag("h2", "What lengths cost"), tag("p", words, class_="note"), table, id="costs")
+    return tag("section", tag("h2", "Cost by length"), tag("p", note, class_="note"), table, id="costs")
 
 
 def _serving(facts: ModelFacts) -> Markup:
     rows = [
         [
-            one.target,
-            tag("span", one.verdict, class_=f"verdict {one.verdict}"),
-            tag("span", _why(one), tag("small", f" {one.known}")),
+            serving.target,
+            tag("span", serving.verdict, class_=f"verdict {serving.verdict}"),
+            tag("span", _why(serving), tag("small", f" {serving.known}")),
         ]
-        for one in facts.serving
+        for serving in facts.serving
     ]
-    heading = "Which programs honour it" if facts.explanation.plan is None else "Which programs honour the result"
+    heading = "Which programs support it" if facts.explanation.plan is None else "Which programs support the result"
     return tag("section", tag("h2", heading), _table(("program", "verdict", "why, and known from"), rows), id="serving")
 
 
@@ -73,7 +75,7 @@ def _pairs(rows: Iterable[tuple[str, str]]) -> Markup:
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[object]], *, numbers: bool = False) -> Markup:
-    kind = "number" if numbers else None
-    top = tag("tr", *(tag("th", name, scope="col", class_=kind) for name in head))
-    body = [tag("tr", *(tag("td", cell, class_=kind) for cell in row)) for row in rows]
+    css_class = "number" if numbers else None
+    top = tag("tr", *(tag("th", name, scope="col", class_=css_class) for name in head))
+    body = [tag("tr", *(tag("td", cell, class_=css_class) for cell in row)) for row in rows]
     return tag("table", tag("thead", top), tag("tbody", *body), class_="plain")

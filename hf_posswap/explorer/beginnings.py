@@ -1,4 +1,4 @@
-"""The numbers that learned schemes begin with: torch draws them, so a page has to be given them."""
+"""Initial values of learned schemes, which torch draws, so that the page needs them as data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hf_posswap.schemes.t5_bias import buckets
 
 
 def beginnings(heads: int) -> dict[str, object]:
-    """Return what KERPLE, FIRE and T5's bias draw for up to `heads` heads, in the order in which they draw.
+    """Return the random initial values of KERPLE, FIRE and T5's bias for up to `heads` heads, in the order of drawing.
 
-    Of fewer heads each takes a shorter part: KERPLE two numbers a head, FIRE its hidden layer's and then a row and a
-    number a head, T5 the table, bucket by bucket.
+    For fewer heads each uses a prefix: KERPLE two numbers per head, FIRE its hidden layer and then a row and a number
+    per head, T5 the table, bucket by bucket.
     """
     kerple, fire, t5 = Kerple(), Fire(), T5Bias()
     table = torch.empty(t5.num_buckets * heads).normal_(generator=generator(t5.seed))

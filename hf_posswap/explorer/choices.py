@@ -1,4 +1,4 @@
-"""What can be chosen on the page: schemes, with the look of each, and sliders, with their limits."""
+"""The choices on the page: schemes with their styles, and sliders with their limits."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class Choice:
     """A scheme of the page.
 
     Attributes:
-        name: on the page.
-        group: which it is shown in.
+        name: name on the page.
+        group: the group in which it is shown.
         scheme: its name in the registry.
-        words: about it, where the registry's summary does not say all.
+        description: a description, if the registry's summary is not enough.
     """
 
     name: str
     group: str
     scheme: str
-    words: str = ""
+    description: str = ""
 
     @property
     def summary(self) -> str:
-        """What it is, in a line."""
-        return self.words or str(SCHEMES.get(self.scheme).summary)
+        """A one-line description."""
+        return self.description or str(SCHEMES.get(self.scheme).summary)
 
 
 _TURN, _FAR, _BIAS, _OTHER = "turn by fixed angles", "give far keys other distances", "add a bias", "others"
-_BEGINS = "It is learned: drawn are the numbers that it begins with."
+_BEGINS = "It is learned and drawn at initialization."
 _MEMBERS = {
     _TURN: "rope yarn linear ntk llama3 ntk_by_parts dynamic longrope p_rope xpos",
     _FAR: "self_extend rerope leaky_rerope dual_chunk",
@@ -50,17 +50,17 @@ _WORDS = {
     "alibi_interpolated": "ALiBi, its distances divided by the factor (interpolation=factor)",
     "kerple": f"KERPLE, log: a penalty on the logarithm of distance, for each head another. {_BEGINS}",
     "fire": f"FIRE: a small network of distance relative to the query's position. {_BEGINS}",
-    "t5": "T5's bias: a number for each bucket of distances and head. It is learned: it begins at 0, as drawn here.",
+    "t5": "T5's bias: a number for each bucket of distances and head. It is learned and drawn at initialization, 0.",
     "t5_random": "T5's bias with random numbers in its buckets (init_std=1): it shows where the buckets lie.",
-    "learned": "a learned table, tiled: its rows come again. They are drawn as alike to none but themselves.",
-    "learned_interpolated": "a learned table, stretched by the factor: new rows lie between old ones, which are "
-    "drawn as alike to none but themselves.",
+    "learned": "a learned table, tiled: its rows repeat. They are drawn as if similar only to themselves.",
+    "learned_interpolated": "a learned table, stretched by the factor: new rows are interpolated between old ones, "
+    "which are drawn as if similar only to themselves.",
 }
 _ORDER = (
     "nope rope yarn alibi linear ntk llama3 ntk_by_parts dynamic p_rope xpos self_extend rerope leaky_rerope "
     "dual_chunk alibi_interpolated kerple sinusoidal fire t5 t5_random learned learned_interpolated longrope"
 ).split()
-"""Of their looks: those that are often drawn together have colours far apart."""
+"""The order of styles: schemes that are often drawn together have distinct colours."""
 
 
 def _choice(name: str) -> Choice:
@@ -71,7 +71,7 @@ def _choice(name: str) -> Choice:
 CHOICES = tuple(map(_choice, _ORDER))
 GROUPS = (_TURN, _FAR, _BIAS, _OTHER)
 FIRST = ("rope", "linear", "yarn", "self_extend", "alibi", "sinusoidal", "learned")
-"""Chosen at first, where no model is asked about."""
+"""Initially selected schemes without a model."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,16 @@ class Slider:
     """A number to choose.
 
     Attributes:
-        name: of the setting.
-        words: beside it.
-        low: the least.
-        high: the most.
-        step: between values.
-        first: at first, where no model is asked about.
+        name: name of the setting.
+        label: its label.
+        low: the minimum.
+        high: the maximum.
+        step: step between values.
+        first: initial value without a model.
     """
 
     name: str
-    words: str
+    label: str
     low: float
     high: float
     step: float
@@ -105,18 +105,24 @@ SLIDERS = (
 
 
 def styles() -> list[dict[str, str]]:
-    """Return each choice with its look, as the page's script takes it."""
+    """Return each choice with its style, for the page's script."""
     return [
-        {"name": choice.name, "title": choice.name, "look": look(number), "shape": shape(number), "words": choice.words}
+        {
+            "name": choice.name,
+            "title": choice.name,
+            "look": look(number),
+            "shape": shape(number),
+            "words": choice.description,
+        }
         for number, choice in enumerate(CHOICES)
     ]
 
 
 def first_settings(geometry: Geometry | None, length: int | None) -> dict[str, float]:
-    """Return what the sliders show at first.
+    """Return the initial values of the sliders.
 
     Args:
-        geometry: of the model that is asked about, or None.
+        geometry: geometry of the model, or None.
         length: tokens after the swap; None: four windows.
     """
     if geometry is None:
@@ -132,7 +138,7 @@ def first_settings(geometry: Geometry | None, length: int | None) -> dict[str, f
 
 
 def limits(settings: dict[str, float]) -> dict[str, list[float]]:
-    """Return least, most and step of each slider, wide enough for `settings`."""
+    """Return minimum, maximum and step of each slider, wide enough for `settings`."""
     return {
         slider.name: [
             min(slider.low, settings[slider.name]),
@@ -144,10 +150,10 @@ def limits(settings: dict[str, float]) -> dict[str, list[float]]:
 
 
 def first_schemes(geometry: Geometry | None, scheme: Scheme | None) -> list[str]:
-    """Return the names that are chosen at first: of a model, its own kind and the scheme that is asked about."""
+    """Return the initially selected schemes: for a model, its own kind and the requested scheme."""
     if geometry is None:
         return list(FIRST)
-    own = ["rope"] if geometry.base is not None else ["sinusoidal"]
-    asked = [choice.name for choice in CHOICES if scheme is not None and choice.scheme == scheme.name][:1]
-    beside = asked or (["linear", "yarn", "self_extend"] if geometry.base is not None else ["rope", "alibi"])
-    return list(dict.fromkeys([*own, *beside]))
+    native = ["rope"] if geometry.base is not None else ["sinusoidal"]
+    requested = [choice.name for choice in CHOICES if scheme is not None and choice.scheme == scheme.name][:1]
+    compared = requested or (["linear", "yarn", "self_extend"] if geometry.base is not None else ["rope", "alibi"])
+    return list(dict.fromkeys([*native, *compared]))

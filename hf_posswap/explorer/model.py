@@ -1,4 +1,4 @@
-"""What the page says of a model: its positions, the plan of a swap, what lengths cost, who serves it, what to type."""
+"""Facts about a model for the page: its positions, a swap plan, the cost of lengths, serving programs, commands."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _DOUBLINGS = 6
 
 @dataclass(frozen=True)
 class LengthCost:
-    """What one text of a length costs.
+    """The cost of one text.
 
     Attributes:
-        length: tokens.
+        length: number of tokens.
         cache: bytes of keys and values, in the precision of the config.
-        forward: bytes of a forward beyond weights and cache, by the formula of the scheme: at most.
-        operations: floating point operations of a forward.
+        forward: upper bound of the bytes of a forward beyond weights and cache, by the scheme's formula.
+        operations: floating-point operations of a forward.
     """
 
     length: int
@@ -40,15 +40,15 @@ class LengthCost:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is said of a model.
+    """Facts about a model.
 
     Attributes:
-        name: as typed in commands.
-        explanation: its positions, and the plan or why not.
-        scheme: that was asked about, or None.
-        costs: of lengths, rising.
-        serving: of each program, of the model after the swap.
-        commands: to go on with.
+        name: the name in commands.
+        explanation: its positions, and the plan or the refusal.
+        scheme: the requested scheme, or None.
+        costs: costs by length, ascending.
+        serving: how each program handles the swapped model.
+        commands: the next commands.
     """
 
     name: str
@@ -60,46 +60,46 @@ class ModelFacts:
 
     @property
     def length(self) -> int | None:
-        """Tokens after the swap; None where none was planned."""
+        """Maximum length after the swap, or None without a plan."""
         return None if self.explanation.plan is None else self.explanation.plan.max_length
 
 
 def model_facts(
     model: Any, scheme: Scheme | None = None, *, written: str | None = None, trust_remote_code: bool = False, **how: Any
 ) -> ModelFacts:
-    """Return what the page says of a model. No weights are read.
+    """Return the facts about a model. No weights are read.
 
     Args:
         model: as in `hf_posswap.explain`.
-        scheme: the swap to plan; None: none.
-        written: the scheme as it is typed in a command; None: its name alone.
-        trust_remote_code: run code that a folder or Hub id brings, where its config needs that.
+        scheme: the scheme to plan, or None.
+        written: the scheme as typed in a command; None: its name.
+        trust_remote_code: run code that comes with a folder or Hub id if its config needs it.
         how: as in `hf_posswap.plan_swap`: max_length, site, relative.
 
     Raises:
         As `hf_posswap.explain`.
     """
     name, _ = named_source(model)
-    found = explain(model, scheme, trust_remote_code=trust_remote_code, **(how if scheme is not None else {}))
+    explanation = explain(model, scheme, trust_remote_code=trust_remote_code, **(how if scheme is not None else {}))
     skeleton = on_meta(model, trust_remote_code=trust_remote_code)
-    able = found.plan is not None and found.report.swapped is None
-    swapped = _swapped(skeleton, scheme, how) if able else skeleton
-    length = found.report.limit if found.plan is None else found.plan.max_length
-    typed = written or (scheme.name if scheme is not None else None)
-    case = Case(name, skeleton, found.report, "other", int(skeleton.num_parameters()), length, 0, None)
-    serving = _serving(case, scheme, how) if found.report.swapped is None and found.refusal is None else ()
+    is_planned = explanation.plan is not None and explanation.report.swapped is None
+    swapped = _swapped(skeleton, scheme, how) if is_planned else skeleton
+    length = explanation.report.limit if explanation.plan is None else explanation.plan.max_length
+    scheme_text = written or (scheme.name if scheme is not None else None)
+    case = Case(name, skeleton, explanation.report, "other", int(skeleton.num_parameters()), length, 0, None)
+    serving = _serving(case, scheme, how) if explanation.report.swapped is None and explanation.refusal is None else ()
     return ModelFacts(
         name,
-        found,
+        explanation,
         scheme,
-        _costs(swapped, found.report.geometry.original_length, length),
+        _costs(swapped, explanation.report.geometry.original_length, length),
         serving,
-        _commands(case, typed if able else None, how, serving),
+        _commands(case, scheme_text if is_planned else None, how, serving),
     )
 
 
 def _swapped(skeleton: Any, scheme: Any, how: dict[str, Any]) -> Any:
-    """Return the model with the swap, without weights; without it where the swap needs their values."""
+    """Return the swapped model without weights, or the unswapped one if the swap needs the weights' values."""
     try:
         return patch_model(on_meta(copy.deepcopy(skeleton.config)), scheme, **how)
     except PosswapError:
@@ -108,7 +108,7 @@ def _swapped(skeleton: Any, scheme: Any, how: dict[str, Any]) -> Any:
 
 def _costs(model: Any, window: int, length: int) -> tuple[LengthCost, ...]:
     lengths = [window * 2**k for k in range(_DOUBLINGS) if window * 2**k < length]
-    return tuple(_cost(model, one) for one in [*lengths, length])
+    return tuple(_cost(model, tokens) for tokens in [*lengths, length])
 
 
 def _cost(model: Any, length: int) -> LengthCost:
@@ -118,8 +118,8 @@ def _cost(model: Any, length: int) -> LengthCost:
 
 
 def _serving(case: Case, scheme: Scheme | None, how: dict[str, Any]) -> tuple[Serving, ...]:
-    found = (serving_of(case, scheme, target=target, how=how) for target in TARGETS)
-    return tuple(one for one in found if one is not None)
+    verdicts = (serving_of(case, scheme, target=target, how=how) for target in TARGETS)
+    return tuple(verdict for verdict in verdicts if verdict is not None)
 
 
 def _commands(case: Case, typed: str | None, how: dict[str, Any], serving: tuple[Serving, ...]) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def _commands(case: Case, typed: str | None, how: dict[str, Any], serving: tuple
     ask = line("advise", case.name, "--length", longer)
     if typed is None:
         return (ask, line("explain", case.name, "SCHEME", "--html"))
-    options = [part for name, value in how.items() if value not in (None, "auto") for part in _option(name, value)]
+    options = [word for name, value in how.items() if value not in (None, "auto") for word in _option(name, value)]
     folder = f"{case.model.config.model_type}-{typed.partition(':')[0]}"
     lengths = f"{case.window},{longer}"
     return (
@@ -139,14 +139,14 @@ def _commands(case: Case, typed: str | None, how: dict[str, Any], serving: tuple
 
 
 def _exports(folder: str, serving: tuple[Serving, ...]) -> list[str]:
-    """Return how to hand the model in `folder` to each program that computes the same."""
-    exact = [one for one in serving if one.verdict == "exact" and one.target != "transformers"]
-    if not any(one.converted for one in exact):
-        return [line("export", folder, "--target", one.target) for one in exact]
+    """Return the commands to export the model in `folder` for each program that runs it exactly."""
+    exact = [program for program in serving if program.verdict == "exact" and program.target != "transformers"]
+    if not any(program.converted for program in exact):
+        return [line("export", folder, "--target", program.target) for program in exact]
     stock = f"{folder}-stock"
     return [
         line("to-native", folder, "-o", stock),
-        *(line("export", stock if one.converted else folder, "--target", one.target) for one in exact),
+        *(line("export", stock if program.converted else folder, "--target", program.target) for program in exact),
     ]
 
 

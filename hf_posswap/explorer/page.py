@@ -1,4 +1,4 @@
-"""The whole page: one HTML file that needs no network, whose pictures the browser draws."""
+"""The whole page: one HTML file without external resources, whose pictures are drawn by the browser."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from hf_posswap.report.markup import Markup, json_script, tag
 from hf_posswap.utils.atomic_io import write_text
 
 PAGE = "positions.html"
-"""The name of the page where none is given."""
+"""The default file name of the page."""
 SCRIPTS = (
     "numbers", "rotary", "piecewise", "bias", "table", "data", "colours", "elements", "lines", "maps", "pictures",
     "controls",
 )  # fmt: skip
-"""The modules of the script, each after those that it needs."""
+"""The modules of the script, in order of dependency."""
 _PICTURES = (
     (
         "wavelengths",
         "Tokens in which a rotary pair completes a turn",
-        "A pair that completes no turn within the original window has met only a part of the circle in training: "
-        "beyond the window it comes to angles that it never met. Scaled RoPE differs in what it does with these pairs.",
+        "A pair that completes no turn within the original window has seen only a part of the circle in training, and "
+        "reaches unseen angles beyond the window. Variants of scaled RoPE treat these pairs differently.",
     ),
     (
         "scores",
         "Attention score by distance",
-        "What a query gives to a key like itself, by how far back the key lies: what positions alone do.",
+        "The score of a query with an identical key by distance: the effect of positions alone.",
     ),
     (
         "relative",
         "The distances that attention sees",
-        "Each pair of query and key, by the distance that it seems to have in tokens of the unswapped model. Left of "
-        "the dashed line and below it are pairs farther apart than the original window.",
+        "The apparent distance of each query-key pair in tokens of the unswapped model. Left of the dashed line and "
+        "below it are pairs farther apart than the original window.",
     ),
     (
         "bias",
         "Bias by query and key",
-        "What is added to the score, in the first, a middle and the last head; from -30 down a key has no weight, and "
+        "The bias added to the score in the first, a middle and the last head. From -30 down a key has no weight, and "
         "one colour.",
     ),
     (
@@ -63,23 +63,23 @@ _PICTURES = (
     (
         "table",
         "The sinusoidal table",
-        "A row a position, a column a dimension: red is above 0, blue below. Its width is that of all heads together.",
+        "One row per position, one column per dimension: red is above 0, blue below. The width is that of all heads.",
     ),
     (
         "similarity",
-        "Likeness of positions in a table",
-        "The cosine of two rows by their distance. A tiled table tells positions a window apart from each other by "
-        "nothing, a stretched one neighbours by little; sinusoids grow apart slowly.",
+        "Similarity of positions in a table",
+        "The cosine of two rows by their distance. In a tiled table positions one window apart are identical, in a "
+        "stretched one neighbours are similar; sinusoids become dissimilar slowly.",
     ),
 )
 
 
 def write_page(path: Path, facts: ModelFacts | None = None) -> None:
-    """Write the page to `path`, whole or not at all.
+    """Write the page to `path` atomically.
 
     Args:
-        path: of the .html file.
-        facts: of the model that the page is about; None: of schemes alone.
+        path: the .html file.
+        facts: facts about a model; None: the page shows only schemes.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -88,7 +88,7 @@ def write_page(path: Path, facts: ModelFacts | None = None) -> None:
 
 
 def render_page(facts: ModelFacts | None = None) -> str:
-    """Return the page: styles, scripts and data inside, nothing loaded from elsewhere.
+    """Return the page with inline styles, scripts and data.
 
     Args:
         facts: as in `write_page`.
@@ -99,14 +99,14 @@ def render_page(facts: ModelFacts | None = None) -> str:
     """
     title = "Position schemes" if facts is None else f"Positions of {facts.name}"
     lead = (
-        "Choose schemes and move the sliders: every picture is drawn anew from the schemes' own formulas. The address "
-        "keeps what you choose."
+        "Choose schemes and move the sliders: every picture is redrawn from the schemes' own formulas. The address "
+        "stores your choices."
     )
     about = [] if facts is None else about_model(facts)
     return document(
         title,
         tag("header", tag("h1", title), tag("p", lead, class_="lead")),
-        tag("main", *about, _controls(facts), *(_picture(*one) for one in _PICTURES)),
+        tag("main", *about, _controls(facts), *(_picture(*picture) for picture in _PICTURES)),
         json_script(_settings(facts), "settings"),
         tag("script", Markup("\n".join(_asset(f"js/{name}.js") for name in SCRIPTS))),
         style=_asset("page.css"),
@@ -114,7 +114,7 @@ def render_page(facts: ModelFacts | None = None) -> str:
 
 
 def _settings(facts: ModelFacts | None) -> dict[str, object]:
-    """Return what the script begins with."""
+    """Return the initial data of the script."""
     geometry = None if facts is None else facts.explanation.report.geometry
     first = first_settings(geometry, None if facts is None else facts.length)
     chosen = first_schemes(geometry, None if facts is None else facts.scheme)
@@ -139,8 +139,8 @@ def _controls(facts: ModelFacts | None) -> Markup:
     sliders = [
         tag(
             "div",
-            tag("label", slider.words, for_=f"number-{slider.name}"),
-            _void("input", type="range", id=f"slide-{slider.name}", min=0, max=1000, step=1, aria_label=slider.words),
+            tag("label", slider.label, for_=f"number-{slider.name}"),
+            _void("input", type="range", id=f"slide-{slider.name}", min=0, max=1000, step=1, aria_label=slider.label),
             _void("input", type="number", id=f"number-{slider.name}", step="any", inputmode="decimal"),
             class_="slider",
         )
@@ -167,14 +167,14 @@ def _chip(choice: Choice) -> Markup:
 
 
 def _void(name: str, **attributes: object) -> Markup:
-    """Return an element that has no end."""
+    """Return a void element, without an end tag."""
     return Markup(str(tag(name, **attributes)).removesuffix(f"</{name}>"))
 
 
-def _picture(name: str, heading: str, words: str) -> Markup:
-    place = tag("div", class_="place", id=f"place-{name}")
-    said = tag("ul", class_="said")
-    return tag("section", tag("h2", heading), tag("p", words, class_="note"), place, said, id=name)
+def _picture(name: str, heading: str, note: str) -> Markup:
+    container = tag("div", class_="place", id=f"place-{name}")
+    summaries = tag("ul", class_="said")
+    return tag("section", tag("h2", heading), tag("p", note, class_="note"), container, summaries, id=name)
 
 
 def _asset(name: str) -> Markup:

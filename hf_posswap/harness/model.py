@@ -31,10 +31,10 @@ NAME = "posswap"
 def harness_model_class() -> Any:
     """Return the harness's class for swapped models, after which `lm_eval.simple_evaluate(model="posswap")` knows it.
 
-    Beside what the harness's own "hf" takes it takes `scheme`, a scheme or its name, and `swap_length`, the tokens that
-    it is meant for: it is then put in without training. `revision` is passed on where it is given; what concerns
-    quantization and adapters of the harness is not taken: load such a model and give it as `pretrained`. Code that a
-    model or a tokenizer brings is run with `trust_remote_code=True` alone.
+    In addition to the arguments of the harness's "hf" it takes `scheme`, a scheme or its name, which is put in without
+    training, and `swap_length`, its maximum length. `revision` is passed on. The harness's arguments for quantization
+    and adapters are not supported: load such a model and give it as `pretrained`. Code of a model or a tokenizer is run
+    only with `trust_remote_code=True`.
 
     Raises:
         MissingDependencyError: lm_eval is not installed.
@@ -65,16 +65,16 @@ def harness_model_class() -> Any:
             if scheme is not None:
                 model = shell_of(model)
                 patch_model(model, scheme, max_length=swap_length)
-            words = more.pop("tokenizer", None) or (pretrained if isinstance(pretrained, str) else None)
-            if isinstance(words, str):
-                own = hub if words == pretrained else {TRUST: trust_remote_code}
-                words = load_tokenizer(words, instead="give tokenizer=", **own)
+            tokenizer = more.pop("tokenizer", None) or (pretrained if isinstance(pretrained, str) else None)
+            if isinstance(tokenizer, str):
+                hub_options = hub if tokenizer == pretrained else {TRUST: trust_remote_code}
+                tokenizer = load_tokenizer(tokenizer, instead="give tokenizer=", **hub_options)
             with _only_errors("lm_eval.models.huggingface"):  # it warns of models that it did not load itself
-                super().__init__(pretrained=model.to(device), tokenizer=words, **more)
+                super().__init__(pretrained=model.to(device), tokenizer=tokenizer, **more)
 
         @property
         def max_length(self) -> int:
-            """Tokens of the longest input: what was asked for, else what the swap is meant for, else the model's."""
+            """Maximum input length: the requested one, else the swap's maximum length, else the model's."""
             return self._max_length or length_of(self.model) or super().max_length
 
     register_model(NAME)(PosswapLM)
@@ -88,7 +88,7 @@ def _only_errors(name: str) -> Iterator[None]:
 
 
 def length_of(model: PreTrainedModel) -> int | None:
-    """Return the tokens that the swap in `model` is meant for; None: it carries none, or none that says.
+    """Return the maximum length of the swap in `model`, or None without one.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -99,6 +99,6 @@ def length_of(model: PreTrainedModel) -> int | None:
         (None, 64)
     """
     target = unwrap(model)
-    carried: Any = getattr(target, "_posswap", None)  # what a record alone says is not believed
-    meant, limit = None if carried is None else carried.plan.max_length, reach_of(target).limit
-    return meant if meant is None or limit is None else min(meant, limit)
+    carried: Any = getattr(target, "_posswap", None)  # a record without a swap is not trusted
+    swap_length, limit = None if carried is None else carried.plan.max_length, reach_of(target).limit
+    return swap_length if swap_length is None or limit is None else min(swap_length, limit)

@@ -37,31 +37,30 @@ def run_tasks(
     dtype: Any = "auto",
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Return what the harness found: its results, with the scores of each task under "results".
+    """Run tasks and return the harness's results, with the scores of each task under "results".
 
-    How long inputs may be follows the swap and stands under "longest_input".
+    The maximum input length, which depends on the swap, is under "longest_input".
 
     Args:
-        model: a causal model (which stays as it is), a folder or a Hub id; a swap that it carries is used.
+        model: a causal model (which is not changed), a folder or a Hub id, with or without a swap.
         tasks: names that the harness knows, or .yaml files of tasks.
-        scheme: to put in first, without training.
-        max_length: tokens that `scheme` is meant for.
-        longest_input: in tokens, what is longer is cut; None: what the swap is meant for, else the model's own length.
-        tokenizer: of the model; None: that of the folder or Hub id.
-        num_fewshot: examples before each question; None: what the task says.
-        batch_size: questions at a time.
+        scheme: the scheme to put in first, without training.
+        max_length: maximum length of `scheme`.
+        longest_input: truncate longer inputs, in tokens; None: the swap's maximum length, else the model's.
+        tokenizer: the model's tokenizer; None: that of the folder or Hub id.
+        num_fewshot: examples before each question; None: the task's default.
+        batch_size: questions per batch.
         limit: questions of each task; None: all.
         device: to run on; None: the CPU.
         dtype: to load in; "auto": that of the checkpoint.
-        trust_remote_code: run code that the model, its tokenizer or a .yaml file of a task brings; without it such a
-            file may name no functions, and its templates reach no Python internals. The harness's own tasks are its
-            own code and run.
+        trust_remote_code: run code that comes with the model, its tokenizer or a .yaml file of a task; otherwise such a
+            file may name no functions, and its templates are sandboxed. The harness's built-in tasks always run.
 
     Raises:
         MissingDependencyError: lm_eval is not installed.
-        OptionError: no tasks, an impossible number, or a task that the harness does not know.
+        OptionError: no tasks, an invalid number, or an unknown task.
         DataError: a model object without a tokenizer, or a tokenizer that cannot be read.
-        RemoteCodeError: code is needed, which was not asked for.
+        RemoteCodeError: code is needed without `trust_remote_code`.
         CheckpointError, UnsupportedSwapError, UnsupportedModelError, SchemeError: as `load` and `patch_model`.
     """
     check_max_length(max_length)
@@ -71,12 +70,12 @@ def run_tasks(
     if num_fewshot is not None and num_fewshot < 0:
         raise OptionError(f"num_fewshot is a whole number of at least 0, got {num_fewshot!r}.")
     if tokenizer is None and not isinstance(model, str | Path):
-        raise DataError("a model object brings no tokenizer: give tokenizer=.")
-    kind = harness_model_class()
+        raise DataError("a model object has no tokenizer: give tokenizer=.")
+    model_class = harness_model_class()
     manager = _manager(tasks, trust_remote_code)
     source = str(model) if isinstance(model, Path) else model
     named = {} if tokenizer is None else {"tokenizer": tokenizer}
-    subject = kind(
+    subject = model_class(
         source,
         scheme=scheme,
         swap_length=max_length,
@@ -90,7 +89,7 @@ def run_tasks(
     from lm_eval import simple_evaluate
 
     with nullcontext() if trust_remote_code else templates_without_code():
-        found: Any = simple_evaluate(
+        results: Any = simple_evaluate(
             subject,
             tasks=[str(task) for task in tasks],
             num_fewshot=num_fewshot,
@@ -99,11 +98,11 @@ def run_tasks(
             log_samples=False,
             bootstrap_iters=1000,
         )
-    return dict(found) | {"longest_input": subject.max_length}
+    return dict(results) | {"longest_input": subject.max_length}
 
 
 def _manager(tasks: Sequence[str | Path], trust_remote_code: bool) -> Any:
-    """Return the harness's index of tasks, after a check that all of `tasks` can be run, before a model is loaded."""
+    """Return the harness's index of tasks, after checking that all of `tasks` exist."""
     from lm_eval.tasks import TaskManager
 
     if not tasks:

@@ -1,8 +1,8 @@
-"""Code in files of tasks: found and refused before it could run, unless it is asked for.
+"""Detection and refusal of code in task files before it runs, unless the user trusts it.
 
-A task of the harness may name Python functions (`!function helper.changed` runs helper.py beside the file), metrics
+A task of the harness may name Python functions (`!function helper.changed` runs helper.py next to the file), metrics
 that are scripts on the Hub, and data sets with loading code; its templates see Python objects. The tasks that are
-installed with the harness are its own code, and are not looked at.
+installed with the harness are trusted and not checked.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from hf_posswap.utils.untrusted_yaml import MOST_YAML_BYTES, load_yaml
 from hf_posswap.utils.user_paths import expand_home
 
 _DEEPEST = 50
-"""Files that include one another; and objects inside one another."""
+"""Maximum depth of nested includes, and of nested objects."""
 
 
 class _Function(str):
-    """What stands for a function that a file names: the name alone."""
+    """A placeholder for a function in a file: its name."""
 
 
 def refuse_task_code(files: Sequence[Path]) -> None:
-    """Refuse files of tasks that run code; nothing of them is run to find that out.
+    """Refuse task files that run code, without running any of it.
 
     Args:
-        files: .yaml files of tasks; what they include is looked at, too.
+        files: .yaml files of tasks; included files are checked, too.
 
     Raises:
-        RemoteCodeError: one names a function, a metric that the harness does not have, or a data set's loading code.
-        OptionError: one cannot be read.
+        RemoteCodeError: a file names a function, a metric that the harness lacks, or a data set's loading code.
+        OptionError: a file cannot be read.
     """
     seen: set[Path] = set()
     waiting = [expand_home(file).resolve() for file in files]
@@ -47,24 +47,24 @@ def refuse_task_code(files: Sequence[Path]) -> None:
         for code in _code_in(values):
             raise RemoteCodeError(file, f"runs code ({code})")
         included = values.get("include") or []
-        waiting += [(file.parent / str(one)).resolve() for one in ([included], included)[isinstance(included, list)]]
+        waiting += [(file.parent / str(name)).resolve() for name in ([included], included)[isinstance(included, list)]]
 
 
 @contextmanager
 def templates_without_code() -> Iterator[None]:
-    """Inside the block templates of tasks reach no Python internals, by which they could run code.
+    """Run templates of tasks in a sandbox inside the block, so that they cannot run code.
 
     Raises:
-        RemoteCodeError: one tries to.
+        RemoteCodeError: a template accesses Python internals.
     """
     from jinja2.exceptions import SecurityError
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
     free = utils.env
-    held = SandboxedEnvironment(loader=free.loader, undefined=free.undefined, keep_trailing_newline=True)
-    held.filters.update(free.filters)
-    utils.env = held
+    sandboxed = SandboxedEnvironment(loader=free.loader, undefined=free.undefined, keep_trailing_newline=True)
+    sandboxed.filters.update(free.filters)
+    utils.env = sandboxed
     try:
         yield
     except SecurityError as error:
@@ -80,11 +80,11 @@ def _is_installed(file: Path) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return what a file of a task says, each function as its name."""
+    """Return the content of a task file, with functions replaced by their names."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Reads what the harness reads, and imports nothing."""
+        """Accepts the harness's YAML without importing functions."""
 
     Loader.add_constructor("!function", lambda loader, node: _Function(getattr(node, "value", "")))
     try:
@@ -97,7 +97,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _code_in(value: Any, depth: int = 0) -> Iterator[str]:
-    """Give in words each place of `value` that runs code."""
+    """Yield a description of each part of `value` that runs code."""
     if isinstance(value, _Function):
         yield f"!function {value}"
     if depth > _DEEPEST:

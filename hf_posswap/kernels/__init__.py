@@ -1,1 +1,1 @@
-"""Attention without anything of [Q, K]: fused calls, put together. Pure torch, and nothing of models or schemes."""
+"""Attention from fused calls without [Q, K] tensors. Pure torch, independent of models and schemes."""

@@ -1,7 +1,7 @@
-"""Attention with a bias that is made for one block of queries at a time, forward and backward.
+"""Attention with a bias that is computed for one block of queries at a time, forward and backward.
 
-Where the bias is learned, the backward makes each block's scores once more and hands the gradient of the bias to
-whoever made it, so that nothing of [Q, K] outlives a block. Where it is not, a fused backward does.
+For a learned bias, the backward recomputes each block's scores and passes the gradient of the bias to its owner, so
+that no [Q, K] tensor outlives a block. Otherwise a fused backward is used.
 
 Dao et al. 2022, https://arxiv.org/abs/2205.14135, appendix B.4.
 """
@@ -20,7 +20,7 @@ from hf_posswap.utils.autocast import without_autocast
 
 
 class Block(NamedTuple):
-    """Some queries, and the keys that hold all that they see."""
+    """A block of queries, and a range of keys that contains all visible ones."""
 
     rows: slice
     queries: slice
@@ -28,32 +28,32 @@ class Block(NamedTuple):
 
 
 class BlockBias(Protocol):
-    """Makes the bias of a block of queries, and takes its gradient."""
+    """Computes the bias of a block of queries, and accumulates its gradient."""
 
     parameters: tuple[Tensor, ...]
-    """What the bias is made of, and may need a gradient."""
+    """The tensors that the bias depends on, which may need gradients."""
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the blocks, each query of a row in one at most; those in none attend to nothing, and get zeros."""
+        """Yield the blocks. Each query is in at most one; a query in none attends to nothing and outputs zero."""
 
     def make(self, block: Block) -> Tensor:
         """Return the bias of a block, [1 or b, H, q, k]; -inf, or the lowest number, masks."""
 
     def gradient(self, change: Tensor, block: Block) -> None:
-        """Take the gradient of what `make` returned, [b, H, q, k]."""
+        """Accumulate the gradient of the result of `make`, [b, H, q, k]."""
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `parameters`, from all that `gradient` took."""
+        """Return the accumulated gradients of `parameters`."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: BlockBias, *, scaling: float) -> Tensor:
-    """Return attention [B, H, Q, D] with a bias that also says what is masked.
+    """Return attention [B, H, Q, D] with a bias that includes the mask.
 
     Args:
         query: [B, H, Q, D].
         key: [B, G, K, D].
         value: [B, G, K, D].
-        bias: made block by block, for this call alone.
+        bias: computed block by block, only for this call.
         scaling: multiplies the scores.
     """
     return _Blockwise.apply(bias, scaling, query, key, value, *bias.parameters)
@@ -73,13 +73,18 @@ class _Blockwise(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         batch, heads, length, width = query.shape
-        # laid out as the layer that follows wants it
+        # memory layout for the following layer
         whole = query.new_zeros(batch, length, heads, width).transpose(1, 2)
         total = torch.zeros(query.shape[:3], dtype=fused.bias_dtype(query.dtype), device=query.device)
         for block in bias.blocks():
-            asked, seen = (block.rows, slice(None), block.queries), (block.rows, slice(None), block.keys)
-            whole[asked], total[asked] = fused.forward(
-                query[asked], key[seen], value[seen], scaling=scaling, causal=False, bias=bias.make(block)
+            query_index, key_index = (block.rows, slice(None), block.queries), (block.rows, slice(None), block.keys)
+            whole[query_index], total[query_index] = fused.forward(
+                query[query_index],
+                key[key_index],
+                value[key_index],
+                scaling=scaling,
+                causal=False,
+                bias=bias.make(block),
             )
         ctx.save_for_backward(query, key, value, whole, total, *parameters)
         ctx.bias, ctx.scaling = bias, scaling
@@ -92,24 +97,31 @@ class _Blockwise(torch.autograd.Function):
         bias, learned = ctx.bias, any(ctx.needs_input_grad[5:])
         grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for block in bias.blocks():
-            asked, seen = (block.rows, slice(None), block.queries), (block.rows, slice(None), block.keys)
-            arguments = grad[asked], query[asked], key[seen], value[seen], out[asked], sums[asked]
-            made = bias.make(block)
+            query_index, key_index = (block.rows, slice(None), block.queries), (block.rows, slice(None), block.keys)
+            arguments = (
+                grad[query_index],
+                query[query_index],
+                key[key_index],
+                value[key_index],
+                out[query_index],
+                sums[query_index],
+            )
+            block_bias = bias.make(block)
             if learned:
                 with without_autocast(query):
-                    *parts, change = written_out(*arguments, scaling=ctx.scaling, bias=made)
+                    *block_grads, change = written_out(*arguments, scaling=ctx.scaling, bias=block_bias)
                     bias.gradient(change, block)
             else:
-                parts = list(fused.backward(*arguments, scaling=ctx.scaling, causal=False, bias=made))
-            for whole, part, span in zip(grads, parts, (asked, seen, seen), strict=True):
-                whole[span] += part
+                block_grads = list(fused.backward(*arguments, scaling=ctx.scaling, causal=False, bias=block_bias))
+            for grad_sum, block_grad, span in zip(grads, block_grads, (query_index, key_index, key_index), strict=True):
+                grad_sum[span] += block_grad
         return None, None, *grads, *(bias.gradients() if learned else (None,) * len(bias.parameters))
 
 
 def written_out(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, *, scaling: float, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and of the bias [B, H, Q, K], from scores that are made once more."""
+    """Return the gradients of query, key, value and of the bias [B, H, Q, K], from recomputed scores."""
     groups = key.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
 
@@ -120,12 +132,12 @@ def written_out(
     keys, values = key.to(wide), value.to(wide)
     scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scaling)  # [B, G, H/G Q, K]
     shape = (*query.shape[:3], key.shape[2])
-    chances = scores.view(shape).add_(bias).sub_(sums[..., None]).exp_()  # [B, H, Q, K]
-    heads = chances.view(scores.shape)
+    probabilities = scores.view(shape).add_(bias).sub_(sums[..., None]).exp_()  # [B, H, Q, K]
+    heads = probabilities.view(scores.shape)
     to_value = torch.matmul(heads.transpose(-1, -2), rows)
     delta = (grad.to(wide) * out.to(wide)).sum(dim=-1, keepdim=True)  # [B, H, Q, 1]
-    change = torch.matmul(rows, values.transpose(-1, -2)).view(shape).sub_(delta).mul_(chances)
-    by_head = change.view(scores.shape)
+    bias_grad = torch.matmul(rows, values.transpose(-1, -2)).view(shape).sub_(delta).mul_(probabilities)
+    by_head = bias_grad.view(scores.shape)
     to_query = torch.matmul(by_head, keys).mul_(scaling).view(query.shape)
     to_key = torch.matmul(by_head.transpose(-1, -2), queries).mul_(scaling)
-    return to_query.to(query.dtype), to_key.to(key.dtype), to_value.to(value.dtype), change
+    return to_query.to(query.dtype), to_key.to(key.dtype), to_value.to(value.dtype), bias_grad

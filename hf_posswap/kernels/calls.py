@@ -1,8 +1,8 @@
-"""Attention as a few fused calls over parts of the keys, joined by the logarithms of their sums.
+"""Attention as a few fused calls over parts of the keys, merged by the logarithms of their sums.
 
 Each query's softmax over all keys is the mean of its softmaxes over parts of them, weighted by those parts' sums of
-exp(score). Forward and backward hold nothing of [Q, K]: the backward of each call is given the joined result and sums,
-and so yields its share of the whole's gradient.
+exp(score). Forward and backward hold no [Q, K] tensor: the backward of each call receives the merged result and sums,
+and so yields its share of the whole gradient.
 
 Dao et al. 2022, https://arxiv.org/abs/2205.14135, section 3.1 and appendix B.4.
 """
@@ -25,21 +25,21 @@ from hf_posswap.kernels.segments import Tile
 
 @dataclass(frozen=True)
 class Call:
-    """One fused call, over a range of queries and a range of keys, or over many equal ranges side by side.
+    """One fused call, over a range of queries and a range of keys, or over many equal consecutive ranges.
 
     Attributes:
-        pair: which of the query and key tensors it takes.
-        queries: first, and the one after the last.
-        keys: first, and the one after the last.
-        causal: whether the n-th query of a chunk sees the keys up to the n-th of its own only.
-        chunks: into how many equal ranges queries and keys are cut, each query range attending to its own key range.
-        flip: whether each range is taken backwards; with one query less at its start and one key less at its end
-            "causal" then means: only the keys later in their range than the query is in its own.
-        heads: first head, and the one after the last, multiples of H/G; None: all.
-        bias: [1, h, 1 or q, k], without gradient, the same in every chunk, as the call takes the keys; None: nothing is
-            added.
-        rows: of the batch: first, and the one after the last; None: all.
-        is_first: whether no call before it has these queries and heads, so that there is nothing to be joined to.
+        pair: index of its query and key tensors.
+        queries: range of queries, [first, stop).
+        keys: range of keys, [first, stop).
+        causal: whether the n-th query of a chunk sees only the keys up to the n-th of its chunk.
+        chunks: number of equal ranges of queries and keys; each range of queries attends to its own range of keys.
+        flip: whether each range is reversed; without the first query and the last key, "causal" then means that only
+            keys at a later index than the query are visible.
+        heads: range of heads, multiples of H/G; None: all.
+        bias: [1, h, 1 or q, k], without gradient, the same in every chunk, in the order of the keys in the call, or
+            None.
+        rows: range of rows of the batch; None: all.
+        is_first: whether no earlier call has these queries and heads, so that there is nothing to merge with.
     """
 
     pair: int
@@ -59,29 +59,29 @@ class Call:
         return cls(pair, tile.queries, tile.keys, tile.kind != "full", flip=tile.kind == "above", rows=rows, **more)
 
     def query_rows(self, x: Tensor) -> Tensor:
-        """Return the part of `x` [B, H, Q, ...] that the queries of this call have, [b chunks, h, q, ...]."""
+        """Return the queries of this call from `x` [B, H, Q, ...], [b chunks, h, q, ...]."""
         rows = self._chunked(self._of_heads(x, 1), self.queries)
         return rows[:, :, 1:] if self.flip else rows
 
     def key_rows(self, x: Tensor, share: int) -> Tensor:
-        """Return the part of `x` [B, G, K, D] that this call attends to, [b chunks, g, k, D]; `share` is H/G."""
+        """Return the keys of this call from `x` [B, G, K, D], [b chunks, g, k, D]; `share` is H/G."""
         rows = self._chunked(self._of_heads(x, share), self.keys)
         return rows[:, :, :-1] if self.flip else rows
 
     def query_back(self, rows: Tensor, fill: float) -> Tensor:
-        """Return what `query_rows` took, in the order of the queries: [b, h, queries, ...]."""
+        """Invert `query_rows`: return rows in the order of the queries, [b, h, queries, ...]."""
         if self.flip:
             rows = torch.cat((rows.new_full((*rows.shape[:2], 1, *rows.shape[3:]), fill), rows), dim=2)
         return self._whole(rows)
 
     def key_back(self, rows: Tensor) -> Tensor:
-        """Return what `key_rows` took, in the order of the keys: [b, g, keys, D]."""
+        """Invert `key_rows`: return rows in the order of the keys, [b, g, keys, D]."""
         if self.flip:
             rows = torch.cat((rows, rows.new_zeros((*rows.shape[:2], 1, *rows.shape[3:]))), dim=2)
         return self._whole(rows)
 
-    def part(self, x: Tensor, share: int, span: tuple[int, int]) -> Tensor:
-        """Return the view of `x` [B, H, L, ...] that this call's rows, heads and `span` are."""
+    def view(self, x: Tensor, share: int, span: tuple[int, int]) -> Tensor:
+        """Return the view of `x` [B, H, L, ...] at this call's rows, heads and `span`."""
         return self._of_heads(x, share)[:, :, span[0] : span[1]]
 
     def _of_heads(self, x: Tensor, share: int) -> Tensor:
@@ -102,25 +102,25 @@ class Call:
 
 
 def arranged(calls: Iterable[Call]) -> tuple[Call, ...]:
-    """Return `calls` with those that are alike, side by side, made one, and each knowing whether it is the first."""
+    """Merge equal consecutive calls to chunks, and set `is_first` of each."""
     runs: dict[Any, Call] = {}
     for number, call in enumerate(calls):
-        alike = (call.pair, call.causal, call.flip, call.heads, call.rows, id(call.bias), _lengths(call))
-        last = runs.get(alike)
+        group = (call.pair, call.causal, call.flip, call.heads, call.rows, id(call.bias), _lengths(call))
+        last = runs.get(group)
         if last is not None and last.queries[1] == call.queries[0] and last.keys[1] == call.keys[0]:
             queries, keys = (last.queries[0], call.queries[1]), (last.keys[0], call.keys[1])
-            runs[alike] = dataclasses.replace(last, queries=queries, keys=keys, chunks=last.chunks + 1)
+            runs[group] = dataclasses.replace(last, queries=queries, keys=keys, chunks=last.chunks + 1)
             continue
         if last is not None:
-            runs[alike, number] = last  # it is complete; those that follow are alike to the new one
-        runs[alike] = call
+            runs[group, number] = last  # it is complete; later calls may extend the new one
+        runs[group] = call
     ordered = sorted(runs.values(), key=lambda call: (call.queries[0] - call.queries[1], call.flip))
-    taken = _Taken(ordered)
-    return tuple(dataclasses.replace(call, is_first=taken.is_first(call)) for call in ordered)
+    coverage = _QueryCoverage(ordered)
+    return tuple(dataclasses.replace(call, is_first=coverage.is_first(call)) for call in ordered)
 
 
 def numbered_anew(calls: Sequence[Call]) -> tuple[tuple[int, ...], tuple[Call, ...]]:
-    """Return the numbers of the pairs that `calls` take, and the calls with these pairs counted from 0."""
+    """Return the indices of the pairs in `calls`, and the calls with pairs renumbered from 0."""
     numbers = sorted({call.pair for call in calls})
     return tuple(numbers), tuple(dataclasses.replace(call, pair=numbers.index(call.pair)) for call in calls)
 
@@ -129,21 +129,21 @@ def _lengths(call: Call) -> tuple[int, int]:
     return call.queries[1] - call.queries[0], call.keys[1] - call.keys[0]
 
 
-class _Taken:
-    """Which queries, of which rows and heads, calls have had so far."""
+class _QueryCoverage:
+    """The queries, by rows and heads, that earlier calls cover."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         rows = max((call.rows[1] for call in calls if call.rows is not None), default=1)
         queries = max((call.queries[1] for call in calls), default=0)
-        # where heads are told apart, each has its own
+        # one entry per head if calls differ by head
         heads = max((call.heads[1] for call in calls if call.heads is not None), default=1)
-        self.had = np.zeros((rows, heads, queries), dtype=bool)
+        self.covered = np.zeros((rows, heads, queries), dtype=bool)
 
     def is_first(self, call: Call) -> bool:
-        """Return whether none of the queries of `call` was had before; now they are."""
-        part = self.had[slice(*(call.rows or (None,))), slice(*(call.heads or (None,))), slice(*call.queries)]
-        first = not part.any()
-        part[:] = True
+        """Return whether no query of `call` was covered before, and mark them as covered."""
+        region = self.covered[slice(*(call.rows or (None,))), slice(*(call.heads or (None,))), slice(*call.queries)]
+        first = not region.any()
+        region[:] = True
         return first
 
 
@@ -151,9 +151,9 @@ def attend(pairs: Sequence[tuple[Tensor, Tensor]], value: Tensor, calls: Sequenc
     """Return softmax attention [B, H, Q, D] over everything that `calls` score.
 
     Args:
-        pairs: query [B, H, Q, D] and key [B, G, K, D], each pair rotated in its own way.
+        pairs: query [B, H, Q, D] and key [B, G, K, D], each pair with its own rotation.
         value: [B, G, K, D].
-        calls: no pair of a query and a key in two of them; a query in none of them gets zeros.
+        calls: disjoint in query-key pairs; a query in none of them gets zeros.
         scaling: multiplies the scores.
     """
     flat = [tensor for pair in pairs for tensor in pair]
@@ -169,7 +169,7 @@ def _joined(calls: Sequence[Call], scaling: float, value: Tensor, tensors: Seque
     query = tensors[0]
     share = query.shape[1] // value.shape[1]
     batch, heads, length, width = query.shape
-    # laid out as the layer that follows wants it
+    # memory layout for the following layer
     whole = query.new_zeros(batch, length, heads, width).transpose(1, 2)
     total = torch.full(query.shape[:3], -torch.inf, dtype=fused.bias_dtype(query.dtype), device=query.device)
     for call in calls:
@@ -182,18 +182,18 @@ def _joined(calls: Sequence[Call], scaling: float, value: Tensor, tensors: Seque
         out, sums = call.query_back(out, 0.0), call.query_back(sums, -torch.inf)
         if len(calls) == 1 and out.shape == query.shape:
             return out, sums
-        at = call.part(whole, 1, call.queries), call.part(total, 1, call.queries)
+        views = call.view(whole, 1, call.queries), call.view(total, 1, call.queries)
         if call.is_first:
-            at[0].copy_(out)
-            at[1].copy_(sums)
+            views[0].copy_(out)
+            views[1].copy_(sums)
         else:
-            _join(*at, out, sums)
+            _join(*views, out, sums)
     return whole, total
 
 
 def _join(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
-    """Join attention over more keys into `out` [B, H, q, D] and `sums` [B, H, q], in place."""
-    # weight of the new part: exp(b) / (exp(a) + exp(b)); where both are empty it is 0/0, and the old part stays
+    """Merge attention over more keys into `out` [B, H, q, D] and `sums` [B, H, q], in place."""
+    # weight of the new part: exp(b) / (exp(a) + exp(b)); if both are empty it is 0/0, and the old part is kept
     weight = torch.sigmoid(more_sums - sums).nan_to_num_(nan=0.0)[..., None]
     out.lerp_(more, weight.to(out.dtype))
     torch.logaddexp(sums, more_sums, out=sums)
@@ -226,7 +226,7 @@ class _Joined(torch.autograd.Function):
                 call.query_rows(sums),
                 **_settings(call, ctx.scaling),
             )
-            call.part(grads[1 + 2 * call.pair], 1, call.queries).add_(call.query_back(to_query, 0.0))
-            call.part(grads[2 + 2 * call.pair], share, call.keys).add_(call.key_back(to_key))
-            call.part(grads[0], share, call.keys).add_(call.key_back(to_value))
+            call.view(grads[1 + 2 * call.pair], 1, call.queries).add_(call.query_back(to_query, 0.0))
+            call.view(grads[2 + 2 * call.pair], share, call.keys).add_(call.key_back(to_key))
+            call.view(grads[0], share, call.keys).add_(call.key_back(to_value))
         return None, None, *grads

@@ -1,8 +1,8 @@
 """A bias that depends on distance alone, as a view of one number for each distance: T5, KERPLE, ALiBi.
 
-With the numbers of all distances in a line, the farthest first, the bias of a block of queries, taken backwards, is a
-Hankel matrix: a view of the line in which a step to the next query and a step to the next key are the same step. So
-[H, Q, K] is never written.
+With the numbers of all distances in a line, the farthest first, the bias of a reversed block of queries is a Hankel
+matrix: a view of the line in which a step to the next query equals a step to the next key. So [H, Q, K] is never
+materialized.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hf_posswap.kernels.fused import bias_dtype
 from hf_posswap.kernels.segments import Segment, whole
 
 BLOCK = 256
-"""Queries that are scored in one call."""
+"""Queries per call."""
 LEARNED_BLOCK = 128
-"""The same where the backward writes the scores out: of fewer queries they stay in the processor's cache."""
+"""Queries per call if the backward materializes the scores: fewer, so that they fit the processor's cache."""
 
 
 def attend_by_distance(
@@ -32,50 +32,50 @@ def attend_by_distance(
     causal: bool = False,
     segments: Sequence[Segment] | None = None,
 ) -> Tensor:
-    """Return attention [B, H, Q, D] with a number for each distance, of a query's position less a key's, on the scores.
+    """Return attention [B, H, Q, D] with a bias by distance, the position of the query minus that of the key.
 
     Args:
         query: [B, H, Q, D].
         key: [B, G, K, D].
         value: [B, G, K, D].
-        by_distance: [H, N], of the distances from `seen_distances(segments)[0]` to its [1].
+        by_distance: [H, N], for the distances from `seen_distances(segments)[0]` to `seen_distances(segments)[1]`.
         scaling: multiplies the scores.
-        causal: where there are no segments: whether a query sees its past and itself only; as many keys as queries.
-        segments: what is seen, as `by_line` gives them; None: all, or with `causal` all that is not ahead.
+        causal: without segments: whether attention is causal, with as many keys as queries.
+        segments: the visible keys, as accepted by `by_line`; None: all, or with `causal` those that are not ahead.
     """
     batch, _, length, _ = query.shape
     segments = segments or whole(batch, length, key.shape[2], causal=causal)
     dtype = bias_dtype(query.dtype)
-    # what no query sees is -inf: so the line masks too
+    # -inf outside the visible distances, so the line also masks
     margin = min(BLOCK, length) - 1
     line = torch.nn.functional.pad(by_distance.to(dtype), (margin, margin), value=-torch.inf).flip(-1)
     farthest = seen_distances(segments)[1] + margin
-    # queries backwards, as the view has them; the order is put back at the end
+    # queries are reversed for the view, and restored at the end
     out = attend(query.flip(2), key, value, HankelBias(line, farthest, segments, length), scaling=scaling)
     return out.flip(2)
 
 
 def seen_distances(segments: Sequence[Segment]) -> tuple[int, int]:
-    """Return the least and the largest distance of a query from a key that it sees.
+    """Return the minimum and maximum distance of a query from a visible key.
 
     Example:
         >>> seen_distances(whole(1, 5, 5, causal=True)), seen_distances(whole(1, 5, 5, causal=False))
         ((0, 4), (-4, 4))
     """
-    found = [segment.distances for segment in segments]
-    return min(least for least, _ in found), max(most for _, most in found)
+    ranges = [segment.distances for segment in segments]
+    return min(least for least, _ in ranges), max(most for _, most in ranges)
 
 
 def by_line(segments: Sequence[Segment]) -> list[bool]:
-    """Return of each segment whether what it sees is told by the same two bounds of the distance as of the others."""
+    """Return for each segment whether the bounds of distance common to all segments describe its visible keys."""
     causal = [segment.apart - segment.last for segment in segments if segment.last is not None]
     windowed = [segment.apart - segment.first for segment in segments if segment.first is not None]
     least, most = min(causal, default=None), max(windowed, default=None)
-    return [_is_told(segment, least, most) for segment in segments]
+    return [_has_bounds(segment, least, most) for segment in segments]
 
 
-def _is_told(segment: Segment, least: int | None, most: int | None) -> bool:
-    """Return whether a segment sees just the keys of its own that are at `least` and at `most` so far away."""
+def _has_bounds(segment: Segment, least: int | None, most: int | None) -> bool:
+    """Return whether a segment sees exactly its keys at distances from `least` to `most`."""
     nearest = segment.apart - (segment.keys[1] - segment.keys[0]) + 1
     farthest = segment.apart + segment.queries[1] - segment.queries[0] - 1
     near = (
@@ -92,12 +92,12 @@ def _is_told(segment: Segment, least: int | None, most: int | None) -> bool:
 
 
 class HankelBias:
-    """The bias of queries that are taken backwards: the n-th of the tensor is the (Q - 1 - n)-th of the text.
+    """The bias of reversed queries: the n-th of the tensor is the (Q - 1 - n)-th of the text.
 
     Args:
         line: [H, N], the number of distance d at `farthest` - d.
-        farthest: the distance of the first.
-        segments: what is seen.
+        farthest: the distance of the first entry.
+        segments: the visible keys.
         length: Q.
     """
 
@@ -118,7 +118,7 @@ class HankelBias:
                 if low >= high:
                     continue
                 rows, queries = slice(*segment.rows), slice(self.length - stop, self.length - start)
-                # of the block's first query, which is the last one in the text, from its first key
+                # distance of the block's first query, the last one in the text, from its first key
                 apart = segment.apart + stop - 1 - segment.queries[0] - (low - segment.keys[0])
                 self.offsets[segment.rows[0], queries.start, low] = self.farthest - apart
                 yield Block(rows, queries, slice(low, high))
@@ -135,7 +135,7 @@ class HankelBias:
         if self.change is None:
             self.change = torch.zeros_like(self.line)
         rows, keys = change.shape[-2:]
-        # a row longer by `rows`, read again with rows shorter by one: each next row lies one further to the right
+        # pad rows by `rows`, then re-read with rows shorter by one: each row shifts one further to the right
         skewed = torch.nn.functional.pad(change.sum(dim=0), (0, rows)).flatten(1)[:, : rows * (keys + rows - 1)]
         at = self._offset(block)
         self.change[:, at : at + keys + rows - 1] += skewed.unflatten(1, (rows, -1)).sum(dim=1)

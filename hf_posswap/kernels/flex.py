@@ -1,4 +1,4 @@
-"""Biases for flex_attention, read from positions: nothing of [Q, K] is held, under any mask.
+"""Biases for flex_attention, computed from positions without [Q, K] tensors, under any mask.
 
 Press et al. 2021, https://arxiv.org/abs/2108.12409, section 3; Raffel et al. 2020, https://arxiv.org/abs/1910.10683.
 """
@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_posswap.kernels.trying import right
+from hf_posswap.kernels.trying import works_correctly
 from hf_posswap.utils.devices import device_type, is_standing_for
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 LEAST_WIDTH = 16
-"""Dimensions of a head that flex_attention's kernels take at least."""
+"""Minimum head dimension of flex_attention's kernels."""
 _ONE_KERNEL: Any = {"FORCE_USE_FLEX_ATTENTION": True}
-"""Below 128 queries a GPU would get the kernel for decoding, which takes no block of as many grouped heads."""
+"""Below 128 queries a GPU would use the decoding kernel, which does not support that many grouped heads."""
 
 
 class Penalty:
-    """Reads as a bias [B, H, Q, K] does, one number at a time: -slopes[h] |i - j|, in float32.
+    """Indexable like a bias [B, H, Q, K], one number at a time: -slopes[h] |i - j|, in float32.
 
     Args:
         slopes: [H], float32.
@@ -42,11 +42,11 @@ class Penalty:
 
 
 class ByDistance:
-    """Reads as a bias [B, H, Q, K] does, one number at a time: line[h, i - j + ahead], in float32.
+    """Indexable like a bias [B, H, Q, K], one number at a time: line[h, i - j + ahead], in float32.
 
     Args:
-        line: [H, N], of the distances -ahead to N - 1 - ahead, which hold those of all queries and keys.
-        ahead: how far a key may stand ahead of a query.
+        line: [H, N], for the distances -ahead to N - 1 - ahead, which include those of all queries and keys.
+        ahead: maximum distance of a key ahead of a query.
         query: positions, [B, Q], less than 2^31 from those of keys: read in int32, which spills fewer registers.
         key: positions, [B, K].
     """
@@ -62,21 +62,23 @@ class ByDistance:
 def attend_read(
     query: Tensor, key: Tensor, value: Tensor, bias: Penalty | ByDistance, *, scaling: float, causal: bool
 ) -> Tensor:
-    """Return attention [B, H, Q, D] under a bias that is read as the scores are made, by compiled flex_attention.
+    """Return attention [B, H, Q, D] with a bias that compiled flex_attention reads while it computes the scores.
 
     Args:
         query: [B, H, Q, D].
         key: [B, G, K, D], G a divisor of H.
         value: [B, G, K, D].
-        bias: read at [B, H, Q, K]; on a GPU its numbers may need gradients.
+        bias: indexed by [B, H, Q, K]; on a GPU its tensors may need gradients.
         scaling: multiplies the scores.
-        causal: whether query i sees the keys up to i only.
+        causal: whether query i sees only the keys up to i.
     """
 
     def modified(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return score + bias[batch, head, row, column]
 
-    if is_standing_for():  # nothing is compiled without its device; this holds as much, but for the bias's gradient
+    if (
+        is_standing_for()
+    ):  # nothing is compiled for fake tensors; this needs as much memory, except for the gradient of the bias
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
@@ -92,7 +94,7 @@ def attend_read(
 def _compiled(device: str) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # of a second length torch 2.13 makes code of any length, which does not compile on a CPU
+    # for a second length torch 2.13 generates dynamic code, which does not compile on a CPU
     return torch.compile(flex_attention, dynamic=False if device == "cpu" else None)
 
 
@@ -108,12 +110,12 @@ def _is_past(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor
 
 
 def fits_flex(query: Tensor, value: Tensor, bias: Penalty | ByDistance | None) -> bool:
-    """Return whether `attend_read` takes these, and is right in this process."""
+    """Return whether `attend_read` supports these arguments, and is correct in this process."""
     device = device_type(query)
     if bias is None or device not in ("cpu", "cuda") or query.shape[-1] != value.shape[-1]:
         return False
-    held = (query, value, bias.line if isinstance(bias, ByDistance) else bias.slopes)
-    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in held)
+    tensors = (query, value, bias.line if isinstance(bias, ByDistance) else bias.slopes)
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if query.shape[-1] < LEAST_WIDTH or query.dtype == torch.float64 or (device == "cpu" and differentiated):
         return False  # flex_attention has no gradient on a CPU
     return is_standing_for() or flex_available(device)
@@ -121,9 +123,9 @@ def fits_flex(query: Tensor, value: Tensor, bias: Penalty | ByDistance | None) -
 
 @functools.cache
 def flex_available(device: str) -> bool:
-    """Return whether compiled flex_attention works on `device`, and is right; warn, once, where not."""
-    lengths = (160,) if device == "cpu" else (160, 200)  # for the second, code of any length is made
-    return right("flex_attention", device, lambda device: max(_error(device, length) for length in lengths))
+    """Return whether compiled flex_attention works correctly on `device`; warn once if not."""
+    lengths = (160,) if device == "cpu" else (160, 200)  # the second length triggers dynamic code
+    return works_correctly("flex_attention", device, lambda device: max(_error(device, length) for length in lengths))
 
 
 def _error(device: str, length: int) -> float:
@@ -135,18 +137,18 @@ def _error(device: str, length: int) -> float:
         drawn = [torch.randn(*shape, generator=source, device="cpu").to(device, dtype) for shape in shapes]
         leaves = [x.requires_grad_(learned) for x in (*drawn[:3], drawn[3].float())]
         query, key, value, line = leaves
-        at = torch.arange(length, device=device).expand(2, -1)
-        found = attend_read(query, key, value, ByDistance(line, 0, at, at), scaling=0.3, causal=True)
+        positions = torch.arange(length, device=device).expand(2, -1)
+        result = attend_read(query, key, value, ByDistance(line, 0, positions, positions), scaling=0.3, causal=True)
         expected = _formula(*leaves)
-        pairs = [(found, expected)]
+        pairs = [(result, expected)]
         if learned:
-            grads = (torch.autograd.grad(out.float().square().sum(), leaves) for out in (found, expected))
+            grads = (torch.autograd.grad(out.float().square().sum(), leaves) for out in (result, expected))
             pairs += [(a / b.abs().amax(), b / b.abs().amax()) for a, b in zip(*grads, strict=True)]
         return max(float((a.detach().float() - b.detach().float()).abs().max()) for a, b in pairs)
 
 
 def _formula(query: Tensor, key: Tensor, value: Tensor, line: Tensor) -> Tensor:
-    """Return causal attention under line[h, i - j], written out, in float32."""
+    """Return causal attention with the bias line[h, i - j] by the formula, in float32."""
     keys, values = (x.float().repeat_interleave(2, dim=1) for x in (key, value))
     rows = torch.arange(query.shape[2], device=query.device)
     apart = rows[:, None] - rows[None]  # [Q, K]

@@ -1,8 +1,8 @@
-"""One fused attention call that also gives the logarithm of its softmax sums, and its gradient.
+"""One fused attention call that also returns the logarithm of its softmax sums, and its gradient.
 
-PyTorch's public `scaled_dot_product_attention` keeps those sums to itself; the operators beneath it give them, but are
-promised to nobody. So they are asked for by name, and tried once in each process against the formula: where that
-fails, `available` says no, and callers take the plain path.
+PyTorch's public `scaled_dot_product_attention` does not return those sums; the operators below it do, but they are
+private. So they are looked up by name, and tested once in each process against the formula: if that fails, `available`
+is False, and callers use the plain path.
 
 Dao et al. 2022, https://arxiv.org/abs/2205.14135, algorithm 1.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.torch_kernels import fused_attention, fused_attention_backward, fused_takes_groups
-from hf_posswap.kernels.trying import right
+from hf_posswap.kernels.trying import works_correctly
 from hf_posswap.utils.autocast import attended_dtype
 from hf_posswap.utils.devices import device_type, is_standing_for
 
@@ -36,9 +36,9 @@ def forward(
         key: [B, G, K, D], G a divisor of H.
         value: [B, G, K, D].
         scaling: multiplies the scores.
-        causal: whether query i sees the keys up to i only.
+        causal: whether query i sees only the keys up to i.
         bias: added to the scaled scores, [1 or B, 1 or H, 1 or Q, K], of dtype `bias_dtype`; together with `causal`
-            only those of the first key that is seen may be -inf. On a GPU: None.
+            only the first visible key's may be -inf. On a GPU: None.
     """
     if device_type(query) == "cuda":
         assert bias is None, "the fused call of a GPU takes no bias"
@@ -62,13 +62,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value.
 
-    `out` [B, H, Q, D] and `sums` [B, H, Q] need not be those of this call: given those of a softmax over more keys, the
-    gradients are this call's share of the whole's.
+    `out` [B, H, Q, D] and `sums` [B, H, Q] may be those of a softmax over more keys than in this call; the gradients
+    are then this call's share of the whole.
     """
     if device_type(query) == "cuda":
         assert bias is None, "the fused call of a GPU takes no bias"
         unread = torch.zeros(2, dtype=torch.int64, device=query.device)  # the random state of a dropout of 0
-        # the kernel reads these as if they were contiguous
+        # the kernel assumes that these are contiguous
         given = grad.contiguous(), query, key, value, out.contiguous(), sums.contiguous()
         lengths = query.shape[2], key.shape[2]
         flash = fused_attention_backward("cuda")
@@ -81,27 +81,27 @@ def backward(
 
 
 def _for_heads(heads: int, *shared: Tensor) -> list[Tensor]:
-    """Return each of `shared` [B, G, K, D] as a CPU's fused call takes it beside `heads`: repeated where it must be."""
+    """Return each of `shared` [B, G, K, D] as the CPU's fused call needs it for `heads`, repeated if necessary."""
     if fused_takes_groups("cpu"):
         return list(shared)
     return [x.repeat_interleave(heads // x.shape[1], dim=1) for x in shared]
 
 
 def _by_group(grad: Tensor, groups: int) -> Tensor:
-    """Return the gradient [B, G, K, D] of what `_for_heads` gave the call."""
+    """Return the gradient [B, G, K, D] of the inputs of `_for_heads`."""
     return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2)
 
 
 def bias_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a bias needs beside queries of `dtype`: float32, or the queries' where that is wider.
+    """Return the dtype of a bias for queries of `dtype`: float32, or float64 for float64 queries.
 
-    A bias in bfloat16 would be wrong by units where it is large, not by a rounding.
+    A large bias in bfloat16 would be off by whole units, not just by rounding.
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether the fused call takes such tensors, `as_attended`, and is right in this process."""
+    """Return whether the fused call supports such tensors, `as_attended`, and is correct in this process."""
     dtype, *others = map(attended_dtype, (query, key, value))
     same = query.shape[-1] == key.shape[-1] == value.shape[-1] and others == [dtype, dtype]
     device = device_type(query)
@@ -112,12 +112,12 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 @functools.cache
 def available(device: str = "cpu") -> bool:
-    """Return whether this PyTorch has the fused call on `device`, and it is right; warn, once, where not."""
-    return right("fused attention", device, _error)
+    """Return whether this PyTorch has a correct fused call on `device`; warn once if not."""
+    return works_correctly("fused attention", device, _error)
 
 
 def _error(device: str) -> float:
-    """Return the largest difference between the fused call and the formula, over what the kernels use of it."""
+    """Return the largest difference between the fused call and the formula, over the cases that the kernels use."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     source = torch.Generator(device="cpu").manual_seed(0)
 
@@ -138,15 +138,15 @@ def _error(device: str) -> float:
 def _case_error(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, case: dict[str, Any]) -> float:
     settings = {"scaling": 0.4, **case}
     out, sums = forward(query, key, value, **settings)
-    found = (out, sums, *backward(grad, query, key, value, out, sums, **settings))
+    results = (out, sums, *backward(grad, query, key, value, out, sums, **settings))
     expected = _formula(query.float(), key.float(), value.float(), grad.float(), **settings)
-    return max(float((a.float() - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    return max(float((a.float() - b).abs().max()) for a, b in zip(results, expected, strict=True))
 
 
 def _formula(
     query: Tensor, key: Tensor, value: Tensor, grad: Tensor, *, scaling: float, causal: bool, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Return out, sums and gradients, written out."""
+    """Return out, sums and gradients by the formula."""
     share = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(share, dim=1) for x in (key, value))  # [B, H, K, D]
     scores = query @ keys.transpose(-1, -2) * scaling  # [B, H, Q, K]
@@ -154,9 +154,12 @@ def _formula(
         scores = scores + bias
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    chances = scores.softmax(-1)
-    out = chances @ values
-    change = chances * (grad @ values.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scaling  # of q k
-    by_group = (change.transpose(-1, -2) @ query, chances.transpose(-1, -2) @ grad)  # of each head's key and value
+    probabilities = scores.softmax(-1)
+    out = probabilities @ values
+    change = probabilities * (grad @ values.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scaling  # of q k
+    by_group = (
+        change.transpose(-1, -2) @ query,
+        probabilities.transpose(-1, -2) @ grad,
+    )  # of each head's key and value
     shared = tuple(x.unflatten(1, (-1, share)).sum(2) for x in by_group)
     return out, scores.logsumexp(-1), change @ keys, *shared

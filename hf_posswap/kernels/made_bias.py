@@ -1,4 +1,4 @@
-"""Any bias, with any mask, made for a few queries at a time: FIRE, and all biases of padded or packed batches."""
+"""Any bias with any mask, computed for a few queries at a time: FIRE, and all biases of padded or packed batches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hf_posswap.kernels.fused import bias_dtype
 from hf_posswap.kernels.segments import Segment, whole
 
 PAIRS = 2**17
-"""Pairs of a query and a key, in all rows of a batch, whose bias is there at once."""
+"""Query-key pairs, over all rows of a batch, whose bias is materialized at once."""
 LEAST_ROWS = 32
-"""Queries, in all rows of a batch, taken at once at least: each time all keys and values are read again."""
+"""Minimum number of queries per block, over all rows of a batch, because each block reads all keys and values."""
 
 Make = Callable[[slice, slice, slice], Tensor]
-"""The bias, in a range of rows, of a range of queries to a range of keys, [1 or b, H, q, k]."""
+"""Computes the bias of a range of rows, queries and keys, [1 or b, H, q, k]."""
 
 
 def attend_made(
@@ -32,18 +32,18 @@ def attend_made(
     causal: bool,
     segments: Sequence[Segment] | None = None,
 ) -> Tensor:
-    """Return attention [B, H, Q, D] with the bias that `make` gives on the scores.
+    """Return attention [B, H, Q, D] with the bias that `make` computes.
 
     Args:
         query: [B, H, Q, D].
         key: [B, G, K, D].
         value: [B, G, K, D].
-        make: gives the bias.
-        parameters: that `make` uses, and that may need gradients.
-        mask: bool (True: attend) or additive, [B or 1, 1 or H, Q, K]; None: nothing but causality masks.
+        make: computes the bias.
+        parameters: tensors that `make` uses, which may need gradients.
+        mask: bool (True: attend) or additive, [B or 1, 1 or H, Q, K]; None: only causality.
         scaling: multiplies the scores.
-        causal: where there is no mask: whether query i sees keys up to i only.
-        segments: what is seen, in place of mask and causality; None: those tell it.
+        causal: without a mask: whether query i sees only keys up to i.
+        segments: the visible keys, instead of mask and causality; None: use those.
     """
     masked = mask is not None and segments is None
     if segments is None:
@@ -53,7 +53,7 @@ def attend_made(
 
 
 def queries_at_once(keys: int, batch: int = 1) -> int:
-    """Return for how many queries of each row of a batch the bias to `keys` keys is there at once.
+    """Return the number of queries of each row whose bias to `keys` keys is materialized at once.
 
     Example:
         >>> queries_at_once(2048), queries_at_once(32768)
@@ -63,7 +63,7 @@ def queries_at_once(keys: int, batch: int = 1) -> int:
 
 
 class MadeBias:
-    """The bias of a few queries, made when it is needed, and once more for its gradient."""
+    """The bias of a few queries, computed on demand, and recomputed for its gradient."""
 
     def __init__(
         self, query: Tensor, make: Make, parameters: Sequence[Tensor], mask: Tensor | None, segments: Sequence[Segment]
@@ -94,7 +94,7 @@ class MadeBias:
                 return bias.masked_fill(~mask, self.lowest)
             return (bias + mask).clamp(min=self.lowest)
         segment = self.of[block.rows.start, block.queries.start]
-        # of each key from the key at the query's own place in the segment
+        # offset of each key from the key at the query's index in the segment
         ahead = (
             torch.arange(block.keys.start - segment.keys[0], block.keys.stop - segment.keys[0], device=bias.device)
             - torch.arange(
@@ -106,17 +106,17 @@ class MadeBias:
         return bias if segment.first is None else bias.masked_fill(ahead < segment.first, self.lowest)
 
     def gradient(self, change: Tensor, block: Block) -> None:
-        wanted = [n for n, parameter in enumerate(self.parameters) if parameter.requires_grad]
+        indices = [n for n, parameter in enumerate(self.parameters) if parameter.requires_grad]
         with torch.enable_grad():
             bias = self.make(block)
-        found = torch.autograd.grad(
-            bias, [self.parameters[n] for n in wanted], change.sum_to_size(bias.shape).to(bias.dtype),
+        grads = torch.autograd.grad(
+            bias, [self.parameters[n] for n in indices], change.sum_to_size(bias.shape).to(bias.dtype),
             allow_unused=True,
         )  # fmt: skip
-        for n, more in zip(wanted, found, strict=True):
-            before = self.changes[n]
-            self.changes[n] = more if before is None or more is None else before + more
+        for n, grad in zip(indices, grads, strict=True):
+            accumulated = self.changes[n]
+            self.changes[n] = grad if accumulated is None or grad is None else accumulated + grad
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        found, self.changes = tuple(self.changes), [None] * len(self.parameters)
-        return found
+        grads, self.changes = tuple(self.changes), [None] * len(self.parameters)
+        return grads

@@ -1,6 +1,6 @@
-"""A mask read as segments: which queries side by side see which keys side by side; None where it is no such mask.
+"""Conversion of a mask to segments of consecutive queries that see consecutive keys; None for other masks.
 
-Nothing is taken for granted of where a mask came from: each of its numbers is looked at, once for all layers.
+Nothing is assumed about the mask's origin: each of its elements is checked, once for all layers.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from hf_posswap.kernels.segments import Segment
 
 MOST_SEGMENTS = 512
-"""Segments of a row up to which its mask is taken apart: each needs a call or more."""
+"""Maximum number of segments of a row: each needs at least one call."""
 BLOCK = 256
-"""Queries whose mask is looked at in one go."""
+"""Queries whose mask is checked at once."""
 
 
 def segments_of(mask: Tensor, batch: int, keys: int) -> tuple[Segment, ...] | None:
-    """Return the segments of a mask on a CPU, without positions; None: its queries see keys with gaps between them.
+    """Return the segments of a mask on a CPU, without positions; None if its queries see keys with gaps.
 
     Args:
         mask: bool (True: attend) or additive (0: attend; the lowest number, or -inf: do not), [B or 1, 1, Q, K] or with
-            more keys, which are left out.
+            more keys, which are ignored.
         batch: B.
         keys: K.
 
@@ -40,7 +40,7 @@ def segments_of(mask: Tensor, batch: int, keys: int) -> tuple[Segment, ...] | No
     mask = mask[:, 0, :, :keys]
     mask = mask[:1] if mask.stride(0) == 0 else mask
     one_row = len(mask) == 1
-    found: list[Segment] = []
+    segments: list[Segment] = []
     before: Any = None
     for row, seen in enumerate(mask):
         intervals = _intervals(seen)
@@ -48,20 +48,20 @@ def segments_of(mask: Tensor, batch: int, keys: int) -> tuple[Segment, ...] | No
             return None
         rows = (0, batch) if one_row else (row, row + 1)
         if before is not None and all((a == b).all() for a, b in zip(before, intervals, strict=True)):
-            found = [one._replace(rows=(one.rows[0], row + 1)) if one.rows[1] == row else one for one in found]
+            segments = [s._replace(rows=(s.rows[0], row + 1)) if s.rows[1] == row else s for s in segments]
             continue
         before = intervals
         of_row = list(islice(_runs(*intervals, rows), MOST_SEGMENTS + 1))
         if len(of_row) > MOST_SEGMENTS:
             return None
-        found += of_row
-    return tuple(found)
+        segments += of_row
+    return tuple(segments)
 
 
 def _intervals(mask: Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-    """Return the first key that each query of a mask [Q, K] sees, and the one after the last; None: there are gaps.
+    """Return the range of keys, [first, stop), that each query of a mask [Q, K] sees; None if there are gaps.
 
-    A query that sees nothing has two zeros.
+    A query that sees nothing has the range (0, 0).
     """
     firsts, ends = [], []
     for some in mask.split(BLOCK):
@@ -72,7 +72,7 @@ def _intervals(mask: Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]
         count = bits.sum(dim=1, dtype=torch.int32).numpy()
         first = bits.numpy().argmax(axis=1)  # much faster than torch's
         changes = (bits[:, 1:] ^ bits[:, :-1]).sum(dim=1, dtype=torch.int32).numpy()
-        # of an interval only its two ends are changes, unless they are the mask's
+        # an interval has a change at each end that is not an end of the mask
         edges = (first > 0).astype(int) + (first + count < bits.shape[1])
         if not ((changes == edges) | (count == 0)).all():
             return None
@@ -82,7 +82,7 @@ def _intervals(mask: Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]
 
 
 def _as_bool(mask: Tensor) -> Tensor | None:
-    """Return which keys a mask [q, K] shows; None: it weighs them."""
+    """Return which keys a mask [q, K] shows; None if it has other weights."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
@@ -93,13 +93,13 @@ def _as_bool(mask: Tensor) -> Tensor | None:
 
 
 def _runs(first: Any, end: Any, rows: tuple[int, int]) -> Iterator[Segment]:
-    """Give the segments of a row, in each of which both bounds stand still, or go on by one from query to query."""
+    """Yield the segments of a row, in each of which both bounds stay constant or increase by one per query."""
     steps = list(zip((first[1:] - first[:-1]).tolist(), (end[1:] - end[:-1]).tolist(), strict=True))
     low, high = first.tolist(), end.tolist()
     start = 0
     for query in range(1, len(low) + 1):
-        goes_on = query < len(low) and high[query] and high[start] and set(steps[query - 1]) <= {0, 1}
-        if goes_on and (query - start == 1 or steps[query - 1] == steps[start]):
+        continues = query < len(low) and high[query] and high[start] and set(steps[query - 1]) <= {0, 1}
+        if continues and (query - start == 1 or steps[query - 1] == steps[start]):
             continue
         if high[start]:
             yield _segment(low, high, start, query, steps[start] if query - start > 1 else (0, 0), rows)
@@ -116,32 +116,34 @@ def _segment(
 
 
 def placed(segment: Segment, query: Tensor, key: Tensor) -> list[tuple[Segment, bool]]:
-    """Return `segment` with its positions, cut into rows where those differ, and whether they rise by one all along.
+    """Return `segment` with its positions, split by rows if these differ, and whether they always increase by one.
 
     Args:
-        segment: of a mask.
+        segment: a segment of a mask.
         query: positions of all queries, [B or 1, Q].
         key: positions of all keys, [B or 1, K].
     """
     first, last = segment.rows
     if len(query) == len(key) == 1:
         last = first + 1
-    found: list[tuple[Segment, bool]] = []
+    results: list[tuple[Segment, bool]] = []
     for row in range(first, last):
-        asked, seen = (x[row % len(x)] for x in (query, key))
-        regular = rises(asked[slice(*segment.queries)]) and rises(seen[slice(*segment.keys)])
-        start = int(seen[segment.keys[0]])
-        one = segment._replace(rows=(row, row + 1), apart=int(asked[segment.queries[0]]) - start, start=start)
-        if found and found[-1] == (one._replace(rows=found[-1][0].rows), regular) and regular:
-            one = one._replace(rows=(found.pop()[0].rows[0], row + 1))
-        found.append((one, regular))
+        query_positions, key_positions = (x[row % len(x)] for x in (query, key))
+        regular = rises(query_positions[slice(*segment.queries)]) and rises(key_positions[slice(*segment.keys)])
+        start = int(key_positions[segment.keys[0]])
+        located = segment._replace(
+            rows=(row, row + 1), apart=int(query_positions[segment.queries[0]]) - start, start=start
+        )
+        if results and results[-1] == (located._replace(rows=results[-1][0].rows), regular) and regular:
+            located = located._replace(rows=(results.pop()[0].rows[0], row + 1))
+        results.append((located, regular))
     if last < segment.rows[1]:
-        found = [(one._replace(rows=segment.rows), regular) for one, regular in found]
-    return found
+        results = [(located._replace(rows=segment.rows), regular) for located, regular in results]
+    return results
 
 
 def rises(positions: Tensor) -> bool:
-    """Return whether `positions` [N] rise by one from token to token.
+    """Return whether `positions` [N] increase by one per token.
 
     Example:
         >>> rises(torch.tensor([3, 4, 5])), rises(torch.tensor([0, 1, 0]))
@@ -151,17 +153,17 @@ def rises(positions: Tensor) -> bool:
 
 
 def together(segments: list[Segment]) -> list[Segment]:
-    """Return `segments` with those that differ in their row alone, one row after the other, made one.
+    """Merge `segments` of consecutive rows that are otherwise equal.
 
     Example:
         >>> together([Segment((0, 1), (0, 4), (0, 4)), Segment((1, 3), (0, 4), (0, 4))])
         [Segment(rows=(0, 3), queries=(0, 4), keys=(0, 4), first=None, last=None, apart=0, start=0)]
     """
-    ordered = sorted(segments, key=lambda one: (one.queries, one.keys, one.rows))
-    found = ordered[:1]
-    for before, one in pairwise(ordered):
-        if before._replace(rows=one.rows) == one and found[-1].rows[1] == one.rows[0]:
-            found[-1] = found[-1]._replace(rows=(found[-1].rows[0], one.rows[1]))
+    ordered = sorted(segments, key=lambda current: (current.queries, current.keys, current.rows))
+    merged = ordered[:1]
+    for previous, current in pairwise(ordered):
+        if previous._replace(rows=current.rows) == current and merged[-1].rows[1] == current.rows[0]:
+            merged[-1] = merged[-1]._replace(rows=(merged[-1].rows[0], current.rows[1]))
         else:
-            found.append(one)
-    return found
+            merged.append(current)
+    return merged

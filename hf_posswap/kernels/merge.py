@@ -1,8 +1,8 @@
 """Attention whose near and far keys are rotated differently, from plain causal fused calls.
 
-Self-Extend, ReRoPE and dual chunk attention say by how far a query and a key lie apart, in tokens or in chunks, which
-pair of rotations scores them. Each such region is a few calls that need no mask, so the whole costs little more than
-one causal call.
+In Self-Extend, ReRoPE and dual chunk attention, the distance of a query and a key, in tokens or in chunks, determines
+which pair of rotations scores them. Each such region is a few calls without a mask, so the total cost is little more
+than that of one causal call.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Region(NamedTuple):
     """The pairs of a query at i and a key at j with low <= floor(i/size) - floor(j/size) < high.
 
     Attributes:
-        size: tokens in a chunk; 1: the bounds are distances in tokens.
-        low: at least so far apart, below 0 where the key stands later than the query; None: any later.
-        high: less far apart than this; None: any farther.
+        size: tokens per chunk; 1: the bounds are distances in tokens.
+        low: lower bound of the distance, negative if the key is after the query; None: no bound.
+        high: exclusive upper bound; None: no bound.
     """
 
     size: int
@@ -32,11 +32,11 @@ class Region(NamedTuple):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether each key here stands later than its query, so that causal attention has no pair here."""
+        """Whether each key is after its query, so that causal attention has no pair here."""
         return self.high is not None and self.high <= 0
 
     def holds(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return which of the pairs of positions, broadcast against each other, lie here; bool.
+        """Return the mask of the pairs of positions, broadcast against each other, that are in the region.
 
         Example:
             >>> import torch
@@ -46,16 +46,16 @@ class Region(NamedTuple):
         apart = groups_of(query, self.size) - groups_of(key, self.size) if self.size > 1 else query - key
         if self.low is None:
             return apart == apart if self.high is None else apart < self.high
-        held = apart >= self.low
-        return held if self.high is None else held & (apart < self.high)
+        above_low = apart >= self.low
+        return above_low if self.high is None else above_low & (apart < self.high)
 
 
 def mergeable(regions: Sequence[Region]) -> bool:
-    """Return whether `attend_regions` knows calls for all of `regions`, and they hold every pair once."""
+    """Return whether `attend_regions` supports `regions`, and they contain every pair exactly once."""
     sizes = {region.size for region in regions}
     lows = sorted(region.low for region in regions if region.low is not None)
     highs = sorted(region.high for region in regions if region.high is not None)
-    joined = lows == highs and len(lows) == len(regions) - 1  # one begins nowhere, one ends nowhere
+    joined = lows == highs and len(lows) == len(regions) - 1  # one has no lower bound, one no upper bound
     bounded = [region.high - region.low for region in regions if region.low is not None and region.high is not None]
     one_step = all(width == 1 for width in bounded)
     windowed = sizes == {1} and len(regions) == 3 and min(bounded) > 0
@@ -70,21 +70,21 @@ def attend_regions(
     scaling: float,
     segments: Sequence[Segment] | None = None,
 ) -> Tensor:
-    """Return attention [B, H, Q, D], each region by its own rotation.
+    """Return attention [B, H, Q, D], each region with its own rotation.
 
     Args:
         pairs: for each region query [B, H, Q, D] and key [B, G, K, D], rotated.
         value: [B, G, K, D].
-        regions: as `mergeable` takes them.
+        regions: as accepted by `mergeable`.
         scaling: multiplies the scores.
-        segments: what is seen; None: as many keys as queries, from position 0 on, up to the query's own.
+        segments: the visible keys; None: causal, with as many keys as queries, from position 0.
     """
     seen = segments or whole(value.shape[0], pairs[0][0].shape[2], value.shape[2], causal=True)
     return attend(pairs, value, region_calls(regions, seen), scaling=scaling)
 
 
 def region_calls(regions: Sequence[Region], segments: Sequence[Segment]) -> tuple[Call, ...]:
-    """Return the calls that score what `segments` see, the pair of each region for what it holds of it."""
+    """Return the calls that score the pairs in `segments`, with the rotated pair of each region."""
     return arranged(
         Call.of(tile, pair, segment.rows)
         for segment in segments
@@ -95,7 +95,7 @@ def region_calls(regions: Sequence[Region], segments: Sequence[Segment]) -> tupl
 
 
 def _by_distance(segment: Segment, region: Region) -> Iterator[Tile]:
-    """Give the tiles for the keys of a segment at the distances of a region."""
+    """Yield the tiles for the keys of a segment at the distances of a region."""
     first, last = segment.first, segment.last
     if region.high is not None:
         nearest = segment.apart - region.high + 1
@@ -107,7 +107,7 @@ def _by_distance(segment: Segment, region: Region) -> Iterator[Tile]:
 
 
 def _by_chunk(segment: Segment, region: Region) -> Iterator[Tile]:
-    """Give the tiles for the keys of a segment as many chunks back as a region has them."""
+    """Yield the tiles for the keys of a segment at the chunk distances of a region."""
     size, (low, high) = region.size, segment.keys
     offset = low - segment.start  # of a position in the tensor of the keys
     begin = segment.queries[0]

@@ -1,8 +1,8 @@
-"""A penalty that is linear in distance, as one number for each key: ALiBi at the cost of no bias.
+"""A penalty that is linear in distance, as one number for each key: ALiBi without the cost of a bias.
 
-A softmax does not change when all scores of a query do, so -m (i - j) and m j give the same attention: a bias of
-[1, H, 1, K]. Where j is large, m j swallows the digits of the score beside it; so j is counted from the start of each
-block of queries, and never held in less than float32.
+Softmax is invariant to a constant added to all scores of a query, so -m (i - j) and m j give the same attention: a bias
+of [1, H, 1, K]. For large j, m j would lose the digits of the score, so j is counted from the start of each block of
+queries, in at least float32.
 
 Press et al. 2021, https://arxiv.org/abs/2108.12409, section 3.
 """
@@ -21,11 +21,11 @@ from hf_posswap.kernels.fused import bias_dtype
 from hf_posswap.kernels.segments import Segment, tiles, whole
 
 BLOCK = 1024
-"""Queries that count j from the same start, where no slope is above 1."""
+"""Queries that count j from the same start if no slope exceeds 1."""
 SMALLEST = 64
-"""Such queries however steep the slopes are: where one is above 16, a key beside the query weighs next to nothing."""
+"""Minimum number of such queries: with a slope above 16, even a neighbouring key has almost no weight."""
 NEGLIGIBLE = 17.0
-"""A sum of weights below exp(-17), 4e-8 of the largest, is lost in float32 anyway."""
+"""A sum of weights below exp(-17), 4e-8 of the largest, is lost in float32."""
 
 
 def attend_linear(
@@ -46,9 +46,9 @@ def attend_linear(
         value: [B, G, K, D].
         slopes: [H], >= 0, without gradient.
         scaling: multiplies the scores.
-        windowed: whether each head leaves out the keys that are too far for it to weigh anything in float32, whatever
-            their scores, given the largest lengths of these queries and keys.
-        segments: what is seen, no key ahead of its query; None: as many keys as queries, up to the query's own.
+        windowed: whether each head skips keys whose weight is negligible in float32 at their distance for any score,
+            given the largest norms of these queries and keys.
+        segments: the visible keys, none ahead of its query; None: causal, with as many keys as queries.
     """
     share = query.shape[1] // key.shape[1]
     slopes = slopes.to(query.device, bias_dtype(query.dtype))
@@ -60,30 +60,30 @@ def attend_linear(
 def linear_calls(
     slopes: Tensor, segments: Sequence[Segment], share: int = 1, reach: Sequence[int] | None = None
 ) -> tuple[Call, ...]:
-    """Return the calls: in each segment every block of queries to itself, then to the keys before it.
+    """Return the calls: in each segment, every block of queries attends to itself and to the keys before it.
 
     Args:
-        slopes: [H], of the dtype that a bias needs.
-        segments: what is seen.
+        slopes: [H], in the dtype of a bias.
+        segments: the visible keys.
         share: H/G.
-        reach: for each group how many keys before a block of queries its heads may need; None: all.
+        reach: for each group, the number of keys before a block of queries that its heads need; None: all.
     """
-    steepest = float(slopes.detach().amax())  # m j swallows digits as j does
+    steepest = float(slopes.detach().amax())  # a larger slope loses digits like a larger j
     block = min(BLOCK, max(SMALLEST, int(BLOCK / max(1.0, steepest))))
 
-    @functools.cache  # calls with the very same bias may become one
+    @functools.cache  # calls with the same bias object can be merged
     def row(start: int, stop: int, backwards: bool) -> Tensor:
-        found = _row(slopes, start, stop)
-        return found[..., 1:].flip(-1) if backwards else found  # as `Call.flip` has it: without the first key
+        bias = _row(slopes, start, stop)
+        return bias[..., 1:].flip(-1) if backwards else bias  # for `Call.flip`: without the first key
 
-    found: list[Call] = []
+    calls: list[Call] = []
     for segment in segments:
         first, last = segment.first, segment.last
         step = block if first is None or last is None else max(1, min(block, last - first + 1))
         for start in range(*segment.queries, step):
             stop = min(start + step, segment.queries[1])
-            found += _block(segment, start, stop, row, share, reach)
-    return arranged(found)
+            calls += _block(segment, start, stop, row, share, reach)
+    return arranged(calls)
 
 
 def _block(
@@ -94,7 +94,7 @@ def _block(
     share: int,
     reach: Sequence[int] | None,
 ) -> Iterator[Call]:
-    """Give the calls of the queries `start` to `stop`, whose keys are counted from the last that the first one sees."""
+    """Yield the calls of the queries `start` to `stop`; keys are counted from the last one the first query sees."""
     into = start - segment.queries[0]
     first = None if segment.first is None else segment.first + into
     last = None if segment.last is None else segment.last + into
@@ -118,7 +118,7 @@ def _row(slopes: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, share: int) -> list[int]:
-    """Return for each group how many keys before a block of queries its heads may need.
+    """Return for each group the number of keys before a block of queries that its heads need.
 
     A key at distance d weighs at most exp(2 R - m d) of the query's own, R the largest |score|; all from d on weigh
     that over 1 - exp(-m).
@@ -132,7 +132,7 @@ def _windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, share: 
 
 
 def _equal(keys: list[int]) -> list[tuple[int, int, int]]:
-    """Return runs of groups with one number of keys: first, the one after the last, the number."""
+    """Return runs of groups with equal numbers of keys: first, stop, number."""
     runs: list[tuple[int, int, int]] = []
     for group, number in enumerate(keys):
         if runs and runs[-1][2] == number:

@@ -1,7 +1,7 @@
-"""Segments of attention: queries side by side that see keys side by side, and the plain calls that cover one.
+"""Segments of attention: consecutive queries that see consecutive keys, and the plain calls that cover a segment.
 
-A batch with padding, a row of packed documents, a prefill upon a cache, a sliding window: each is a few rectangles of
-queries and keys, seen whole, below a diagonal, above one, or between two.
+Padded batches, packed documents, a prefill with a cache, a sliding window: each is a few rectangles of queries and
+keys, visible completely, below a diagonal, above one, or between two.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Literal, NamedTuple
 
 
 class Segment(NamedTuple):
-    """Queries side by side, and the keys side by side that they see.
+    """Consecutive queries, and the consecutive keys that they see.
 
-    Counted from the first query and the first key, query a sees the keys a + first to a + last, as far as there are.
+    Counted from the first query and the first key, query a sees the existing keys from a + first to a + last.
 
     Attributes:
-        rows: of the batch: first, and the one after the last.
-        queries: first, and the one after the last.
-        keys: first, and the one after the last.
-        first: None: from the first key on.
-        last: None: up to the last key.
-        apart: position of the first query less that of the first key.
-        start: position of the first key; positions rise by one from token to token.
+        rows: range of rows of the batch, [first, stop).
+        queries: range of queries, [first, stop).
+        keys: range of keys, [first, stop).
+        first: offset of the first visible key; None: from the first key.
+        last: offset of the last visible key; None: up to the last key.
+        apart: position of the first query minus that of the first key.
+        start: position of the first key; positions increase by one per token.
     """
 
     rows: tuple[int, int]
@@ -35,14 +35,14 @@ class Segment(NamedTuple):
 
     @property
     def distances(self) -> tuple[int, int]:
-        """The least distance of a query from a key that it sees, and the largest; below 0 the key is ahead."""
+        """The minimum and maximum distance of a query from a visible key; negative if the key is ahead."""
         queries, keys = self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
         least = self.apart - (keys - 1 if self.last is None else min(self.last, keys - 1))
         most = self.apart + queries - 1 if self.first is None else self.apart - self.first
         return least, most
 
     def seen_by(self, first: int, last: int) -> tuple[int, int]:
-        """Return the keys that any of the queries `first` to `last`, counted in the tensor, sees, counted there."""
+        """Return the range of keys that the queries `first` to `last` see, both as indices of the tensor."""
         low, high = self.keys
         if self.first is not None:
             low = max(low, self.keys[0] + first - self.queries[0] + self.first)
@@ -52,7 +52,7 @@ class Segment(NamedTuple):
 
 
 def whole(batch: int, queries: int, keys: int, *, causal: bool) -> tuple[Segment, ...]:
-    """Return the one segment of an attention in which all is seen, or, of as many keys, what is not ahead."""
+    """Return the single segment of full attention, or of causal attention with as many keys as queries."""
     return (Segment((0, batch), (0, queries), (0, keys), last=0 if causal else None),)
 
 
@@ -60,10 +60,10 @@ class Tile(NamedTuple):
     """Queries and keys for one fused call.
 
     Attributes:
-        kind: "full": each query sees each key; of as many keys as queries: "below": the n-th query sees the keys up to
-            the n-th; "above": only those after it.
-        queries: first, and the one after the last.
-        keys: first, and the one after the last.
+        kind: "full": each query sees each key; with as many keys as queries: "below": the n-th query sees the keys up
+            to the n-th; "above": only those after it.
+        queries: range of queries, [first, stop).
+        keys: range of keys, [first, stop).
     """
 
     kind: Literal["full", "below", "above"]
@@ -72,7 +72,7 @@ class Tile(NamedTuple):
 
 
 def tiles(queries: tuple[int, int], keys: tuple[int, int], first: int | None, last: int | None) -> Iterator[Tile]:
-    """Give calls that cover what query a sees: the keys a + first to a + last, counted from the first of each; once.
+    """Yield disjoint tiles that cover the keys a + first to a + last of each query a, counted from the first of each.
 
     Example:
         >>> [tile.kind for tile in tiles((0, 4), (0, 6), None, 2)]
@@ -97,7 +97,7 @@ def tiles(queries: tuple[int, int], keys: tuple[int, int], first: int | None, la
 
 
 def _up_to(queries: tuple[int, int], keys: tuple[int, int], last: int) -> Iterator[Tile]:
-    """Give calls for the keys up to a + `last`."""
+    """Yield tiles for the keys up to a + `last`."""
     (start, stop), (low, high) = queries, keys
     if last < 0:
         start, last = start - last, 0
@@ -114,7 +114,7 @@ def _up_to(queries: tuple[int, int], keys: tuple[int, int], last: int) -> Iterat
 
 
 def _beyond(queries: tuple[int, int], keys: tuple[int, int], before: int) -> Iterator[Tile]:
-    """Give calls for the keys after a + `before`."""
+    """Yield tiles for the keys after a + `before`."""
     (start, stop), (low, high) = queries, keys
     if before < 0:
         some = min(start - before, stop)
@@ -132,20 +132,20 @@ def _beyond(queries: tuple[int, int], keys: tuple[int, int], before: int) -> Ite
 
 
 def _between(queries: tuple[int, int], keys: tuple[int, int], first: int, last: int) -> Iterator[Tile]:
-    """Give calls for the keys from a + `first` to a + `last`: in chunks of queries as long as there are such keys.
+    """Yield tiles for the keys from a + `first` to a + `last`, in chunks of as many queries as visible keys.
 
-    The first query of a chunk sees one key of its own chunk of keys, and all but the first of the chunk before; each
-    next query one more of its own, and one less of the one before.
+    The first query of a chunk sees one key of its chunk of keys, and all except the first of the previous chunk; each
+    next query sees one more key of its chunk, and one less of the previous one.
     """
     width = last - first + 1
     if width < 1:
         return
     (start, stop), (low, high) = queries, keys
     for begin in range(start, stop, width):
-        end, own = min(begin + width, stop), low + begin - start + last
-        bottom, top = max(own, low), min(own + end - begin, high)
+        end, chunk_keys = min(begin + width, stop), low + begin - start + last
+        bottom, top = max(chunk_keys, low), min(chunk_keys + end - begin, high)
         if bottom < top:
-            yield from _up_to((begin, end), (bottom, top), own - bottom)
-        bottom, top = max(own - width, low), min(own, high)
+            yield from _up_to((begin, end), (bottom, top), chunk_keys - bottom)
+        bottom, top = max(chunk_keys - width, low), min(chunk_keys, high)
         if bottom < top:
-            yield from _beyond((begin, end), (bottom, top), own - width - bottom)
+            yield from _beyond((begin, end), (bottom, top), chunk_keys - width - bottom)

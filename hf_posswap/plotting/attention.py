@@ -1,4 +1,4 @@
-"""Attention paid by distance: one line a model, a column a length, and a row a layer where that is asked for."""
+"""Attention paid by distance: one line per model, one column per length, and optionally one row per layer."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 _PER_OCTAVE = 2
 _ROWS = 6
-"""Layers that are drawn at most: first, last, and evenly between."""
+"""Maximum number of layers drawn: first, last, and evenly between."""
 _EVEN = "all keys alike"
 _LEAST = 1e-7
-"""What is drawn as no attention: less than float32 tells from 0 beside 1."""
+"""Smaller weights are drawn as no attention: they are below the float32 precision of a sum that is 1."""
 
 
 @dataclass(frozen=True)
 class AttentionLine:
-    """What one model paid, at one length.
+    """The attention that one model pays by distance, at one length.
 
     Attributes:
-        label: of the model.
-        number: of the model, which chooses its look.
+        label: the model's label.
+        number: the model's number, which selects its style.
         totals: attention paid at distances d = 0, ..., N - 2, summed over pairs, [layers, N - 1].
-        pairs: how many pairs of a query and a key have that distance, [N - 1].
+        pairs: the number of query-key pairs at each distance, [N - 1].
     """
 
     label: str
@@ -43,17 +43,17 @@ class AttentionLine:
 
     @property
     def layers(self) -> int:
-        """Layers that attend."""
+        """The number of attention layers."""
         return len(self.totals)
 
     def binned(self, layer: int | None = None) -> tuple[Tensor, Tensor]:
         """Return distances + 1, the geometric middle of each bin, and the mean attention weight there.
 
-        Near distances are bins of their own, farther ones share them, two an octave. A bin without any attention is
-        NaN, as a logarithm has no place for it.
+        Near distances have one bin each; farther ones share bins, two per octave. A bin without attention is NaN,
+        because the axis is logarithmic.
 
         Args:
-            layer: of the model; None: the mean of all.
+            layer: index of the layer; None: the mean of all layers.
 
         Example:
             >>> line = AttentionLine("a", 0, torch.tensor([[4.0, 1.0, 0.5, 0.25, 0.25]]), torch.ones(5))
@@ -73,7 +73,7 @@ class AttentionLine:
 
 
 def bin_edges(count: int) -> list[int]:
-    """Return the edges of bins of distance + 1, from 1 to `count` + 1, two an octave.
+    """Return the edges of bins of distance + 1, from 1 to `count` + 1, two per octave.
 
     Example:
         >>> bin_edges(20)
@@ -84,9 +84,9 @@ def bin_edges(count: int) -> list[int]:
 
 
 def even_attention(tokens: int, *, causal: bool) -> Tensor:
-    """Return what each key at a distance of 0, ..., tokens - 2 gets where every query attends to all of its keys alike.
+    """Return the mean weight of keys at distances 0, ..., tokens - 2 under uniform attention.
 
-    The first token is no query and no key of these means, as in `AttentionLine`, yet gets its part.
+    As in `AttentionLine`, the first token does not count as a query or key, but it receives its share of attention.
 
     Example:
         >>> even_attention(4, causal=True).round(decimals=3).tolist()
@@ -94,7 +94,7 @@ def even_attention(tokens: int, *, causal: bool) -> Tensor:
     """
     if not causal:
         return torch.full((tokens - 1,), 1 / tokens, dtype=torch.float64)
-    each = 1 / torch.arange(2, tokens + 1, dtype=torch.float64)  # of queries 1, 2, ...: i + 1 keys
+    each = 1 / torch.arange(2, tokens + 1, dtype=torch.float64)  # weights of queries 1, 2, ..., which see i + 1 keys
     return each.flip(0).cumsum(0).flip(0) / torch.arange(tokens - 1, 0, -1)
 
 
@@ -111,18 +111,18 @@ def draw_attention(
     """Draw the mean attention weight by the distance of the key, both on log axes, and write it to `path` (PNG).
 
     Args:
-        lines: by the tokens that were read, N: a column each.
-        window: the original window, in tokens: a dashed line.
-        path: of the picture, a .png; an .svg is drawn beside it.
-        below: a line under the picture: on what it was measured.
-        causal: whether tokens see only what comes before them.
-        by_layer: a row for each layer, for six of them at most; otherwise one row, the mean of layers.
-        dark: for a dark page.
+        lines: the lines by number of tokens read; each number is one column.
+        window: the original window in tokens, drawn as a dashed line.
+        path: the .png file; an .svg is written next to it.
+        below: a caption under the picture that names the data.
+        causal: whether tokens attend only to earlier tokens.
+        by_layer: draw one row per layer, at most six; otherwise one row with the mean over layers.
+        dark: use colours for a dark page.
 
     Raises:
-        DataError: no line.
+        DataError: there are no lines.
         MissingDependencyError: matplotlib is not installed.
-        CheckpointError: the place cannot be written.
+        CheckpointError: the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -132,19 +132,19 @@ def draw_attention(
         ...     sorted(path.name for path in Path(folder).iterdir())
         ['a.png', 'a.svg']
     """
-    columns = {tokens: some for tokens, some in lines.items() if some}
+    columns = {tokens: model_lines for tokens, model_lines in lines.items() if model_lines}
     if not columns:
         raise DataError("a picture of attention needs a line, got none.")
-    deepest = max(line.layers for some in columns.values() for line in some)
+    deepest = max(line.layers for model_lines in columns.values() for line in model_lines)
     rows: list[int | None] = _rows(deepest) if by_layer else [None]
     height = 3.2 if len(rows) == 1 else 2.0
     with sheet(
         path, "Attention paid by distance", below, rows=len(rows), columns=len(columns), height=height, dark=dark
     ) as page:
-        for place, layer in enumerate(rows):
-            panels = page.panels[place * len(columns) : (place + 1) * len(columns)]
-            for panel, (tokens, some) in zip(panels, columns.items(), strict=True):
-                _panel(page, panel, some, tokens, window, layer, causal)
+        for row, layer in enumerate(rows):
+            panels = page.panels[row * len(columns) : (row + 1) * len(columns)]
+            for panel, (tokens, model_lines) in zip(panels, columns.items(), strict=True):
+                _panel(page, panel, model_lines, tokens, window, layer, causal)
             limits = [panel.get_ylim() for panel in panels]
             for panel in panels:
                 panel.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
@@ -156,7 +156,7 @@ def draw_attention(
 def _rows(layers: int) -> list[int | None]:
     """Return the layers to draw: all, or `_ROWS` of them, evenly from the first to the last."""
     count = min(_ROWS, layers)
-    return [round(place * (layers - 1) / max(1, count - 1)) for place in range(count)]
+    return [round(index * (layers - 1) / max(1, count - 1)) for index in range(count)]
 
 
 def _panel(
@@ -171,29 +171,31 @@ def _panel(
     page.ruled(panel)
     for line in lines:
         if layer is None or layer < line.layers:
-            places, paid = line.binned(layer)
-            panel.plot(places.numpy(), paid.numpy(), label=line.label, **page.line(line.number))
+            distances, paid = line.binned(layer)
+            panel.plot(distances.numpy(), paid.numpy(), label=line.label, **page.line(line.number))
     even = even_attention(tokens, causal=causal)
-    places = torch.arange(1, tokens)
+    distances = torch.arange(1, tokens)
     panel.plot(
-        places.numpy(), even.numpy(), label=_EVEN, color=page.colours["faint"], linewidth=1.0,
+        distances.numpy(), even.numpy(), label=_EVEN, color=page.colours["faint"], linewidth=1.0,
         linestyle=(0, (1, 2)), zorder=1,
     )  # fmt: skip
     page.length_axis(panel, tokens)
     panel.set_yscale("log")
-    if window < tokens:  # named where there is room, once
+    if window < tokens:  # labelled once
         page.mark(panel, window, "" if layer else "original window", vertical=True)
     page.name(panel, f"{tokens:,} tokens read" + ("" if layer is None else f", layer {layer}"))
 
 
 def _legend(page: Sheet) -> None:
-    """Name every line of the sheet once, beside it."""
-    named: dict[str, Any] = {}
+    """Draw one legend of all lines to the right of the sheet."""
+    handle_by_label: dict[str, Any] = {}
     for panel in page.panels:
         handles, labels = panel.get_legend_handles_labels()
-        named |= {label: handle for handle, label in zip(handles, labels, strict=True) if label not in named}
-    named[_EVEN] = named.pop(_EVEN)  # it comes last
+        handle_by_label |= {
+            label: handle for handle, label in zip(handles, labels, strict=True) if label not in handle_by_label
+        }
+    handle_by_label[_EVEN] = handle_by_label.pop(_EVEN)  # last in the legend
     page.figure.legend(
-        named.values(), named.keys(), loc="outside right upper", fontsize=8, frameon=False,
+        handle_by_label.values(), handle_by_label.keys(), loc="outside right upper", fontsize=8, frameon=False,
         labelcolor=page.colours["ink"],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the pictures share: a figure without global state, colours, axes, and saving whole files."""
+"""Shared by all pictures: figures without global state, colours, axes, and atomic saving."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 INK = "#222222"
 FAINT = "#8a8a8a"
 COLOURS = tuple(style.colour for style in STYLES)
-_SALT = "hf_posswap"  # of the ids in an SVG, which matplotlib otherwise draws at random
+_SALT = "hf_posswap"  # for reproducible ids in SVG files
 DASHES: dict[str, Any] = {"solid": "-", "dashed": (0, (4, 2)), "dotted": (0, (1, 1.5))}
-"""Each of `hf_posswap.plotting.styles.STROKES`, as matplotlib takes it."""
+"""The matplotlib line style of each of `hf_posswap.plotting.styles.STROKES`."""
 MARKERS = tuple(style.marker for style in STYLES)
 
 
@@ -44,7 +44,7 @@ def figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tupl
 
 
 def length_axis(ax: Axes, lengths: list[int], window: int) -> None:
-    """Make x a log axis in tokens with a tick at each of `lengths`, those that are multiples of the window named so."""
+    """Make x a log axis in tokens with a tick at each of `lengths`, labelled as multiples of the window."""
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [length_label(n, window) for n in lengths])
     ax.minorticks_off()
@@ -58,7 +58,7 @@ def plain_log_y(ax: Axes, low: float, high: float) -> None:
 
     ax.set_yscale("log")
     steps = [m * 10.0**e for e in range(-3, 9) for m in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)]
-    if high < 3 * low:  # so narrow that those are too few
+    if high < 3 * low:  # too narrow a range for these steps
         steps = [float(s) for s in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)]
     inside = [s for s in steps if low * 0.97 <= s <= high * 1.03]
     while len(inside) > 8:
@@ -68,7 +68,7 @@ def plain_log_y(ax: Axes, low: float, high: float) -> None:
 
 
 def mark_window(ax: Axes, window: int) -> None:
-    """Draw the line where the original window ends."""
+    """Draw a line at the end of the original window."""
     ax.axvline(window, color=INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
     ax.annotate(
         "original window",
@@ -92,12 +92,12 @@ def title(ax: Axes, text: str, below: str) -> None:
 
 
 def save(canvas: Figure, path: Path) -> None:
-    """Write the picture to `path` as PNG and beside it as SVG, each whole or not at all.
+    """Write the picture to `path` as PNG and next to it as SVG, each atomically.
 
-    Dates, versions and random ids are left out: the same picture is the same bytes.
+    Dates, versions and random ids are omitted, so that files are reproducible.
 
     Raises:
-        CheckpointError: the place cannot be written.
+        CheckpointError: the file cannot be written.
     """
     import matplotlib
 
@@ -108,5 +108,5 @@ def save(canvas: Figure, path: Path) -> None:
 
 
 def length_label(tokens: int, window: int) -> str:
-    """Return `tokens`, and on a second line what multiple of the window that is, where it is one."""
+    """Return `tokens` as text, with the multiple of the window on a second line if it is a whole number."""
     return f"{tokens}\n{tokens // window}x" if tokens % window == 0 else str(tokens)

@@ -1,4 +1,4 @@
-"""Perplexity by length and loss by position: one line a model, a band for its interval."""
+"""Perplexity by length and loss by position: one line per model, with a band for its interval."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Point:
     Attributes:
         x: tokens.
         y: the value.
-        low: of the interval; None: none holds.
-        high: likewise.
+        low: lower end of the interval, or None.
+        high: upper end of the interval, or None.
     """
 
     x: float
@@ -36,7 +36,7 @@ class Point:
 
     @property
     def band(self) -> tuple[float, float]:
-        """The ends of the interval, or the value itself where none holds."""
+        """The ends of the interval, or the value itself without an interval."""
         return (self.y if self.low is None else self.low, self.y if self.high is None else self.high)
 
 
@@ -46,10 +46,10 @@ class Curve:
 
     Attributes:
         label: for the legend.
-        points: by rising x, at least one.
-        ends: why the line ends where it does, or None; it is marked there.
-        reference: whether it is the sliding window: dashed, black, without marks.
-        number: of the model, which chooses colour and mark; None: its place among the curves that are no reference.
+        points: sorted by x, at least one.
+        ends: why the line ends early, or None; the end is marked.
+        reference: whether it is the sliding window: dashed, black, without markers.
+        number: the model's number, which selects colour and marker; None: its index among the other curves.
     """
 
     label: str
@@ -64,14 +64,14 @@ def draw_perplexity_by_length(curves: Sequence[Curve], window: int, path: Path, 
 
     Args:
         curves: x is the length in tokens, y the perplexity.
-        window: the original window, in tokens: a dashed line.
-        path: of the picture, a .png; an .svg is drawn beside it.
-        below: a line under the title: on what it was measured.
+        window: the original window in tokens, drawn as a dashed line.
+        path: the .png file; an .svg is written next to it.
+        below: a line under the title that names the data.
 
     Raises:
-        DataError: no curve, or one without points.
+        DataError: there are no curves, or one has no points.
         MissingDependencyError: matplotlib is not installed.
-        CheckpointError: the place cannot be written.
+        CheckpointError: the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -95,7 +95,7 @@ def draw_perplexity_by_length(curves: Sequence[Curve], window: int, path: Path, 
     canvas.mark_window(ax, window)
     ax.set_xlabel("tokens read of each document (multiples of the original window below)", fontsize=9)
     cut = " (cut off above)" if max(values) > high else ""
-    ax.set_ylabel(f"perplexity a token, lower is better{cut}", fontsize=9)
+    ax.set_ylabel(f"perplexity per token, lower is better{cut}", fontsize=9)
     canvas.save(picture, path)
 
 
@@ -103,10 +103,10 @@ def draw_loss_by_position(curves: Sequence[Curve], window: int, path: Path, *, b
     """Draw the mean loss over the position of the token, x on a log axis, and write it to `path` (PNG).
 
     Args:
-        curves: x is the position in tokens, y the loss in nats a token.
+        curves: x is the position in tokens, y the loss in nats per token.
         window: as in `draw_perplexity_by_length`.
-        path: likewise.
-        below: likewise.
+        path: as in `draw_perplexity_by_length`.
+        below: as in `draw_perplexity_by_length`.
 
     Raises:
         DataError, MissingDependencyError, CheckpointError: as `draw_perplexity_by_length`.
@@ -122,7 +122,7 @@ def draw_loss_by_position(curves: Sequence[Curve], window: int, path: Path, *, b
     ax.set_xlim(nearest / 1.5, farthest * 1.5)
     canvas.mark_window(ax, window)
     ax.set_xlabel("position of the token in its document (multiples of the original window below)", fontsize=9)
-    ax.set_ylabel("mean loss in nats a token, lower is better", fontsize=9)
+    ax.set_ylabel("mean loss in nats per token, lower is better", fontsize=9)
     canvas.save(picture, path)
 
 
@@ -136,8 +136,8 @@ def _draw(ax: Axes, curves: Sequence[Curve]) -> None:
     for curve in (curve for curve in curves if curve.reference):
         x, y = [p.x for p in curve.points], [p.y for p in curve.points]
         ax.plot(x, y, color=canvas.INK, linewidth=1.4, linestyle=(0, (2, 2)), label=curve.label, zorder=3)
-    for place, curve in enumerate(curve for curve in curves if not curve.reference):
-        number = place if curve.number is None else curve.number
+    for index, curve in enumerate(curve for curve in curves if not curve.reference):
+        number = index if curve.number is None else curve.number
         style, line = style_of(number), canvas.DASHES[stroke_of(number)]
         x, y = [p.x for p in curve.points], [p.y for p in curve.points]
         label = f"{curve.label} ({curve.ends})" if curve.ends else curve.label
@@ -158,5 +158,5 @@ def _draw(ax: Axes, curves: Sequence[Curve]) -> None:
             ax.plot(x[-1], y[-1], color=style.colour, marker="|", markersize=22, markeredgewidth=2, zorder=4)
     handles, labels = ax.get_legend_handles_labels()
     models = [number for number, label in enumerate(labels) if label not in {c.label for c in curves if c.reference}]
-    order = [*models, *(number for number in range(len(labels)) if number not in models)]  # as the page has it
+    order = [*models, *(number for number in range(len(labels)) if number not in models)]  # the order of the HTML page
     ax.legend([handles[n] for n in order], [labels[n] for n in order], **_LEGEND)

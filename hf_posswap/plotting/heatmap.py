@@ -1,4 +1,4 @@
-"""The passkey grid: one panel a model, length against depth."""
+"""The passkey grid: one panel per model, length against depth."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Cell:
 
     Attributes:
         length: tokens of the prompt.
-        depth: where the key stands, 0 to 1.
-        share: of the keys that were found, 0 to 1.
+        depth: relative position of the key, 0 to 1.
+        share: fraction of keys found, 0 to 1.
         nll: mean loss of the answers' tokens, in nats.
     """
 
@@ -46,20 +46,20 @@ def draw_passkey(
     below: str,
     numbers: Mapping[str, int] | None = None,
 ) -> None:
-    """Draw one heatmap a model, coloured by the share of keys found, and write it to `path` (PNG).
+    """Draw one heatmap per model, coloured by the share of keys found, and write it to `path` (PNG).
 
     Args:
-        grids: by model; lengths that a model could not run are left out of its cells and hatched.
-        lengths: all that were asked for.
+        grids: the cells by model; lengths that a model could not run have no cells and are hatched.
+        lengths: all requested lengths.
         window: the original window, in tokens.
-        path: of the picture, a .png; an .svg is drawn beside it.
+        path: the .png file; an .svg is written next to it.
         below: a line under the title.
-        numbers: of the models, which choose the mark beside each name; None: their places among `grids`.
+        numbers: the models' numbers, which select the marker next to each name; None: their order in `grids`.
 
     Raises:
-        DataError: no grid, or all of them empty.
+        DataError: there is no grid, or all of them are empty.
         MissingDependencyError: matplotlib is not installed.
-        CheckpointError: the place cannot be written.
+        CheckpointError: the file cannot be written.
     """
     depths = sorted({cell.depth for cells in grids.values() for cell in cells})
     if not depths:
@@ -83,13 +83,13 @@ def draw_passkey(
 def _panel(
     ax: Axes, name: str, cells: Sequence[Cell], lengths: Sequence[int], depths: Sequence[float], window: int
 ) -> AxesImage:
-    """Draw one model's grid and return its image, which the colour bar reads."""
-    by_place = {(cell.depth, cell.length): cell for cell in cells}
-    shares = [[by_place[d, n].share if (d, n) in by_place else math.nan for n in lengths] for d in depths]
+    """Draw one model's grid and return its image for the colour bar."""
+    cell_at = {(cell.depth, cell.length): cell for cell in cells}
+    shares = [[cell_at[d, n].share if (d, n) in cell_at else math.nan for n in lengths] for d in depths]
     image = ax.imshow(shares, vmin=0.0, vmax=1.0, cmap="Greens", aspect="auto")
     for row, depth in enumerate(depths):
         for column, length in enumerate(lengths):
-            cell = by_place.get((depth, length))
+            cell = cell_at.get((depth, length))
             if cell is None:
                 ax.add_patch(_hatched(column, row))
             else:
@@ -112,5 +112,5 @@ def _panel(
 def _hatched(column: int, row: int) -> Rectangle:
     from matplotlib.patches import Rectangle
 
-    place = (column - 0.5, row - 0.5)
-    return Rectangle(place, 1, 1, hatch="///", facecolor="#f4f4f4", edgecolor="#c0c0c0", linewidth=0)
+    corner = (column - 0.5, row - 0.5)
+    return Rectangle(corner, 1, 1, hatch="///", facecolor="#f4f4f4", edgecolor="#c0c0c0", linewidth=0)

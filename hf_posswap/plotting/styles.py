@@ -1,4 +1,4 @@
-"""How each model of a comparison looks: its colour and its mark are the same in pictures, pages and tables."""
+"""The style of each model of a comparison: the same colour and marker in pictures, pages and tables."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Style:
-    """The look of one model.
+    """The style of one model.
 
     Attributes:
-        colour: on light paper.
-        dark: on a dark screen.
-        marker: as matplotlib calls the mark.
-        path: the mark as the data of an SVG path around (0, 0), about 9 units wide.
-        sign: the mark as a character, for text.
+        colour: on a light background.
+        dark: the colour on a dark background.
+        marker: matplotlib's name of the marker.
+        path: the marker as SVG path data around (0, 0), about 9 units wide.
+        sign: the marker as a character, for text.
     """
 
     colour: str
@@ -24,7 +24,7 @@ class Style:
     sign: str
 
 
-# Okabe and Ito's colours, which people with any colour vision tell apart, some darker to be read on white.
+# Okabe and Ito's colours, safe for colour-blind readers; some are darker to be legible on white.
 STYLES = (
     Style("#7a7f85", "#a4abb2", "o", "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0Z", "●"),
     Style("#1d2227", "#f2f4f5", "s", "M-3.6,-3.6H3.6V3.6H-3.6Z", "■"),
@@ -54,14 +54,14 @@ STYLES = (
     ),
 )
 SLIDING = len(STYLES) * 1000
-"""The number of the sliding-window control, which is no model: a dashed line of the ink's colour without marks."""
+"""The number of the sliding-window control, which is not a model: a dashed black line without markers."""
 SLIDING_SIGN = "┄"
 STROKES = ("solid", "dashed", "dotted")
-"""Of the lines, as the looks come again."""
+"""Line styles, one for each time that the styles repeat."""
 
 
 def style_of(number: int) -> Style:
-    """Return the style of the `number`-th model; further ones take the same again, their lines dashed, then dotted.
+    """Return the style of the `number`-th model; styles repeat with dashed, then dotted lines.
 
     Example:
         >>> style_of(2).colour, style_of(10) == style_of(2), stroke_of(10)
@@ -71,7 +71,7 @@ def style_of(number: int) -> Style:
 
 
 def stroke_of(number: int) -> str:
-    """Return how the lines of the `number`-th model are drawn: "solid", "dashed" or "dotted".
+    """Return the line style of the `number`-th model: "solid", "dashed" or "dotted".
 
     Example:
         >>> [stroke_of(number) for number in (7, 8, 16)]
@@ -81,7 +81,7 @@ def stroke_of(number: int) -> str:
 
 
 def sign_of(number: int) -> str:
-    """Return the mark of the `number`-th model as text.
+    """Return the marker of the `number`-th model as a character.
 
     Example:
         >>> sign_of(0), sign_of(SLIDING)

@@ -20,18 +20,18 @@ from hf_posswap.utils.progress import Reporter
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_BESIDE = "save it beside the model"
+_NO_TOKENIZER_ADVICE = "save it in the model's folder"
 
 
 @dataclass(frozen=True)
 class Base:
-    """The model that everything begins with.
+    """The model that the quickstart starts from.
 
     Attributes:
         source: its folder or Hub id.
-        model: unswapped, in eval mode, on the CPU.
-        tokenizer: its own.
-        window: its positions, or the most that the quickstart uses of them.
+        model: the unswapped model in eval mode on the CPU.
+        tokenizer: its tokenizer.
+        window: its window, limited to the quickstart's maximum.
     """
 
     source: str
@@ -45,9 +45,9 @@ def open_base(settings: QuickstartSettings, reporter: Reporter) -> Base:
 
     Raises:
         CheckpointError: there is no readable checkpoint.
-        DataError: it is no causal language model, it already carries a swap, or it has no tokenizer.
+        DataError: it is not a causal language model, already carries a swap, or has no tokenizer.
         UnsupportedModelError: no family describes it.
-        RemoteCodeError: it needs code, which was not asked for.
+        RemoteCodeError: it needs code without `trust_remote_code`.
     """
     name, trusted = settings.model or str(EXAMPLE), settings.trust_remote_code
     model = hf_posswap.load(name, dtype=torch.float32, trust_remote_code=trusted).eval()
@@ -63,21 +63,21 @@ def open_base(settings: QuickstartSettings, reporter: Reporter) -> Base:
     if window < report.limit:
         reporter.line(
             f"base: the model's own window is {report.limit} tokens; it is adapted and measured as if it were "
-            f"{window}, so lengths up to {report.limit} tokens are not beyond what it was made for."
+            f"{window}, so lengths up to {report.limit} tokens are not beyond its original length."
         )
-    words = load_tokenizer(name, instead=_BESIDE, trust_remote_code=trusted)
-    return Base(name, model, words, window)
+    tokenizer = load_tokenizer(name, instead=_NO_TOKENIZER_ADVICE, trust_remote_code=trusted)
+    return Base(name, model, tokenizer, window)
 
 
 def place_base(base: Base, settings: QuickstartSettings, out: Path) -> str:
-    """Return the folder or Hub id that recipes name as their base: of the package's own a copy in `out`.
+    """Return the folder or Hub id of the recipes' base; the package's own model is copied to `out`.
 
     Raises:
         CheckpointError: it cannot be written, or the disk is full.
     """
     if settings.model is not None:
         return base.source
-    folder = out.resolve() / "base"  # the same from wherever the quickstart is called again
+    folder = out.resolve() / "base"  # independent of the working folder of a later call
     if not folder.is_dir():
         with replacing(folder) as temporary:
             temporary.mkdir()

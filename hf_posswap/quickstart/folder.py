@@ -1,4 +1,4 @@
-"""The folder of one quickstart: made for one set of settings, and for no other."""
+"""The folder of a quickstart, which belongs to one set of settings."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hf_posswap.utils.atomic_io import read_json, writable_folder, write_json
 
 _SETTINGS = "quickstart.json"
 LOCK = ".quickstart.lock"
-"""Held while a quickstart runs: its trainings and its comparison have locks of their own."""
+"""Lock of a running quickstart; its trainings and its comparison have separate locks."""
 
 
 def open_folder(out: Path, identity: dict[str, Any]) -> None:
-    """Check that `out` can be the folder of the quickstart that `identity` stands for; make it where it is missing.
+    """Check that `out` can be the folder of the quickstart with `identity`; create it if it is missing.
 
     Args:
-        out: new, empty, or of an earlier run.
-        identity: all that the numbers depend on, as JSON.
+        out: a new or empty folder, or that of an earlier run.
+        identity: everything that the numbers depend on, as JSON data.
 
     Raises:
-        CheckpointError: it cannot be written, holds something else, or is of a run with other settings.
+        CheckpointError: it cannot be written, holds something else, or belongs to a run with other settings.
     """
     if out.is_dir() and any(path.name != LOCK for path in out.iterdir()) and not (out / _SETTINGS).exists():
         raise CheckpointError(f"{out} is not empty and holds no quickstart: choose another folder with --out.")
@@ -35,7 +35,7 @@ def open_folder(out: Path, identity: dict[str, Any]) -> None:
 
 
 def claim_folder(out: Path, identity: dict[str, Any]) -> None:
-    """Write down that `out` is the folder of this quickstart: once it is known that the quickstart can be run.
+    """Mark `out` as the folder of this quickstart, after all checks have passed.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -44,7 +44,7 @@ def claim_folder(out: Path, identity: dict[str, Any]) -> None:
 
 
 def _differences(before: Any, now: Any, name: str = "") -> list[str]:
-    """Return what differs between two JSON values, one "name was this and is that" each."""
+    """Return the differences of two JSON values, each as "name was this and is that"."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = sorted({*before, *now})
         return [d for key in keys for d in _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))]

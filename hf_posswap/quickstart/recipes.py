@@ -1,6 +1,6 @@
-"""What is trained: a control, and copies with another position mechanism, each by a recipe of the package.
+"""The trainings: a control, and copies with other position mechanisms, each by a recipe of the package.
 
-The keys of recipes that the quickstart sets stand in this file alone.
+Only this file sets recipe keys for the quickstart.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Variant:
     """One training.
 
     Attributes:
-        name: of its folder and its line in every table.
-        recipe: of the package.
-        scheme: that is put in; "": the recipe says which, or none.
-        settings: what else differs from the recipe, KEY=VALUE.
+        name: name of its folder and of its row in every table.
+        recipe: name of the recipe in the package.
+        scheme: the scheme to put in; "": the recipe's scheme, or none.
+        settings: further overrides of the recipe, KEY=VALUE.
     """
 
     name: str
@@ -56,9 +56,9 @@ _FOR_A_TABLE = (
     Variant("sinusoidal", "learned-to-sinusoidal"),
 )
 _QUICK = ("rope", "alibi")  # what five minutes on two cores suffice for
-# The package's model was trained at a high rate, and takes one in adaptation; it is far from done, so that its copies
-# go on learning and half of their loss is the teacher's. Tried on what it is measured on: a share of 0.8 ends worse,
-# 0.25 no better; the control at 2e-3 worse than at 1e-3.
+# The package's model was trained at a high rate, and tolerates one in adaptation. It is undertrained, so its copies
+# still learn, and half of their loss is distillation. Tuned on the evaluation documents: a distillation share of 0.8 is
+# worse, 0.25 no better; the control is worse at 2e-3 than at 1e-3.
 _OWN_SETTINGS = ("objective.distill.weight=0.5", "training.learning_rate=1.5e-3")
 _OWN_CONTROL = ("training.learning_rate=1e-3",)
 # A rotary model has no table to centre; window and teacher are those of the recipes for tables.
@@ -71,10 +71,10 @@ _FOR_ROTARY = (
 
 
 def choose_variants(base: Base, settings: QuickstartSettings) -> tuple[list[Variant], dict[str, str]]:
-    """Return what to train, the control first, and why other schemes were left out, by name.
+    """Return the trainings, the control first, and the reasons for skipped schemes, by name.
 
     Raises:
-        UnknownNameError: a scheme is asked for that is none of these.
+        UnknownNameError: a requested scheme is not one of these.
         DataError: no swap is possible at all.
     """
     from hf_posswap.training.engine.preparing import chosen_scheme
@@ -100,7 +100,7 @@ def choose_variants(base: Base, settings: QuickstartSettings) -> tuple[list[Vari
 
 
 def _with_possible_start(variant: Variant, base: Base, swap: SwapSettings, scheme: Scheme) -> Variant:
-    """Return `variant`, which begins centred and fitted to the base's table only where that can be."""
+    """Return `variant` without centring or fitting if the base does not support it."""
     without = []
     if swap.centre and not _can(check_centring, base.model):
         without.append("swap.centre=false")
@@ -136,16 +136,16 @@ def training_recipe(
     on_cpu: bool = True,
     cache: Path | None = None,
 ) -> Recipe:
-    """Return the recipe of `variant`, whole.
+    """Return the complete recipe of `variant`.
 
     Args:
-        variant: which.
-        base: that it starts from.
-        settings: of the quickstart.
-        source: where the base lies.
+        variant: the training.
+        base: the model that it starts from.
+        settings: settings of the quickstart.
+        source: folder or Hub id of the base.
         out: folder of the training.
-        on_cpu: whether it runs there, or where the training finds a GPU.
-        cache: folder that keeps tokens; None: the user's.
+        on_cpu: whether it runs on the CPU, or on an available GPU.
+        cache: folder of cached tokens; None: the user's cache folder.
     """
     values = [*recipe_settings(variant, base, settings), f"model.name={_yaml(source)}", f"out={_yaml(str(out))}"]
     values += [f"training.use_cpu={str(on_cpu).lower()}", "training.report_to=[]"]
@@ -158,10 +158,10 @@ def training_recipe(
 
 
 def recipe_settings(variant: Variant, base: Base, settings: QuickstartSettings) -> list[str]:
-    """Return what is set of a recipe of the package, KEY=VALUE, so that all variants read as many tokens a step."""
+    """Return the recipe overrides, KEY=VALUE, with which all variants read equally many tokens per step."""
     longest = base.window * max(settings.multiples)
     rows = max(1, settings.step_tokens // longest)  # of the longest length
-    whole = variant.name == CONTROL  # reads its own window alone
+    whole = variant.name == CONTROL  # trains only at its own window
     pieces = longest // base.window
     source = "{path: python}"
     if settings.training_documents is not None:
@@ -189,11 +189,11 @@ def recipe_settings(variant: Variant, base: Base, settings: QuickstartSettings) 
 
 
 def command_of(variant: Variant, base: Base, settings: QuickstartSettings, source: str, out: Path) -> str:
-    """Return the command that trains `variant` alone."""
+    """Return the command that trains only `variant`."""
     named = [f"model.name={source}", *recipe_settings(variant, base, settings), f"out={out}"]
     return shlex.join(["posswap", "train", variant.recipe, *named])
 
 
 def _yaml(text: str) -> str:
-    """Return `text` so that YAML reads it as it is."""
+    """Quote `text` for YAML."""
     return "'" + text.replace("'", "''") + "'"

@@ -1,4 +1,4 @@
-"""Proof that a saved checkpoint is the model: loaded in a fresh process, equal logits, a text past the window."""
+"""Check of a saved checkpoint: equal logits in a fresh process, and a text past the window."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def check_reload(
     Args:
         folder: the checkpoint.
         prompt: token ids [L].
-        new_tokens: to generate.
-        seed: of the sampling.
-        device: to load it on.
-        trust_remote_code: run code that the checkpoint brings: what the base brought was saved with it.
-        expected: what `probe_logits` gave of the model; None: it is loaded here too.
+        new_tokens: number of tokens to generate.
+        seed: random seed of the sampling.
+        device: the device to load it on.
+        trust_remote_code: run code in the checkpoint, which was saved from the base.
+        expected: the model's `probe_logits`; None: load it in this process, too.
 
     Returns:
         The largest difference of the logits, the prompt's length, the new tokens and their text.
@@ -65,9 +65,9 @@ def check_reload(
     with scratch_folder() as scratch:
         task |= {"logits": str(scratch / "logits.npy"), "answer": str(scratch / "answer.json")}
         _run_fresh(task | {"device": str(device)})
-        found = np.load(task["logits"])
+        actual = np.load(task["logits"])
         answer = json.loads(Path(task["answer"]).read_text(encoding="utf-8"))
-    difference = float(np.abs(expected - found).max())
+    difference = float(np.abs(expected - actual).max())
     if not difference <= _TOLERANCE:  # NaN fails too
         raise CheckpointError(
             f"{folder} loaded in a fresh process gives other logits than the model that was measured (difference "
@@ -77,7 +77,7 @@ def check_reload(
 
 
 def run_task(text: str) -> None:
-    """Do what the JSON `text` of `check_reload` asks, in the process that it started."""
+    """Run the task in the JSON `text`, in the process that `check_reload` starts."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -89,7 +89,7 @@ def run_task(text: str) -> None:
     torch.manual_seed(task["seed"])
     np.save(task["logits"], probe_logits(model, np.array(task["prompt"])))
     with torch.inference_mode():
-        made = model.generate(  # type: ignore[operator]
+        generated = model.generate(  # type: ignore[operator]
             prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=task["new_tokens"],
@@ -99,7 +99,7 @@ def run_task(text: str) -> None:
             top_k=20,
             pad_token_id=tokenizer.eos_token_id,
         )
-    new = made[0, prompt.shape[1] :].tolist()
+    new = generated[0, prompt.shape[1] :].tolist()
     answer = {
         "new_tokens": len(new),
         "prompt_end": tokenizer.decode(task["prompt"][-80:]),
@@ -115,7 +115,7 @@ def _loaded(folder: Path, device: torch.device, trust_remote_code: bool) -> PreT
 
 
 def _run_fresh(task: dict[str, Any]) -> None:
-    package = str(Path(hf_posswap.__file__).resolve().parents[1])  # so that it is found where it is not installed
+    package = str(Path(hf_posswap.__file__).resolve().parents[1])  # so that it is found without installation
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     code = "import sys; from hf_posswap.quickstart.reload import run_task; run_task(sys.stdin.read())"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The quickstart, step by step; each step that was finished is not done again."""
+"""The quickstart, step by step; finished steps are not repeated."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ RELOADED = "reload.json"
 
 @dataclass(frozen=True)
 class QuickstartResult:
-    """What a quickstart left behind.
+    """The result of a quickstart.
 
     Attributes:
-        out: its folder.
-        results: the content of results.json, as `posswap compare` writes it.
-        best: the swapped model that predicts best at the longest length it runs: its name.
-        reload: what a fresh process found of it: the largest difference of logits, and a continuation.
-        left_out: schemes that the model cannot take, and why.
+        out: the output folder.
+        results: the content of results.json, as written by `posswap compare`.
+        best: name of the swapped model with the lowest perplexity at the longest length.
+        reload: the results of a fresh process: the largest difference of logits, and a continuation.
+        left_out: reasons for unsupported schemes, by name.
     """
 
     out: Path
@@ -72,29 +72,29 @@ def run_quickstart(
     console: Console | None = None,
     trust_remote_code: bool = False,
 ) -> QuickstartResult:
-    """Swap copies of a causal model to other position mechanisms, adapt each alike, compare all, and reload the best.
+    """Swap copies of a causal model to other position mechanisms, adapt and compare them, and reload the best.
 
     Each copy is trained by a recipe of the package, as `posswap train` trains; all are measured as `posswap compare`
-    measures. Interrupted at any point, the same call goes on where it stopped.
+    measures. After an interruption at any point, the same call resumes.
 
     Args:
-        out: folder for everything it makes.
+        out: the output folder.
         model: path or Hub id of a causal model; None: the small GPT-2 that comes with the package.
-        schemes: to swap to, of rope, alibi and sinusoidal (of yarn, ntk, alibi and nope where `model` is rotary); None:
-            all of them, or rope and alibi where `model` is None.
-        steps: of adaptation; None: 200.
+        schemes: schemes from rope, alibi and sinusoidal (from yarn, ntk, alibi and nope for a rotary `model`); None:
+            all of them, or rope and alibi if `model` is None.
+        steps: training steps; None: 200.
         device: "auto", "cpu", "cuda", ...
-        seed: of everything random.
-        cache: where tokens are kept; None: $HF_POSSWAP_CACHE, or hf_posswap in the user's cache folder.
-        console: where progress goes; None: standard output.
-        trust_remote_code: run code that `model` brings, where it needs that to be loaded.
+        seed: random seed.
+        cache: where tokens are cached; None: $HF_POSSWAP_CACHE, or hf_posswap in the user's cache folder.
+        console: console for progress; None: standard output.
+        trust_remote_code: run code that comes with `model` if loading needs it.
 
     Raises:
         CheckpointError: `model` cannot be read, `out` cannot be written or belongs to another run, the disk is full.
-        DataError: `model` is no causal model, has no tokenizer, or no swap is possible.
+        DataError: `model` is not a causal model, has no tokenizer, or supports no swap.
         MissingDependencyError: matplotlib or what training needs is not installed.
-        OptionError, UnknownNameError: an impossible steps, seed, device or scheme.
-        NumericError, TrainingError: training or measuring gave something that is no number.
+        OptionError, UnknownNameError: invalid steps, seed, device or scheme.
+        NumericError, TrainingError: a training or an evaluation gave a value that is not finite.
 
     Example:
         >>> run_quickstart(Path("results"), steps=0)
@@ -112,7 +112,7 @@ def run_quickstart(
 def run(
     out: Path, settings: QuickstartSettings, *, cache: Path | None = None, console: Console | None = None
 ) -> QuickstartResult:
-    """Do what `run_quickstart` does, with every setting open."""
+    """Like `run_quickstart`, with all settings."""
     from rich.console import Console
 
     reporter = Reporter(console or Console())
@@ -123,12 +123,12 @@ def run(
         open_folder(out, _identity(settings))
         try:
             with alone_in(out, "quickstart", LOCK):
-                found = _run(out, settings, cache, device, reporter)
+                result = _run(out, settings, cache, device, reporter)
         except KeyboardInterrupt:
-            reporter.line(f"stopped; what is finished is in {out}: the same command goes on from here")
+            reporter.line(f"stopped; what is finished is in {out}: the same command resumes from here")
             raise
-    show(found.results, found.best, found.reload, out, reporter, time.monotonic() - started)
-    return found
+    show(result.results, result.best, result.reload, out, reporter, time.monotonic() - started)
+    return result
 
 
 def _run(
@@ -179,7 +179,7 @@ def _train(
     device: torch.device,
     reporter: Reporter,
 ) -> Path:
-    """Train `variant`, or find it trained, and return the folder of its model."""
+    """Train `variant`, unless it is already trained, and return the folder of its model."""
     folder = out / variant.name
     reporter.line(f"{variant.name}: {command_of(variant, base, settings, source, folder)}")
     on_cpu = device.type == "cpu"
@@ -198,20 +198,20 @@ def choose_best(results: dict[str, Any]) -> str:
 
 
 def command(settings: QuickstartSettings) -> str:
-    """Return the command that makes the same results again."""
-    words = ["posswap", "quickstart"]
+    """Return the command that reproduces the results."""
+    arguments = ["posswap", "quickstart"]
     if settings.model is not None:
-        words += ["--model", settings.model]
+        arguments += ["--model", settings.model]
     if settings.schemes is not None:
-        words += ["--schemes", ",".join(settings.schemes)]
-    words += ["--steps", str(settings.steps), "--seed", str(settings.seed), "--device", settings.device]
-    return shlex.join(words)
+        arguments += ["--schemes", ",".join(settings.schemes)]
+    arguments += ["--steps", str(settings.steps), "--seed", str(settings.seed), "--device", settings.device]
+    return shlex.join(arguments)
 
 
 def _reload(
     folder: Path, base: Base, documents: EvalDocuments, settings: QuickstartSettings, device: torch.device
 ) -> dict[str, Any]:
-    """Return what a fresh process finds of the model in `folder`, whose logits must be those of this process."""
+    """Return the results of a fresh process for the model in `folder`, after comparing its logits with this process."""
     new = min(settings.continuation, base.window)
     prompt = documents.tokens[0][: base.window - new // 2]
     return check_reload(
@@ -225,5 +225,5 @@ def _reload(
 
 
 def _identity(settings: QuickstartSettings) -> dict[str, Any]:
-    """Return what a folder is made for: results of anything else must not be mixed into it."""
+    """Return the identity of a folder, which must not be mixed with other results."""
     return {"settings": settings.to_dict(), "hf_posswap": __version__, "corpus": python_corpus().digest}

@@ -1,4 +1,4 @@
-"""All that a quickstart's numbers depend on, in one place."""
+"""Everything that a quickstart's numbers depend on, in one place."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class QuickstartSettings:
 
     Attributes:
         model: path or Hub id of a causal model; None: the small GPT-2 of the package.
-        schemes: to swap to, of those that suit the model; None: all of them, or for the package's model rope and alibi.
-        steps: of adaptation, the same for the control and every swapped model.
-        seed: of the order of the text, of needles and intervals, and of the continuation.
-        device: where it runs.
-        step_tokens: tokens of a step of adaptation; at least one window of the longest length.
-        multiples: of the window, the lengths to measure at; begins with 1.
-        documents: most held-out documents to measure on.
-        training_documents: most documents to adapt on, a few held-out ones among them; None: all.
-        metrics: to measure; None: those of `posswap compare`.
-        largest_window: a model with a longer window is adapted and measured as if it had this one.
-        continuation: tokens to generate, half of them past the window.
-        trust_remote_code: run code that `model` brings, where it needs that to be loaded.
+        schemes: schemes to swap to; None: all that the model supports, or rope and alibi for the package's model.
+        steps: training steps, the same for the control and every swapped model.
+        seed: random seed of the text order, of needles and intervals, and of the continuation.
+        device: the device.
+        step_tokens: tokens per training step; at least one window of the longest length.
+        multiples: the measured lengths as multiples of the window, starting with 1.
+        documents: maximum number of held-out documents for evaluation.
+        training_documents: maximum number of training documents, including a few held-out ones; None: all.
+        metrics: metrics to measure; None: those of `posswap compare`.
+        largest_window: a model with a longer window is trained and measured as if it had this one.
+        continuation: number of tokens to generate, half of them past the window.
+        trust_remote_code: run code that comes with `model` if loading needs it.
     """
 
     model: str | None = None
@@ -63,12 +63,12 @@ class QuickstartSettings:
         return tuple(window * multiple for multiple in sorted(self.multiples))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON has them."""
+        """Return the settings as JSON data."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device called `name`; "auto" is a GPU where there is one.
+    """Return the device called `name`; "auto" is a GPU if there is one.
 
     Raises:
         OptionError: no such device here.

@@ -1,4 +1,4 @@
-"""What the terminal shows at the end."""
+"""The final terminal output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def show(
     results: dict[str, Any], best: str, reload: dict[str, Any], out: Path, reporter: Reporter, seconds: float
 ) -> None:
-    """Show the perplexities, what they say in short, the continuation, and what to type next."""
+    """Show the perplexities, a short summary, the continuation, and the next commands."""
     window, lengths = results["window"], results["lengths"]
     title = f"Perplexity by length (window {window} tokens)"
     table = Table(title=title, title_justify="left")
@@ -45,6 +45,6 @@ def show(
 
 
 def _perplexities(model: dict[str, Any], lengths: list[int]) -> list[str]:
-    found = {row["length"]: f"{row['perplexity']:.3f}" for row in model["ppl_prefix"]}
+    perplexities = {row["length"]: f"{row['perplexity']:.3f}" for row in model["ppl_prefix"]}
     ends = model.get("cannot_run", {})
-    return [found.get(length, "table ends" if str(length) in ends else "–") for length in lengths]
+    return [perplexities.get(length, "table ends" if str(length) in ends else "–") for length in lengths]

@@ -1,4 +1,4 @@
-"""What a quickstart shows of its trainings."""
+"""Progress output of a quickstart's trainings."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from hf_posswap.utils.progress import Reporter
 
 
 class TrainingReporter(Reporter):
-    """Says of which model a line is, and leaves the report at the end of a training to the file that it lies in.
+    """Prefixes each line with the model's name, and omits the report at the end of a training, which is in a file.
 
     Args:
-        reporter: of the quickstart.
-        name: of the model.
+        reporter: the quickstart's reporter.
+        name: the model's name.
     """
 
     def __init__(self, reporter: Reporter, name: str) -> None:

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of an evaluation's results, to look at rather than to read."""
+"""One self-contained, visual HTML page of an evaluation's results."""
 
 from hf_posswap.utils.public_names import attach_public_names
 

@@ -1,6 +1,6 @@
 """Line charts as inline SVG.
 
-Each is drawn twice, wide, and narrow for a phone: the style sheet shows the one that fits.
+Each is drawn twice, wide and narrow; the style sheet shows the one that fits the screen.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Dot:
     """One measured value.
 
     Attributes:
-        x: usually in tokens.
+        x: position on the x axis, usually in tokens.
         y: the value.
-        low: of its interval, or None.
-        high: likewise.
+        low: lower end of its interval, or None.
+        high: upper end of its interval, or None.
     """
 
     x: float
@@ -34,7 +34,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Line:
-    """The values of one model: `number` chooses its colour, on all charts of a page the same."""
+    """The values of one model; `number` selects its colour, the same on all charts of a page."""
 
     name: str
     number: int
@@ -43,18 +43,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Axes:
-    """What a chart says around its lines.
+    """The axes and annotations of a chart.
 
     Attributes:
         x: name of the x axis.
         y: name of the y axis.
-        log_y: whether equal factors take equal room.
+        log_y: whether the y axis is logarithmic.
         window: where to draw the original window, or None.
-        edge: what the window is called.
-        zero: whether y = 0 belongs on the chart, with a line of its own.
-        log_x: whether x is in doublings.
-        name_x: how a value of x is named when it is pointed at.
-        name_y: how a value is written when it is pointed at.
+        edge: the label of the window.
+        zero: whether y = 0 is included and marked by a line.
+        log_x: whether the x axis is logarithmic to base 2.
+        name_x: formats a value of x in tooltips.
+        name_y: formats a value of y in tooltips.
     """
 
     x: str
@@ -86,7 +86,7 @@ def line_chart(lines: Sequence[Line], axes: Axes) -> Markup:
 
     Args:
         lines: at least one, each with at least one dot.
-        axes: what is said around them.
+        axes: the axes and annotations.
 
     Example:
         >>> line = Line("<base>", 0, (Dot(512, 3.0, 2.9, 3.1), Dot(1024, 4.0)))
@@ -104,10 +104,10 @@ def _legend(lines: Sequence[Line]) -> Markup:
 
 def _draw(lines: Sequence[Line], axes: Axes, size: _Size) -> Markup:
     dots = [dot for line in lines for dot in line.dots]
-    seen = [v for dot in dots for v in (dot.y, dot.low, dot.high) if v is not None and (v > 0 or not axes.log_y)]
-    places = [dot.x for dot in dots] + ([axes.window] if axes.window else [])
-    x = fit(places, size.left, size.width - _RIGHT, log=axes.log_x, margin=0.04)
-    y = fit(seen + ([0.0] if axes.zero else []), size.height - _BOTTOM, _TOP, log=axes.log_y)
+    y_values = [v for dot in dots for v in (dot.y, dot.low, dot.high) if v is not None and (v > 0 or not axes.log_y)]
+    x_values = [dot.x for dot in dots] + ([axes.window] if axes.window else [])
+    x = fit(x_values, size.left, size.width - _RIGHT, log=axes.log_x, margin=0.04)
+    y = fit(y_values + ([0.0] if axes.zero else []), size.height - _BOTTOM, _TOP, log=axes.log_y)
     return tag(
         "svg",
         _frame(axes, size, x, y),
@@ -122,32 +122,32 @@ def _draw(lines: Sequence[Line], axes: Axes, size: _Size) -> Markup:
 
 
 def _frame(axes: Axes, size: _Size, x: Scale, y: Scale) -> Markup:
-    """Return grid, ticks, names of the axes, and the original window."""
+    """Return grid, ticks, axis titles, and the original window."""
     bottom, right = size.height - _BOTTOM, size.width - _RIGHT
-    parts: list[Markup] = []
+    elements: list[Markup] = []
     for value in ticks(y, size.ticks):
-        kind = "zero" if axes.zero and value == 0 else "grid"
-        parts.append(tag("line", x1=size.left, x2=right, y1=_px(y(value)), y2=_px(y(value)), class_=kind))
-        said = short_number(value)
-        parts.append(tag("text", said, x=size.left - 8, y=_px(y(value) + 4), class_="tick", text_anchor="end"))
+        css_class = "zero" if axes.zero and value == 0 else "grid"
+        elements.append(tag("line", x1=size.left, x2=right, y1=_px(y(value)), y2=_px(y(value)), class_=css_class))
+        label = short_number(value)
+        elements.append(tag("text", label, x=size.left - 8, y=_px(y(value) + 4), class_="tick", text_anchor="end"))
     for value in length_ticks(x, size.ticks + 2) if axes.log_x else ticks(x, size.ticks):
-        parts.append(tag("line", x1=_px(x(value)), x2=_px(x(value)), y1=bottom, y2=bottom + 5, class_="axis"))
-        said = short_number(value)
-        parts.append(tag("text", said, x=_px(x(value)), y=bottom + 19, class_="tick", text_anchor="middle"))
-    parts.append(tag("line", x1=size.left, x2=right, y1=bottom, y2=bottom, class_="axis"))
+        elements.append(tag("line", x1=_px(x(value)), x2=_px(x(value)), y1=bottom, y2=bottom + 5, class_="axis"))
+        label = short_number(value)
+        elements.append(tag("text", label, x=_px(x(value)), y=bottom + 19, class_="tick", text_anchor="middle"))
+    elements.append(tag("line", x1=size.left, x2=right, y1=bottom, y2=bottom, class_="axis"))
     middle = (size.left + right) / 2
-    parts.append(tag("text", axes.x, x=middle, y=size.height - 8, class_="name", text_anchor="middle"))
-    parts.append(tag("text", axes.y, x=4, y=12, class_="name"))
+    elements.append(tag("text", axes.x, x=middle, y=size.height - 8, class_="name", text_anchor="middle"))
+    elements.append(tag("text", axes.y, x=4, y=12, class_="name"))
     if axes.window:
-        parts.append(_window(axes.edge, x(axes.window), bottom, right))
-    return join(*parts)
+        elements.append(_window(axes.edge, x(axes.window), bottom, right))
+    return join(*elements)
 
 
 def _window(name: str, at: float, bottom: float, right: float) -> Markup:
     beyond = tag("rect", x=_px(at), y=_TOP, width=_px(right - at), height=bottom - _TOP, class_="beyond")
     edge = tag("line", x1=_px(at), x2=_px(at), y1=_TOP, y2=bottom, class_="window")
     fits = right - at > 110
-    said = tag(
+    label = tag(
         "text",
         name,
         x=_px(at + 6 if fits else at - 6),
@@ -155,7 +155,7 @@ def _window(name: str, at: float, bottom: float, right: float) -> Markup:
         class_="window-name",
         text_anchor="start" if fits else "end",
     )
-    return join(beyond, edge, said)
+    return join(beyond, edge, label)
 
 
 def _band(line: Line, x: Scale, y: Scale) -> Markup | None:
@@ -186,7 +186,7 @@ def _line(line: Line, x: Scale, y: Scale) -> Markup:
 
 
 def _whisker(line: Line, x: Scale, y: Scale) -> Markup | None:
-    """Return the interval of a line's only dot, for which there is no band."""
+    """Return the interval of a line's only dot, which has no band."""
     dot = line.dots[0]
     if len(line.dots) > 1 or dot.low is None or dot.high is None:
         return None
@@ -195,12 +195,12 @@ def _whisker(line: Line, x: Scale, y: Scale) -> Markup | None:
 
 
 def _strips(lines: Sequence[Line], axes: Axes, size: _Size, x: Scale) -> Markup:
-    """Return an invisible strip for each x, that knows what to say when it is pointed at."""
-    places = sorted({dot.x for line in lines for dot in line.dots})
-    edges = [size.left, *((x(a) + x(b)) / 2 for a, b in zip(places, places[1:], strict=False)), size.width - _RIGHT]
+    """Return an invisible strip for each x, which carries the tooltip."""
+    x_values = sorted({dot.x for line in lines for dot in line.dots})
+    edges = [size.left, *((x(a) + x(b)) / 2 for a, b in zip(x_values, x_values[1:], strict=False)), size.width - _RIGHT]
     strips = []
-    for place, left, right in zip(places, edges, edges[1:], strict=False):
-        rows = [[line.number, line.name, _said(d, axes)] for line in lines for d in line.dots if d.x == place]
+    for value, left, right in zip(x_values, edges, edges[1:], strict=False):
+        rows = [[line.number, line.name, _value_text(d, axes)] for line in lines for d in line.dots if d.x == value]
         strips.append(
             tag(
                 "rect",
@@ -210,15 +210,15 @@ def _strips(lines: Sequence[Line], axes: Axes, size: _Size, x: Scale) -> Markup:
                 height=size.height - _BOTTOM - _TOP,
                 class_="strip",
                 tabindex=0,
-                data_x=f"{place:g}",
-                data_at=_px(x(place)),
-                data_tip=json.dumps([axes.name_x(place), rows]),
+                data_x=f"{value:g}",
+                data_at=_px(x(value)),
+                data_tip=json.dumps([axes.name_x(value), rows]),
             )
         )
     return join(*strips)
 
 
-def _said(dot: Dot, axes: Axes) -> str:
+def _value_text(dot: Dot, axes: Axes) -> str:
     if dot.low is None or dot.high is None:
         return axes.name_y(dot.y)
     return f"{axes.name_y(dot.y)} [{axes.name_y(dot.low)}, {axes.name_y(dot.high)}]"

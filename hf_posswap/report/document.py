@@ -1,4 +1,4 @@
-"""The HTML document around every page: it loads nothing from elsewhere, and is light or dark as the reader prefers."""
+"""The HTML document around every page. It loads no external resources, and follows the light or dark preference."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from hf_posswap.report.looks import style_sheet
 from hf_posswap.report.markup import Markup, tag
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""What a page may load: nothing that is not in it."""
+"""The content security policy: a page loads no external resources."""
 
 
 def document(title: str, *body: Markup, style: Markup | None = None) -> str:
     """Return the document.
 
     Args:
-        title: of the page.
-        body: what it holds, its scripts among it.
-        style: beside the style sheet of every page.
+        title: title of the page.
+        body: content of the body, including scripts.
+        style: further styles, in addition to the common style sheet.
 
     Example:
         >>> document("A page", tag("p", "It says so."))[:33]

@@ -1,4 +1,4 @@
-"""The sections about needles, tasks, protocols and cost, and how everything was measured."""
+"""The sections about needles, tasks, protocols, cost and method."""
 
 from __future__ import annotations
 
@@ -16,67 +16,69 @@ _VERSIONS = ("hf_posswap", "transformers", "torch", "python")
 
 
 def needles(results: Results) -> Markup | None:
-    """Return the passkey grids side by side, and the effective lengths that follow from them."""
-    found = {name: model["passkey"] for name, model in results["models"].items() if model.get("passkey")}
-    if not found:
+    """Return the passkey grids side by side, and the effective lengths."""
+    passkeys = {name: model["passkey"] for name, model in results["models"].items() if model.get("passkey")}
+    if not passkeys:
         return None
-    numbers = {name: place for place, name in enumerate(results["models"])}
-    trials = next(iter(found.values()))["trials"]
-    lengths = sorted({cell["length"] for grid in found.values() for cell in grid["cells"]})
-    maps = {name: {(c["depth"], c["length"]): _passkey(c) for c in grid["cells"]} for name, grid in found.items()}
+    numbers = {name: index for index, name in enumerate(results["models"])}
+    trials = next(iter(passkeys.values()))["trials"]
+    lengths = sorted({cell["length"] for grid in passkeys.values() for cell in grid["cells"]})
+    maps = {name: {(c["depth"], c["length"]): _passkey(c) for c in grid["cells"]} for name, grid in passkeys.items()}
     grids = heat_maps(maps, numbers, lengths, results["window"], lambda depth: f"{100 * depth:g} %")
     lead = (
-        f"A number is hidden in filler, at a depth from the start (0 %) to the end (100 %), and asked for at the end. "
-        f"Each field: of {trials} keys the percentage found. The line marks the original window."
+        f"A number is hidden in filler, at a depth from the start (0 %) to the end (100 %), and requested at the end. "
+        f"Each cell: percentage of {trials} keys found. The line marks the original window."
     )
-    return section("needles", "Is a hidden number found?", lead, grids, _reach(results, numbers, found))
+    return section("needles", "Is a hidden number found?", lead, grids, _reach(results, numbers, passkeys))
 
 
 def _passkey(cell: dict[str, Any]) -> tuple[float, str]:
-    said = [
+    lines = [
         f"{cell['share']:.0%} found, 95 % interval {cell['low']:.0%} to {cell['high']:.0%}",
-        f"loss of the answer {cell['answer_nll']:.3g} nats a token",
+        f"loss of the answer {cell['answer_nll']:.3g} nats per token",
     ]
     title = f"{cell['length']:,} tokens, depth {100 * cell['depth']:g} %"
-    return cell["share"], json.dumps([title, [[None, "", text] for text in said]])
+    return cell["share"], json.dumps([title, [[None, "", text] for text in lines]])
 
 
-def _reach(results: Results, numbers: dict[str, int], found: dict[str, Any]) -> Markup:
-    """Return the effective lengths as bars; in words alone where no model has one."""
-    reasons = {name: effective(grid, results["window"]) for name, grid in found.items()}
-    if all(grid["effective_length"]["length"] is None for grid in found.values()):
-        said = dict.fromkeys(reasons.values()) if len(set(reasons.values())) == 1 else map(": ".join, reasons.items())
-        return tag("div", tag("h3", "Effective length"), *(tag("p", text) for text in said), id="effective")
+def _reach(results: Results, numbers: dict[str, int], passkeys: dict[str, Any]) -> Markup:
+    """Return the effective lengths as bars, or only as text if no model has one."""
+    reasons = {name: effective(grid, results["window"]) for name, grid in passkeys.items()}
+    if all(grid["effective_length"]["length"] is None for grid in passkeys.values()):
+        texts = dict.fromkeys(reasons.values()) if len(set(reasons.values())) == 1 else map(": ".join, reasons.items())
+        return tag("div", tag("h3", "Effective length"), *(tag("p", text) for text in texts), id="effective")
     longest = max(results["lengths"])
     rows = []
-    for name, grid in found.items():
+    for name, grid in passkeys.items():
         length = grid["effective_length"]["length"]
         width = None if length is None else f"left:0;width:{100 * length / longest:.2f}%"
         bar = width and tag("span", class_=f"bar {look(numbers[name])}", style=width)
         edge = tag("span", class_="at-margin", style=f"left:{min(100.0, 100 * results['window'] / longest):.2f}%")
-        words = tag("p", reasons[name])
+        text_line = tag("p", reasons[name])
         rows.append(
             tag(
                 "div",
                 tag("div", tag("span", mark(numbers[name]), name), class_="who"),
                 tag("div", bar, edge, class_="track"),
-                words,
+                text_line,
                 class_="row",
             )
         )
     title = tag("h3", "Effective length")
-    lead = tag("p", "How far a model stays near its own best; dashed: the original window.", class_="lead")
+    lead = tag("p", "Length up to which a model keeps its base accuracy; dashed: the original window.", class_="lead")
     return tag("div", title, lead, *rows, class_="forest", id="effective")
 
 
 def tasks(results: Results) -> Markup | None:
     """Return the scores of ruler_lite by task and length."""
-    found = {name: model["ruler_lite"]["cells"] for name, model in results["models"].items() if model.get("ruler_lite")}
-    if not found:
+    cells_by_model = {
+        name: model["ruler_lite"]["cells"] for name, model in results["models"].items() if model.get("ruler_lite")
+    }
+    if not cells_by_model:
         return None
-    numbers = {name: place for place, name in enumerate(results["models"])}
-    lengths = sorted({cell["length"] for cells in found.values() for cell in cells})
-    maps = {name: {(c["task"], c["length"]): _task(c) for c in cells} for name, cells in found.items()}
+    numbers = {name: index for index, name in enumerate(results["models"])}
+    lengths = sorted({cell["length"] for cells in cells_by_model.values() for cell in cells})
+    maps = {name: {(c["task"], c["length"]): _task(c) for c in cells} for name, cells in cells_by_model.items()}
     grids = heat_maps(maps, numbers, lengths, results["window"], lambda task: task.replace("_", " "))
     return section(
         "tasks", "Tasks at length", "Mean score in percent by task and length; hatched: does not fit.", grids
@@ -84,26 +86,26 @@ def tasks(results: Results) -> Markup | None:
 
 
 def _task(cell: dict[str, Any]) -> tuple[float, str]:
-    said = f"{cell['score']:.0%} over {cell['prompts']} prompts"
-    return cell["score"], json.dumps([f"{cell['task']}, {cell['length']:,} tokens", [[None, "", said]]])
+    score_text = f"{cell['score']:.0%} over {cell['prompts']} prompts"
+    return cell["score"], json.dumps([f"{cell['task']}, {cell['length']:,} tokens", [[None, "", score_text]]])
 
 
 def cost(results: Results) -> Markup | None:
-    """Return what each length costs: reading, writing on, and memory for keys and values."""
+    """Return the cost of each length: prefill, decoding, and memory for keys and values."""
     measured = lines_of(results, lambda model: model.get("cost", []), "length", "tokens_per_second", interval=False)
     if not measured:
         return None
     window, x = results["window"], "tokens read"
     decode = lines_of(results, lambda model: model.get("cost", []), "length", "decode_seconds", interval=False)
     thousandths = [Line(d.name, d.number, tuple(Dot(dot.x, 1000 * dot.y) for dot in d.dots)) for d in decode]
-    speed = line_chart(measured, Axes(x, "reading, tokens a second", window=window, zero=True, name_y=number))
-    wait = line_chart(thousandths, Axes(x, "each further token, milliseconds", window=window, zero=True, name_y=number))
+    speed = line_chart(measured, Axes(x, "prefill, tokens per second", window=window, zero=True, name_y=number))
+    wait = line_chart(thousandths, Axes(x, "decoding, milliseconds per token", window=window, zero=True, name_y=number))
     rows = [
-        (place, name, [Cell(_mib(row["cache_bytes"]), row["cache_bytes"]) for row in model["cost"][-1:]])
-        for place, (name, model) in enumerate(results["models"].items())
+        (index, name, [Cell(_mib(row["cache_bytes"]), row["cache_bytes"]) for row in model["cost"][-1:]])
+        for index, (name, model) in enumerate(results["models"].items())
         if model.get("cost")
     ]
-    lead = "How fast text is read, and what each token after it costs: one machine at one moment, for orientation."
+    lead = "Speed of prefill and decoding, measured once on one machine: for orientation only."
     table = sortable(["keys and values at its longest"], rows)
     return section("cost", "Cost", lead, tag("div", speed, wait, class_="pair"), table)
 
@@ -113,35 +115,35 @@ def _mib(count: int) -> str:
 
 
 def protocols(results: Results) -> Markup | None:
-    """Return the numbers whose protocols are those of papers, and other single numbers, as one table."""
+    """Return perplexities by the protocols of papers, and other single numbers, as one table."""
     columns: dict[str, dict[int, Cell]] = {}
-    for place, model in enumerate(results["models"].values()):
+    for index, model in enumerate(results["models"].values()):
         for row in model.get("ppl_compat", []):
-            columns.setdefault(row["protocol"], {})[place] = Cell(number(row["perplexity"]), row["perplexity"])
+            columns.setdefault(row["protocol"], {})[index] = Cell(number(row["perplexity"]), row["perplexity"])
         if model.get("longppl"):
             value = model["longppl"]["perplexity"]
-            columns.setdefault("longppl", {})[place] = Cell(number(value), value)
+            columns.setdefault("longppl", {})[index] = Cell(number(value), value)
         for row in model.get("pseudo_ppl", []):
             title = f"pseudo-perplexity, {row['length']:,} tokens"
-            columns.setdefault(title, {})[place] = Cell(number(row["perplexity"]), row["perplexity"])
+            columns.setdefault(title, {})[index] = Cell(number(row["perplexity"]), row["perplexity"])
     if not columns:
         return None
     rows = [
-        (place, name, [cells.get(place, Cell("–")) for cells in columns.values()])
-        for place, name in enumerate(results["models"])
-        if any(place in cells for cells in columns.values())
+        (index, name, [cells.get(index, Cell("–")) for cells in columns.values()])
+        for index, name in enumerate(results["models"])
+        if any(index in cells for cells in columns.values())
     ]
-    lead = "Perplexity as other projects count it. Numbers of different columns cannot be compared with each other."
+    lead = "Perplexity by the protocols of other projects. Do not compare numbers of different columns."
     return section("protocols", "Perplexity by other protocols", lead, sortable(list(columns), rows))
 
 
 def method(results: Results) -> Markup:
-    """Return how it was measured, and the results themselves to keep."""
+    """Return how the results were measured, and a link to save them."""
     data, settings = results["data"], results["settings"]
     identity = next(iter(results["models"].values()))["identity"]
-    run, made, sliding = results["environment"], results.get("made", {}), results.get("sliding")
-    said = {
-        "held against": results["base"],
+    run, provenance, sliding = results["environment"], results.get("made", {}), results.get("sliding")
+    facts = {
+        "baseline": results["base"],
         "original window": f"{results['window']:,} tokens" if results["window"] else "not known",
         "sliding window": sliding and f"{sliding['of']}, windows of {sliding['window']:,}, {sliding['stride']:,} apart",
         "text": f"{data['source']}: {data['documents']} documents, digest {data['digest'][:16]}",
@@ -152,18 +154,18 @@ def method(results: Results) -> Markup:
         "run as": f"{identity['dtype']}, {identity['attention']} attention, on {identity['device']}",
         "versions": ", ".join(f"{key} {run[key]}" for key in _VERSIONS if key in run),
         "machine": ", ".join(str(run[key]) for key in ("system", "processor", "gpu") if key in run),
-        "made": made.get("date"),
-        "command": made.get("command"),
+        "made": provenance.get("date"),
+        "command": provenance.get("command"),
     }
     swaps = [
         (name, f"{plan['scheme']['name']}, {plan['route']}; {plan['adaptation']}", plan)
         for name, model in results["models"].items()
         if (plan := model["plan"])
     ]
-    rows = [tag("div", tag("dt", key), tag("dd", value)) for key, value in said.items() if value is not None]
+    rows = [tag("div", tag("dt", key), tag("dd", value)) for key, value in facts.items() if value is not None]
     rows += [tag("div", tag("dt", name), tag("dd", text)) for name, text, _ in swaps]
     controls = [(name, model.get("trained")) for name, model in results["models"].items() if not model["plan"]]
-    rows += [tag("div", tag("dt", name), tag("dd", f"no swap; {told}")) for name, told in controls if told]
+    rows += [tag("div", tag("dt", name), tag("dd", f"no swap; {training}")) for name, training in controls if training]
     keep = tag("p", tag("a", "Save results.json", href="#", download="results.json", id="save"), class_="note")
-    lead = "Everything that these numbers depend on; the file holds all of it."
+    lead = "Everything that these numbers depend on; results.json contains all of it."
     return section("method", "How it was measured", lead, tag("dl", *rows), keep)

@@ -1,4 +1,4 @@
-"""How each model looks on the page: the styles of `hf_posswap.plotting.styles` as classes, marks and a style sheet."""
+"""The style of each model on the page: `hf_posswap.plotting.styles` as CSS classes, SVG marks and a style sheet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DASH = "M-6,0H6"
 
 
 def look(number: int) -> str:
-    """Return the style classes of the `number`-th model.
+    """Return the CSS classes of the `number`-th model.
 
     Example:
         >>> look(1), look(9), look(17), look(SLIDING)
@@ -23,12 +23,12 @@ def look(number: int) -> str:
 
 
 def shape(number: int) -> str:
-    """Return the mark of the `number`-th model as the data of a path around (0, 0)."""
+    """Return the mark of the `number`-th model as SVG path data around (0, 0)."""
     return _DASH if number == SLIDING else style_of(number).path
 
 
 def mark(number: int) -> Markup:
-    """Return the mark of the `number`-th model, to stand before its name.
+    """Return the mark of the `number`-th model, to be put before its name.
 
     Example:
         >>> mark(0).startswith('<svg class="mark c0" viewBox="-6 -6 12 12" aria-hidden="true"><path d="M')
@@ -39,7 +39,7 @@ def mark(number: int) -> Markup:
 
 
 def colours() -> Markup:
-    """Return the style sheet of the models' colours, on light paper and on a dark screen."""
+    """Return the style sheet of the models' colours, for light and dark pages."""
     light = " ".join(f"--c{number}: {style.colour};" for number, style in enumerate(STYLES))
     dark = " ".join(f"--c{number}: {style.dark};" for number, style in enumerate(STYLES))
     classes = " ".join(f".c{number} {{ --c: var(--c{number}); }}" for number in range(len(STYLES)))
@@ -48,5 +48,5 @@ def colours() -> Markup:
 
 
 def style_sheet() -> Markup:
-    """Return the style sheet of every page: the models' colours, and what a report looks like."""
+    """Return the style sheet of every page: the models' colours, and the layout."""
     return Markup(colours() + files("hf_posswap.report").joinpath("page.css").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""HTML and SVG as values: whatever is not markup already is escaped, so no text can become markup."""
+"""HTML and SVG as values: everything that is not `Markup` is escaped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VOID = frozenset({"meta", "link", "br", "circle", "line", "path", "rect"})
 
 
 class Markup(str):
-    """Text that is markup already."""
+    """A string that is HTML or SVG markup."""
 
     __slots__ = ()
 
@@ -21,40 +21,40 @@ def tag(name: str, /, *content: object, **attributes: object) -> Markup:
     """Return an element; content and attributes are escaped unless they are `Markup`.
 
     Args:
-        name: of the element.
-        content: text, numbers or `Markup`; None is left out.
-        attributes: `class_` means class, and other underscores are hyphens; None and False are left out, True stands
-            alone.
+        name: name of the element.
+        content: text, numbers or `Markup`; None is skipped.
+        attributes: `class_` means class, and other underscores are hyphens; None and False are skipped, True is an
+            attribute without value.
 
     Example:
         >>> tag("p", "a < b", tag("b", "!"), class_="note", hidden=True)
         '<p class="note" hidden>a &lt; b<b>!</b></p>'
     """
-    said = "".join(
+    attribute_text = "".join(
         _attribute(key, value) for key, value in attributes.items() if value is not None and value is not False
     )
     if name in _VOID:
-        return Markup(f"<{name}{said}>" if name in ("meta", "link", "br") else f"<{name}{said}/>")
-    return Markup(f"<{name}{said}>{join(*content)}</{name}>")
+        return Markup(f"<{name}{attribute_text}>" if name in ("meta", "link", "br") else f"<{name}{attribute_text}/>")
+    return Markup(f"<{name}{attribute_text}>{join(*content)}</{name}>")
 
 
 def join(*content: object) -> Markup:
-    """Return the pieces one after the other, escaped unless they are `Markup`; None is left out.
+    """Concatenate the content, escaped unless it is `Markup`; None is skipped.
 
     Example:
         >>> join("a & b", None, Markup("<br>"))
         'a &amp; b<br>'
     """
-    pieces = (piece for piece in content if piece is not None)
-    return Markup("".join(p if isinstance(p, Markup) else _escaped(p) for p in pieces))
+    present = (item for item in content if item is not None)
+    return Markup("".join(p if isinstance(p, Markup) else _escaped(p) for p in present))
 
 
-def _escaped(piece: object) -> str:
-    return html.escape(printable_lines(str(piece)), quote=True)
+def _escaped(item: object) -> str:
+    return html.escape(printable_lines(str(item)), quote=True)
 
 
 def json_script(value: Any, identity: str) -> Markup:
-    """Return a script element that holds `value` as JSON and that no text in it can end.
+    """Return a script element with `value` as JSON, in which no text can end the element.
 
     Example:
         >>> json_script({"name": "</script>"}, "data")

@@ -1,4 +1,4 @@
-"""The whole page: one HTML file that needs no network, from the results of an evaluation."""
+"""The whole page: one HTML file from the results of an evaluation, without external resources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_posswap.utils.atomic_io import write_text
 
 KIND, SCHEMAS = "hf_posswap evaluation", (1, 2)
 PAGE = "report.html"
-"""The name of the page beside results.json."""
+"""The file name of the page, next to results.json."""
 _SECTIONS = (
     findings,
     perplexity,
@@ -36,29 +36,29 @@ _SECTIONS = (
 
 
 def write_html(results: dict[str, Any], path: Path) -> None:
-    """Write the page of `results` to `path`, whole or not at all.
+    """Write the page of `results` to `path` atomically.
 
     Args:
         results: what results.json holds.
-        path: of the .html file.
+        path: the .html file.
 
     Raises:
-        DataError: these are no results of an evaluation, or of a form that this version does not know.
+        DataError: these are not results of an evaluation, or have a schema that this version does not support.
         CheckpointError: the file cannot be written.
     """
     write_text(path, render_html(results))
 
 
 def render_html(results: dict[str, Any]) -> str:
-    """Return the page of `results`: styles, script and data inside, nothing loaded from elsewhere.
+    """Return the page of `results` with inline styles, script and data.
 
-    Sections of metrics that were not measured are left out.
+    Metrics that were not measured have no section.
 
     Args:
         results: what results.json holds.
 
     Raises:
-        DataError: as `write_html`, or what they hold cannot be shown: they were edited, or are not whole.
+        DataError: as `write_html`, or the results cannot be shown because they were edited or are incomplete.
 
     Example:
         >>> render_html({"kind": "else"})
@@ -70,26 +70,26 @@ def render_html(results: dict[str, Any]) -> str:
         return _page(results)
     except PosswapError:
         raise
-    except Exception as error:  # of what anyone may have edited, anything may be missing or of another kind
+    except Exception as error:  # in edited results, anything may be missing or have another type
         raise DataError(
-            f"these results cannot be shown ({type(error).__name__}: {str(error)[:200] or 'no more is known'}): they "
-            "were edited, or are not whole. Undo that, or make them again."
+            f"these results cannot be shown ({type(error).__name__}: {str(error)[:200] or 'no details'}): they were "
+            "edited or are incomplete. Restore them, or run the evaluation again."
         ) from error
 
 
 def _page(results: dict[str, Any]) -> str:
-    shown = [made for make in _SECTIONS if (made := make(results)) is not None]
+    shown = [section for make in _SECTIONS if (section := make(results)) is not None]
     models, data = results["models"], results["data"]
     title = f"{len(models)} models by length" if len(models) > 1 else f"{results['base']} by length"
-    below = (
-        f"Held against {results['base']}; original window {results['window']:,} tokens; "
+    lead = (
+        f"Baseline: {results['base']}; original window {results['window']:,} tokens; "
         f"{data['documents']} documents of {data['source']}, up to {max(results['lengths']):,} tokens."
     )
     gaps = [f"{metric} was not measured: {why}" for metric, why in common_gaps(results)]
     notes = [tag("p", note, class_="warning") for note in [*results["notes"], *gaps]]
     return document(
         title,
-        tag("header", tag("h1", title), tag("p", below, class_="lead"), *notes),
+        tag("header", tag("h1", title), tag("p", lead, class_="lead"), *notes),
         tag("main", *shown),
         tag("div", id="tip", role="status", hidden=True),
         json_script(results, "results"),
@@ -98,10 +98,10 @@ def _page(results: dict[str, Any]) -> str:
 
 
 def check_results(results: Any) -> None:
-    """Check that these are results which a report can be made of.
+    """Check that a report can be made from these results.
 
     Raises:
-        DataError: they are not.
+        DataError: the kind or schema is wrong, or entries are missing.
     """
     kind = results.get("kind") if isinstance(results, dict) else None
     if kind != KIND:
@@ -110,11 +110,13 @@ def check_results(results: Any) -> None:
         raise DataError(
             f"these results have schema {results.get('schema')!r}, and this version of hf_posswap reads "
             f"{' and '.join(map(str, SCHEMAS))}: "
-            "make them again, or use the version that made them."
+            "run the evaluation again, or use the version that wrote them."
         )
     missing = sorted({"base", "window", "lengths", "models", "comparisons", "data", "settings"} - set(results))
     if missing or not results["models"]:
-        raise DataError(f"these results are not whole: {', '.join(missing) or 'models'} is missing. Make them again.")
+        raise DataError(
+            f"these results are incomplete: {', '.join(missing) or 'models'} is missing. Run the evaluation again."
+        )
 
 
 def _asset(name: str) -> Markup:

@@ -1,4 +1,4 @@
-"""From data to pixels: linear and logarithmic axes and their ticks."""
+"""Linear and logarithmic axes and their ticks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Scale:
     """Maps data from `low` to `high` to pixels from `start` to `stop`.
 
     Attributes:
-        low: smallest value; above 0 where `log`.
+        low: smallest value; above 0 if `log`.
         high: largest value, above `low`.
         start: pixel of `low`.
         stop: pixel of `high`.
-        log: whether equal factors, rather than equal differences, take equal room.
+        log: whether the scale is logarithmic.
     """
 
     low: float
@@ -40,7 +40,7 @@ class Scale:
 
 
 def fit(values: Sequence[float], start: float, stop: float, *, log: bool = False, margin: float = 0.06) -> Scale:
-    """Return a scale that holds `values`, with `margin` of its room left at both ends.
+    """Return a scale for `values` with a relative `margin` at both ends.
 
     Example:
         >>> fit([0.0, 10.0], 0, 100, margin=0.5)
@@ -55,7 +55,7 @@ def fit(values: Sequence[float], start: float, stop: float, *, log: bool = False
 
 
 def ticks(scale: Scale, wanted: int) -> list[float]:
-    """Return round numbers within `scale`, at most about `wanted` of them.
+    """Return about `wanted` round numbers within `scale`.
 
     Example:
         >>> ticks(Scale(0, 10, 0, 1), 5), ticks(Scale(3, 60, 0, 1, log=True), 5)
@@ -80,7 +80,7 @@ def _log_ticks(scale: Scale, wanted: int) -> list[float]:
 
 
 def length_ticks(scale: Scale, wanted: int) -> list[float]:
-    """Return powers of two within `scale`, which is logarithmic, at most `wanted` of them.
+    """Return at most `wanted` powers of two within the logarithmic `scale`.
 
     Example:
         >>> length_ticks(Scale(200, 3000, 0, 1, log=True), 8), length_ticks(Scale(200, 3000, 0, 1, log=True), 2)
@@ -93,7 +93,7 @@ def length_ticks(scale: Scale, wanted: int) -> list[float]:
 
 
 def short_number(value: float) -> str:
-    """Return `value` as a tick says it.
+    """Format `value` as a tick label.
 
     Example:
         >>> [short_number(v) for v in (0.25, 512, 8192, 131072, 1.5e6, -0.02, 20_000)]

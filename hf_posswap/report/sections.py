@@ -1,6 +1,6 @@
-"""The sections of the page about lengths and positions: each from what results.json holds, or None where it holds none.
+"""The sections of the page about lengths and positions. Each is built from results.json, or None without data.
 
-A section is named by what it tells, and says in a sentence how to read it.
+A section's title states its subject, and its lead explains how to read it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hf_posswap.report.words import scores_by_length
 Results = dict[str, Any]
 Rows = Sequence[dict[str, Any]]
 _SLIDING_READS = (
-    " The sliding window is what needs no longer reach at all: half-overlapping windows of the original size. A swap "
-    "is worth its reach where its line is below that one."
+    " The sliding window is the baseline without a longer reach: half-overlapping windows of the original size. A swap "
+    "pays off where its line is below that one."
 )
-_FIRST_POSITION = 16  # the first tokens of a document cost so much that they would flatten all else
+_FIRST_POSITION = 16  # the loss of a document's first tokens would dominate the scale
 
 
 def section(identity: str, title: str, lead: str, *content: Markup) -> Markup:
-    """Return a section with its heading and the sentence that says how to read it."""
+    """Return a section with its heading and a sentence that explains how to read it."""
     return tag("section", tag("h2", title), tag("p", lead, class_="lead"), *content, id=identity)
 
 
@@ -33,11 +33,11 @@ def lines_of(
     """Return a line for each model that has rows.
 
     Args:
-        results: of which the models are taken.
-        rows_of: what gives the rows of a model.
-        x: their field for the x axis.
-        y: their field for the y axis.
-        interval: whether they have one, in "low" and "high".
+        results: the results of the evaluation.
+        rows_of: returns the rows of a model.
+        x: the rows' field for the x axis.
+        y: the rows' field for the y axis.
+        interval: whether rows have an interval, in "low" and "high".
     """
     ends = ("low", "high") if interval else ()
     return [
@@ -48,7 +48,7 @@ def lines_of(
 
 
 def sliding_line(results: Results, metric: str, x: str, y: str) -> list[Line]:
-    """Return the line of the sliding window, or none where it was not measured: rows, and x and y as in `lines_of`."""
+    """Return the line of the sliding window, or no line if it was not measured; x and y as in `lines_of`."""
     sliding = results.get("sliding")
     if not sliding:
         return []
@@ -68,11 +68,11 @@ def perplexity(results: Results) -> Markup | None:
         if model["cannot_run"]
     ]
     axes = Axes("tokens read", "perplexity", log_y=True, window=results["window"])
-    what = "first" if any(model.get("ppl_prefix") for model in results["models"].values()) else "masked"
+    token_kind = "first" if any(model.get("ppl_prefix") for model in results["models"].values()) else "masked"
     lead = (
-        f"How surprised each model is by the {what} tokens of the same documents; lower is better. A line that rises "
-        "behind the original window is a model that breaks there. Bands: 95 % intervals over documents; all models "
-        "read the same ones, so that differences between them are surer than the bands suggest."
+        f"Perplexity of each model on the {token_kind} tokens of the same documents; lower is better. A rise beyond "
+        "the original window means that the model breaks there. Bands: 95 % intervals over documents. All models read "
+        "the same documents, so differences between models are more certain than the bands suggest."
         + (_SLIDING_READS if results.get("sliding") else "")
     )
     return section("perplexity", "Perplexity by length", lead, line_chart(lines, axes), *stops)
@@ -84,34 +84,34 @@ def positions(results: Results) -> Markup | None:
     if not lines:
         return None
     lines += sliding_line(results, "nll_pos", "middle", "loss")
-    held = [*results["models"].values(), *filter(None, [results.get("sliding")])]
-    names = {row["middle"]: row["said"] for model in held for row in _position_rows(model)}
+    models = [*results["models"].values(), *filter(None, [results.get("sliding")])]
+    names = {row["middle"]: row["label"] for model in models for row in _position_rows(model)}
     axes = Axes(
         "position in the document",
-        "loss, nats a token",
+        "loss, nats per token",
         window=results["window"],
         name_x=lambda x: names[x],
         name_y=lambda y: f"{y:.3f}",
     )
-    lead = "Where in a document the loss arises. The part behind the window shows how well far positions work."
+    lead = "The loss by position in the document. The part beyond the window shows how well far positions work."
     return section("positions", "Loss by position", lead, line_chart(lines, axes))
 
 
 def _position_rows(model: dict[str, Any]) -> Rows:
     rows = model.get("nll_pos") or model.get("mlm_pos", {}).get("positions", [])
-    kept = [row for row in rows if row["start"] >= _FIRST_POSITION] or rows
+    selected = [row for row in rows if row["start"] >= _FIRST_POSITION] or rows
     return [
         row
         | {
             "middle": (max(row["start"], 0.5) * row["stop"]) ** 0.5,
-            "said": f"tokens {row['start']:,} to {row['stop'] - 1:,}",
+            "label": f"tokens {row['start']:,} to {row['stop'] - 1:,}",
         }
-        for row in kept
+        for row in selected
     ]
 
 
 def gain(results: Results) -> Markup | None:
-    """Return what further context is worth."""
+    """Return the gain from longer context."""
     lines = lines_of(results, lambda model: model.get("ctx_gain", []), "context", "gain")
     if not lines:
         return None
@@ -119,16 +119,15 @@ def gain(results: Results) -> Markup | None:
     reference = next((row["context"] for row in rows if row["reference"]), None)
     axes = Axes(
         "tokens of context",
-        "gain, nats a token",
+        "gain, nats per token",
         window=reference,
         zero=True,
         name_y=lambda y: f"{y:+.3f}",
         edge="full original window",
     )
     lead = (
-        f"The same last {rows[0]['tail']:,} tokens, read with more and more text before them. Above zero the further "
-        "text helps; a model that ignores it stays at zero, and one that is hurt by it falls below. A flat perplexity "
-        "alone does not show this."
+        f"The same last {rows[0]['tail']:,} tokens, read with more and more text before them. Above zero the text "
+        "helps, at zero the model ignores it, and below zero it harms. A flat perplexity alone does not show this."
     )
     return section("gain", "Is far context used?", lead, line_chart(lines, axes))
 
@@ -140,7 +139,7 @@ def offsets(results: Results) -> Markup | None:
         return None
     axes = Axes(
         "position of the first token",
-        "change, nats a token",
+        "change, nats per token",
         window=results["window"],
         zero=True,
         log_x=False,
@@ -148,10 +147,10 @@ def offsets(results: Results) -> Markup | None:
         name_y=lambda y: f"{0.0 if abs(y) < 5e-7 else y:+.3g}",
     )
     lead = (
-        "One passage, read at other positions with nothing before it. Where only distances matter it costs the same "
-        "everywhere: a line at zero."
+        "One passage, read at several positions without context. If only distances matter, the loss does not change: a "
+        "line at zero."
     )
-    return section("offsets", "The same text elsewhere", lead, line_chart(lines, axes))
+    return section("offsets", "The same text at other positions", lead, line_chart(lines, axes))
 
 
 def retrieval(results: Results) -> Markup | None:

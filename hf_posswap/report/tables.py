@@ -1,4 +1,4 @@
-"""Tables and heat maps as HTML: they read aloud, wrap and print better than pictures of them."""
+"""Tables and heat maps as HTML, which is more accessible and prints better than pictures."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hf_posswap.report.scales import short_number
 
 @dataclass(frozen=True)
 class Cell:
-    """What one place of a table says.
+    """One cell of a table.
 
     Attributes:
-        text: shown.
-        order: what the column is sorted by; None: last.
-        note: shown smaller below it, or None.
+        text: the text.
+        order: sort key of the column; None sorts last.
+        note: a smaller line below the text, or None.
     """
 
     text: str
@@ -27,11 +27,11 @@ class Cell:
 
 
 def sortable(header: Sequence[str], rows: Sequence[tuple[int, str, Sequence[Cell]]]) -> Markup:
-    """Return a table whose columns can be sorted; the first names the model.
+    """Return a table with sortable columns; the first one is the model.
 
     Args:
-        header: of the columns after the first.
-        rows: number and name of the model, and a cell for each of them.
+        header: titles of the columns after the first.
+        rows: number and name of each model, and its cells.
 
     Example:
         >>> "<td" in sortable(["perplexity"], [(0, "base", [Cell("3.1", 3.1)])])
@@ -66,11 +66,11 @@ def heat_maps(
     """Return heat maps side by side, shares from 0 to 1 over rows and lengths.
 
     Args:
-        maps: by model: by row and length, a share and what is said where it is pointed at.
-        numbers: of the models.
-        lengths: of the columns, in tokens; a length that a map lacks is hatched.
-        window: the original one, after which a line is drawn.
-        name_row: how a row is named.
+        maps: for each model, a share and a tooltip by row and length.
+        numbers: the models' numbers.
+        lengths: the columns in tokens; a length that a map lacks is hatched.
+        window: the original window, marked by a line.
+        name_row: formats the label of a row.
 
     Example:
         >>> page = heat_maps({"a": {(0.5, 512): (1.0, "5 of 5")}}, {"a": 0}, [512, 1024], 512, str)
@@ -101,5 +101,5 @@ def _heat(cell: tuple[float, str] | None, edge: str | None) -> Markup:
     if cell is None:
         return tag("td", class_=" ".join(filter(None, ["hatched", edge])), data_tip='["not run", []]')
     share, tip = cell
-    kind = " ".join(filter(None, ["strong" if share > 0.55 else None, edge])) or None
-    return tag("td", f"{100 * share:.0f}", style=f"--v:{share:.3f}", class_=kind, data_tip=tip, tabindex=0)
+    css_class = " ".join(filter(None, ["strong" if share > 0.55 else None, edge])) or None
+    return tag("td", f"{100 * share:.0f}", style=f"--v:{share:.3f}", class_=css_class, data_tip=tip, tabindex=0)

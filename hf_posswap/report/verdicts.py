@@ -1,4 +1,4 @@
-"""What the page says first: each model in a few sentences, the table of all, and what a swap cost within the window."""
+"""The top of the page: a summary of each model, the table of all models, and the cost within the window."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _MARKS = {"not worse": "good", "worse": "bad"}
 
 
 def findings(results: Results) -> Markup:
-    """Return a card for each model: what was found of it, in plain words."""
+    """Return a card for each model that summarizes its results."""
     cards = [_card(results, n, name, model) for n, (name, model) in enumerate(results["models"].items())]
     return tag("section", tag("h2", "In short"), tag("div", *cards, class_="cards"), id="findings")
 
 
-def _card(results: Results, place: int, name: str, model: dict[str, Any]) -> Markup:
-    said = [_long(results, model), *_changes(results, name)]
-    said += [far_said(model), sliding_said(model, results.get("sliding"))]
+def _card(results: Results, number_of_model: int, name: str, model: dict[str, Any]) -> Markup:
+    sentences = [_long(results, model), *_changes(results, name)]
+    sentences += [far_said(model), sliding_said(model, results.get("sliding"))]
     if model.get("short_reg"):
-        said.append(short_verdict(model["short_reg"]))
+        sentences.append(short_verdict(model["short_reg"]))
     if model.get("passkey"):
-        said.append(effective(model["passkey"], results["window"]))
+        sentences.append(effective(model["passkey"], results["window"]))
     if model.get("retrieval"):
-        said.append(retrieved_said(model["retrieval"]))
+        sentences.append(retrieved_said(model["retrieval"]))
     if model.get("vectors"):
-        said.append(near_said(model["vectors"]))
-    said += [f"{metric} was not measured: {why}" for metric, why in own_gaps(results, model)]
-    held = "the others are held against it" if name == results["base"] and len(results["models"]) > 1 else None
-    kind = "; ".join(filter(None, [_mechanism(model), held]))
-    title = tag("h3", mark(place), name, kind and tag("small", kind))
-    return tag("article", title, tag("ul", *(tag("li", text) for text in said if text)), class_="card")
+        sentences.append(near_said(model["vectors"]))
+    sentences += [f"{metric} was not measured: {why}" for metric, why in own_gaps(results, model)]
+    baseline_note = "the baseline" if name == results["base"] and len(results["models"]) > 1 else None
+    subtitle = "; ".join(filter(None, [_mechanism(model), baseline_note]))
+    title = tag("h3", mark(number_of_model), name, subtitle and tag("small", subtitle))
+    return tag("article", title, tag("ul", *(tag("li", text) for text in sentences if text)), class_="card")
 
 
 def _mechanism(model: dict[str, Any]) -> str | None:
@@ -64,23 +64,27 @@ def _long(results: Results, model: dict[str, Any]) -> str | None:
     if not rows:
         return None
     last = rows[-1]
-    where = times(last["length"], results["window"])
-    said = f"Perplexity {number(last['perplexity'])} at {last['length']:,} tokens" + (f", {where}" if where else "")
+    multiple = times(last["length"], results["window"])
+    sentence = f"Perplexity {number(last['perplexity'])} at {last['length']:,} tokens" + (
+        f", {multiple}" if multiple else ""
+    )
     first = next((row for row in rows if row["length"] == results["window"]), rows[0])
     if first is not last:
-        said += f" ({number(first['perplexity'])} at {first['length']:,})"
-    return f"{said}."
+        sentence += f" ({number(first['perplexity'])} at {first['length']:,})"
+    return f"{sentence}."
 
 
 def _changes(results: Results, name: str) -> list[str]:
-    """Return how the model differs from the base at the longest length that both run, and in needles."""
-    against, base = results["comparisons"].get(name, {}), results["base"]
-    said = [length_change(row, base) for row in against.get("lengths", [])[-1:]]
-    needles = against.get("passkey")
+    """Return the model's differences from the base at the longest common length, and in needles."""
+    comparison, base = results["comparisons"].get(name, {}), results["base"]
+    sentences = [length_change(row, base) for row in comparison.get("lengths", [])[-1:]]
+    needles = comparison.get("passkey")
     if needles:
-        sure = f"p = {needles['p']:.2g}" if needles["p"] <= 0.05 else f"which could be chance, p = {needles['p']:.2g}"
-        said.append(f"{needles['after']} of {needles['needles']} passkeys found, {base} {needles['before']} ({sure}).")
-    return said
+        certainty = f"p = {needles['p']:.2g}" if needles["p"] <= 0.05 else f"not significant, p = {needles['p']:.2g}"
+        sentences.append(
+            f"{needles['after']} of {needles['needles']} passkeys found, {base} {needles['before']} ({certainty})."
+        )
+    return sentences
 
 
 def overview(results: Results) -> Markup | None:
@@ -100,7 +104,7 @@ def overview(results: Results) -> Markup | None:
     if sliding := results.get("sliding"):
         shown = [_perplexity(sliding | {"cannot_run": {}}, n) for n in results["lengths"]]
         rows.append((SLIDING, sliding["name"], shown + [Cell("–")] * (len(columns) - len(shown))))
-    lead = "Under a number of tokens: perplexity at that length with its 95 % interval. A click on a heading sorts."
+    lead = "Columns of token counts: perplexity at that length with its 95 % interval. Click a heading to sort."
     return section("overview", "All numbers at a glance", lead, sortable([title for title, _ in columns], rows))
 
 
@@ -120,7 +124,7 @@ def _effective(passkey: dict[str, Any]) -> Cell:
     return Cell("no verdict") if length is None else Cell(f"{length:,}", length)
 
 
-def _found(passkey: dict[str, Any]) -> Cell:
+def _passkeys(passkey: dict[str, Any]) -> Cell:
     return Cell(f"{share_found(passkey):.0%}", share_found(passkey))
 
 
@@ -134,9 +138,9 @@ def _far(far: dict[str, Any]) -> Cell:
 
 def _sliding(rows: Sequence[dict[str, Any]]) -> Cell:
     last = rows[-1]
-    sure = last["p_holm"] is not None and last["p_holm"] <= SIGNIFICANT
-    word = ("below" if last["difference"] < 0 else "above") if sure else "not told apart"
-    return Cell(f"{last['difference']:+.3f}", last["difference"], f"{word} at {last['length']:,}")
+    is_significant = last["p_holm"] is not None and last["p_holm"] <= SIGNIFICANT
+    verdict = ("below" if last["difference"] < 0 else "above") if is_significant else "no significant difference"
+    return Cell(f"{last['difference']:+.3f}", last["difference"], f"{verdict} at {last['length']:,}")
 
 
 def _retrieved(rows: Sequence[dict[str, Any]]) -> Cell:
@@ -149,9 +153,9 @@ def _near(rows: Sequence[dict[str, Any]]) -> Cell:
 
 _COLUMNS = (
     ("far context, nats gained", "far_context", _far),
-    ("against the sliding window, nats", "against_sliding", _sliding),
+    ("minus the sliding window, nats", "against_sliding", _sliding),
     ("within the window, nats", "short_reg", _short),
-    ("passkeys found", "passkey", _found),
+    ("passkeys found", "passkey", _passkeys),
     ("effective length", "passkey", _effective),
     ("documents found", "retrieval", _retrieved),
     ("near the base, cosine", "vectors", _near),
@@ -160,25 +164,24 @@ _COLUMNS = (
 
 
 def short_context(results: Results) -> Markup | None:
-    """Return what each swap cost within the window, as a picture and in words."""
-    found = {name: model["short_reg"] for name, model in results["models"].items() if model.get("short_reg")}
-    if not found:
+    """Return the cost of each swap within the window, as a chart and as text."""
+    verdicts = {name: model["short_reg"] for name, model in results["models"].items() if model.get("short_reg")}
+    if not verdicts:
         return None
-    margin = next(iter(found.values()))["loss"]["margin"]
-    edges = [v for short in found.values() for v in _bar(short["loss"])] + [0.0, margin]
+    margin = next(iter(verdicts.values()))["loss"]["margin"]
+    edges = [v for short in verdicts.values() for v in _bar(short["loss"])] + [0.0, margin]
     low, room = min(edges), (max(edges) - min(edges)) * 1.1 or 1.0
     low -= room * 0.05
-    numbers = {name: place for place, name in enumerate(results["models"])}
-    rows = [_interval(numbers[name], name, short, margin, low, room) for name, short in found.items()]
+    numbers = {name: index for index, name in enumerate(results["models"])}
+    rows = [_interval(numbers[name], name, short, margin, low, room) for name, short in verdicts.items()]
     lead = (
-        f"The change of the loss against {results['base']} where it was good already, at most the original window; "
-        f"further left is better. The bar is the interval over documents; it must end before the dashed line, "
-        f"{margin:g} nats a token, for the verdict that nothing was lost."
+        f"The change of the loss from {results['base']} within the original window; further left is better. The bar is "
+        f'the interval over documents; it must end before the dashed line, {margin:g} nats per token, for "not worse".'
     )
     return section("short", "Within the original window", lead, tag("div", *rows, class_="forest"))
 
 
-def _interval(place: int, name: str, short: dict[str, Any], margin: float, low: float, room: float) -> Markup:
+def _interval(number_of_model: int, name: str, short: dict[str, Any], margin: float, low: float, room: float) -> Markup:
     loss = short["loss"]
 
     def at(value: float) -> str:
@@ -189,21 +192,21 @@ def _interval(place: int, name: str, short: dict[str, Any], margin: float, low: 
     track = join(
         tag("span", class_="at-zero", style=f"left:{at(0.0)}"),
         tag("span", class_="at-margin", style=f"left:{at(margin)}"),
-        tag("span", class_=f"bar {look(place)}", style=f"left:{at(first)};width:{width}"),
-        tag("span", class_=f"point {look(place)}", style=f"left:{at(loss['difference'])}"),
+        tag("span", class_=f"bar {look(number_of_model)}", style=f"left:{at(first)};width:{width}"),
+        tag("span", class_=f"point {look(number_of_model)}", style=f"left:{at(loss['difference'])}"),
     )
     more = (
-        f"Both have the same first choice for {short['agreement']:.0%} of the tokens; divergence "
-        f"{short['divergence']:.3g} nats a token."
+        f"Both have the same argmax for {short['agreement']:.0%} of the tokens; KL divergence "
+        f"{short['divergence']:.3g} nats per token."
     )
     verdict = tag("b", loss["verdict"], class_=f"verdict {_MARKS.get(loss['verdict'], 'open')}")
-    head = tag("div", tag("span", mark(place), name), verdict, class_="who")
-    words = tag("p", f"{short_verdict(short)} {more}")
-    return tag("div", head, tag("div", track, class_="track"), words, class_="row")
+    head = tag("div", tag("span", mark(number_of_model), name), verdict, class_="who")
+    sentence = tag("p", f"{short_verdict(short)} {more}")
+    return tag("div", head, tag("div", track, class_="track"), sentence, class_="row")
 
 
 def _bar(loss: dict[str, Any]) -> tuple[float, float]:
-    """Return where the bar of a change begins and ends: at the change itself where no interval holds."""
+    """Return the ends of a change's interval, or the change itself without an interval."""
     return (
         loss["difference"] if loss["lower"] is None else loss["lower"],
         loss["difference"] if loss["upper"] is None else loss["upper"],

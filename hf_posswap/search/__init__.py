@@ -1,4 +1,4 @@
-"""Looking for the scheme that suits one model: LongRoPE's divisors, the rotary pairs that matter, biases."""
+"""Search for the scheme that suits one model: LongRoPE's divisors, the rotary pairs that matter, biases."""
 
 from hf_posswap.utils.public_names import attach_public_names
 

@@ -1,4 +1,4 @@
-"""Fitting the bias of a new mechanism to the attention scores that a learned table gave, before any training."""
+"""Fitting the bias of a new mechanism to the effect of a learned table on attention scores, before any training."""
 
 from __future__ import annotations
 
@@ -25,39 +25,40 @@ _OWNER = "fit_bias"
 
 @alone()
 def fit_bias(model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], tokens: Any) -> PerLayer:
-    """Return `scheme` with the bias, for each layer and head, that comes nearest to what the position table does.
+    """Return `scheme` with the bias per layer and head that best approximates the effect of the position table.
 
-    Where the model's table is, a layer's scores are s_ij = scaling q_i k_j; in the same model without it, biases in the
-    layers before, they are r_ij. The bias b(i - j) of that layer and head is the least-squares fit of their difference,
+    With the table, a layer's scores are s_ij = scaling q_i k_j; without it, and with the fitted biases in the layers
+    before, they are r_ij. The bias b(i - j) of that layer and head is the least-squares fit of their difference,
 
         a = argmin over a, c of the sum of (s_ij - r_ij - a(i - j) - c_i)^2,
     b = argmin over b, c of the sum over d of w_d (a(d) - b(d) - c)^2,
 
-    the first over all pairs of a query i and a key j that the layer sees (by causality, and within its window where it
-    is local), of all texts, a being any function, and c_i free, as a softmax does not see it; in the second w_d is the
-    attention that the table's model pays to distance d, and a twentieth of all weight is spread evenly over the
-    distances that the layer sees. The layers are fitted one after the other, so that each mends what those before it
-    left. For "alibi" b(d) = -m |d| with m >= 0; for "t5" a number for each bucket, where buckets that no text shows
-    have the next nearer's. What is found has six significant digits, is in the record of the swap, and is never fitted
-    again.
+    The first fit runs over all query-key pairs (i, j) that the layer sees (by causality, and within the window of a
+    local layer) in all texts; a is any function, and c_i is free because softmax ignores it. In the second, w_d is the
+    attention that the model with its table pays to distance d, plus 5 % of the total weight spread evenly over the
+    distances that the layer sees. Layers are fitted one after the other, so each corrects the residual of earlier
+    layers. For "alibi" b(d) = -m |d| with m >= 0; for "t5" b is a number per bucket, and buckets without data take the
+    value of the next nearer bucket. The result has six significant digits, is stored in the swap's record, and is never
+    fitted again.
 
-    The swap takes the whole table away, the mean of its rows too: `centre_table(model)` before the fit keeps that.
+    The swap removes the whole table, including the mean of its rows: call `centre_table(model)` before the fit to keep
+    the mean.
 
     Args:
-        model: of one stack with a learned table, not swapped; it is left as it was. It reads every text once with the
-            table and once for each layer without.
-        scheme: "alibi" or "t5", or one of these with options: interpolation, num_buckets, max_distance.
-        tokens: rows of token ids to read, one text a row, without padding, each within the original length.
+        model: an unswapped model of one stack with a learned table; it is not changed. It reads every text once with
+            the table, and once per layer without it.
+        scheme: "alibi" or "t5", with or without the options interpolation, num_buckets, max_distance.
+        tokens: rows of token ids, one text per row, without padding, each within the original length.
 
     Returns:
-        The scheme for each layer: `patch_model(model, fit_bias(model, "alibi", tokens))` puts it in.
+        The scheme of each layer, for `patch_model(model, fit_bias(model, "alibi", tokens))`.
 
     Raises:
-        SchemeError: another scheme, or one that says what the fit finds.
-        UnsupportedSwapError: the model has no learned table, another mechanism beside it, several stacks, or nothing
-            can be put inside its attention.
+        SchemeError: another scheme, or a field is set that the fit determines.
+        UnsupportedSwapError: the model has no learned table, another mechanism in addition to it, several stacks, or
+            its attention cannot be patched.
         UnsupportedModelError: no family describes it, or its weights are on meta.
-        DataError: tokens that are no rows of the model's token ids, too long, padded, or all too short to compare.
+        DataError: tokens are not rows of the model's token ids, too long, padded, or all too short to compare.
         AlreadyPatchedError: it carries a swap.
         ModelInUseError: a forward of the model is running, or another thread changes it.
 
@@ -71,37 +72,39 @@ def fit_bias(model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], toke
         >>> swap_plan(patch_model(model, fitted)).scheme == fitted
         True
     """
-    target: Any = unwrap(model)
-    asked = _checked_scheme(scheme)
-    sites = check_table(target, asked, _OWNER)
-    rows = check_rows(tokens, target, sites)
+    unwrapped: Any = unwrap(model)
+    requested = _checked_scheme(scheme)
+    sites = check_table(unwrapped, requested, _OWNER)
+    rows = check_rows(tokens, unwrapped, sites)
     geometry = sites.geometry
-    resolved = asked.resolve(geometry, None)
+    resolved = requested.resolve(geometry, None)
     assert isinstance(resolved, LinearBias)
     distances = distances_of(geometry, max(map(len, rows)))
     features = resolved.features(distances, geometry)  # [F, N]
-    table = watch_table(target, geometry, rows)
-    inverses: dict[tuple[int, int] | None, Tensor] = {}  # of layers that see alike
-    found: dict[int, Scheme] = {}
+    table_watches = watch_table(unwrapped, geometry, rows)
+    inverses: dict[tuple[int, int] | None, Tensor] = {}  # shared by layers with the same reach
+    fitted_layers: dict[int, Scheme] = {}
     for layer in range(geometry.num_layers):
-        held = score_profiles(target, Alibi(), geometry, rows, [layer], found)[layer]
-        seen = table[layer].sees(distances)  # [N]
-        if table[layer].reach not in inverses:
-            inverses[table[layer].reach] = inverse_of_distances(distances[seen], rows)
-        wanted = (table[layer].profile - held)[:, seen] @ inverses[table[layer].reach]  # [H, distances that are seen]
-        attention = table[layer].attention[:, seen]
-        weights = [_solved(features[:, seen], *pair) for pair in zip(wanted, attention, strict=True)]
-        found[layer] = resolved.with_weights(torch.stack(weights), geometry)
-    return PerLayer(layers=found)  # type: ignore[arg-type]
+        untabled_profile = score_profiles(unwrapped, Alibi(), geometry, rows, [layer], fitted_layers)[layer]
+        seen = table_watches[layer].sees(distances)  # [N]
+        if table_watches[layer].reach not in inverses:
+            inverses[table_watches[layer].reach] = inverse_of_distances(distances[seen], rows)
+        target_bias = (table_watches[layer].profile - untabled_profile)[:, seen] @ inverses[
+            table_watches[layer].reach
+        ]  # [H, visible distances]
+        attention = table_watches[layer].attention[:, seen]
+        weights = [_solved(features[:, seen], *pair) for pair in zip(target_bias, attention, strict=True)]
+        fitted_layers[layer] = resolved.with_weights(torch.stack(weights), geometry)
+    return PerLayer(layers=fitted_layers)  # type: ignore[arg-type]
 
 
 def check_bias(model: PreTrainedModel, scheme: Scheme) -> None:
-    """Refuse what `fit_bias` could not fit in the unswapped `model`; its errors, but for those about tokens."""
+    """Raise the errors of `fit_bias` for the unswapped `model`, except those about tokens."""
     check_table(unwrap(model), _checked_scheme(scheme), _OWNER)
 
 
 def _solved(features: Tensor, wanted: Tensor, attention: Tensor) -> Tensor:
-    """Return the weights [F] of a head, the smallest that fit `wanted` [N] best; NaN for features [F, N] that are 0."""
+    """Return the minimum-norm least-squares weights [F] of a head for `wanted` [N]; NaN for zero features [F, N]."""
     free = torch.cat([features, torch.ones_like(wanted)[None]])
     weighted = free * distance_weights(attention)
     weights = (torch.linalg.pinv(weighted @ free.T, rtol=NEGLIGIBLE, hermitian=True) @ (weighted @ wanted))[:-1]
@@ -110,10 +113,10 @@ def _solved(features: Tensor, wanted: Tensor, attention: Tensor) -> Tensor:
 
 
 def _checked_scheme(scheme: Any) -> LinearBias:
-    asked = make_scheme(scheme)
-    if not isinstance(asked, LinearBias):
-        raise SchemeError(f"{_OWNER}: scheme must be alibi or t5, whose bias can be fitted, got {asked}.")
-    for name in asked.fitted_fields:
-        if getattr(asked, name) != getattr(type(asked), name):
-            raise SchemeError(f"{_OWNER}: {name} of {asked.name} is what the fit finds; leave it out.")
-    return asked
+    bias_scheme = make_scheme(scheme)
+    if not isinstance(bias_scheme, LinearBias):
+        raise SchemeError(f"{_OWNER}: scheme must be alibi or t5, whose bias can be fitted, got {bias_scheme}.")
+    for name in bias_scheme.fitted_fields:
+        if getattr(bias_scheme, name) != getattr(type(bias_scheme), name):
+            raise SchemeError(f"{_OWNER}: {name} of {bias_scheme.name} is determined by the fit; leave it out.")
+    return bias_scheme

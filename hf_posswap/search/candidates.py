@@ -1,4 +1,4 @@
-"""What LongRoPE's search moves in: candidates, the seeds it starts from, mutation and crossover.
+"""The search space of LongRoPE: candidates, seeds, mutation and crossover.
 
 Ding et al. 2024, https://arxiv.org/abs/2402.13753, section 3.2, table 4 (the space) and algorithm 1.
 """
@@ -14,14 +14,14 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import NTK, Linear, LongRope, RotaryScheme, ScaledRotary, Yarn
 
 STEPS = 100
-"""Steps of the grid of divisors in 1: they are whole hundredths."""
+"""Grid steps per unit: divisors are whole hundredths."""
 ORIGINAL_POSITIONS = (0, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
-"""n-hat as the paper tries it; without its 1, which is 0 by another name, as position 0 turns by no angle."""
+"""The paper's values of n-hat, without 1, which is equivalent to 0 because position 0 has no rotation."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One point of the space: what sets one LongRoPE apart from another.
+    """One point of the search space.
 
     Attributes:
         factors: divisors of the angles, R/2 numbers.
@@ -34,7 +34,7 @@ class Candidate:
     attention_factor: float
 
     def scheme(self, factor: float, geometry: Geometry) -> LongRope:
-        """Return the resolved scheme that this is, for `factor` times the original length."""
+        """Return the resolved scheme for `factor` times the original length."""
         open_scheme = LongRope(
             factor=factor,
             long_factor=self.factors,
@@ -59,7 +59,7 @@ def seed_schemes(factor: float, geometry: Geometry) -> dict[str, ScaledRotary]:
 
 
 def as_candidate(scheme: ScaledRotary, geometry: Geometry) -> Candidate:
-    """Return the candidate that does what the resolved `scheme` does: divisors off the grid, its attention factor.
+    """Return the candidate equivalent to the resolved `scheme`, with divisors off the grid and its attention factor.
 
     Example:
         >>> shape = Geometry(8, 1, 1, head_dim=4, num_layers=1, original_length=16, causal=True)
@@ -73,13 +73,13 @@ def as_candidate(scheme: ScaledRotary, geometry: Geometry) -> Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """The candidates that mutation and crossover may make: rising divisors in [1, 1.25 s], in hundredths.
+    """The space of mutation and crossover: ascending divisors in [1, 1.25 s], in hundredths.
 
     Attributes:
         factor: s.
         original_positions: values of n-hat.
         attention_factors: values of the factor on cos and sin.
-        rate: chance of each gene to be mutated, or taken from the other parent.
+        rate: probability of each gene to be mutated, or taken from the other parent.
     """
 
     factor: float
@@ -93,7 +93,7 @@ class Space:
         return int(1.25 * self.factor * STEPS + 1e-6)
 
     def mutated(self, parent: Candidate, random: np.random.Generator) -> Candidate:
-        """Return `parent` put on the grid, with some genes drawn anew, each divisor from between its neighbours."""
+        """Return `parent` on the grid with some genes resampled, each divisor from between its neighbours."""
         genes = np.rint(np.array(parent.factors) * STEPS).clip(STEPS, self.top).astype(int)
         genes = np.maximum.accumulate(genes)
         for i in range(len(genes)):
@@ -108,21 +108,21 @@ class Space:
             attention = float(random.choice(self.attention_factors))
         return Candidate(tuple((genes / STEPS).tolist()), positions, attention)
 
-    def crossed(self, one: Candidate, other: Candidate, random: np.random.Generator) -> Candidate | None:
-        """Return `one` with some genes of `other`; None where its divisors would fall."""
-        taken = random.random(len(one.factors) + 2) < self.rate
-        factors = np.where(taken[2:], other.factors, one.factors)
+    def crossed(self, first: Candidate, second: Candidate, random: np.random.Generator) -> Candidate | None:
+        """Return `first` with some genes of `second`, or None if its divisors would not be ascending."""
+        from_second = random.random(len(first.factors) + 2) < self.rate
+        factors = np.where(from_second[2:], second.factors, first.factors)
         if bool((np.diff(factors) < 0).any()):
             return None
         return Candidate(
             tuple(factors.tolist()),
-            other.original_positions if taken[0] else one.original_positions,
-            other.attention_factor if taken[1] else one.attention_factor,
+            second.original_positions if from_second[0] else first.original_positions,
+            second.attention_factor if from_second[1] else first.attention_factor,
         )
 
 
 def attention_choices(factor: float, geometry: Geometry, seeds: Mapping[str, RotaryScheme]) -> tuple[float, ...]:
-    """Return the factors on cos and sin that are tried: the resolved seeds' own, and LongRoPE's."""
+    """Return the factors on cos and sin to try: those of the resolved seeds, and LongRoPE's."""
     choices = {seed.angles(geometry).attention_factor for seed in seeds.values()}
     pairs = next(iter(seeds.values())).rotary_dim(geometry) // 2
     longrope = LongRope(factor=factor, long_factor=(1.0,) * pairs).resolve(geometry, None)

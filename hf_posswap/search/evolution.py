@@ -1,7 +1,7 @@
-"""The evolutionary search of LongRoPE, iteration by iteration; it knows candidates and losses, and no model.
+"""The evolutionary search of LongRoPE, iteration by iteration, independent of any model.
 
-Ding et al. 2024, https://arxiv.org/abs/2402.13753, algorithm 1 and appendix A: of 64 candidates the best 32 live on, 16
-mutations and 16 crossovers of theirs join them, 40 times over.
+Ding et al. 2024, https://arxiv.org/abs/2402.13753, algorithm 1 and appendix A: in each of 40 iterations the best 32 of
+64 candidates survive, and 16 of their mutations and 16 of their crossovers are added.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from hf_posswap.search.state import Member, Progress
 from hf_posswap.search.subject import SearchSettings
 
 TRIES = 20
-"""How often a candidate that was met before, or falls, is tried anew."""
+"""Number of attempts to find a new, valid candidate."""
 
 
 class Evolution:
-    """A search that goes on from `progress` and keeps it up to date.
+    """A search that resumes from `progress` and updates it.
 
-    What an iteration draws depends on the seed and its number alone, so that a search that goes on where it stopped
-    ends where an unbroken one does.
+    The random numbers of an iteration depend only on the seed and its index, so a resumed search ends with the same
+    result as an uninterrupted one.
 
     Args:
-        space: to search.
+        space: the search space.
         settings: the sizes and the seed.
-        progress: where it stands.
+        progress: the current state.
         loss: measures a candidate.
     """
 
@@ -37,17 +37,17 @@ class Evolution:
         self.space, self.settings, self.progress, self.loss = space, settings, progress, loss
 
     def start(self, seeds: Mapping[str, Candidate]) -> None:
-        """Measure the seeds and mutations of theirs: iteration 0."""
+        """Run iteration 0: measure the seeds and their mutations."""
         random, progress = np.random.default_rng((self.settings.seed, 0)), self.progress
         members = [self._measured(candidate) for candidate in seeds.values()]
         progress.seeds = {name: member.loss for name, member in zip(seeds, members, strict=True)}
         parents = list(members)
-        for turn in range(self.settings.population - len(members)):
-            members += self._mutation(parents[turn % len(parents)].candidate, random)
+        for number in range(self.settings.population - len(members)):
+            members += self._mutation(parents[number % len(parents)].candidate, random)
         self._close(members)
 
     def step(self) -> None:
-        """Carry out the next iteration."""
+        """Run the next iteration."""
         progress = self.progress
         random = np.random.default_rng((self.settings.seed, progress.iteration + 1))
         parents = progress.population[: self.settings.population // 2]
@@ -55,8 +55,8 @@ class Evolution:
         for _ in range(self.settings.children):
             members += self._mutation(parents[random.integers(len(parents))].candidate, random)
         for _ in range(self.settings.children):
-            one, other = sorted(random.choice(len(parents), 2, replace=False))
-            members += self._crossover(parents[one].candidate, parents[other].candidate, random)
+            first, second = sorted(random.choice(len(parents), 2, replace=False))
+            members += self._crossover(parents[first].candidate, parents[second].candidate, random)
         self._close(members)
 
     def _close(self, members: list[Member]) -> None:
@@ -72,17 +72,17 @@ class Evolution:
         return member
 
     def _mutation(self, parent: Candidate, random: np.random.Generator) -> list[Member]:
-        """Return one measured mutation, or none where the space around `parent` is used up."""
+        """Return one measured mutation, or none if no new candidate is found around `parent`."""
         for _ in range(TRIES):
             child = self.space.mutated(parent, random)
             if child not in self.progress.seen:
                 return [self._measured(child)]
         return []
 
-    def _crossover(self, one: Candidate, other: Candidate, random: np.random.Generator) -> list[Member]:
-        """Return one measured crossover, or a mutation of `one` where none is possible, as the authors' code has it."""
+    def _crossover(self, first: Candidate, second: Candidate, random: np.random.Generator) -> list[Member]:
+        """Return one measured crossover, or, as in the authors' code, a mutation of `first` if none is possible."""
         for _ in range(TRIES):
-            child = self.space.crossed(one, other, random)
+            child = self.space.crossed(first, second, random)
             if child is not None and child not in self.progress.seen:
                 return [self._measured(child)]
-        return self._mutation(one, random)
+        return self._mutation(first, random)

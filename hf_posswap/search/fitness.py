@@ -1,4 +1,4 @@
-"""What a candidate is worth: the loss of the model with that very scheme in it."""
+"""The fitness of a candidate: the loss of the model with its scheme."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def scheme_loss(model: PreTrainedModel, scheme: Scheme, documents: np.ndarray, interrupts: Interrupts) -> float:
-    """Return the mean loss of `model` with `scheme` over all scored tokens of `documents` [N, L], in nats a token.
+    """Return the mean loss of `model` with `scheme` over all scored tokens of `documents` [N, L], in nats per token.
 
-    The model is patched as `patch_model` does it, measured, and given back as it was, whatever happens meanwhile.
+    The model is patched by `patch_model`, measured, and always restored.
 
     Raises:
-        NumericError: a loss that is not finite.
-        KeyboardInterrupt: Ctrl-C was pressed; heard after a document.
+        NumericError: a loss is not finite.
+        KeyboardInterrupt: Ctrl-C was pressed; it is checked after each document.
     """
     length = documents.shape[1]
     patch_model(model, scheme)
@@ -38,7 +38,7 @@ def scheme_loss(model: PreTrainedModel, scheme: Scheme, documents: np.ndarray, i
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put `model` in eval mode, and each of its modules back into the mode that it was in."""
+    """Put `model` in eval mode inside the block, then restore the mode of each module."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""The query and key projections of a model's heads: where they lie, and a change of basis that keeps every score."""
+"""The query and key projections of a model's heads, and a change of basis that preserves every score."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hf_posswap.compat.peft_wrappers import is_adapted
 from hf_posswap.errors import UnsupportedSwapError
 
 _PAIRS = (("q_proj", "k_proj"), ("query", "key"), ("q_lin", "k_lin"))
-_FUSED = ("c_attn",)  # queries, keys and values, one after the other
+_FUSED = ("c_attn",)  # queries, keys and values, concatenated
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Rows of one linear module that make the queries, or the keys, of one attention.
+    """The rows of one linear module that compute the queries, or the keys, of one attention module.
 
     Attributes:
-        module: Linear, or transformers' Conv1D, which lies the other way round.
-        first: the row that the first head begins with.
+        module: Linear, or transformers' Conv1D, whose weight is transposed.
+        first: first row of the first head.
         heads: H.
         head_dim: D.
     """
@@ -34,24 +34,24 @@ class Projection:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return self._parts()[0].dtype
+        """The dtype of the weights."""
+        return self._weight_and_bias()[0].dtype
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Return copies of weight [H, D, E] and bias [H, D], float64 on the CPU."""
-        weight, bias = self._parts()
+        weight, bias = self._weight_and_bias()
         shape = (self.heads, self.head_dim)
-        held = (part.to("cpu", torch.float64, copy=True) for part in (weight, bias))  # never the model's own numbers
-        weight, bias = (part.unflatten(0, shape) for part in held)
+        copies = (tensor.to("cpu", torch.float64, copy=True) for tensor in (weight, bias))
+        weight, bias = (tensor.unflatten(0, shape) for tensor in copies)
         return weight, bias
 
     @torch.no_grad()
     def write(self, weight: Tensor, bias: Tensor) -> None:
-        """Put `weight` [H, D, E] and `bias` [H, D] in place, in the dtype and on the device of the model."""
-        for held, new in zip(self._parts(), (weight, bias), strict=True):
-            held.copy_(new.flatten(0, 1))
+        """Write `weight` [H, D, E] and `bias` [H, D] in the dtype and on the device of the model."""
+        for current, new in zip(self._weight_and_bias(), (weight, bias), strict=True):
+            current.copy_(new.flatten(0, 1))
 
-    def _parts(self) -> tuple[Tensor, Tensor]:
+    def _weight_and_bias(self) -> tuple[Tensor, Tensor]:
         weight: Any = self.module.weight
         bias: Any = self.module.bias
         rows = slice(self.first, self.first + self.heads * self.head_dim)
@@ -59,17 +59,16 @@ class Projection:
 
 
 def find_projections(attention: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Projection]:
-    """Return the projections that make the queries and the keys of `attention`.
+    """Return the projections that compute the queries and the keys of `attention`.
 
     Raises:
-        UnsupportedSwapError: they are not found, or lie in an adapter, or have no bias, in which constant vectors could
-            lie.
+        UnsupportedSwapError: they are not found, are wrapped by an adapter, or have no bias for constant vectors.
     """
     children = {path.rpartition(".")[2]: module for path, module in attention.named_modules()}
     width = heads * head_dim
     for query, key in _PAIRS:
         if query in children and key in children:
-            found = Projection(children[query], 0, heads, head_dim), Projection(children[key], 0, heads, head_dim)
+            projections = Projection(children[query], 0, heads, head_dim), Projection(children[key], 0, heads, head_dim)
             break
     else:
         fused = next((children[name] for name in _FUSED if name in children), None)
@@ -78,29 +77,29 @@ def find_projections(attention: nn.Module, heads: int, head_dim: int) -> tuple[P
             raise UnsupportedSwapError(
                 f"{type(attention).__name__} has no query and key projections that are known here ({known})."
             )
-        found = Projection(fused, 0, heads, head_dim), Projection(fused, width, heads, head_dim)
-    for part in found:
-        module = part.module
+        projections = Projection(fused, 0, heads, head_dim), Projection(fused, width, heads, head_dim)
+    for projection in projections:
+        module = projection.module
         if is_adapted(module):
             raise UnsupportedSwapError(
-                f"{type(attention).__name__}: an adapter lies around its queries or keys, and they are to be fitted "
-                "themselves. Fit the model before an adapter is put on it, or merge_and_unload() first."
+                f"{type(attention).__name__}: an adapter wraps its queries or keys, whose own weights have to be "
+                "fitted. Fit the model before adding an adapter, or merge_and_unload() first."
             )
         if not isinstance(module, nn.Linear | Conv1D) or getattr(module, "bias", None) is None:
             raise UnsupportedSwapError(
-                f"{type(attention).__name__}: its {type(module).__name__} has no bias, and what a head is to score by "
-                "distance alone is kept in biases of queries and keys. What works: GPT-2, OPT, BERT and their kind."
+                f"{type(attention).__name__}: its {type(module).__name__} has no bias, and the fitted scores by "
+                "distance are stored in biases of queries and keys. What works: GPT-2, OPT, BERT and similar models."
             )
-    return found
+    return projections
 
 
 def balanced_bases(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each head two matrices that keep every score and order its dimensions by what they add to it.
+    """Return for each head two matrices that preserve every score and sort dimensions by their contribution to it.
 
     With q' = M q and k' = M^-T k, q'.k' = q.k. M is chosen so that the second moment of q' and the covariance of k' are
-    the same diagonal matrix (balanced coordinates: Moore 1981, https://doi.org/10.1109/TAC.1981.1102568), its entries
-    rising: a pair of dimensions with a small entry adds little to any score. Of the keys the covariance counts, as a
-    softmax does not see what all keys of a query have in common.
+    the same diagonal matrix (balanced coordinates: Moore 1981, https://doi.org/10.1109/TAC.1981.1102568) with ascending
+    entries: a pair of dimensions with a small entry adds little to any score. For keys it is the covariance, because
+    softmax ignores a component that all keys share.
 
     Args:
         queries: [H, N, D], float64.
@@ -117,9 +116,9 @@ def balanced_bases(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """
     moment = queries.mT @ queries / queries.shape[1]
     centred = keys - keys.mean(dim=1, keepdim=True)
-    spread = centred.mT @ centred / keys.shape[1]
-    little = _RELATIVE * spread.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
-    root = torch.linalg.cholesky(spread + little[:, None, None] * torch.eye(keys.shape[2], dtype=torch.float64))
+    covariance = centred.mT @ centred / keys.shape[1]
+    ridge = _RELATIVE * covariance.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+    root = torch.linalg.cholesky(covariance + ridge[:, None, None] * torch.eye(keys.shape[2], dtype=torch.float64))
     squares, turn = torch.linalg.eigh(root.mT @ moment @ root)  # rising
     largest = squares[:, -1:].clamp(min=torch.finfo(torch.float64).tiny)
     size = squares.clamp(min=_RELATIVE**2 * largest) ** 0.25  # [H, D], square roots of the diagonal's entries
@@ -129,4 +128,4 @@ def balanced_bases(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _RELATIVE = 1e-8
-"""Directions in which keys or queries move less than this share of their mean do not move."""
+"""Directions with less than this share of the mean variance are treated as constant."""

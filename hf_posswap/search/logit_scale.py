@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 OWNER = "fit_logit_scale"
 GOLDEN = (math.sqrt(5) - 1) / 2
 COARSE = 8
-"""Parts into which [0, maximum] is cut before the best part is refined."""
+"""Number of coarse steps in [0, maximum] before refinement around the best one."""
 
 
 @dataclass(frozen=True)
 class LogitScaleFit:
-    """What `fit_logit_scale` found.
+    """The result of `fit_logit_scale`.
 
     Attributes:
-        logit_scale: c, the best that was tried.
-        losses: mean loss in nats a token for every c that was tried; 0.0 is among them.
+        logit_scale: c, the best tried value.
+        losses: mean loss in nats per token for every tried c, including 0.0.
         length: tokens of each document.
     """
 
@@ -57,24 +57,24 @@ def fit_logit_scale(
     maximum: float = 2.0,
     tolerance: float = 0.01,
 ) -> LogitScaleFit:
-    """Return the c with which a model without positions reads `texts` best at `length` tokens.
+    """Return the c that minimizes the loss of a model without positions on `texts` at `length` tokens.
 
-    [0, maximum] is searched in eight steps, and around the best of them by golden section; 0 is tried too, so that the
-    result is never worse than no scale on these texts. The model is left as it was: `set_logit_scale` sets what was
-    found.
+    [0, maximum] is searched in eight steps, and around the best of them by golden section; 0 is included, so that the
+    result is never worse than no scale on these texts. The model is not changed: apply the result with
+    `set_logit_scale`.
 
     Args:
-        model: patched with `NoPE(logit_scale=0.0)` or `RNoPE(logit_scale=0.0)`, trained as it is to be used.
+        model: patched with `NoPE(logit_scale=0.0)` or `RNoPE(logit_scale=0.0)`, and already trained.
         texts: documents of at least `length` tokens: strings, or rows of token ids.
         length: beyond the original one, in tokens.
-        tokenizer: of the model, where `texts` are strings.
+        tokenizer: the model's tokenizer, for strings.
         maximum: the largest c to try, > 0.
-        tolerance: how closely c is found, > 0.
+        tolerance: accuracy of c, > 0.
 
     Raises:
         NotPatchedError: the model has no logit scale.
-        SchemeError: a length within the original one, an impossible maximum or tolerance.
-        DataError: texts that are too short or of another model.
+        SchemeError: the length is within the original one, or maximum or tolerance is invalid.
+        DataError: texts are too short, or their ids belong to another model.
         ModelInUseError: a forward of the model is running, or another thread changes it.
 
     Example:
@@ -102,8 +102,8 @@ def fit_logit_scale(
     def loss(scale: float) -> float:
         if scale not in losses:
             set_logit_scale(model, scale)
-            found = measure_losses(target, documents, [length], one_pass=True)
-            losses[scale] = float(found[length].mean(dtype=np.float64))
+            measured = measure_losses(target, documents, [length], one_pass=True)
+            losses[scale] = float(measured[length].mean(dtype=np.float64))
         return losses[scale]
 
     with evaluating(target):
@@ -115,8 +115,8 @@ def fit_logit_scale(
 
 
 def _least(loss: Callable[[float], float], maximum: float, tolerance: float) -> float:
-    """Return where `loss` is least in [0, maximum]: coarsely by steps, then by golden section."""
-    steps = [maximum * part / COARSE for part in range(COARSE + 1)]
+    """Return the minimizer of `loss` in [0, maximum], by coarse steps and golden section."""
+    steps = [maximum * index / COARSE for index in range(COARSE + 1)]
     centre = min(steps, key=loss)
     low, high = max(0.0, centre - maximum / COARSE), min(maximum, centre + maximum / COARSE)
     left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)

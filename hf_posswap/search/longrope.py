@@ -1,8 +1,8 @@
-"""Searching the divisors of LongRoPE for one model, on a few documents of one's own.
+"""Search of LongRoPE's divisors for one model, on a few of the user's documents.
 
-Ding et al. 2024, https://arxiv.org/abs/2402.13753, section 3.2. What the paper leaves open is taken from its authors'
-code: a chance of 0.3 for each gene, 20 tries for a candidate that was met before. Two things are added, so that YaRN is
-a member of the space: seeds lie off the grid of 0.01, and the factor on cos and sin is a gene as well.
+Ding et al. 2024, https://arxiv.org/abs/2402.13753, section 3.2. Details that the paper leaves open follow its authors'
+code: a probability of 0.3 for each gene, 20 attempts to find a new candidate. Two extensions make YaRN a member of the
+space: seeds may be off the grid of 0.01, and the factor on cos and sin is a gene as well.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ def search_longrope(
     seed: int = 0,
     progress: bool = True,
 ) -> LongRopeSearch:
-    """Return the LongRoPE scheme with which `model` reads `texts`, `factor` times as long as it was made for, best.
+    """Search the LongRoPE scheme with the lowest loss of `model` on `texts` at `factor` times its original length.
 
-    An evolutionary search over the divisors (rising, in [1, 1.25 s], in steps of 0.01), n-hat and the factor on cos and
-    sin. Every candidate is measured as what it is: the model is patched with it, reads the documents, and is given back
-    as it was, bit by bit, also after an error or Ctrl-C. PI, NTK and YaRN are candidates themselves, so that the result
-    is never worse than they are on these documents. Only the long divisors are searched: up to the original length the
-    scheme divides by 1. The defaults cost 1344 evaluations, each of one forward a document.
+    The evolutionary search runs over the divisors (ascending, in [1, 1.25 s], in steps of 0.01), n-hat and the factor
+    on cos and sin. To measure a candidate, the model is patched with it, reads the documents, and is restored bit by
+    bit, also after an error or Ctrl-C. PI, NTK and YaRN are candidates, so the result is never worse than they are on
+    these documents. Only the long divisors are searched: up to the original length the scheme divides by 1. The
+    defaults need 1344 evaluations with one forward per document each.
 
     Args:
         model: a causal model with rotary positions, not swapped, or a PEFT model around one.
         texts: documents of at least `factor` times the original length: strings, or rows of token ids.
         factor: s, target length over original length, > 1.
-        tokenizer: of the model, where `texts` are strings.
-        population: candidates of the first population, at least 8; half of them live on in each iteration, with a
-            quarter of mutations and a quarter of crossovers.
-        iterations: after the first population.
-        mutation_rate: chance of each gene to change, in (0, 1].
-        original_positions: values of n-hat to try; None: the paper's that are below the original length, or 0 alone
-            where the model cannot be patched inside attention. Only 0 can be saved for stock transformers.
-        state: a file that is kept up to date after each iteration; a search that was stopped goes on from it, and ends
-            as an unbroken one does. A finished one goes on if it is given more iterations.
-        seed: of everything random.
-        progress: show a bar on standard error, or a line each half minute where that is no terminal.
+        tokenizer: the model's tokenizer, for strings.
+        population: candidates of the first population, at least 8; in each iteration the best half survives, and a
+            quarter of mutations and a quarter of crossovers are added.
+        iterations: number of iterations after the first population.
+        mutation_rate: probability of each gene to change, in (0, 1].
+        original_positions: values of n-hat to try; None: the paper's values below the original length, or only 0 if the
+            model cannot be patched inside attention. Only 0 can be saved for stock transformers.
+        state: a file that is updated after each iteration; a stopped search resumes from it, with the same result as an
+            uninterrupted one. A finished search continues if it is given more iterations.
+        seed: random seed.
+        progress: show a progress bar on stderr, or a line every 30 seconds if that is not a terminal.
 
     Raises:
-        SchemeError: an impossible factor, population, rate, n-hat, ...
-        DataError: texts that are too short or of another model, or a model without an output head.
+        SchemeError: an invalid factor, population, rate, n-hat, ...
+        DataError: texts are too short or of another model, or the model has no output head.
         UnsupportedSwapError, UnsupportedModelError: the model is not causal, not rotary, has no weights (meta), or no
             family describes it; or n-hat cannot be put in it.
         AlreadyPatchedError: the model carries a swap.
-        CheckpointError: the state cannot be read or written, or belongs to another search: which part differs.
-        NumericError: a loss that is not finite.
+        CheckpointError: the state cannot be read or written, or belongs to another search.
+        NumericError: a loss is not finite.
         ModelInUseError: a forward of the model is running, or another thread changes it.
 
     Example:
@@ -81,8 +81,8 @@ def search_longrope(
         ...                      vocab_size=32, max_position_embeddings=16)
         >>> model = LlamaForCausalLM(config)
         >>> tokens = torch.arange(64).view(2, 32) % 32
-        >>> found = search_longrope(model, tokens, 2.0, population=8, iterations=1, progress=False)
-        >>> found.perplexity <= min(found.seeds.values()), found.scheme.factor
+        >>> result = search_longrope(model, tokens, 2.0, population=8, iterations=1, progress=False)
+        >>> result.perplexity <= min(result.seeds.values()), result.scheme.factor
         (True, 2.0)
     """
     settings = SearchSettings(factor, population, iterations, mutation_rate, seed)
@@ -92,11 +92,11 @@ def search_longrope(
     documents = leading_documents(texts, tokenizer, target_length(settings.factor, geometry))
     check_token_ids(target, documents)
     search = Session(target, documents, geometry, settings, positions, None if state is None else Path(state))
-    held = search.progress()
+    search_progress = search.progress()
     with (
-        progress_bar(settings.evaluations, len(held.seen), progress) as task,
+        progress_bar(settings.evaluations, len(search_progress.seen), progress) as task,
         Interrupts() as interrupts,
         evaluating(target),
     ):
-        search.run(held, task, interrupts)
-    return search.result(held)
+        search.run(search_progress, task, interrupts)
+    return search.result(search_progress)

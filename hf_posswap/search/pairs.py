@@ -1,8 +1,8 @@
-"""Which rotary pairs matter: the 2-norm selection of MHA2MLA.
+"""Selection of the rotary pairs that matter, by the 2-norm criterion of MHA2MLA.
 
 Ji et al. 2025, https://arxiv.org/abs/2502.14837, section 3.1: a pair's share of a score is at most ||q_i|| ||k_i||
 (Barbero et al. 2024, https://arxiv.org/abs/2410.06205), so each head keeps the rotation of the pairs for which that is
-largest on average, and turns the others by nothing.
+largest on average, and does not rotate the others.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ _OWNER = "select_pairs"
 
 
 def rank_pairs(model: PreTrainedModel, tokens: Any = None) -> Tensor:
-    """Return how much each rotary pair weighs in the scores of each key head: ||q_i|| ||k_i||, in each layer.
+    """Return the weight of each rotary pair in the scores of each key head, ||q_i|| ||k_i||, for each layer.
 
-    With `tokens` these are the mean norms of what the model's queries and keys are as it reads them (their product is
-    the mean over all pairs of a query and a key); without, the norms of the projections' rows, which are the same for
-    inputs that point in every direction alike. The query heads that share a key head are added up.
+    With `tokens` these are the mean norms of the model's queries and keys on them (their product is the mean over all
+    query-key pairs); without, the norms of the projections' rows, which are equivalent for isotropic inputs. Query
+    heads that share a key head are summed.
 
     Args:
-        model: a rotary model, not swapped; it is left as it was.
-        tokens: rows of token ids to read, one text a row, each within the original length; None: weights alone.
+        model: an unswapped rotary model; it is not changed.
+        tokens: rows of token ids, one text per row, each within the original length; None: only weights.
 
     Returns:
         [layers, G, R/2], float64 on the CPU.
 
     Raises:
         UnsupportedSwapError: the model is not rotary, cannot be patched inside attention, or (without tokens) has no
-            projections of its own for queries and keys.
+            separate projections for queries and keys.
         UnsupportedModelError: no family describes it, or its weights are on meta.
-        SchemeError: its own rotation follows the length, so that it cannot be watched.
-        DataError: tokens that are no rows of the model's token ids, or too long.
+        SchemeError: its rotation depends on the length, so that it cannot be measured.
+        DataError: tokens are not rows of the model's token ids, or too long.
         AlreadyPatchedError: it carries a swap.
 
     Example:
@@ -69,8 +69,8 @@ def rank_pairs(model: PreTrainedModel, tokens: Any = None) -> Tensor:
         check_token_ids(target, row)
         if len(row) > sites.geometry.original_length:
             raise DataError(
-                f"tokens[{index}] has {len(row)} tokens, and the model was made for {sites.geometry.original_length}: "
-                "its norms beyond that say little; cut the row."
+                f"tokens[{index}] has {len(row)} tokens, and the model's length is {sites.geometry.original_length}: "
+                "its norms beyond that are not meaningful; cut the row."
             )
     with changing(target, "rank_pairs"):
         query, key = watched_norms(target, sites.geometry, rows)
@@ -78,19 +78,18 @@ def rank_pairs(model: PreTrainedModel, tokens: Any = None) -> Tensor:
 
 
 def select_pairs(model: PreTrainedModel, share: float, tokens: Any = None, *, by_head: bool = True) -> dict[int, PRope]:
-    """Return, for each layer, the p-RoPE that keeps the `share` of the rotary pairs that weigh most, by 2-norm.
+    """Return, for each layer, the p-RoPE that keeps the `share` of rotary pairs with the largest 2-norms.
 
     `patch_model(model, select_pairs(model, 0.25, tokens))` puts it in.
 
     Args:
         model: as in `rank_pairs`.
-        share: of the R/2 pairs to keep, in (0, 1]; rounded down.
+        share: share of the R/2 pairs to keep, in (0, 1]; rounded down.
         tokens: as in `rank_pairs`; None: by the weights alone.
-        by_head: whether each key head keeps pairs of its own, as in MHA2MLA; otherwise the heads of a layer, added up,
-            share them.
+        by_head: whether each key head selects its pairs, as in MHA2MLA; otherwise the heads of a layer share them.
 
     Raises:
-        SchemeError: no such share, or one that keeps no pair.
+        SchemeError: the share is invalid, or keeps no pair.
         Others: as `rank_pairs`.
 
     Example:
@@ -120,26 +119,26 @@ def _checked_sites(model: Any) -> Sites:
     plan = plan_swap(model, PRope(select=(0,)), site="attention")
     if not plan.sites.rotary:
         raise UnsupportedSwapError(f"{type(model).__name__} has a position table and no rotary pairs to rank.")
-    still = plan.sites.main.nope_layers
-    if still:
+    unrotated = plan.sites.main.nope_layers
+    if unrotated:
         raise UnsupportedSwapError(
-            f"layers {', '.join(map(str, still))} of {type(model).__name__} do not rotate, so they have no rotary "
-            "pairs to rank. What works: a model all of whose layers rotate."
+            f"layers {', '.join(map(str, unrotated))} of {type(model).__name__} do not rotate, so they have no rotary "
+            "pairs to rank. What works: models in which all layers rotate."
         )
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise UnsupportedModelError("ranking pairs takes the model's weights, and these are on meta: load them.")
+        raise UnsupportedModelError("ranking pairs needs the model's weights, and these are on meta: load them.")
     return plan.sites
 
 
 def _weight_norms(model: Any, sites: Sites) -> Tensor:
-    """Return the product of the norms of the rows that make each pair, [layers, G, R/2]."""
-    found = []
+    """Return the product of the norms of each pair's query and key rows, [layers, G, R/2]."""
+    norms = []
     for path in sites.attention:
         module = model.get_submodule(path)
         query, key = (_rows(module, name, path) for name in ("q_proj", "k_proj"))
         heads, groups = sites.geometry.num_heads, sites.geometry.num_kv_heads
-        found.append((_row_norms(query, heads, sites.geometry), _row_norms(key, groups, sites.geometry)))
-    queries, keys = zip(*found, strict=True)
+        norms.append((_row_norms(query, heads, sites.geometry), _row_norms(key, groups, sites.geometry)))
+    queries, keys = zip(*norms, strict=True)
     return _by_key_head(torch.stack(queries), torch.stack(keys))
 
 
@@ -153,7 +152,7 @@ def _rows(module: nn.Module, name: str, path: str) -> Tensor:
 
 
 def _row_norms(weight: Tensor, heads: int, geometry: Geometry) -> Tensor:
-    """Return the norm of the two rows of each pair, [H, R/2], of a projection [H D, E]."""
+    """Return the norm of the two rows of each pair in a projection [H D, E], [H, R/2]."""
     by_head = weight.unflatten(0, (heads, -1)).transpose(1, 2)  # [H, E, D]
     return pair_norms(by_head, geometry).square().sum(dim=1).sqrt()
 

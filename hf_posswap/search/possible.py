@@ -1,4 +1,4 @@
-"""Whether a swap could begin fitted to the table that it takes away, said before anything is touched or read."""
+"""Checks whether a swap can be fitted to the table that it replaces, before anything is changed or read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ if TYPE_CHECKING:
 
 
 def check_fit(model: PreTrainedModel, scheme: Scheme) -> None:
-    """Refuse a fit that could not be made as `model` is swapped to `scheme`, by `fit_bias` or by `fit_rotation`.
+    """Check that `fit_bias` or `fit_rotation` can fit a swap of `model` to `scheme`.
 
     Args:
-        model: not swapped; it is only looked at.
-        scheme: resolved where it rotates, as the plan of the swap has it.
+        model: the unswapped model; it is not changed.
+        scheme: the scheme; resolved, as in the plan of the swap, if it rotates.
 
     Raises:
-        SchemeError: the scheme has nothing that is fitted, says itself what the fit finds, or turns whole heads.
-        UnsupportedSwapError, UnsupportedModelError: the model has no table that it could be fitted to, or other
-            projections than a fit needs.
+        SchemeError: the scheme cannot be fitted, sets a field that the fit determines, or rotates whole heads.
+        UnsupportedSwapError, UnsupportedModelError: the model has no table to fit to, or unsupported projections.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -39,6 +38,6 @@ def check_fit(model: PreTrainedModel, scheme: Scheme) -> None:
         check_bias(model, scheme)
     else:
         raise SchemeError(
-            f"nothing of {scheme.name} is fitted to a table; what is: alibi, t5, and rope and its kind with partial "
+            f"{scheme.name} cannot be fitted to a table. What works: alibi, t5, and rope and its variants with partial "
             "below 1."
         )

@@ -1,4 +1,4 @@
-"""What a search for LongRoPE found."""
+"""The result of a LongRoPE search."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hf_posswap.schemes import LongRope
 
 @dataclass(frozen=True)
 class LongRopeSearch:
-    """What `search_longrope` found.
+    """The result of `search_longrope`.
 
     Attributes:
-        scheme: the best, resolved: `patch_model(model, result.scheme)`.
-        perplexity: of the documents with it, all tokens but the first of each.
-        seeds: the same of the schemes that the search began with, by name.
-        log: for each iteration, 0 being the first population: the best perplexity so far.
-        evaluations: for each iteration: the candidates measured so far.
+        scheme: the best scheme, resolved, for `patch_model(model, result.scheme)`.
+        perplexity: its perplexity on the documents, over all tokens except the first of each.
+        seeds: perplexities of the initial schemes, by name.
+        log: the best perplexity after each iteration, starting with the first population.
+        evaluations: the number of measured candidates after each iteration.
         length: tokens of each document.
-        documents: how many.
-        original_positions: the values of n-hat that were tried.
+        documents: number of documents.
+        original_positions: the tried values of n-hat.
 
     Example:
         >>> scheme = LongRope(factor=2.0, long_factor=(1.0, 2.0))
@@ -45,6 +45,6 @@ class LongRopeSearch:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON."""
-        held = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-        return held | {"scheme": self.scheme.to_dict()}
+        """Return the result as JSON data."""
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        return values | {"scheme": self.scheme.to_dict()}

@@ -1,4 +1,4 @@
-"""Fitting a rotation to what a learned table did, before any training: what turns begins as positions alone."""
+"""Fitting a rotation to the effect of a learned table, before any training."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 
 _OWNER = "fit_rotation"
 _BEYOND = 0.2
-"""Weight of all distances beyond the table together; those within it have 1."""
+"""Total weight of all distances beyond the table; those within it have weight 1."""
 _RIDGE = 1e-4
-"""Penalty on the squared amplitudes, so that no two waves cancel within the table and run wild beyond it."""
+"""Penalty on the squared amplitudes, so that waves that cancel within the table do not diverge beyond it."""
 _MOST_BEYOND = 4096
-"""Most distances beyond the table that are looked at, evenly spread."""
+"""Maximum number of evenly spaced distances beyond the table."""
 _ALLOWED = 1e-3
-"""Most by which queries and keys may miss what the change of basis says, as a share of the largest."""
+"""Maximum relative error of queries and keys after the change of basis."""
 _EXACT_ENOUGH = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class RotationFit:
-    """What `fit_rotation` found.
+    """The result of `fit_rotation`.
 
     Attributes:
-        explained: for each layer and head, the share of the variance over distances of what the table did that the
-            rotation now does, distances weighted by the attention paid to them: 1 is all.
-        dropped: for each layer and head, the share of the squared scores between words that went with the dimensions
-            that turn now.
+        explained: for each layer and head, the share of the table's variance over distances that the rotation explains,
+            with distances weighted by the attention paid to them; 1 is all.
+        dropped: for each layer and head, the share of the squared content scores in the dimensions that now rotate,
+            which is lost.
     """
 
     explained: tuple[tuple[float, ...], ...]
@@ -56,54 +56,55 @@ class RotationFit:
     def __str__(self) -> str:
         explained, dropped = (np.asarray(values) for values in (self.explained, self.dropped))
         return (
-            f"rotation fitted to the table in {explained.size} heads: it does {explained.mean():.0%} of what the table "
-            f"did by distance (least {explained.min():.0%}), and {dropped.mean():.1e} of the squared scores of words "
-            "went"
+            f"rotation fitted to the table in {explained.size} heads: it explains {explained.mean():.0%} of the "
+            f"table's effect by distance (minimum {explained.min():.0%}), and loses {dropped.mean():.1e} of the "
+            "squared content scores"
         )
 
 
 @alone()
 @torch.no_grad()
 def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
-    """Give a model swapped from a learned table to a partial rotation the queries and keys that come nearest to it.
+    """Fit the queries and keys of a model swapped from a learned table to a partial rotation to the table's effect.
 
-    A swap alone turns the first R of the D dimensions of each head, which hold whatever they held, and takes away the
-    heads that looked by position. This starts nearer. For each layer and head:
+    A swap alone rotates the first R of the D dimensions of each head, whatever they contain, and disables heads that
+    attend by position. The fit gives a better start. For each layer and head:
 
-    1. A change of basis, q' = M q and k' = M^-T k, which keeps every score, orders the dimensions by what they add to
-       scores (see `hf_posswap.search.heads.balanced_bases`), the least first: content stays in the D - R dimensions
-       that do not turn, where it is matched at any distance as it was.
-    2. The R dimensions that turn get constant queries and keys, whose rotated product is a bias
+    1. A change of basis, q' = M q and k' = M^-T k, which preserves every score, sorts the dimensions by their
+       contribution to scores (see `hf_posswap.search.heads.balanced_bases`) in ascending order: content stays in the
+       D - R dimensions that do not rotate, where it is matched at any distance.
+    2. The R rotating dimensions get constant queries and keys, whose rotated product is a bias
 
            b(d) = sum over pairs r of A_r cos(theta_r d - phi_r),
 
-       fitted by least squares to what the table added to the scores at each distance d, weighted by the attention that
-       the table's model pays to d, and to staying where it is beyond the table. b lies in the biases of the
+       fitted by least squares to the table's contribution to the scores at each distance d, weighted by the attention
+       that the model with its table pays to d, and to a constant beyond the table. b is stored in the biases of the
        projections.
 
-    Layers are fitted one after the other, so that each mends what those before it left. From then on queries and keys
-    are ordinary weights: training moves content into the part that turns where that pays. What the fit changes are
-    weights: `unpatch_model` and `make_teacher` refuse such a model from then on, and so does saving an adapter on it.
-    Call it before training, and after whatever else still needs the unswapped model.
+    Layers are fitted one after the other, so each corrects the residual of earlier layers. Afterwards queries and keys
+    are ordinary weights, and training may move content into the rotating part. The fit changes weights:
+    `unpatch_model`, `make_teacher` and saving an adapter refuse such a model. Call it before training, and after
+    everything that needs the unswapped model.
 
     Args:
-        model: swapped in this process from a learned table to a scheme that turns by fixed angles a part of each head,
-            `patch_model(model, "rope", partial=0.5)`, and not trained since. `centre_table(model)` before the swap
-            keeps what the table adds to all tokens alike.
-        tokens: rows of token ids to read, one text a row, without padding, each within the original length; a few
-            thousand tokens do. The model reads all once for each layer.
+        model: a model swapped in this process from a learned table to a scheme that rotates a part of each head by
+            fixed angles, `patch_model(model, "rope", partial=0.5)`, and not trained since. `centre_table(model)` before
+            the swap keeps the mean of the table.
+        tokens: rows of token ids, one text per row, without padding, each within the original length; a few thousand
+            tokens are enough. The model reads all of them once per layer.
 
     Returns:
-        What was explained and what was dropped. The model is changed in place; after an error it is as it was.
+        The explained and dropped shares. The model is changed in place, and restored after an error.
 
     Raises:
-        NotPatchedError: it carries no swap, was loaded with it, or is fitted already: what the table did is not known.
-        SchemeError: the scheme does not turn by fixed angles, or turns whole heads, so that no place is left for
+        NotPatchedError: the model carries no swap, was loaded with it, or is fitted already, so that the table's effect
+            is unknown.
+        SchemeError: the scheme does not rotate by fixed angles, or rotates whole heads, which leaves no dimensions for
             content.
         UnsupportedSwapError: it had no learned table, several stacks, heads that share keys, projections that are not
             known or have no bias, or weights of another dtype than float32 and float64.
         UnsupportedModelError: its weights are on meta.
-        DataError: tokens that are no rows of the model's token ids, too long, padded, or all too short to compare.
+        DataError: tokens are not rows of the model's token ids, too long, padded, or all too short to compare.
         ModelInUseError: a forward of the model is running, or another thread changes it.
 
     Example:
@@ -124,27 +125,30 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
     del base
     longest, reach = max(map(len, rows)), target._posswap.plan.max_length
     waves = [_Waves.of(scheme, geometry, watch, longest, reach) for watch in table]
-    inverses = {watch.reach: inverse_of_distances(of.near, rows) for watch, of in zip(table, waves, strict=True)}
-    before = [[part.read() for part in pair] for pair in pairs]
-    found = []
+    inverses = {
+        watch.reach: inverse_of_distances(layer_waves.near, rows)
+        for watch, layer_waves in zip(table, waves, strict=True)
+    }
+    before = [[projection.read() for projection in pair] for pair in pairs]
+    layer_fits = []
     try:
         for layer, pair in enumerate(pairs):
             seen = _states(target, geometry, rows, layer)
             bases = _change_bases(pair, seen)
             _prove_bases(seen.states[0], bases, _states(target, geometry, rows[:1], layer).states[0])
-            found.append(_fit_layer(seen, bases, pair, table[layer], inverses[table[layer].reach], waves[layer]))
+            layer_fits.append(_fit_layer(seen, bases, pair, table[layer], inverses[table[layer].reach], waves[layer]))
     except BaseException:
-        for pair, kept in zip(pairs, before, strict=True):
-            for part, values in zip(pair, kept, strict=True):
-                part.write(*values)
+        for pair, original_values in zip(pairs, before, strict=True):
+            for projection, values in zip(pair, original_values, strict=True):
+                projection.write(*values)
         raise
     target._posswap.fitted = True
-    explained, dropped = zip(*found, strict=True)
+    explained, dropped = zip(*layer_fits, strict=True)
     return RotationFit(tuple(map(tuple, explained)), tuple(map(tuple, dropped)))
 
 
 def check_rotation(model: PreTrainedModel, scheme: RotaryScheme) -> None:
-    """Refuse what `fit_rotation` could not fit after a swap of the unswapped `model` to `scheme`; its errors."""
+    """Raise the errors of `fit_rotation` for a swap of the unswapped `model` to `scheme`."""
     _check_angles(scheme, str(scheme))
     _pairs(model, check_table(unwrap(model), scheme, _OWNER))
 
@@ -155,14 +159,16 @@ def _pairs(model: Any, sites: Sites) -> list[tuple[Projection, Projection]]:
     if geometry.num_kv_heads != geometry.num_heads:
         raise UnsupportedSwapError(
             f"{_OWNER}: {geometry.num_heads} query heads of {type(model).__name__} share {geometry.num_kv_heads} key "
-            "heads, and a change of basis is each head's own."
+            "heads, and a change of basis needs separate heads."
         )
     attention = [model.get_submodule(path) for path in sites.main.attention]
     pairs = [find_projections(module, geometry.num_heads, geometry.head_dim) for module in attention]
-    coarse = next((part.dtype for pair in pairs for part in pair if part.dtype not in _EXACT_ENOUGH), None)
-    if coarse is not None:
+    inexact_dtype = next(
+        (projection.dtype for pair in pairs for projection in pair if projection.dtype not in _EXACT_ENOUGH), None
+    )
+    if inexact_dtype is not None:
         raise UnsupportedSwapError(
-            f"{_OWNER} changes the bases of heads, which {coarse} cannot hold: load {type(model).__name__} with "
+            f"{_OWNER} changes the bases of heads, which {inexact_dtype} cannot hold: load {type(model).__name__} with "
             "dtype=torch.float32."
         )
     return pairs
@@ -171,25 +177,26 @@ def _pairs(model: Any, sites: Sites) -> list[tuple[Projection, Projection]]:
 def _checked_scheme(model: Any) -> RotaryScheme:
     patch = getattr(model, "_posswap", None)
     if patch is None or not patch.can_undo:
-        held = "carries no swap" if patch is None else "was loaded with its swap, and what its table did is gone"
+        reason = "carries no swap" if patch is None else "was loaded with its swap, so the table's effect is unknown"
         raise NotPatchedError(
-            f"{_OWNER}: {type(model).__name__} {held}. Load the base, patch_model(model, 'rope', partial=0.5), and fit."
+            f"{_OWNER}: {type(model).__name__} {reason}. Load the base, patch_model(model, 'rope', partial=0.5), and "
+            "fit."
         )
     if patch.fitted:
-        raise NotPatchedError(f"{_OWNER}: {type(model).__name__} is fitted already. Load the base, and swap it anew.")
+        raise NotPatchedError(f"{_OWNER}: {type(model).__name__} is fitted already. Load the base, and swap it again.")
     return _check_angles(patch.plan.scheme, patch.plan.named)
 
 
 def _check_angles(scheme: Any, named: str) -> RotaryScheme:
     if not isinstance(scheme, RotaryScheme) or not scheme.is_fixed:
         raise SchemeError(
-            f"{_OWNER} fits schemes that turn by fixed angles, such as rope:partial=0.5, and this is "
+            f"{_OWNER} fits schemes that rotate by fixed angles, such as rope:partial=0.5, and this is "
             f"{named}. The bias of alibi and t5: fit_bias."
         )
     if scheme.filled("partial") >= 1:
         raise SchemeError(
-            f"{_OWNER}: {scheme.name} turns whole heads, and what turns is to hold positions: no place is left for "
-            f"content. Swap to {scheme.name}:partial=0.5."
+            f"{_OWNER}: {scheme.name} rotates whole heads, which leaves no dimensions for content. Swap to "
+            f"{scheme.name}:partial=0.5."
         )
     return scheme
 
@@ -200,7 +207,7 @@ def _unswapped(model: Any) -> Any:
 
 
 class _StateWatch(LayerWatch):
-    """Keeps the queries [H, L, D] and the keys [H, L, D] of each text, float64 on the CPU."""
+    """Records the queries [H, L, D] and the keys [H, L, D] of each text, float64 on the CPU."""
 
     def __init__(self, *, causal: bool) -> None:
         super().__init__(causal=causal)
@@ -213,7 +220,7 @@ class _StateWatch(LayerWatch):
 
 
 def _states(model: Any, geometry: Geometry, rows: Sequence[np.ndarray], layer: int) -> _StateWatch:
-    """Return what layer `layer` of the swapped model makes of each text, not turned; the layers before it do turn."""
+    """Return the unrotated queries and keys of layer `layer` for each text; the layers before it rotate."""
     watch = _StateWatch(causal=geometry.causal)
     path = next(edit.path for edit in model._posswap.plan.edits if isinstance(edit, AddMechanism))
     read_watched(model, model.get_submodule(path), {layer: watch}, geometry, rows)
@@ -226,10 +233,10 @@ class _Waves:
 
     Attributes:
         theta: radians per position, [R/2], float64.
-        factor: on all scores of what turns.
-        first, second: the dimensions of a head that make a pair, each [R/2].
-        near: distances within the texts that the layer sees, [N].
-        beyond: distances that the model is to reach with the swap, [M]; none where the layer is local.
+        factor: factor on all scores of the rotating dimensions.
+        first, second: the two dimensions of each pair, each [R/2].
+        near: visible distances within the texts, [N].
+        beyond: farther distances that the swapped model should reach, [M]; empty for a local layer.
     """
 
     theta: Tensor
@@ -243,8 +250,8 @@ class _Waves:
     def of(cls, scheme: RotaryScheme, geometry: Geometry, watch: TableWatch, longest: int, reach: int | None) -> _Waves:
         angles = scheme.angles(geometry)
         theta = angles.exact.cpu()
-        pairs, at = len(theta), torch.arange(len(theta))
-        first, second = (at, at + pairs) if scheme.layout == "half" else (2 * at, 2 * at + 1)
+        pairs, index = len(theta), torch.arange(len(theta))
+        first, second = (index, index + pairs) if scheme.layout == "half" else (2 * index, 2 * index + 1)
         near = watch.distances[watch.sees(watch.distances)]
         is_local = len(near) < len(watch.distances)
         count = 0 if is_local else min(max((reach or longest) - longest, 0), _MOST_BEYOND)
@@ -262,7 +269,7 @@ class _Waves:
         """
         count, pairs = len(self.near), len(self.theta)
         weight = distance_weights(attention)
-        edge = max(count // 4, 1)  # where the table ends, what it adds has long settled
+        edge = max(count // 4, 1)  # the table's contribution is nearly constant at its end
         ends = torch.where(self.beyond < 0, wanted[:edge].mean(), wanted[-edge:].mean())
         target, distances = torch.cat([wanted, ends]), torch.cat([self.near, self.beyond])
         weights = torch.cat([weight, torch.full_like(ends, _BEYOND / max(len(ends), 1))])
@@ -272,7 +279,7 @@ class _Waves:
         penalty[-1] = 0.0
         solved = torch.linalg.solve((waves * weights) @ waves.T + penalty.diag(), (waves * weights) @ target)
         missed = wanted - solved @ waves[:, :count]
-        missed = missed - (weight * missed).sum()  # a constant, which a softmax does not see
+        missed = missed - (weight * missed).sum()  # a constant, which softmax ignores
         variance = (weight * (wanted - (weight * wanted).sum()) ** 2).sum()
         explained = 1 - (weight * missed**2).sum() / variance.clamp(min=torch.finfo(torch.float64).tiny)
         return solved[:-1].unflatten(0, (2, pairs)), explained
@@ -280,10 +287,10 @@ class _Waves:
 
 def _change_bases(pair: tuple[Projection, Projection], seen: _StateWatch) -> tuple[Tensor, Tensor]:
     """Write the projections of a layer in balanced coordinates, and return their bases."""
-    bases = balanced_bases(*(torch.cat(parts, dim=1) for parts in zip(*seen.states, strict=True)))
-    for part, basis in zip(pair, bases, strict=True):
-        weight, bias = part.read()
-        part.write(basis @ weight, (basis @ bias[..., None])[..., 0])
+    bases = balanced_bases(*(torch.cat(states, dim=1) for states in zip(*seen.states, strict=True)))
+    for projection, basis in zip(pair, bases, strict=True):
+        weight, bias = projection.read()
+        projection.write(basis @ weight, (basis @ bias[..., None])[..., 0])
     return bases
 
 
@@ -298,12 +305,12 @@ def _fit_layer(
     """Write the fitted projections of a layer, and return the shares explained and dropped of each head.
 
     Args:
-        seen: of the layer, before its bases changed.
-        bases: that its projections have now.
+        seen: states of the layer before the change of basis.
+        bases: the new bases of its projections.
         pair: the projections of queries and keys.
-        table: what the unswapped model showed of the layer.
-        inverse: of the normal matrix of all distances.
-        waves: what the rotation can do.
+        table: the profile of the layer in the unswapped model.
+        inverse: inverse of the normal matrix of all distances.
+        waves: the functions that the rotation can represent.
     """
     turning = torch.cat([waves.first, waves.second])
     profile, squares = torch.zeros(len(table.profile), len(waves.near), dtype=torch.float64), []
@@ -314,25 +321,25 @@ def _fit_layer(
     share = torch.stack(squares).mean(dim=0)
     dropped = share[:, turning].sum(dim=1) / share.sum(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
     near = table.sees(table.distances)
-    wanted = (table.profile[:, near] - profile) @ inverse  # [H, N]
-    fitted = [waves.fit(*head) for head in zip(wanted, table.attention[:, near], strict=True)]
+    target_bias = (table.profile[:, near] - profile) @ inverse  # [H, N]
+    fitted = [waves.fit(*head) for head in zip(target_bias, table.attention[:, near], strict=True)]
     waves_of = torch.stack([amplitudes for amplitudes, _ in fitted]) / (seen.scaling * waves.factor)  # [H, 2, R/2]
     size, phase = waves_of.norm(dim=1).sqrt(), torch.atan2(waves_of[:, 1], waves_of[:, 0])  # [H, R/2] each
-    for part, angle in zip(pair, (torch.zeros_like(phase), phase), strict=True):
-        weight, bias = part.read()
+    for projection, angle in zip(pair, (torch.zeros_like(phase), phase), strict=True):
+        weight, bias = projection.read()
         weight[:, turning] = 0.0
         bias[:, waves.first], bias[:, waves.second] = size * angle.cos(), size * angle.sin()
-        part.write(weight, bias)
+        projection.write(weight, bias)
     return [float(explained) for _, explained in fitted], dropped.tolist()
 
 
 def _prove_bases(before: tuple[Tensor, Tensor], bases: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> None:
-    """Raise UnsupportedSwapError unless queries and keys changed as their projections did."""
+    """Raise UnsupportedSwapError unless queries and keys follow the change of basis of their projections."""
     for old, basis, new in zip(before, bases, after, strict=True):
         expected = old @ basis.mT
-        moved = float((new - expected).abs().max() / expected.abs().max())
-        if not moved <= _ALLOWED:
+        error = float((new - expected).abs().max() / expected.abs().max())
+        if not error <= _ALLOWED:
             raise UnsupportedSwapError(
-                f"{_OWNER}: queries and keys miss the change of basis of their projections by {moved:.1e} of the "
-                "largest: something stands between these and the scores. The model is as it was."
+                f"{_OWNER}: queries and keys deviate from the change of basis of their projections by {error:.1e} of "
+                "the largest value: the model transforms them before the scores. The model is restored."
             )

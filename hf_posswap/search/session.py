@@ -1,4 +1,4 @@
-"""One run of a search: from where its state stands to its result."""
+"""One run of a search, from its saved state to its result."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Session:
-    """A search whose every part has been checked.
+    """A validated search.
 
     Attributes:
-        model: to measure with.
+        model: the model to measure.
         documents: token ids [N, L].
-        geometry: of the model.
-        settings: the numbers.
+        geometry: the model's geometry.
+        settings: the settings of the search.
         positions: values of n-hat to try.
-        path: of the state; None: it is not kept.
+        path: file of the state; None: it is not saved.
     """
 
     model: Any
@@ -49,9 +49,9 @@ class Session:
     path: Path | None
 
     def identity(self) -> dict[str, Any]:
-        """Return what a state must have in common with the search that goes on from it."""
+        """Return the properties that a saved state must share with the search that resumes from it."""
         settings = dataclasses.asdict(self.settings)
-        del settings["iterations"]  # more of them may be asked for later
+        del settings["iterations"]  # a resumed search may have more
         return {
             "model": weights_digest(self.model),
             "documents": documents_digest(self.documents),
@@ -60,19 +60,19 @@ class Session:
         }
 
     def progress(self) -> Progress:
-        """Return where the search stands."""
+        """Return the current progress."""
         if self.path is None:
             return Progress()
-        held = load_progress(self.path, self.identity())
-        if held.iteration > self.settings.iterations:
+        progress = load_progress(self.path, self.identity())
+        if progress.iteration > self.settings.iterations:
             raise CheckpointError(
-                f"{self.path} has come to iteration {held.iteration}, past the {self.settings.iterations} that are "
-                "asked for: give as many or more, or another file."
+                f"{self.path} is at iteration {progress.iteration}, past the requested {self.settings.iterations}: "
+                "give as many or more, or another file."
             )
-        return held
+        return progress
 
-    def run(self, held: Progress, task: Task, interrupts: Interrupts) -> None:
-        """Carry out the iterations that are left."""
+    def run(self, progress: Progress, task: Task, interrupts: Interrupts) -> None:
+        """Run the remaining iterations."""
         settings = self.settings
         seeds = seed_schemes(settings.factor, self.geometry)
         attention = attention_choices(settings.factor, self.geometry, seeds)
@@ -84,25 +84,25 @@ class Session:
             task.advance(self.documents.size, measured)
             return measured
 
-        evolution = Evolution(space, settings, held, loss)
+        evolution = Evolution(space, settings, progress, loss)
         identity = None if self.path is None else self.identity()
-        while held.iteration < settings.iterations:
-            if held.iteration < 0:
+        while progress.iteration < settings.iterations:
+            if progress.iteration < 0:
                 evolution.start({name: as_candidate(scheme, self.geometry) for name, scheme in seeds.items()})
             else:
                 evolution.step()
             if self.path is not None and identity is not None:
-                save_progress(self.path, identity, held)
+                save_progress(self.path, identity, progress)
 
-    def result(self, held: Progress) -> LongRopeSearch:
-        """Return what a finished search found."""
-        best = held.population[0]
+    def result(self, progress: Progress) -> LongRopeSearch:
+        """Return the result of a finished search."""
+        best = progress.population[0]
         return LongRopeSearch(
             scheme=best.candidate.scheme(self.settings.factor, self.geometry),
             perplexity=math.exp(best.loss),
-            seeds={name: math.exp(loss) for name, loss in held.seeds.items()},
-            log=tuple(math.exp(loss) for loss in held.best),
-            evaluations=tuple(held.evaluations),
+            seeds={name: math.exp(loss) for name, loss in progress.seeds.items()},
+            log=tuple(math.exp(loss) for loss in progress.best),
+            evaluations=tuple(progress.evaluations),
             length=self.documents.shape[1],
             documents=len(self.documents),
             original_positions=self.positions,
@@ -111,7 +111,7 @@ class Session:
 
 @contextmanager
 def progress_bar(total: int, done: int, shown: bool) -> Iterator[Task]:
-    """Show the progress of `total` evaluations, of which `done` were done before."""
+    """Show the progress of `total` evaluations, of which `done` are already finished."""
     from rich.console import Console
 
     from hf_posswap.utils.progress import Reporter

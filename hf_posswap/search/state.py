@@ -1,4 +1,4 @@
-"""A search on disk: what it is a search of, and how far it has come."""
+"""The saved state of a search: its identity and its progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Member:
-    """A measured candidate, and its mean loss in nats a token."""
+    """A measured candidate, and its mean loss in nats per token."""
 
     candidate: Candidate
     loss: float
@@ -28,15 +28,15 @@ class Member:
 
 @dataclass
 class Progress:
-    """How far a search has come.
+    """The progress of a search.
 
     Attributes:
-        iteration: the last that is whole; 0: the first population.
-        population: those that live, best first.
-        seen: every candidate that was measured.
+        iteration: the last finished iteration; 0: the first population.
+        population: the current candidates, best first.
+        seen: all measured candidates.
         seeds: loss of each seed.
-        best: loss of the best, after each iteration from 0 on.
-        evaluations: candidates measured, after each iteration.
+        best: the best loss after each iteration.
+        evaluations: number of measured candidates after each iteration.
     """
 
     iteration: int = -1
@@ -48,52 +48,52 @@ class Progress:
 
 
 def save_progress(path: Path, identity: dict[str, Any], progress: Progress) -> None:
-    """Write `progress` of the search `identity` to `path`, whole or not at all.
+    """Write `progress` of the search `identity` to `path` atomically.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
-    held = dataclasses.asdict(progress)
-    held["population"] = [[*dataclasses.astuple(m.candidate), m.loss] for m in progress.population]
-    held["seen"] = [dataclasses.astuple(candidate) for candidate in sorted(progress.seen, key=dataclasses.astuple)]
-    write_text(path, json.dumps({"format": FORMAT, "search": identity, "progress": held}, allow_nan=False) + "\n")
+    data = dataclasses.asdict(progress)
+    data["population"] = [[*dataclasses.astuple(m.candidate), m.loss] for m in progress.population]
+    data["seen"] = [dataclasses.astuple(candidate) for candidate in sorted(progress.seen, key=dataclasses.astuple)]
+    write_text(path, json.dumps({"format": FORMAT, "search": identity, "progress": data}, allow_nan=False) + "\n")
 
 
 def load_progress(path: Path, identity: dict[str, Any]) -> Progress:
-    """Return the progress in `path`, or that of a new search where there is no such file yet.
+    """Return the progress in `path`, or that of a new search if there is no such file.
 
     Raises:
-        CheckpointError: the place cannot be written, the file is no state of a search, or one of another search.
+        CheckpointError: the folder cannot be written, or the file is not a state of this search.
     """
     if path.is_dir():
         raise CheckpointError(f"state must name a file, and {path} is a folder.")
     writable_folder(path.parent)
     if not path.exists():
         return Progress()
-    held = read_json(path)
-    if not isinstance(held, dict) or held.get("format") != FORMAT or not isinstance(held.get("search"), dict):
-        raise CheckpointError(f"{path} is no state of search_longrope; give another file, or delete it.")
-    for name, ours in identity.items():
-        theirs = held["search"].get(name)
-        if theirs != ours:
+    data = read_json(path)
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("search"), dict):
+        raise CheckpointError(f"{path} is not a state of search_longrope; give another file, or delete it.")
+    for name, expected in identity.items():
+        stored = data["search"].get(name)
+        if stored != expected:
             raise CheckpointError(
-                f"{path} is the state of another search: its {name} is {theirs!r}, here it is {ours!r}. Give another "
-                "file, or delete it."
+                f"{path} is the state of another search: its {name} is {stored!r}, here it is {expected!r}. Give "
+                "another file, or delete it."
             )
     try:
-        return _progress(held["progress"])
+        return _progress(data["progress"])
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is no whole state of search_longrope ({error!r}); delete it.") from error
+        raise CheckpointError(f"{path} is an incomplete state of search_longrope ({error!r}); delete it.") from error
 
 
-def _progress(held: dict[str, Any]) -> Progress:
+def _progress(data: dict[str, Any]) -> Progress:
     return Progress(
-        iteration=int(held["iteration"]),
-        population=[Member(_candidate(row[:3]), float(row[3])) for row in held["population"]],
-        seen={_candidate(row) for row in held["seen"]},
-        seeds={str(name): float(loss) for name, loss in held["seeds"].items()},
-        best=[float(loss) for loss in held["best"]],
-        evaluations=[int(count) for count in held["evaluations"]],
+        iteration=int(data["iteration"]),
+        population=[Member(_candidate(row[:3]), float(row[3])) for row in data["population"]],
+        seen={_candidate(row) for row in data["seen"]},
+        seeds={str(name): float(loss) for name, loss in data["seeds"].items()},
+        best=[float(loss) for loss in data["best"]],
+        evaluations=[int(count) for count in data["evaluations"]],
     )
 
 
@@ -103,5 +103,5 @@ def _candidate(row: list[Any]) -> Candidate:
 
 
 def documents_digest(documents: np.ndarray) -> str:
-    """Return what tells these documents, token ids [N, L], from others."""
+    """Return a digest of the documents, token ids [N, L]."""
     return hashlib.sha256(f"{documents.shape}".encode() + documents.astype("<i8").tobytes()).hexdigest()[:16]

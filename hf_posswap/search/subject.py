@@ -1,4 +1,4 @@
-"""What a search is asked, checked before anything is measured: its numbers, and the model's side of it."""
+"""Checks of a search's settings and of the model before anything is measured."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MOST_CANDIDATES = 100_000
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """The numbers of a search; see `search_longrope`.
+    """The settings of a search; see `search_longrope`.
 
     Raises:
-        SchemeError: one is impossible.
+        SchemeError: a value is invalid.
 
     Example:
         >>> SearchSettings(factor=4, population=64, iterations=40, mutation_rate=0.3, seed=0).evaluations
@@ -48,12 +48,12 @@ class SearchSettings:
 
     @property
     def children(self) -> int:
-        """Mutations, and likewise crossovers, of one iteration."""
+        """Number of mutations, and of crossovers, per iteration."""
         return self.population // 4
 
     @property
     def evaluations(self) -> int:
-        """Candidates that are measured, at most."""
+        """Maximum number of measured candidates."""
         return self.population + 2 * self.children * self.iterations
 
 
@@ -81,11 +81,11 @@ def searched_geometry(model: Any, factor: float) -> Geometry:
 
 
 def searched_positions(model: Any, factor: float, geometry: Geometry, given: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the values of n-hat to try, rising: those `given`, or None for as many of the paper's as make sense.
+    """Return the values of n-hat to try, ascending: `given`, or those of the paper below the original length.
 
     Raises:
-        SchemeError: no number, or one that is no number of positions below the target length.
-        UnsupportedSwapError: some is above 0, and the model cannot be patched inside attention.
+        SchemeError: `given` is empty, or a value is not a number of positions below the target length.
+        UnsupportedSwapError: a value is above 0, and the model cannot be patched inside attention.
     """
     target = target_length(factor, geometry)
     if given is not None:
@@ -108,7 +108,7 @@ def target_length(factor: float, geometry: Geometry) -> int:
     """Return s L in whole tokens.
 
     Raises:
-        SchemeError: it is hardly longer than L, so that no candidate would be told from another.
+        SchemeError: it is less than L + 2, too short to distinguish candidates.
     """
     length = Linear(factor=factor).resolve(geometry, None).reach(geometry)
     assert length is not None

@@ -1,4 +1,4 @@
-"""What a learned position table does to attention, by distance, as a model reads texts, and how much each counts."""
+"""The effect of a learned position table on attention by distance, and the weight of each distance in a fit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hf_posswap.search.profiles import ProfileWatch, pairs_of, read_watched, sum
 from hf_posswap.search.tables import BESIDE_TABLE
 
 NEGLIGIBLE = 1e-10
-"""Directions of normal equations that are smaller than this share of the largest are none: a constant for all keys."""
+"""Eigenvalues of normal equations below this share of the largest are treated as 0: a constant for all keys."""
 _EVEN = 0.05
-"""Share of the weights of distances that is spread evenly; the rest follows the attention paid to each."""
+"""Share of the distances' weights that is uniform; the rest is proportional to the attention paid to each."""
 
 
 class TableWatch(ProfileWatch):
-    """Adds up, beside the scores, the attention paid to each distance."""
+    """Sums, in addition to the scores, the attention paid to each distance."""
 
     def __init__(self, geometry: Geometry, longest: int) -> None:
         super().__init__(geometry, longest)
@@ -31,13 +31,13 @@ class TableWatch(ProfileWatch):
 
     def look_at_scores(self, head: int, scores: Tensor, near: Tensor) -> None:
         super().look_at_scores(head, scores, near)
-        place, seen = pairs_of(len(scores), self.distances[near], scores.device)
+        index, seen = pairs_of(len(scores), self.distances[near], scores.device)
         paid = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
-        self.attention[head, near] += sums_at(place, paid[seen], int(near.sum())).cpu()
+        self.attention[head, near] += sums_at(index, paid[seen], int(near.sum())).cpu()
 
 
 def watch_table(base: Any, geometry: Geometry, rows: Sequence[np.ndarray]) -> list[TableWatch]:
-    """Return what was seen of each layer of the unswapped model `base`, whose table acts, as it read `rows`."""
+    """Run the unswapped model `base` with its table on `rows`, and return the record of each layer."""
     watches = [TableWatch(geometry, max(map(len, rows))) for _ in range(geometry.num_layers)]
     with patched(base, BESIDE_TABLE):
         read_watched(base, Mechanism(), dict(enumerate(watches)), geometry, rows)
@@ -45,14 +45,14 @@ def watch_table(base: Any, geometry: Geometry, rows: Sequence[np.ndarray]) -> li
 
 
 def inverse_of_distances(distances: Tensor, rows: Sequence[np.ndarray]) -> Tensor:
-    """Return what turns the sums by distance that a `ProfileWatch` holds into a number for each distance, [N, N].
+    """Return the matrix [N, N] that converts the sums by distance of a `ProfileWatch` to a function of distance.
 
-    The number is the least-squares fit of scores by a function of the distance alone and a constant for each query,
-    free of any form: sums [H, N] times this matrix are [H, N], each row up to a constant.
+    The function is the least-squares fit of scores by any function of the distance and a constant for each query: sums
+    [H, N] times this matrix are [H, N], each row up to a constant.
 
     Args:
-        distances: [N], rising by one: those at which a query sees a key.
-        rows: the texts that were read.
+        distances: consecutive distances at which a query sees a key, [N].
+        rows: the texts.
     """
     occurring = torch.zeros(len(distances), dtype=torch.float64)  # pairs at each distance
     shared = torch.zeros(len(distances), len(distances), dtype=torch.float64)  # over queries with both: 1 / their keys
@@ -65,9 +65,9 @@ def inverse_of_distances(distances: Tensor, rows: Sequence[np.ndarray]) -> Tenso
 
 
 def distance_weights(attention: Tensor) -> Tensor:
-    """Return how much each distance counts in a fit, [N], in all 1: as the attention [N] that the table's model pays.
+    """Return the weight of each distance in a fit, [N], with sum 1: mostly proportional to the attention [N].
 
-    Far distances are many and mostly unseen by a softmax; those that attention goes to decide what a model reads.
+    There are many far distances with little attention; the weights focus the fit on distances that matter to the model.
 
     Example:
         >>> distance_weights(torch.tensor([3.0, 1.0, 0.0, 0.0]))

@@ -1,4 +1,4 @@
-"""The norms of a model's queries and keys, seen as the model reads."""
+"""The norms of a model's queries and keys while it reads texts."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def watched_norms(model: PreTrainedModel, geometry: Geometry, rows: Sequence[np.
     """Return the mean norms of each pair of queries [layers, H, R/2] and keys [layers, G, R/2], float64, CPU.
 
     Args:
-        model: not swapped; it reads each of `rows` from its start, turning as it always does, and is left as it was.
-        geometry: of the model.
+        model: the unswapped model, which reads each of `rows` from its start with its own rotation; it is not changed.
+        geometry: the model's geometry.
         rows: token ids, one text each.
 
     Raises:
-        SchemeError: its rotation follows the length.
+        SchemeError: its rotation depends on the length.
     """
     if geometry.frequencies is None:
         raise SchemeError(
-            f"the rotation of {type(model).__name__} follows the length of its input, so that its queries and keys "
-            "cannot be watched; leave tokens out to rank by the weights."
+            f"the rotation of {type(model).__name__} depends on the length of its input, so its queries and keys "
+            "cannot be measured; leave tokens out to rank by the weights."
         )
     scheme = Rope(frequencies=geometry.frequencies)
     with evaluating(model), torch.no_grad(), patched(model, scheme, site="attention"):
-        watch = _Watch(_AsItIs().resolve(geometry, None), geometry)
+        watch = _Watch(_OriginalRotation().resolve(geometry, None), geometry)
         path = next(path for path, module in model.named_modules() if isinstance(module, RotaryMechanism))
         model.set_submodule(path, watch)
         for row in rows:
@@ -61,8 +61,8 @@ def watched_norms(model: PreTrainedModel, geometry: Geometry, rows: Sequence[np.
 
 
 @dataclass(frozen=True)
-class _AsItIs(RotaryScheme):
-    """The model's own rotation, its factor on cos and sin included."""
+class _OriginalRotation(RotaryScheme):
+    """The model's own rotation, including its factor on cos and sin."""
 
     name: ClassVar[str] = "the model's own rotation"
 
@@ -76,18 +76,18 @@ class _AsItIs(RotaryScheme):
 class _Watch(RotaryMechanism):
     """One `_Layer` for each attention layer."""
 
-    def __init__(self, scheme: _AsItIs, geometry: Geometry) -> None:
+    def __init__(self, scheme: _OriginalRotation, geometry: Geometry) -> None:
         super().__init__(scheme, geometry)
         self.layers = nn.ModuleList([_Layer(scheme, geometry) for _ in range(geometry.num_layers)])
 
     def for_layer(self, layer: int) -> _Layer:
-        found = self.layers[layer]
-        assert isinstance(found, _Layer)
-        return found
+        recorder = self.layers[layer]
+        assert isinstance(recorder, _Layer)
+        return recorder
 
 
 class _Layer(RotaryMechanism):
-    """Rotates, and adds up the norms of what it rotates, over all tokens."""
+    """Rotates queries and keys, and sums their norms over all tokens."""
 
     def __init__(self, scheme: RotaryScheme, geometry: Geometry) -> None:
         super().__init__(scheme, geometry)

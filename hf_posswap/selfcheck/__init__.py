@@ -1,4 +1,4 @@
-"""A proof of the installation at hand, without downloads: what a swap rests on, and a swap of each kind of family."""
+"""Self-check of an installation without downloads: the APIs that swaps depend on, and a swap per kind of family."""
 
 from hf_posswap.selfcheck.report import Check, Report
 from hf_posswap.selfcheck.run import selfcheck

@@ -1,4 +1,4 @@
-"""What a self-check found: one line for each thing that was tried."""
+"""The report of a self-check, with one entry per check."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PACKAGES = ("hf-posswap", "transformers", "torch", "safetensors", "accelerate", 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried.
+    """One check.
 
     Attributes:
         subject: "transformers", or a kind of family with its swap.
-        step: what was asked of it.
-        ok: whether it held; None: not tried, because an earlier step failed.
-        said: what was found.
-        touch: where it failed, what it goes by in transformers, and where hf_posswap does so; None where it held.
+        step: the step that is checked.
+        ok: whether it passed; None: skipped, because an earlier step failed.
+        said: the outcome as text.
+        touch: if it failed, the transformers code that it depends on, and the place in hf_posswap; otherwise None.
     """
 
     subject: str
@@ -31,12 +31,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What `selfcheck` found.
+    """The report of `selfcheck`.
 
     Attributes:
-        versions: of Python and of the packages that a swap rests on.
-        checks: in order.
-        seconds: that it took.
+        versions: versions of Python and of the packages that a swap depends on.
+        checks: all checks, in order.
+        seconds: duration in seconds.
     """
 
     versions: dict[str, str]
@@ -45,22 +45,22 @@ class Report:
 
     @property
     def failed(self) -> tuple[Check, ...]:
-        """The checks that did not hold, without those that were not tried."""
+        """The failed checks, without skipped ones."""
         return tuple(check for check in self.checks if check.ok is False)
 
     @property
     def ok(self) -> bool:
-        """Whether all held."""
+        """Whether no check failed."""
         return not self.failed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON takes it."""
+        """Return the report as JSON data."""
         checks = [dict(vars(check)) for check in self.checks]
         return {"ok": self.ok, "versions": self.versions, "seconds": round(self.seconds, 1), "checks": checks}
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that a swap rests on; "not installed" where there is none.
+    """Return the versions of Python and of the packages that a swap depends on, or "not installed".
 
     Example:
         >>> list(versions())[:3]
@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
 
 
 def _installed(package: str) -> str:
-    if package == "hf-posswap":  # the code that runs, installed or not
+    if package == "hf-posswap":  # the running code, installed or not
         from hf_posswap import __version__
 
         return __version__

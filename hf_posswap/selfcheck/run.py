@@ -7,17 +7,17 @@ from collections.abc import Iterator
 
 from hf_posswap.selfcheck.report import Check, Report, versions
 from hf_posswap.selfcheck.touch import touch_of, words_of
-from hf_posswap.selfcheck.trial import KINDS, RESTS_ON, Kind, Trial
+from hf_posswap.selfcheck.trial import KINDS, RESTS_ON, FamilyKind, Trial
 from hf_posswap.selfcheck.upstream import UPSTREAM
 
 
 def selfcheck() -> Report:
-    """Return whether this installation does what hf_posswap promises: in less than a minute, without the network.
+    """Check that this installation of hf_posswap works, in less than a minute and without the network.
 
-    What a swap rests on in transformers is asked for answers that are known. Then, for one tiny model of each kind of
-    family: its swap is planned, carried out and verified; steps with a cache equal a full forward; what is saved and
-    loaded computes the same; and `unpatch_model` gives back the very logits of before. Nothing is raised: what fails
-    stands in the report, with what it goes by in transformers.
+    First, the parts of transformers that a swap depends on are checked against known results. Then, for one tiny model
+    of each kind of family: the swap is planned, applied and verified; steps with a cache equal a full forward; saving
+    and loading preserves the logits; and `unpatch_model` restores the exact logits. Nothing is raised: failures are in
+    the report, with the transformers code that they depend on.
 
     Example:
         >>> report = selfcheck()
@@ -25,7 +25,7 @@ def selfcheck() -> Report:
         (True, 'transformers')
     """
     started = time.monotonic()
-    checks = [*_of_upstream(), *(check for kind in KINDS for check in _of_kind(kind))]
+    checks = [*_of_upstream(), *(check for family in KINDS for check in _check_family(family))]
     return Report(versions(), tuple(checks), time.monotonic() - started)
 
 
@@ -33,19 +33,19 @@ def _of_upstream() -> Iterator[Check]:
     for name, check in UPSTREAM.items():
         try:
             wrong = check()
-        except Exception as error:  # what is gone raises whatever it likes
+        except Exception as error:  # a missing API may raise anything
             wrong = words_of(error)
         yield Check("transformers", name, wrong is None, wrong or "as known", None if wrong is None else name)
 
 
-def _of_kind(kind: Kind) -> Iterator[Check]:
+def _check_family(family: FamilyKind) -> Iterator[Check]:
     broken = False
-    for name, step in Trial(kind).steps().items():
+    for name, step in Trial(family).steps().items():
         if broken:
-            yield Check(str(kind), name, None, "not tried")
+            yield Check(str(family), name, None, "not tried")
             continue
         try:
-            yield Check(str(kind), name, True, step())
-        except Exception as error:  # a release that moved something raises whatever it likes
+            yield Check(str(family), name, True, step())
+        except Exception as error:  # a changed release may raise anything
             broken = True
-            yield Check(str(kind), name, False, words_of(error), touch_of(error, RESTS_ON[name]))
+            yield Check(str(family), name, False, words_of(error), touch_of(error, RESTS_ON[name]))

@@ -1,4 +1,4 @@
-"""From an error to what a release of transformers broke."""
+"""Mapping from an error to the transformers code that a release changed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from types import FrameType
 from hf_posswap.errors import PosswapError
 
 _TOUCHES = "Touches "
-"""How the docstring of a function says what it goes by outside of hf_posswap."""
+"""The start of the docstring paragraph that names a function's dependencies outside hf_posswap."""
 
 
 class WrongAnswerError(Exception):
-    """Two results differ that should be the same, or are the same and should differ."""
+    """Two results differ that should be equal, or are equal and should differ."""
 
 
 def words_of(error: Exception) -> str:
-    """Return what an error says, in one line.
+    """Return the message of an error in one line.
 
     Example:
         >>> words_of(AttributeError("no\\nsuch thing"))
@@ -29,19 +29,19 @@ def words_of(error: Exception) -> str:
 
 
 def touch_of(error: Exception, otherwise: str) -> str:
-    """Return where hf_posswap met an error, with what it touches there, and where in transformers it came from.
+    """Return where hf_posswap met an error, its dependencies there, and where transformers raised it.
 
     Args:
-        error: that was raised and caught.
-        otherwise: what to return where the error came from the self-check itself: results that differ.
+        error: the caught error.
+        otherwise: the return value for errors of the self-check itself, such as different results.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     ours = [where for where in frames if _is_of(where[0], "hf_posswap") and not _is_of(where[0], __package__ or "")]
     if not ours:
         return otherwise
-    said = [_place(*ours[-1]), *_touched(ours[-1][0])]
+    lines = [_location(*ours[-1]), *_touched(ours[-1][0])]
     beyond = [where for where in frames[frames.index(ours[-1]) :] if _is_of(where[0], "transformers")]
-    return "; ".join(said + [f"raised in {_place(*where)}" for where in beyond[-1:]])
+    return "; ".join(lines + [f"raised in {_location(*where)}" for where in beyond[-1:]])
 
 
 def _is_of(frame: FrameType, package: str) -> bool:
@@ -49,7 +49,7 @@ def _is_of(frame: FrameType, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def _place(frame: FrameType, line: int) -> str:
+def _location(frame: FrameType, line: int) -> str:
     """Return module, function, line number and line of a frame."""
     code = frame.f_code
     text = linecache.getline(code.co_filename, line).strip()
@@ -57,8 +57,8 @@ def _place(frame: FrameType, line: int) -> str:
 
 
 def _touched(frame: FrameType) -> Iterator[str]:
-    """Give what the function of a frame says that it touches."""
+    """Yield the dependencies that the docstring of a frame's function names."""
     function = frame.f_globals.get(frame.f_code.co_name)
     for paragraph in (getattr(function, "__doc__", None) or "").split("\n\n"):
-        if (said := " ".join(paragraph.split())).startswith(_TOUCHES):
-            yield said[0].lower() + said[1:].split(". ")[0].rstrip(".")
+        if (sentence := " ".join(paragraph.split())).startswith(_TOUCHES):
+            yield sentence[0].lower() + sentence[1:].split(". ")[0].rstrip(".")

@@ -19,12 +19,12 @@ from hf_posswap.utils.threads import PROCESS
 LENGTH = 12
 """Tokens of the texts that the models read."""
 CLOSE = 1e-4
-"""The largest difference that rounding makes in logits of the tiny models, whose size is some 5."""
+"""The largest rounding difference in logits of the tiny models, whose magnitude is about 5."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of family, the class that stands for it, and its swap."""
+class FamilyKind:
+    """One kind of family, a representative class, and its swap."""
 
     name: str
     model: str
@@ -36,15 +36,15 @@ class Kind:
 
 
 KINDS = (
-    Kind("learned table", "GPT2LMHeadModel", "rope"),
-    Kind("learned table", "GPT2LMHeadModel", "sinusoidal"),
-    Kind("rotary", "LlamaForCausalLM", "yarn", {"factor": 2.0}),
-    Kind("rotary", "LlamaForCausalLM", "alibi"),
-    Kind("encoder", "BertForMaskedLM", "rope"),
-    Kind("encoder-decoder", "BartForConditionalGeneration", "rope"),
-    Kind("T5 bias", "T5ForConditionalGeneration", "alibi"),
-    Kind("ALiBi", "BloomForCausalLM", "rope"),
-    Kind("images", "ViTForImageClassification", "rope_2d"),
+    FamilyKind("learned table", "GPT2LMHeadModel", "rope"),
+    FamilyKind("learned table", "GPT2LMHeadModel", "sinusoidal"),
+    FamilyKind("rotary", "LlamaForCausalLM", "yarn", {"factor": 2.0}),
+    FamilyKind("rotary", "LlamaForCausalLM", "alibi"),
+    FamilyKind("encoder", "BertForMaskedLM", "rope"),
+    FamilyKind("encoder-decoder", "BartForConditionalGeneration", "rope"),
+    FamilyKind("T5 bias", "T5ForConditionalGeneration", "alibi"),
+    FamilyKind("ALiBi", "BloomForCausalLM", "rope"),
+    FamilyKind("images", "ViTForImageClassification", "rope_2d"),
 )
 
 RESTS_ON = {
@@ -55,23 +55,23 @@ RESTS_ON = {
     "save and load": "save_pretrained, from_pretrained, and what they keep of a config",
     "unpatch": "the modules and config fields of the model class",
 }
-"""What to suspect where a step gives wrong numbers and no error."""
+"""The transformers code to suspect if a step gives wrong numbers without an error."""
 
 
 class Trial:
     """One tiny model and its swap.
 
     Args:
-        kind: which.
+        kind: the kind of family.
     """
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: FamilyKind) -> None:
         self.kind = kind
         self.model: Any = None
         self.before = self.after = torch.empty(0)
 
     def steps(self) -> dict[str, Callable[[], str]]:
-        """Return what to do, in order; each returns what it found, or raises."""
+        """Return the steps in order; each returns its outcome, or raises."""
         return {
             "plan": self.plan,
             "patch": self.patch,
@@ -89,10 +89,10 @@ class Trial:
     def patch(self) -> str:
         patch_model(self.model, self.kind.scheme, **self.kind.options)
         self.after = logits(self.model)
-        moved = gap(self.after, self.before)
-        if moved <= CLOSE:
-            raise WrongAnswerError(f"the logits are those of the unswapped model, {moved:.1g} away")
-        return f"logits moved by {moved:.2g}"
+        difference = gap(self.after, self.before)
+        if difference <= CLOSE:
+            raise WrongAnswerError(f"the logits are those of the unswapped model, {difference:.1g} away")
+        return f"logits moved by {difference:.2g}"
 
     def verify(self) -> str:
         return f"{len(verify_swap(self.model).checks)} proofs"
@@ -122,7 +122,7 @@ def _model(name: str) -> Any:
 
 
 def inputs_of(model: Any) -> dict[str, Tensor]:
-    """Return noise that `model` reads: two images, or two texts of `LENGTH` tokens, and two for its decoder if any."""
+    """Return random inputs for `model`: two images, or two texts of `LENGTH` tokens, and two for any decoder."""
     config = model.config
     with PROCESS, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -141,21 +141,21 @@ def logits(model: Any) -> Tensor:
 
 @torch.no_grad()
 def stepwise(model: Any) -> Tensor:
-    """Return the logits of the same inputs, read in three pieces through a cache: the last two tokens one by one."""
-    inputs, cache, found = inputs_of(model), None, []
+    """Return the logits of the same inputs, read in three chunks with a cache: the last two tokens one by one."""
+    inputs, cache, chunks = inputs_of(model), None, []
     name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     for start, stop in ((0, LENGTH - 2), (LENGTH - 2, LENGTH - 1), (LENGTH - 1, LENGTH)):
-        piece = inputs | {name: inputs[name][:, start:stop]}
+        chunk = inputs | {name: inputs[name][:, start:stop]}
         if not model.config.is_encoder_decoder:
-            piece["attention_mask"] = inputs["attention_mask"][:, :stop]
-        out = model.eval()(**piece, **{cache_argument(model): cache}, use_cache=True)
+            chunk["attention_mask"] = inputs["attention_mask"][:, :stop]
+        out = model.eval()(**chunk, **{cache_argument(model): cache}, use_cache=True)
         cache = cache_in(out)
-        found.append(out.logits)
-    return torch.cat(found, dim=1)
+        chunks.append(out.logits)
+    return torch.cat(chunks, dim=1)
 
 
-def gap(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of two tensors of one shape; infinity where there is a NaN.
+def gap(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of two tensors of equal shape; infinity if there is a NaN.
 
     Raises:
         WrongAnswerError: the shapes differ.
@@ -164,21 +164,21 @@ def gap(found: Tensor, expected: Tensor) -> float:
         >>> gap(torch.zeros(2), torch.tensor([0.0, 0.5]))
         0.5
     """
-    if found.shape != expected.shape:
-        raise WrongAnswerError(f"logits of shape {tuple(found.shape)} where {tuple(expected.shape)} should be")
-    return float((found.double() - expected.double()).abs().nan_to_num(nan=float("inf")).max())
+    if actual.shape != expected.shape:
+        raise WrongAnswerError(f"logits of shape {tuple(actual.shape)} where {tuple(expected.shape)} should be")
+    return float((actual.double() - expected.double()).abs().nan_to_num(nan=float("inf")).max())
 
 
-def same(apart: float, what: str, allowed: float) -> str:
-    """Return in words that two results are the same.
+def same(difference: float, subject: str, allowed: float) -> str:
+    """Return as text that two results are equal.
 
     Raises:
-        WrongAnswerError: they are more than `allowed` apart.
+        WrongAnswerError: they differ by more than `allowed`.
 
     Example:
         >>> same(0.0, "one and the other", allowed=0.0)
         'equal'
     """
-    if apart > allowed:
-        raise WrongAnswerError(f"{what} are {apart:.2g} apart, and no more than {allowed:g} would be rounding")
-    return "equal" if apart == 0 else f"equal, {apart:.1g} apart"
+    if difference > allowed:
+        raise WrongAnswerError(f"{subject} are {difference:.2g} apart, and no more than {allowed:g} would be rounding")
+    return "equal" if difference == 0 else f"equal, {difference:.1g} apart"

@@ -1,7 +1,7 @@
-"""What a swap rests on in transformers, asked for answers that are known.
+"""Checks of the parts of transformers that a swap depends on, against known results.
 
-A release that moves one of these breaks swaps; here it is named, before any model is built. Each check returns what is
-wrong, or None.
+A release that changes one of these breaks swaps; these checks name it before any model is built. Each check returns an
+error message, or None.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_posswap.compat.transformers_cache import keys_of_call, tokens_before
 from hf_posswap.compat.transformers_rotary import rope_function
 
 NAME = "posswap_selfcheck"
-"""Of an attention function that only looks on; it stays known to transformers for the life of the process."""
+"""Name of an observing attention function, which stays registered with transformers until the process ends."""
 ROPE_TYPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 2.0},
     "yarn": {"factor": 2.0, "original_max_position_embeddings": 32},
@@ -30,7 +30,7 @@ ROPE_TYPES: dict[str, dict[str, Any]] = {
 
 
 def cache_offsets() -> str | None:
-    """Caches say where the next token stands, and how many keys it will see."""
+    """Caches report the position of the next token, and the number of keys that it sees."""
     import transformers
 
     config = _llama()
@@ -41,14 +41,14 @@ def cache_offsets() -> str | None:
         before = int(tokens_before(cache, 0))
         if before != 3:
             return f"{type(cache).__name__}.get_query_offset says {before} after 3 tokens"
-        found = tuple(map(int, keys_of_call(cache, 2, 0)))
-        if found != expected:
-            return f"{type(cache).__name__}.get_mask_sizes says {found} for 2 tokens after 3, not {expected}"
+        sizes = tuple(map(int, keys_of_call(cache, 2, 0)))
+        if sizes != expected:
+            return f"{type(cache).__name__}.get_mask_sizes says {sizes} for 2 tokens after 3, not {expected}"
     return None
 
 
 def attention_interface() -> str | None:
-    """A registered attention function runs, with a mask of its own and the layer's q, k and v."""
+    """A registered attention function runs, with its own mask and the layer's q, k and v."""
     from hf_posswap.testing.tiny import tiny_model
 
     seen: list[tuple[Any, ...]] = []
@@ -70,7 +70,7 @@ def attention_interface() -> str | None:
 
 
 def rope_functions() -> str | None:
-    """Each rope type gives the angles of its definition."""
+    """Each rope type computes the angles of its definition."""
     from hf_posswap.geometry import Geometry
     from hf_posswap.schemes import make_scheme
 
@@ -78,10 +78,10 @@ def rope_functions() -> str | None:
     for name, options in ROPE_TYPES.items():
         settings = {"rope_type": name, "rope_theta": 1e4, **options}
         config = _llama(rope_parameters=settings, max_position_embeddings=64)
-        theirs, factor = rope_function(name)(config, torch.device("cpu"))
-        own = {key: value for key, value in options.items() if key != "original_max_position_embeddings"}
-        ours = make_scheme(name, **own).resolve(shape, None).angles(shape)  # type: ignore[attr-defined]
-        if not torch.allclose(theirs, ours.inv_freq, rtol=1e-5, atol=0) or abs(factor - ours.attention_factor) > 1e-6:
+        inv_freq, factor = rope_function(name)(config, torch.device("cpu"))
+        fields = {key: value for key, value in options.items() if key != "original_max_position_embeddings"}
+        ours = make_scheme(name, **fields).resolve(shape, None).angles(shape)  # type: ignore[attr-defined]
+        if not torch.allclose(inv_freq, ours.inv_freq, rtol=1e-5, atol=0) or abs(factor - ours.attention_factor) > 1e-6:
             return f"rope type {name!r} gives other angles than its definition"
     return None
 
@@ -114,4 +114,4 @@ UPSTREAM: dict[str, Callable[[], str | None]] = {
     "modeling_rope_utils.ROPE_INIT_FUNCTIONS": rope_functions,
     "config.rope_parameters, *RotaryEmbedding": rope_settings,
 }
-"""The checks, by what they ask."""
+"""The checks, by the API that they test."""

@@ -1,1 +1,1 @@
-"""Swapped checkpoints in vLLM: what `vllm serve DIR` needs of hf_posswap, found by vLLM through an entry point."""
+"""Serving of swapped checkpoints in vLLM, which finds this plugin through an entry point."""

@@ -13,11 +13,11 @@ from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCal
 from hf_posswap.patching.sites.attention.config_view import ConfigView
 
 SERVED = "posswap_vllm"
-"""What transformers calls the attention of served models."""
+"""The registered name of the attention of served models."""
 
 
 class ServedView(ConfigView):
-    """The config of a served attention module: names the attention that rotates and hands on to vLLM's."""
+    """The config view of a served attention module, which selects the attention that rotates before vLLM's."""
 
     def __getattr__(self, name: str) -> Any:
         return SERVED if name == IMPLEMENTATION else super().__getattr__(name)
@@ -26,10 +26,10 @@ class ServedView(ConfigView):
 def served_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Apply the scheme of `module` to q [1, H, T, D] and k [1, G, T, D], then attend as vLLM does.
+    """Apply the scheme of `module` to q [1, H, T, D] and k [1, G, T, D], then call vLLM's attention.
 
-    The T new tokens of all texts of a batch lie in one row; each is rotated at its own position, and vLLM caches what
-    it is given. A bias by ALiBi's slopes is in the vLLM attention of `module` itself.
+    The T new tokens of all texts of a batch are in one row; each is rotated at its own position, and vLLM caches the
+    rotated keys. A bias by ALiBi's slopes is in the vLLM attention of `module`.
 
     Returns:
         The output, [1, T, H, D], and None.
@@ -50,7 +50,7 @@ def serve_attention(model: nn.Module) -> None:
 
 @contextmanager
 def true_configs(model: nn.Module) -> Iterator[None]:
-    """Within it the patched attention modules of `model` have the model's own config: vLLM looks for its name there."""
+    """Restore the native config of the patched attention modules inside the block, because vLLM reads it."""
     views = {module: module.config for module in patched(model)}
     for module, view in views.items():
         module.config = view.native

@@ -1,4 +1,4 @@
-"""What vLLM refuses before it serves: swapped checkpoints that it would compute wrongly, each by name."""
+"""Refusal of swapped checkpoints that vLLM would compute wrongly, before it serves them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXPORT = "posswap export DIR --target vllm says what vLLM makes of a checkpoint
 
 
 def install_guard() -> None:
-    """Make vLLM ask `refuse_unservable` of each config that it is about to serve; once in a process."""
+    """Make vLLM call `refuse_unservable` on each config before serving; once per process."""
     import vllm
     from vllm.config import VllmConfig
 
@@ -72,35 +72,35 @@ def refuse_unservable(vllm_config: Any, version: str) -> None:
 def _refuse_native(model: Any, config: Any) -> None:
     """Refuse a checkpoint that stock transformers runs, whose rotation vLLM would compute wrongly."""
     try:
-        found = position_config_of(config)
+        position_config = position_config_of(config)
     except UnsupportedModelError:  # it states no length: nothing of that kind is known to be wrong
         return
-    problem = rope_problem(found, model.max_model_len, is_own=not model.using_transformers_backend())
+    problem = rope_problem(position_config, model.max_model_len, is_own=not model.using_transformers_backend())
     if problem is not None:
-        raise UnsupportedSwapError(f"vLLM cannot serve {model.architecture} as it is swapped: {problem} {_EXPORT}")
+        raise UnsupportedSwapError(f"vLLM cannot serve {model.architecture} as swapped: {problem} {_EXPORT}")
 
 
-def rope_problem(found: PositionConfig, length: int, *, is_own: bool) -> str | None:
+def rope_problem(positions: PositionConfig, length: int, *, is_own: bool) -> str | None:
     """Return why vLLM cannot serve texts of `length` tokens with a stock model's rotation, in a sentence, or None.
 
     Args:
-        found: what its config states.
+        positions: the positions that its config states.
         length: the longest that is served, in tokens.
-        is_own: whether vLLM has a class of its own for the model; otherwise transformers' code runs in vLLM.
+        is_own: whether vLLM has its own class for the model; otherwise transformers' code runs in vLLM.
     """
-    follows = found.rope_type == "dynamic" or (found.rope_type == "longrope" and not found.fixed_list)
-    if not follows or found.original is None or length <= found.original:
+    follows = positions.rope_type == "dynamic" or (positions.rope_type == "longrope" and not positions.fixed_list)
+    if not follows or positions.original is None or length <= positions.original:
         return None
-    if found.rope_type == "dynamic":
+    if positions.rope_type == "dynamic":
         return (
-            f"beyond {found.original} tokens its angles follow the length (dynamic), where vLLM gives NaN, or mixes up "
-            f"the texts of a batch. Give --max-model-len {found.original}, or swap to yarn or ntk."
+            f"beyond {positions.original} tokens its angles follow the length (dynamic), where vLLM gives NaN, or "
+            f"mixes up the texts of a batch. Give --max-model-len {positions.original}, or swap to yarn or ntk."
         )
     if is_own:
         return None
     return (
         "its angles are of two lists (longrope), and vLLM's Transformers backend chooses one for all texts of a batch. "
-        f"Give --max-model-len {found.original}, or --model-impl vllm, or swap to longrope with pin=LENGTH."
+        f"Give --max-model-len {positions.original}, or --model-impl vllm, or swap to longrope with pin=LENGTH."
     )
 
 
@@ -121,7 +121,7 @@ def _option_problem(vllm_config: Any, plan: SwapPlan) -> str | None:
 def length_problem(plan: SwapPlan, length: int, dtype: torch.dtype) -> str | None:
     """Return why texts of `length` tokens cannot be served in `dtype`, or None.
 
-    Positions that a scheme has no place for raise in the midst of serving, and vLLM ends at any error there.
+    Positions that a scheme does not support raise during serving, and vLLM exits on any error there.
     """
     if not plan.unbounded and length > plan.max_length:
         return f"it is made for {plan.max_length} tokens, and has an end: give --max-model-len {plan.max_length}"

@@ -1,4 +1,4 @@
-"""The head of a language model, which vLLM's Transformers backend puts on by itself."""
+"""The output head of a language model, which vLLM's Transformers backend adds itself."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from hf_posswap.testing.tiny import tiny_model
 
 NAME = "lm_head"
-"""What that backend calls it."""
+"""Its name in that backend."""
 _IDS = torch.arange(8)[None]  # [1, L]
 _CLOSE = 1e-4
 
 
 def head_name(model_class: Any) -> str:
-    """Return what checkpoints of the stock class `model_class` call the head: "lm_head", or "embed_out" in GPT-NeoX.
+    """Return the name of the head in checkpoints of `model_class`: "lm_head", or "embed_out" in GPT-NeoX.
 
     Example:
         >>> from transformers import GPTNeoXForCausalLM
@@ -30,9 +30,9 @@ def head_name(model_class: Any) -> str:
 def head_problem(model_class: Any, config: Any) -> str | None:
     """Return why vLLM's head would not give the logits of `model_class`, as the rest of a sentence, or None.
 
-    vLLM multiplies what the base model gives by the head's weights, by `logit_scale`, and caps it; what else a class
-    does there (Granite divides) is left out by its Transformers backend. A tiny model of the class shows it, with the
-    numbers of `config`.
+    vLLM multiplies the output of the base model by the head's weights and by `logit_scale`, and applies soft-capping;
+    its Transformers backend ignores anything else that a class does (Granite divides). A tiny model of the class with
+    the numbers of `config` is used to detect it.
     """
     numbers: dict[str, Any] = {name: value for name, value in config.to_dict().items() if isinstance(value, float)}
     model = tiny_model(model_class, meta=False, **numbers)

@@ -11,11 +11,10 @@ _logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make vLLM know the names that `architectures` of swapped checkpoints has, and refuse what it cannot serve.
+    """Register the `architectures` of swapped checkpoints with vLLM, and the refusal of those that it cannot serve.
 
-    vLLM calls it in each process, before any config is read, and would end with any error that came from here: where
-    this vLLM has not what the plugin goes by, it is logged, and swapped checkpoints stay unknown to vLLM, which refuses
-    them.
+    vLLM calls it in each process before any config is read, and would exit on any error raised here. If this vLLM lacks
+    what the plugin needs, the error is logged, and vLLM refuses swapped checkpoints as unknown.
     """
     try:
         _register()

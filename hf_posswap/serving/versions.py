@@ -1,4 +1,4 @@
-"""The versions of vLLM that the tests have run, and what is said of any other."""
+"""The tested versions of vLLM, and the message for any other."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import re
 
 OLDEST, NEWEST = (0, 32), (0, 32)
-"""Of the releases that tests/serving has run, (major, minor)."""
+"""Tested releases, (major, minor)."""
 TESTED = "0.32"
-"""The same in words."""
+"""The tested releases as text."""
 OVERRIDE = "POSSWAP_VLLM_UNTESTED"
-"""The environment variable that has swapped checkpoints served by any version."""
+"""The environment variable that allows any version to serve swapped checkpoints."""
 
 
 def version_problem(version: str) -> str | None:
@@ -21,8 +21,8 @@ def version_problem(version: str) -> str | None:
         (True, False)
     """
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    found = None if numbers is None else (int(numbers[1]), int(numbers[2]))
-    if os.environ.get(OVERRIDE) == "1" or (found is not None and OLDEST <= found <= NEWEST):
+    parsed = None if numbers is None else (int(numbers[1]), int(numbers[2]))
+    if os.environ.get(OVERRIDE) == "1" or (parsed is not None and OLDEST <= parsed <= NEWEST):
         return None
     return (
         f"this vLLM is {version}, and hf_posswap has been tested with {TESTED}. Install that; or set {OVERRIDE}=1 to "

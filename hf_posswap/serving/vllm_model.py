@@ -1,4 +1,4 @@
-"""The class of swapped models in vLLM: its Transformers backend, around a model that knows its swap."""
+"""The class of swapped models in vLLM: its Transformers backend around a swapped model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_posswap.serving.head import NAME, head_name
 
 
 class ServedSwap:
-    """Mixed into a class of vLLM's Transformers backend, before it; `self.model` is then a swapped base model."""
+    """Mixin for a class of vLLM's Transformers backend whose `self.model` is a swapped base model."""
 
     model: Any
     config: Any
@@ -32,25 +32,25 @@ class ServedSwap:
         if type(self.model).__call__ is not nn.Module.__call__:
             raise ModelInUseError(
                 f"vLLM has compiled {type(self.model).__name__} for another model of this process, past the hooks that "
-                "a swapped one needs: serve it in a process of its own."
+                "a swapped one needs: serve it in a separate process."
             )
         for edit in self.model._posswap.plan.edits:
             problem = edit.check(self.model)
             if problem is not None:
-                raise SwapVerificationError(f"vLLM changed a swapped model as it took it: {edit.path}: {problem}.")
+                raise SwapVerificationError(f"vLLM changed a swapped model while loading it: {edit.path}: {problem}.")
 
     def _decorate_for_torch_compile(self) -> None:
-        """Leave the model uncompiled: vLLM's compiled calls go past the hooks that tell attention of positions."""
+        """Do not compile the model: vLLM's compiled calls bypass the hooks that pass positions to attention."""
 
     def _create_hf_to_vllm_mapper(self) -> None:
         _ignore_exactly(self.model)
-        own = self.config
-        self.config = SimpleNamespace(architectures=[stock_name(name) for name in own.architectures])
+        config = self.config
+        self.config = SimpleNamespace(architectures=[stock_name(name) for name in config.architectures])
         try:  # weights that transformers renamed are found by the name of the class: GPT-NeoX's embed_out
             super()._create_hf_to_vllm_mapper()  # type: ignore[misc]
         finally:
-            self.config = own
-        self._names = self.hf_to_vllm_mapper  # before vLLM puts layers together
+            self.config = config
+        self._names = self.hf_to_vllm_mapper  # before vLLM fuses layers
         self._expected = {f"model.{name}" for name, _ in self.model.named_parameters()}
 
     def recursive_replace(self) -> None:
@@ -65,74 +65,77 @@ class ServedSwap:
         }
 
         def attention(*, prefix: str, **kwargs: Any) -> Any:
-            slopes = next((held for path, held in biased.items() if path in prefix), None)
+            slopes = next((values for path, values in biased.items() if path in prefix), None)
             if slopes is None:
                 return native(prefix=prefix, **kwargs)
-            made = native(prefix=prefix, alibi_slopes=slopes.tolist(), **kwargs)
-            if getattr(made.impl, "alibi_slopes", None) is None:
-                raise SwapVerificationError(f"{type(made.impl).__name__} of vLLM drops ALiBi's slopes.")
-            return made
+            attention_module = native(prefix=prefix, alibi_slopes=slopes.tolist(), **kwargs)
+            if getattr(attention_module.impl, "alibi_slopes", None) is None:
+                raise SwapVerificationError(f"{type(attention_module.impl).__name__} of vLLM drops ALiBi's slopes.")
+            return attention_module
 
         return attention
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        own = head_name(native_class(model_class_of(self.config)))
+        native_head = head_name(native_class(model_class_of(self.config)))
         seen: set[str] = set()
 
         def watched() -> Iterator[tuple[str, Tensor]]:
-            for name, held in _as_built(self.model, own, weights):
-                seen.update(mapped for mapped, _ in self._names.apply([(name, held)]))
-                yield name, held
+            for name, tensor in _as_built(self.model, native_head, weights):
+                seen.update(mapped for mapped, _ in self._names.apply([(name, tensor)]))
+                yield name, tensor
 
         loaded = super().load_weights(watched())  # type: ignore[misc]
         missing = sorted(self._expected - seen)
-        if missing:  # vLLM does not notice it of layers that it puts together
+        if missing:  # vLLM does not check it for fused layers
             raise CheckpointError(
-                f"the checkpoint lacks {len(missing)} weights of its model, {', '.join(missing[:4])} among them: "
-                "download it again, or take its weights from where they are whole."
+                f"the checkpoint lacks {len(missing)} weights of its model, including {', '.join(missing[:4])}: "
+                "download it again, or use a complete copy of its weights."
             )
         return loaded
 
 
 @functools.cache
-def _made() -> Any:
+def _model_class() -> Any:
     from vllm.model_executor.models.transformers import TransformersForCausalLM
 
     return type("PosswapForCausalLM", (ServedSwap, TransformersForCausalLM), {"__module__": __name__})
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PosswapForCausalLM":  # made when vLLM asks for it: without vLLM there is nothing to make it of
-        return _made()
+    if name == "PosswapForCausalLM":  # created on demand, because it needs vLLM
+        return _model_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _ignore_exactly(model: Any) -> None:
-    """Keep patterns of weights to be ignored from hitting weights that `model` has: GPT-2's attn.bias, c_attn.bias."""
-    own = [name for name, _ in model.named_parameters()]
+    """Restrict patterns of ignored weights so that they match no weight of `model`: GPT-2's attn.bias, c_attn.bias."""
+    names = [name for name, _ in model.named_parameters()]
     patterns = ignored_on_load(model)
-    ignore_on_load(model, [rf"(^|\.){one}$" if any(re.search(one, name) for name in own) else one for one in patterns])
+    ignore_on_load(
+        model,
+        [rf"(^|\.){pattern}$" if any(re.search(pattern, name) for name in names) else pattern for pattern in patterns],
+    )
 
 
 def _as_built(model: Any, head: str, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a swapped checkpoint in the shapes of `model`, and those of the `head` by vLLM's name.
 
-    Buffers are loaded here: vLLM knows none.
+    Buffers are loaded here, because vLLM does not load them.
     """
     prefix, marked = f"{model.base_model_prefix}.", vars(model).get(MARKED, {})
     buffers = dict(model.named_buffers())
-    for name, held in weights:
+    for name, tensor in weights:
         key = name.removeprefix(prefix)
-        state = {key: held}
+        state = {key: tensor}
         unmark(state, marked)
         if key not in buffers:
             yield re.sub(rf"^{re.escape(head)}\.", f"{NAME}.", name), state[key]
             continue
-        if held.shape != buffers[key].shape:
+        if tensor.shape != buffers[key].shape:
             raise CheckpointError(
-                f"{name} has shape {list(held.shape)} in the checkpoint and {list(buffers[key].shape)} in the swapped "
-                "model: take the weights and the config.json of one checkpoint."
+                f"{name} has shape {list(tensor.shape)} in the checkpoint and {list(buffers[key].shape)} in the "
+                "swapped model: take the weights and the config.json of one checkpoint."
             )
         owner, _, leaf = key.rpartition(".")
         module = model.get_submodule(owner)
-        setattr(module, leaf, held.to(dtype=buffers[key].dtype))
+        setattr(module, leaf, tensor.to(dtype=buffers[key].dtype))

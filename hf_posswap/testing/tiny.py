@@ -1,6 +1,6 @@
 """Tiny models of every class that transformers' Auto maps name for language models: for the census, and for tests.
 
-A config is shrunk field by field, by the fields' names; `tiny_sizes` says to what.
+A config is shrunk field by field, to the sizes in `tiny_sizes`.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ __all__ = ["TINY_LENGTH", "TINY_VOCABULARY", "language_models", "tiny_config", "
 
 def language_models() -> dict[str, tuple[str, ...]]:
     """Return the names of the classes for causal, masked and seq2seq language modelling, each with its model types."""
-    found: dict[str, list[str]] = {}
+    types_by_class: dict[str, list[str]] = {}
     for task in ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
         for model_type, name in class_names(task).items():
-            types = found.setdefault(name, [])
+            types = types_by_class.setdefault(name, [])
             if model_type not in types:
                 types.append(model_type)
-    return {name: tuple(types) for name, types in found.items()}
+    return {name: tuple(types) for name, types in types_by_class.items()}
 
 
 def tiny_config(cls: type, **changes: Any) -> PreTrainedConfig:
-    """Return a shrunk config of the config class `cls`, its inner configs shrunk too.
+    """Return a shrunk config of the config class `cls`, including its nested configs.
 
     Args:
         cls: a config class of transformers.
-        changes: fields to set otherwise; for an inner config, a dict of its fields.
+        changes: fields to override; for a nested config, a dict of its fields.
     """
     model_type: str = cls.model_type  # type: ignore[attr-defined]
-    own = OWN.get(model_type, {}) | changes
+    overrides = OWN.get(model_type, {}) | changes
     names = {field.name for field in dataclasses.fields(cls)}
     values = {name: value for name, value in SMALL.items() if name in names}
     if "qk_rope_head_dim" in names or model_type == "esmc":  # as many keys as queries
         values["num_key_value_heads"] = values["num_attention_heads"]
     inner = getattr(cls, "sub_configs", None) or {}
     if inner:
-        typed = {name: value for name, value in own.items() if name not in inner or "model_type" in value}
-        whole = cls(**typed)  # says of which class the inner configs are
+        typed = {name: value for name, value in overrides.items() if name not in inner or "model_type" in value}
+        whole = cls(**typed)  # determines the classes of the nested configs
         for name in inner:
-            held = getattr(whole, name, None)
-            if held is not None:
-                given = {key: value for key, value in own.get(name, {}).items() if key != "model_type"}
-                values[name] = tiny_config(type(held), **given)
-    values |= {name: value for name, value in own.items() if name not in inner}
+            inner_config = getattr(whole, name, None)
+            if inner_config is not None:
+                fields = {key: value for key, value in overrides.get(name, {}).items() if key != "model_type"}
+                values[name] = tiny_config(type(inner_config), **fields)
+    values |= {name: value for name, value in overrides.items() if name not in inner}
     return cls(**values | _all_layer_types(cls(**values)))
 
 
 def _all_layer_types(config: PreTrainedConfig) -> dict[str, list[str]]:
-    """Return `layer_types` in which each type of layers that has rope parameters occurs, where few layers lack one."""
+    """Return `layer_types` that include each layer type with rope parameters, if the config's few layers lack one."""
     types = getattr(config, "layer_types", None) or []
     parameters = getattr(config, "rope_parameters", None) or {}
     rotating = [name for name, value in parameters.items() if isinstance(value, dict)]
@@ -71,14 +71,14 @@ def _all_layer_types(config: PreTrainedConfig) -> dict[str, list[str]]:
 
 
 def tiny_model(kind: str | type[PreTrainedModel], *, meta: bool = True, seed: int = 0, **changes: Any) -> Any:
-    """Return a tiny model of a class, or of the first class that is known for a model type, in eval mode.
+    """Return a tiny model of a class, or of the first known class of a model type, in eval mode.
 
     Args:
         kind: a model class, its name, or a model type.
-        meta: whether it lies on the meta device, where it costs almost nothing and cannot run; otherwise its weights
-            are random and large enough for positions to show, the same ones for the same `seed`.
-        seed: of the weights.
-        changes: fields of the config to set otherwise.
+        meta: whether it is on the meta device, where it is almost free and cannot run; otherwise its weights are
+            random, determined by `seed`, and large enough for positions to matter.
+        seed: random seed of the weights.
+        changes: fields of the config to override.
 
     Raises:
         UnknownNameError: no class and no model type of that name.
@@ -95,7 +95,7 @@ def tiny_model(kind: str | type[PreTrainedModel], *, meta: bool = True, seed: in
     if meta:
         with torch.device("meta"), without_initialising():
             skeleton: Any = cls(config).eval()
-        return skeleton.to("meta")  # some make parameters on the CPU, whatever the device
+        return skeleton.to("meta")  # some classes create parameters on the CPU on any device
     with PROCESS, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = cls(config)
@@ -118,16 +118,18 @@ def _model_class(kind: str | type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _config_class(cls: type[PreTrainedModel], kind: Any) -> type:
-    """Return the config class for `cls`: its own, or another model type's that the Auto classes make it for."""
+    """Return the config class for `cls`: its own, or that of another model type that the Auto classes map to it."""
     from transformers import CONFIG_MAPPING
 
-    own: Any = cls.config_class
-    asked: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else own
-    return own if asked.sub_configs else asked  # a whole of several modalities, of which `cls` is the text part
+    native: Any = cls.config_class
+    requested: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else native
+    return (
+        native if requested.sub_configs else requested
+    )  # a whole of several modalities, of which `cls` is the text part
 
 
 def _decodes(cls: type[PreTrainedModel]) -> bool:
-    """Return whether `cls` is causal only where its config says so."""
+    """Return whether `cls` is causal only if its config sets is_decoder."""
     config: Any = cls.config_class
     names = {field.name for field in dataclasses.fields(config)}
     encodes_too = {"encoder_layers", "num_encoder_layers"} & names
@@ -135,7 +137,7 @@ def _decodes(cls: type[PreTrainedModel]) -> bool:
 
 
 def _randomise(model: nn.Module) -> None:
-    """Give every weight that can be trained a random value: a weight of 0 or 1 hides what it multiplies."""
+    """Set every trainable weight to random values: a weight of 0 or 1 would hide errors."""
     with torch.no_grad():
         for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
             if parameter.ndim > 1:

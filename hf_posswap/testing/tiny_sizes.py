@@ -1,11 +1,11 @@
-"""The sizes of tiny models: what fields of configs become, by their names, and what some model types need besides."""
+"""The sizes of tiny models by config field, and further settings of some model types."""
 
 from __future__ import annotations
 
 from typing import Any
 
 TINY_LENGTH = 32
-"""Original length of the tiny models, in tokens, where their class can have it."""
+"""Original length of the tiny models in tokens, if their class supports it."""
 TINY_VOCABULARY = 97
 
 SMALL: dict[str, Any] = {
@@ -67,7 +67,7 @@ SMALL: dict[str, Any] = {
          "embed_dropout", "mlp_dropout"), 0.0,
     ),
 }  # fmt: skip
-"""What a field of this name becomes, wherever a config class has one."""
+"""Sizes by field name, for every config class with such a field."""
 
 _LINEAR = ["linear_attention", "full_attention"] * 2
 _MAMBA = ["linear_attention", "hybrid"] * 2
@@ -122,4 +122,4 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": _MAMBA, "use_mem_rope": True},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a config of this model type needs besides."""
+"""Further settings by model type."""

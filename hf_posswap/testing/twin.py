@@ -1,7 +1,7 @@
-"""The tiny twin of a model: of its class and its config, whose sizes are cut and whose switches are kept.
+"""The tiny twin of a model: same class and config, with reduced sizes and the same switches.
 
-What switches code (layer types, windows, biases, the kind of rope, grouped keys) stays as it is; widths, heads, layers,
-experts and the vocabulary become those of `tiny_sizes`. Lengths stay, since rope parameters count in them.
+Fields that switch code (layer types, windows, biases, the rope type, grouped keys) are kept; widths, heads, layers,
+experts and the vocabulary are set to `tiny_sizes`. Lengths are kept, because rope parameters depend on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_posswap.compat.transformers_attention import IMPLEMENTATION
 from hf_posswap.testing.tiny_sizes import OWN, SMALL, TINY_LENGTH, TINY_VOCABULARY
 
 _WIDTHS = ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "d_embed")
-"""Widths of embeddings, which some classes project where they are not the hidden size."""
+"""Widths of embeddings, which some classes project if they differ from the hidden size."""
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads")
 _DEPTHS = tuple(name for name, value in SMALL.items() if name.endswith(("layers", "n_layer")) or name == "depth")
 _LENGTHS = tuple(name for name, value in SMALL.items() if value == TINY_LENGTH and "position" in name)
@@ -28,17 +28,17 @@ _WINDOWS = (
     *(name for name in SMALL if "window" in name or name in ("local_attention", "attention_chunk_size")),
     "window_size",
 )
-_MOST_KINDS = 6
-"""Kinds of layers that are told apart in one model, at most."""
+_MAX_LAYER_KINDS = 6
+"""Maximum number of distinguished kinds of layers in one model."""
 _ON_CPU = ("eager", "sdpa")
 
 
 def twin_config(config: Any, *, all_layers: bool = False) -> Any:
-    """Return a copy of `config` with its sizes cut; each kind of layer occurs in it.
+    """Return a copy of `config` with reduced sizes that includes each kind of layer.
 
     Args:
-        config: native, of any model.
-        all_layers: keep as many layers as there are.
+        config: the native config of any model.
+        all_layers: keep the number of layers.
 
     Example:
         >>> from transformers import Qwen2Config
@@ -47,8 +47,8 @@ def twin_config(config: Any, *, all_layers: bool = False) -> Any:
         (64, ['full_attention', 'sliding_attention'], 10000.0)
     """
     twin = copy.deepcopy(config)
-    for part in _parts(twin):
-        _cut(part, all_layers or getattr(part, "is_heterogeneous", False))
+    for nested in _nested_configs(twin):
+        _cut(nested, all_layers or getattr(nested, "is_heterogeneous", False))
     if getattr(twin, IMPLEMENTATION, None) not in (None, *_ON_CPU):
         setattr(twin, IMPLEMENTATION, "sdpa")
     for name in ("quantization_config", "auto_map"):
@@ -56,16 +56,16 @@ def twin_config(config: Any, *, all_layers: bool = False) -> Any:
     return twin
 
 
-def _parts(config: Any) -> list[Any]:
-    """Return `config` and the configs inside it, the innermost first."""
+def _nested_configs(config: Any) -> list[Any]:
+    """Return `config` and its nested configs, innermost first."""
     inner = [value for value in vars(config).values() if dataclasses.is_dataclass(value) and hasattr(value, "to_dict")]
-    return [part for value in inner for part in _parts(value)] + [config]
+    return [nested for value in inner for nested in _nested_configs(value)] + [config]
 
 
 def _cut(config: Any, all_layers: bool) -> None:
     values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    own = OWN.get(getattr(config, "model_type", ""), {})
-    sizes = {name: value for name, value in (SMALL | _whole_numbers(own)).items() if _is_size(values.get(name))}
+    overrides = OWN.get(getattr(config, "model_type", ""), {})
+    sizes = {name: value for name, value in (SMALL | _whole_numbers(overrides)).items() if _is_size(values.get(name))}
     small = {name: value for name, value in sizes.items() if name not in (*_LENGTHS, *_DEPTHS)}
     hidden, heads = _first(values, "hidden_size", config), _first(values, "num_attention_heads", config)
     small |= {name: 64 if values[name] == hidden else 32 for name in _WIDTHS if _is_size(values.get(name))}
@@ -77,7 +77,11 @@ def _cut(config: Any, all_layers: bool) -> None:
     small |= {name: _cut_ids(value) for name, value in values.items() if name.endswith(("token_id", "token_ids"))}
     if not all_layers:
         small |= _cut_layers(config, values)
-    small |= {name: [min(8, item) for item in held] for name in _WINDOWS if (held := _sizes_at(name, small, values))}
+    small |= {
+        name: [min(8, item) for item in sizes_of_name]
+        for name in _WINDOWS
+        if (sizes_of_name := _sizes_at(name, small, values))
+    }
     if hidden and values.get("cross_attention_hidden_size"):
         small["cross_attention_hidden_size"] = 64
     rope = values.get("rope_parameters")
@@ -89,9 +93,9 @@ def _cut(config: Any, all_layers: bool) -> None:
         setattr(config, name, value)
 
 
-def _whole_numbers(own: dict[str, Any]) -> dict[str, Any]:
-    """Return what a model type needs besides that is a size: a whole number, or a list of them."""
-    return {name: value for name, value in own.items() if _is_size(value) or _are_sizes(value)}
+def _whole_numbers(overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the overrides of a model type that are sizes: whole numbers, or lists of them."""
+    return {name: value for name, value in overrides.items() if _is_size(value) or _are_sizes(value)}
 
 
 def _is_size(value: Any) -> bool:
@@ -103,12 +107,12 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _first(values: dict[str, Any], name: str, config: Any) -> int:
-    found = values.get(name, getattr(config, name, None))
-    return found if isinstance(found, int) else 0
+    value = values.get(name, getattr(config, name, None))
+    return value if isinstance(value, int) else 0
 
 
 def _key_heads(number: int, heads: int, small: int | None) -> int:
-    """Return how many heads of keys the twin has, whose queries have 4: all, one, or some, as before."""
+    """Return the number of key heads of the twin with 4 query heads: all, one, or some, as in the original."""
     return 4 if number == heads else 1 if number == 1 else small or 2
 
 
@@ -119,91 +123,91 @@ def _cut_ids(value: Any) -> Any:
 
 
 def _sizes_at(name: str, small: dict[str, Any], values: dict[str, Any]) -> list[int]:
-    held = small.get(name, values.get(name))
-    return held if isinstance(held, list) and _are_sizes(held) else []
+    sizes = small.get(name, values.get(name))
+    return sizes if isinstance(sizes, list) and _are_sizes(sizes) else []
 
 
 def _head_widths(values: dict[str, Any], small: dict[str, Any]) -> dict[str, int]:
-    """Return the widths of heads that are the sum of others, or the same as one, as in latent attention."""
+    """Return head widths that are the sum of others, or equal to one, as in latent attention."""
     rope, rest = "qk_rope_head_dim", "qk_nope_head_dim"
     if not (rope in small and rest in small):
         return {}
     whole, tiny = values[rope] + values[rest], small[rope] + small[rest]
-    found = {name: tiny for name in ("head_dim", "qk_head_dim") if values.get(name) == whole}
-    return found | {name: small[rope] for name in ("head_dim",) if values.get(name) == values[rope]}
+    widths = {name: tiny for name in ("head_dim", "qk_head_dim") if values.get(name) == whole}
+    return widths | {name: small[rope] for name in ("head_dim",) if values.get(name) == values[rope]}
 
 
 def _cut_layers(config: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the depths, and what is listed by layer, of as few layers as have each kind among them."""
+    """Return the depths, and the per-layer lists, of the fewest layers that include each kind."""
     depth = _first(values, "num_hidden_layers", config)
     listed = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == depth > 1}
-    kinds: dict[Any, int] = {}
-    for place, kind in enumerate(zip(*listed.values(), strict=True)):
-        kinds.setdefault(repr(kind), place)
-    places = list(kinds.values())[:_MOST_KINDS] or [0]
+    first_layers: dict[Any, int] = {}
+    for index, layer in enumerate(zip(*listed.values(), strict=True)):
+        first_layers.setdefault(repr(layer), index)
+    indices = list(first_layers.values())[:_MAX_LAYER_KINDS] or [0]
     sharing = _first(
         values, "num_kv_shared_layers", config
     )  # the last ones take the keys of earlier ones of their kind
-    if len(places) == 1 or sharing:
-        places *= 2
-    found: dict[str, Any] = {name: [value[place] for place in places] for name, value in listed.items()}
+    if len(indices) == 1 or sharing:
+        indices *= 2
+    cut: dict[str, Any] = {name: [value[index] for index in indices] for name, value in listed.items()}
     if sharing:
-        found["num_kv_shared_layers"] = len(places) // 2
+        cut["num_kv_shared_layers"] = len(indices) // 2
     for name in _DEPTHS:
         if _is_size(values.get(name)):
-            found[name] = len(places) if values[name] == depth else min(2, values[name])
-    return found
+            cut[name] = len(indices) if values[name] == depth else min(2, values[name])
+    return cut
 
 
 def _cut_rope(rope: dict[str, Any], ratio: float) -> dict[str, Any]:
-    """Return rope parameters, of one type of layers or of each, for heads of `ratio` times the width."""
-    found: dict[str, Any] = {}
+    """Return rope parameters, of one or of several layer types, for heads of `ratio` times the width."""
+    cut: dict[str, Any] = {}
     for name, value in rope.items():
         if isinstance(value, dict):
-            found[name] = _cut_rope(value, ratio)
+            cut[name] = _cut_rope(value, ratio)
         elif name == "mrope_section":
-            found[name] = _shares(value, max(1, round(sum(value) * ratio)))
+            cut[name] = _shares(value, max(1, round(sum(value) * ratio)))
         elif isinstance(value, list | tuple) and len(value) > 1:
-            found[name] = every_nth(value, max(1, round(len(value) * ratio)))
+            cut[name] = every_nth(value, max(1, round(len(value) * ratio)))
         else:
-            found[name] = value
-    return found
+            cut[name] = value
+    return cut
 
 
 def every_nth(values: Sequence[Any], number: int) -> list[Any]:
-    """Return `number` of `values`, spread evenly.
+    """Return `number` evenly spaced `values`.
 
     Example:
         >>> every_nth("abcdefgh", 3)
         ['a', 'c', 'f']
     """
-    return [values[place * len(values) // number] for place in range(number)]
+    return [values[index * len(values) // number] for index in range(number)]
 
 
-def _shares(parts: Sequence[int], total: int) -> list[int]:
-    """Return whole numbers in the proportion of `parts`, of the sum `total`."""
-    ends = [round(total * sum(parts[: place + 1]) / sum(parts)) for place in range(len(parts))]
+def _shares(weights: Sequence[int], total: int) -> list[int]:
+    """Return whole numbers in proportion to `weights` with sum `total`."""
+    ends = [round(total * sum(weights[: index + 1]) / sum(weights)) for index in range(len(weights))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def isolated() -> ExitStack:
-    """Return contexts in which a twin is built and run as if nothing were around it: device, gradients, autocast."""
+    """Return contexts that isolate a twin from the surrounding device, gradient mode and autocast."""
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.enable_grad())
     stack.enter_context(torch.autocast("cpu", enabled=False))
-    if torch.empty(0).device.type != "cpu":  # asked first: the context slows each call
+    if torch.empty(0).device.type != "cpu":  # checked first, because the context slows each call
         stack.enter_context(torch.device("cpu"))
     return stack
 
 
 def build_twin(build: Callable[[], Any], seed: int = 0) -> Any:
-    """Return the model that `build` makes, on the CPU, in float32, with random weights of a size that lets all show.
+    """Return the model of `build` on the CPU in float32, with random weights large enough for every effect to show.
 
-    The caller's random numbers, and those of other threads, stay what they were.
+    The random state of the caller and of other threads is not changed.
 
     Args:
-        build: makes it.
+        build: creates the model.
         seed: of the weights.
     """
     with PrivateRandomness(seed):
@@ -214,7 +218,7 @@ def build_twin(build: Callable[[], Any], seed: int = 0) -> Any:
 
 @torch.no_grad()
 def randomise(module: nn.Module) -> None:
-    """Give every weight of `module` that can be trained a random value, also where nothing has filled it yet."""
+    """Set every trainable weight of `module` to random values, even if it is uninitialized."""
     for name, weight in ((name, weight) for name, weight in module.named_parameters() if weight.requires_grad):
         noise = torch.randn(weight.shape)
         if weight.ndim > 1:
@@ -226,7 +230,7 @@ def randomise(module: nn.Module) -> None:
 
 @torch.no_grad()
 def fill_zeros(module: nn.Module, names: Iterable[str], seed: int = 0) -> None:
-    """Give those of the weights called `names` that are all zero random values."""
+    """Set those weights in `names` that are all zero to random values."""
     generator, weights = torch.Generator().manual_seed(seed), dict(module.named_parameters())
     for name in names:
         if name in weights and not weights[name].any():

@@ -1,8 +1,7 @@
-"""What must hold of any model, swapped or not, whatever its weights: tried on a small one, on the CPU.
+"""Properties of any model, swapped or not, with any weights, checked on a small one on the CPU.
 
-Cached steps give what a full forward gives, a padded row what it gives alone, generate what a full forward gives, and
-every attention weight has a gradient. Two more are for a mechanism: it follows positions, and nothing else of them than
-it promises.
+Cached steps, padded rows and generate give the same outputs as a full forward, and every attention weight has a
+gradient. Two more checks are for a mechanism: it depends on positions, and only as far as it declares.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ _SHIFT, _SKIP = 7, 5
 
 @dataclass(frozen=True)
 class Expectations:
-    """What must hold of a model, and what it takes.
+    """The expected properties of a model.
 
     Attributes:
-        causal: whether its main stack sees its past alone.
+        causal: whether its main stack is causal.
         attention: paths of its attention modules.
         unused: names of weights that need no gradient.
         cached_equals_full: whether cached steps and a full forward agree.
         takes_ids: whether it obeys position ids that it is given.
         first_position: what they call the first position.
         relative: whether shifting all positions must change nothing.
-        sees_positions: whether it must tell positions apart.
+        sees_positions: whether its outputs must depend on positions.
     """
 
     causal: bool
@@ -66,29 +65,29 @@ class TwinChecks:
         self.names = {*forward_parameters(type(model))}
 
     def checks(self) -> dict[str, Callable[[], str | None]]:
-        """Return the checks by name; each returns what is wrong, or None, and may raise whatever the model raises."""
+        """Return the checks by name; each returns an error message or None, and may raise the model's errors."""
         if self.images:
             return {"a forward": self.finite, "a row alone": self.rows, "gradients": self.gradients}
         cached = (self.expected.causal or self.two_stacks) and self.expected.cached_equals_full
-        found: dict[str, Callable[[], str | None]] = {"a forward": self.finite}
+        checks: dict[str, Callable[[], str | None]] = {"a forward": self.finite}
         if cached:
-            found["cached steps"] = self.cached
-        found["padding"] = self.padded
+            checks["cached steps"] = self.cached
+        checks["padding"] = self.padded
         if cached and not self.two_stacks:
-            found["cached steps of a padded row"] = self.padded_steps
+            checks["cached steps of a padded row"] = self.padded_steps
         if cached and self.model.can_generate():
-            found["generate"] = self.generated
-        found["gradients"] = self.gradients
+            checks["generate"] = self.generated
+        checks["gradients"] = self.gradients
         if self.expected.sees_positions:
-            found["order of tokens"] = self.order
+            checks["order of tokens"] = self.order
         if self.expected.takes_ids and not self.two_stacks:
             if self.expected.relative:
-                found["shifted position ids"] = self.shifted
+                checks["shifted position ids"] = self.shifted
             if self.expected.sees_positions:
-                found["skipped position ids"] = self.skipped
+                checks["skipped position ids"] = self.skipped
             if cached:
-                found["cached steps at given position ids"] = self.cached_at_ids
-        return found
+                checks["cached steps at given position ids"] = self.cached_at_ids
+        return checks
 
     @functools.cached_property
     def inputs(self) -> dict[str, Tensor]:
@@ -107,7 +106,7 @@ class TwinChecks:
 
     @functools.cached_property
     def full(self) -> Tensor:
-        """What one forward of `inputs` gives."""
+        """The output of one forward of `inputs`."""
         return self._run(self.inputs)[0]
 
     def finite(self) -> str | None:
@@ -120,8 +119,8 @@ class TwinChecks:
     def cached(self) -> str | None:
         name = "decoder_input_ids" if self.two_stacks else "input_ids"
         length = self.inputs[name].shape[1]
-        found = self._steps(self.inputs, name, (length // 2, length // 2 + 1, length))
-        return compare(found, self.full, "cached steps and one full forward")
+        outputs = self._steps(self.inputs, name, (length // 2, length // 2 + 1, length))
+        return compare(outputs, self.full, "cached steps and one full forward")
 
     def padded(self) -> str | None:
         if "input_ids" not in self.inputs:
@@ -131,10 +130,10 @@ class TwinChecks:
         sides = ("left",) if self.expected.causal and not self.two_stacks else ("left", "right")
         for side in sides:
             batch = self._padded(side)
-            found = self._run(batch)[0][1:]
+            outputs = self._run(batch)[0][1:]
             if not self.two_stacks:
-                found = found[:, PADDING:] if side == "left" else found[:, :-PADDING]
-            problem = compare(found, expected, f"a row padded on the {side} and that row alone")
+                outputs = outputs[:, PADDING:] if side == "left" else outputs[:, :-PADDING]
+            problem = compare(outputs, expected, f"a row padded on the {side} and that row alone")
             if problem is not None:
                 return problem
         return None
@@ -159,9 +158,9 @@ class TwinChecks:
     def padded_steps(self) -> str | None:
         batch = self._padded("left")
         full = self._run(batch)[0]
-        found = self._steps(batch, "input_ids", (TOKENS // 2 + 1, TOKENS // 2 + 2, TOKENS))
+        outputs = self._steps(batch, "input_ids", (TOKENS // 2 + 1, TOKENS // 2 + 2, TOKENS))
         wanted = batch["attention_mask"].bool()
-        return compare(found[wanted], full[wanted], "cached steps of a padded batch and its full forward")
+        return compare(outputs[wanted], full[wanted], "cached steps of a padded batch and its full forward")
 
     def generated(self) -> str | None:
         from transformers import GenerationConfig
@@ -177,9 +176,9 @@ class TwinChecks:
             return_dict_in_generate=True,
             output_logits=True,
         )
-        asked = {name: value for name, value in given.items() if name != "position_ids"}
+        arguments = {name: value for name, value in given.items() if name != "position_ids"}
         with torch.no_grad():
-            out = self.model.generate(**asked)
+            out = self.model.generate(**arguments)
         steps = torch.stack(out.logits, dim=1)
         if self.two_stacks:
             full = self._run(given | {"decoder_input_ids": out.sequences[:, :-1]})[0]
@@ -201,8 +200,8 @@ class TwinChecks:
         if broken:
             return f"the gradient of {broken[0]} is not finite"
         inside = tuple(f"{path}." for path in self.expected.attention)
-        asked = [n for n in grads if n.startswith(inside) and weights[n].ndim > 1 and n not in self.expected.unused]
-        missing = [name for name in asked if (grad := grads[name]) is None or not grad.any()]
+        checked = [n for n in grads if n.startswith(inside) and weights[n].ndim > 1 and n not in self.expected.unused]
+        missing = [name for name in checked if (grad := grads[name]) is None or not grad.any()]
         return f"{missing[0]} has no gradient" if missing else None
 
     def order(self) -> str | None:
@@ -216,25 +215,25 @@ class TwinChecks:
         return None
 
     def shifted(self) -> str | None:
-        found = self._run(self.inputs | {"position_ids": self._ids_at(self.positions + _SHIFT)})[0]
-        return compare(found, self.full, f"position ids that are all {_SHIFT} larger and those that are not")
+        outputs = self._run(self.inputs | {"position_ids": self._ids_at(self.positions + _SHIFT)})[0]
+        return compare(outputs, self.full, f"position ids that are all {_SHIFT} larger and those that are not")
 
     def skipped(self) -> str | None:
-        found = self._run(self.inputs | {"position_ids": self._ids_at(self.skipping)})[0]
-        unmoved = compare(found, self.full, "") is None
+        outputs = self._run(self.inputs | {"position_ids": self._ids_at(self.skipping)})[0]
+        unmoved = compare(outputs, self.full, "") is None
         return f"position ids that skip {_SKIP} positions change nothing" if unmoved else None
 
     def cached_at_ids(self) -> str | None:
         given = self.inputs | {"position_ids": self._ids_at(self.skipping)}
         full = self._run(given)[0]
-        found = self._steps(given, "input_ids", (TOKENS // 2, TOKENS))
-        return compare(found, full, "cached steps and a full forward at the same position ids")
+        outputs = self._steps(given, "input_ids", (TOKENS // 2, TOKENS))
+        return compare(outputs, full, "cached steps and a full forward at the same position ids")
 
     @property
     def padding_id(self) -> int:
         """The id of the tokens that are no input."""
-        found = getattr(self.config.get_text_config(decoder=True), "pad_token_id", None)
-        return found if isinstance(found, int) and found >= 0 else 0
+        token_id = getattr(self.config.get_text_config(decoder=True), "pad_token_id", None)
+        return token_id if isinstance(token_id, int) and token_id >= 0 else 0
 
     @property
     def positions(self) -> Tensor:
@@ -253,7 +252,9 @@ class TwinChecks:
         return torch.randn(*shape, generator=self.generator)
 
     def _ids(self, *shape: int) -> Tensor:
-        sizes = (getattr(part, "vocab_size", None) for part in (self.config, self.config.get_text_config(decoder=True)))
+        sizes = (
+            getattr(config, "vocab_size", None) for config in (self.config, self.config.get_text_config(decoder=True))
+        )
         return torch.randint(5, min(size for size in sizes if size), shape, generator=self.generator)
 
     def _padded(self, side: str) -> dict[str, Tensor]:
@@ -286,41 +287,41 @@ class TwinChecks:
             if not self._is_by_token(out, length):
                 entry = self.model.base_model
                 out = entry(**given)
-        found = out["logits"] if self._is_by_token(out, length) and "logits" in out else out[0]
-        return found, cache_in(out)
+        output = out["logits"] if self._is_by_token(out, length) and "logits" in out else out[0]
+        return output, cache_in(out)
 
     def _is_by_token(self, out: Any, length: int | None) -> bool:
-        found = out.get("logits", out[0]) if hasattr(out, "get") else out[0]
-        return length is None or (isinstance(found, Tensor) and found.ndim == 3 and found.shape[1] == length)
+        output = out.get("logits", out[0]) if hasattr(out, "get") else out[0]
+        return length is None or (isinstance(output, Tensor) and output.ndim == 3 and output.shape[1] == length)
 
     def _steps(self, given: dict[str, Tensor], name: str, stops: Sequence[int]) -> Tensor:
-        """Return what forwards with a cache give that end at `stops` of what is called `name`."""
-        cache, found, start = None, [], 0
+        """Return the outputs of cached forwards that end at `stops` of the input `name`."""
+        cache, chunks, start = None, [], 0
         argument = cache_argument(self.model)
         for stop in stops:
-            piece: dict[str, Any] = given | {name: given[name][:, start:stop]}
+            chunk: dict[str, Any] = given | {name: given[name][:, start:stop]}
             if not self.two_stacks and "attention_mask" in given:
-                piece["attention_mask"] = given["attention_mask"][:, :stop]
+                chunk["attention_mask"] = given["attention_mask"][:, :stop]
             if "position_ids" in given:
-                piece["position_ids"] = given["position_ids"][:, start:stop]
-            out, cache = self._run(piece | {"use_cache": True, argument: cache})
+                chunk["position_ids"] = given["position_ids"][:, start:stop]
+            out, cache = self._run(chunk | {"use_cache": True, argument: cache})
             if cache is None:
                 raise TypeError(f"{type(self.model).__name__} returns no cache")
-            found.append(out)
+            chunks.append(out)
             start = stop
-        return torch.cat(found, dim=1)
+        return torch.cat(chunks, dim=1)
 
 
-def compare(found: Tensor, expected: Tensor, what: str) -> str | None:
-    """Return how two outputs differ that should be the same; None: they are, up to rounding.
+def compare(actual: Tensor, expected: Tensor, what: str) -> str | None:
+    """Return how two outputs differ that should be equal, or None if they are equal up to rounding.
 
     Args:
-        found: one.
-        expected: the other, by whose size rounding is judged.
+        actual: the output to check.
+        expected: the reference, whose magnitude scales the tolerance.
         what: names both, for the message.
     """
-    if found.shape != expected.shape:
-        return f"{what} have shapes {tuple(found.shape)} and {tuple(expected.shape)}"
-    apart = float((found - expected).abs().nan_to_num(nan=float("inf")).max())
+    if actual.shape != expected.shape:
+        return f"{what} have shapes {tuple(actual.shape)} and {tuple(expected.shape)}"
+    apart = float((actual - expected).abs().nan_to_num(nan=float("inf")).max())
     largest = max(1.0, float(expected.abs().max()))
     return None if apart <= CLOSE * largest else f"{what} differ by {apart:.2g}"

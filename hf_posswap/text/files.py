@@ -13,34 +13,34 @@ from hf_posswap.text.stdlib import Document
 from hf_posswap.utils.user_paths import expand_home
 
 _ABOUT = "readme"
-"""A folder's README tells of its documents, and is none."""
+"""A folder's README describes its documents, and is not one of them."""
 GIVE = "give text files, a folder of them, .jsonl or .parquet, or org/name of a data set on the Hub"
 
 
 def files_below(path: Path) -> list[Path]:
-    """Return `path` itself, or the files of documents in that folder and below, in the order of their names.
+    """Return `path` itself, or the document files in and below that folder, sorted by name.
 
-    A README in a folder (README.md, readme.txt, ...) is no document of it; given by itself it is one.
+    A README in a folder (README.md, readme.txt, ...) is skipped; given by itself it is a document.
 
     Raises:
         DataError: it does not exist.
     """
     path = expand_home(path)
     if path.is_dir():
-        kinds = (*TEXT_FILES, ".jsonl", ".parquet")
-        files = (found for found in path.rglob("*") if found.suffix in kinds and found.is_file())
-        return sorted(found for found in files if found.stem.lower() != _ABOUT)
+        suffixes = (*TEXT_FILES, ".jsonl", ".parquet")
+        files = (file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+        return sorted(file for file in files if file.stem.lower() != _ABOUT)
     if not path.is_file():
         raise DataError(f"{path} does not exist; {GIVE}.")
     return [path]
 
 
 def file_documents(path: Path, column: str) -> Iterator[Document]:
-    """Give the documents of one file: a text file is one, a file of rows has one a row.
+    """Yield the documents of one file: a text file is one document, a file of rows has one per row.
 
     Args:
-        path: of a .txt, .md, .rst, .py, .jsonl, .json (one object a line) or .parquet file.
-        column: that holds the text of a row.
+        path: a .txt, .md, .rst, .py, .jsonl, .json (one object per line) or .parquet file.
+        column: the text column of rows.
 
     Raises:
         DataError: it is empty, of an unknown kind or cannot be read, or a row has no text.
@@ -55,7 +55,7 @@ def file_documents(path: Path, column: str) -> Iterator[Document]:
 
 
 def row_documents(rows: Iterable[Any], name: str, column: str) -> Iterator[Document]:
-    """Give each of `rows`, strings or dicts with a column of text, as a document called `name` and its number.
+    """Yield each of `rows`, strings or dicts with a text column, as a document named `name` and its number.
 
     Raises:
         DataError: a row has no text.
@@ -67,8 +67,8 @@ def row_documents(rows: Iterable[Any], name: str, column: str) -> Iterator[Docum
     for number, row in enumerate(rows):
         text = row.get(column) if isinstance(row, dict) else row
         if not isinstance(text, str):
-            held = f"columns {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-            raise DataError(f"{name} {number} has no text under {column!r}, it has {held}: name the column of text.")
+            content = f"columns {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
+            raise DataError(f"{name} {number} has no text under {column!r}, it has {content}: name the column of text.")
         yield Document(f"{name} {number}", text)
 
 

@@ -1,4 +1,4 @@
-"""Documents from a data set on the Hub, row by row: no more of it is fetched than is taken."""
+"""Documents from a data set on the Hub, fetched row by row on demand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HubText:
 
     Attributes:
         name: "organisation/data set".
-        split: of it; None: the first that it has of those that are looked for.
+        split: the split; None: the first one found among the requested splits.
     """
 
     name: str
@@ -35,18 +35,18 @@ class HubText:
 
 
 def hub_text(path: str | Path) -> HubText | None:
-    """Return the data set that "org/name" or "org/name:split" names; None: it is a path.
+    """Return the data set named by "org/name" or "org/name:split", or None for a path.
 
-    What exists is a path, and so is what ends like a file of text.
+    An existing file or folder is a path, and so is a name with the suffix of a text file.
 
     Example:
         >>> hub_text("deepmind/pg19:test"), hub_text("books/emma.txt"), hub_text("./books")
         (HubText(name='deepmind/pg19', split='test'), None, None)
     """
-    found = _ID.fullmatch(str(path))
-    if found is None or Path(path).exists() or Path(path).suffix in (*TEXT_FILES, *ROW_FILES):
+    match = _ID.fullmatch(str(path))
+    if match is None or Path(path).exists() or Path(path).suffix in (*TEXT_FILES, *ROW_FILES):
         return None
-    return HubText(found["name"], found["split"])
+    return HubText(match["name"], match["split"])
 
 
 def require_datasets() -> None:
@@ -62,13 +62,13 @@ def require_datasets() -> None:
 def hub_documents(
     source: HubText, *, column: str, splits: tuple[str, ...], streaming: bool = True
 ) -> Iterator[Document]:
-    """Give the rows of a data set as documents, in its order.
+    """Yield the rows of a data set as documents, in order.
 
     Args:
-        source: which data set.
-        column: that holds the text.
-        splits: to look for, in this order, where `source` names none.
-        streaming: fetch row by row; otherwise the whole is downloaded first.
+        source: the data set.
+        column: the text column.
+        splits: splits to look for, in this order, if `source` names none.
+        streaming: fetch row by row; otherwise download the whole data set first.
 
     Raises:
         DataError: it cannot be reached or read, or has no such split or column.
@@ -98,8 +98,8 @@ def _rows(source: HubText, splits: tuple[str, ...], streaming: bool) -> Iterator
 
     if source.split is not None:
         return iter(load_dataset(source.name, split=source.split, streaming=streaming))
-    found: Any = load_dataset(source.name, streaming=streaming)
-    split = next((name for name in splits if name in found), None)
+    dataset: Any = load_dataset(source.name, streaming=streaming)
+    split = next((name for name in splits if name in dataset), None)
     if split is None:
-        raise DataError(f"the data set {source} has the splits {', '.join(found)}: name one, as {source}:SPLIT.")
-    return iter(found[split])
+        raise DataError(f"the data set {source} has the splits {', '.join(dataset)}: name one, as {source}:SPLIT.")
+    return iter(dataset[split])

@@ -1,6 +1,6 @@
-"""Text that every Python carries: the standard library's sources and the language's documentation.
+"""Text of every Python installation: the standard library's sources and the language's documentation.
 
-No download and no licence question: the text is read from the Python that runs, and stays there.
+It needs no download and raises no licence question: the text is read from the running Python.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Document:
     """One whole text.
 
     Attributes:
-        name: where it comes from, "stdlib/json/decoder.py" or "topics/lambda"; the split goes by it.
+        name: its origin, "stdlib/json/decoder.py" or "topics/lambda", which determines the split.
         text: all of it.
     """
 
@@ -32,11 +32,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in two parts that share none.
+    """Documents in two disjoint parts.
 
     Attributes:
-        train: to learn from, in a fixed order that is not the alphabet's.
-        held_out: to measure on, likewise.
+        train: training documents, in a fixed pseudo-random order.
+        held_out: evaluation documents, in a fixed pseudo-random order.
     """
 
     train: tuple[Document, ...]
@@ -46,8 +46,8 @@ class Corpus:
     def digest(self) -> str:
         """SHA-256 of every name and text: two corpora with the same digest are the same."""
         total = hashlib.sha256()
-        for part in (self.train, self.held_out):
-            for document in part:
+        for documents in (self.train, self.held_out):
+            for document in documents:
                 total.update(f"{document.name}\0{document.text}\0".encode())
             total.update(b"\1")
         return total.hexdigest()
@@ -56,11 +56,11 @@ class Corpus:
 def python_corpus(stdlib: Path | None = None, *, held_out: float = 0.1) -> Corpus:
     """Return the running Python's own sources and documentation topics, split into two parts.
 
-    Tests, tables of encodings and installed packages are left out; the same text under two names counts once.
+    Tests, encoding tables and installed packages are skipped; duplicate texts count once.
 
     Args:
-        stdlib: where the standard library's sources lie; None: of the Python that runs.
-        held_out: the share of documents to keep for measuring, between 0 and 1.
+        stdlib: folder of the standard library's sources; None: that of the running Python.
+        held_out: share of documents to hold out, between 0 and 1.
 
     Raises:
         DataError: there is too little text: this Python was installed without its sources.
@@ -82,46 +82,48 @@ def python_corpus(stdlib: Path | None = None, *, held_out: float = 0.1) -> Corpu
 
 
 def split(documents: Iterable[Document], held_out: float) -> Corpus:
-    """Split `documents` by the hash of their names, so that one more document moves no other.
+    """Split `documents` by the hash of their names, so that adding a document moves no other.
 
     Args:
-        documents: in any order; of equal texts the first by name stays.
+        documents: documents in any order; of equal texts the first by name is kept.
         held_out: the share to hold out, between 0 and 1.
 
     Raises:
-        DataError: the share is no share, or one of the parts would be empty.
+        DataError: the share is invalid, or one of the parts would be empty.
     """
     if not 0 < held_out < 1:
         raise DataError(f"held_out is a share between 0 and 1, got {held_out}.")
     unique = {document.text: document for document in sorted(documents, key=lambda d: d.name, reverse=True)}
-    placed = sorted((_place(document.name), document.name, document) for document in unique.values())
+    positioned = sorted((_hash_position(document.name), document.name, document) for document in unique.values())
     corpus = Corpus(
-        train=tuple(document for place, _, document in placed if place >= held_out),
-        held_out=tuple(document for place, _, document in placed if place < held_out),
+        train=tuple(document for position, _, document in positioned if position >= held_out),
+        held_out=tuple(document for position, _, document in positioned if position < held_out),
     )
     if not corpus.train or not corpus.held_out:
-        raise DataError(f"{len(placed)} documents are too few to hold out a share of {held_out}: one part is empty.")
+        raise DataError(
+            f"{len(positioned)} documents are too few to hold out a share of {held_out}: one part is empty."
+        )
     return corpus
 
 
-def _place(name: str) -> float:
-    """Return a number in [0, 1) that depends on `name` alone."""
+def _hash_position(name: str) -> float:
+    """Return a number in [0, 1) that depends only on `name`."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big") / 2**56
 
 
 def _sources(root: Path) -> list[Document]:
-    found = []
+    documents = []
     for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if _SKIPPED.isdisjoint(parts) and not parts[0].startswith("config-"):
+        components = path.relative_to(root).parts
+        if _SKIPPED.isdisjoint(components) and not components[0].startswith("config-"):
             text = _read(path)
             if text:
-                found.append(Document("/".join(("stdlib", *parts)), text))
-    return found
+                documents.append(Document("/".join(("stdlib", *components)), text))
+    return documents
 
 
 def _read(path: Path) -> str:
-    """Return the text of `path`; "" for what is no UTF-8 or may not be read: the corpus does without it."""
+    """Return the text of `path`, or "" if it is not UTF-8 or not readable."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -1,6 +1,6 @@
-"""From a tokenizer and documents to arrays of token ids: a stream to learn from, the first of each to measure on.
+"""Tokenization of documents: a stream for training, the first tokens of each for evaluation.
 
-Every document begins with the tokenizer's begin-of-text token where it has one.
+Every document begins with the tokenizer's begin-of-text token, if it has one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_posswap.utils.format import said_by
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_CHARACTERS_A_TOKEN = 32  # so that of a book only the beginning is tokenized where only that is asked for
+_CHARACTERS_PER_TOKEN = 32  # only the beginning of a long text is tokenized
 
 
 def load_tokenizer(
@@ -29,21 +29,21 @@ def load_tokenizer(
 
     Args:
         source: the folder or Hub id.
-        instead: what to do where there is none, for the message.
-        trust_remote_code: run code that it brings, where the tokenizer is code.
+        instead: advice for the error message if there is no tokenizer.
+        trust_remote_code: run the tokenizer's own code, if it has any.
         hub: revision, token, ... for a Hub id, and what else AutoTokenizer takes.
 
     Raises:
-        DataError: there is none that can be read.
-        RemoteCodeError: it is code, which was not asked for.
+        DataError: there is no readable tokenizer.
+        RemoteCodeError: it needs code without `trust_remote_code`.
     """
     try:
         tokenizer = auto_tokenizer(source, trust_remote_code=trust_remote_code, **hub)
     except PosswapError:
         raise
     except Exception as error:  # a tokenizer's own code may raise anything
-        said = said_by(error).rstrip(".")
-        raise DataError(f"{str(source)!r} has no tokenizer that can be read ({said}): {instead}.") from error
+        reason = said_by(error).rstrip(".")
+        raise DataError(f"{str(source)!r} has no tokenizer that can be read ({reason}): {instead}.") from error
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:  # made up where its files are missing
         raise DataError(f"{str(source)!r} has no tokenizer that can be read (it has no vocabulary): {instead}.")
     return tokenizer
@@ -67,28 +67,28 @@ def token_stream(
         >>> token_stream([Document("a", "hi"), Document("b", "!")], byte_tokenizer()).tolist()
         [256, 104, 105, 256, 33]
     """
-    parts: list[np.ndarray] = []
+    chunks: list[np.ndarray] = []
     count = 0
     for document in documents:
         if limit is not None and count >= limit:
             break
-        parts.append(_encode(document.text, tokenizer))
-        count += len(parts[-1])
+        chunks.append(_encode(document.text, tokenizer))
+        count += len(chunks[-1])
     if count == 0:
         raise DataError(f"{len(documents)} documents gave no token: give text.")
-    return np.concatenate(parts)
+    return np.concatenate(chunks)
 
 
 def split_by_length(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int
 ) -> tuple[list[tuple[str, np.ndarray]], list[tuple[str, np.ndarray]]]:
-    """Return names and first `length` tokens of the first `limit` documents that have as many, and of the shorter ones.
+    """Return names and first `length` tokens of up to `limit` documents of that length, and of shorter ones.
 
     Args:
-        documents: in the order to take them; those after the last that is taken are not read.
+        documents: in order of use; documents after the last used one are not read.
         tokenizer: of the model.
         length: tokens of each.
-        limit: most long documents to take.
+        limit: maximum number of long documents.
 
     Example:
         >>> from hf_posswap.training.tokenizer import byte_tokenizer
@@ -101,7 +101,7 @@ def split_by_length(
     for document in documents:
         if len(long) == limit:
             break
-        ids = _encode(document.text[: length * _CHARACTERS_A_TOKEN], tokenizer)
+        ids = _encode(document.text[: length * _CHARACTERS_PER_TOKEN], tokenizer)
         (long if len(ids) >= length else short).append((document.name, ids[:length]))
     return long, short
 
@@ -110,7 +110,7 @@ def check_token_ids(model: PreTrainedModel, tokens: np.ndarray) -> None:
     """Check that `model` has an embedding for each of `tokens`, an array of any shape.
 
     Raises:
-        DataError: it has not: the tokenizer is another model's.
+        DataError: an id has no embedding, so the tokenizer belongs to another model.
     """
     embeddings: Any = model.get_input_embeddings()
     rows, low, high = embeddings.weight.shape[0], int(tokens.min()), int(tokens.max())

@@ -29,7 +29,7 @@ LENGTH = "max_length must be a whole number of tokens >= 1, got 0."
         (["eval", ABSENT, "--text", "absent.txt"], "absent.txt does not exist"),
         (["compare", ABSENT, "+rope", "--max-length", "0"], LENGTH),
         (["compare", ABSENT, "+rope", "--out", "TEXT"], "it is a file. Choose another."),
-        (["compare", ABSENT, "+rope", "--against", "x"], "unknown model to hold the others against 'x'"),
+        (["compare", ABSENT, "+rope", "--against", "x"], "unknown baseline model 'x'"),
         (["compare", ABSENT, "+rope", "--metrics", "ppl"], "unknown metric 'ppl'"),
         (["lm-eval", ABSENT, "--tasks", "none.yaml"], "no such file of a task: none.yaml"),
         (["lm-eval", ABSENT, "rope", "--tasks", "none.yaml", "--max-length", "0"], LENGTH),

@@ -75,7 +75,7 @@ def test_ctrl_c_ends_with_130_and_says_how_to_go_on(small: Path, tmp_path: Path)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130
-    assert "the same command goes on from here" in " ".join(out.split())
+    assert "the same command resumes from here" in " ".join(out.split())
     assert "Traceback" not in err
 
 

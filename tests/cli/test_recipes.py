@@ -69,7 +69,7 @@ def test_a_copy_says_where_it_is_and_runs(tmp_path: Path, monkeypatch: pytest.Mo
         (("yran",), "unknown recipe 'yran'. Did you mean 'yarn'?"),
         (("yran", "--copy"), "unknown recipe 'yran'. Did you mean 'yarn'?"),
         (("--copy",), "--copy: name the recipe to copy"),
-        (("yarn", "here.yaml"), "here.yaml says where to copy to: give --copy too."),
+        (("yarn", "here.yaml"), "here.yaml is a destination for --copy: give --copy too."),
     ],
 )
 def test_a_wrong_command_line_is_refused(arguments: tuple[str, ...], expected: str) -> None:

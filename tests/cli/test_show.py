@@ -114,12 +114,12 @@ def test_a_swapped_model_is_refused(tmp_path: Path, gpt2: Path) -> None:
     [
         (("yran",), "Did you mean 'yarn'"),
         (("rope", "--picture", "wave"), "unknown picture 'wave'. Did you mean 'waves'"),
-        (("alibi", "--picture", "turning"), "nothing to see in the picture 'turning'"),
-        (("rope", "--dim", "7"), "dim is even"),
+        (("alibi", "--picture", "turning"), "the picture 'turning' does not apply"),
+        (("rope", "--dim", "7"), "dim must be even"),
         (("rope", "--factor", "0"), "factor is a number of at least 1"),
         ((), "give at least one scheme to draw"),
-        (("rope", "--picture", "attention"), "name it by --model"),
-        (("rope", "--layers"), "--layers: of the picture of attention alone"),
+        (("rope", "--picture", "attention"), "give --model"),
+        (("rope", "--layers"), "--layers: only for the attention picture"),
     ],
 )
 def test_a_wrong_command_line_is_refused(tmp_path: Path, arguments: tuple[str, ...], expected: str) -> None:

@@ -32,7 +32,7 @@ def test_every_key_is_listed_with_its_meaning() -> None:
     assert done.exit_code == 0, done.output
     for key in keys_of(Recipe):
         assert (f"{key.name}=" if key.name != "training" else "training.* ") in done.stdout
-    assert re.search(r"training.max_steps=1000 +a default of ours; transformers has -1", done.stdout)
+    assert re.search(r"training.max_steps=1000 +a default of hf_posswap; transformers has -1", done.stdout)
     assert re.search(r"training.output_dir +fixed: the recipe's `out` says the folder", done.stdout)
     assert "transformers.TrainingArguments" in done.stdout
 

@@ -69,7 +69,7 @@ def test_a_trained_copy_stands_beside(tmp_path: Path) -> None:
     ("how", "error", "message"),
     [
         ({"lengths": (1,)}, OptionError, "lengths are whole numbers of at least 2"),
-        ({"lengths": (64,)}, PositionRangeError, "base at 32 end there"),
+        ({"lengths": (64,)}, PositionRangeError, "Limits: base at 32"),
         ({"factor": 0.5}, OptionError, "factor is a number of at least 1"),
         ({"factor": float("nan")}, OptionError, "got nan"),
         ({"limit": 0}, OptionError, "at least 1"),

@@ -210,7 +210,7 @@ def test_few_documents_give_no_verdict() -> None:
     swapped = run.results["models"]["GPT2LMHeadModel+rope"]
     assert swapped["short_reg"]["loss"]["verdict"] == "no verdict"
     assert run.results["comparisons"]["GPT2LMHeadModel+rope"]["lengths"][0]["p"] is None
-    assert "Only 4 documents: no verdict is given under 8" in str(run)
+    assert "Only 4 documents: with fewer than 8 there is no verdict" in str(run)
     assert "no effective length:" in str(run)
     assert "GPT2LMHeadModel+rope: No verdict on far context: 128 tokens beyond the window change" in str(run)
     assert "too few documents for a verdict" in str(run)  # against the sliding window
@@ -242,10 +242,10 @@ def test_a_shell_shares_weights_and_is_patched_alone() -> None:
 @pytest.mark.parametrize(
     ("candidates", "more", "error", "message"),
     [
-        ([], {}, DataError, r"models with names of their own, got \[\]"),
+        ([], {}, DataError, r"models with unique names, got \[\]"),
         ([gpt2, gpt2], {}, DataError, r"got \['GPT2LMHeadModel', 'GPT2LMHeadModel'\]: set Candidate\(name"),
-        ([gpt2], {"tokenizer": None}, DataError, "a model object brings no tokenizer: give tokenizer="),
-        ([gpt2], {"settings": EvalSettings(lengths=(64, 512))}, PositionRangeError, r"no model runs \[512\] tokens"),
+        ([gpt2], {"tokenizer": None}, DataError, "a model object has no tokenizer: give tokenizer="),
+        ([gpt2], {"settings": EvalSettings(lengths=(64, 512))}, PositionRangeError, r"no model can run \[512\] tokens"),
         ([gpt2], {"documents": []}, DataError, "0 texts: there is no document to measure on"),
         ([gpt2], {"documents": ["short"] * 9}, DataError, "0 of 9 held-out documents have 128 tokens"),
         (

@@ -39,7 +39,7 @@ def test_masked_tokens_and_retrieval_by_length() -> None:
     own = np.stack([masked_losses(model, TOKENIZER, row, mask_groups(62)) for row in ids])
     assert native["mlm_pos"]["lengths"][0]["perplexity"] == pytest.approx(math.exp(own.mean()), rel=1e-5)
     assert native["pseudo_ppl"][0]["tokens"] == 9 * 62
-    assert "sees both sides of a token: this metric is for causal models" in rope["not_measured"]["ppl_prefix"]
+    assert "is bidirectional: this metric is for causal models" in rope["not_measured"]["ppl_prefix"]
     assert "cost" in rope["not_measured"]
     assert "| ■ BertForMaskedLM+rope | " in str(run)
 

@@ -59,7 +59,7 @@ def test_enough_long_documents_are_measured_alone_and_the_others_counted() -> No
 
 def test_too_little_text_is_refused_with_both_counts() -> None:
     with pytest.raises(
-        DataError, match=r"0 of 2 held-out .* have 50 tokens, at least 2 .* joined the others give 0: giv"
+        DataError, match=r"0 of 2 held-out .* have 50 tokens, at least 2 .* joining the others gives 0: giv"
     ):
         read_documents(SHORT[:2], TOKENIZER, length=50, limit=9)
 

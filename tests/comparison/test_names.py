@@ -76,7 +76,7 @@ def test_names_are_given_before_an_equals_sign(tmp_path: Path, monkeypatch: pyte
         (["x="], None, OptionError, "'x=': expected NAME=MODEL"),
         (["a/run/model+"], None, OptionError, "expected a scheme after"),
         (["x=/nowhere/at/all"], None, CheckpointError, "'/nowhere/at/all' does not exist"),
-        (["a/run/model", "+rope"], "rpe", UnknownNameError, "unknown model to hold the others against 'rpe'"),
+        (["a/run/model", "+rope"], "rpe", UnknownNameError, "unknown baseline model 'rpe'"),
     ],
 )
 def test_what_is_wrong_with_names_is_said(
@@ -121,5 +121,5 @@ def test_the_control_is_what_the_others_are_held_against_unless_another_is_asked
         assert list(results["models"]) == ["base", "control", "rope"]  # the order is the user's
         assert set(results["comparisons"]) == others
         assert {name for name, model in results["models"].items() if "short_reg" in model} == others
-    with pytest.raises(UnknownNameError, match="unknown model to hold the others against 'alibi'"):
+    with pytest.raises(UnknownNameError, match="unknown baseline model 'alibi'"):
         compare(candidates, against="alibi")

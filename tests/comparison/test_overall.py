@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hf_posswap.comparison import Candidate, EvalSettings, compare, overall
-from hf_posswap.comparison.overall import Load, Overall, Speed
+from hf_posswap.comparison.overall import ProgressEstimator, SpeedModel, UnitCost
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.utils.progress import Reporter
 from tests.comparison.test_names import TEXTS, gpt2
@@ -23,7 +23,7 @@ def quiet() -> Reporter:
     return Reporter(Console(file=io.StringIO(), width=200))
 
 
-def real_seconds(load: Load) -> float:
+def real_seconds(load: UnitCost) -> float:
     """Return what a unit takes on a machine where a forward costs a time of its own, and one mechanism is slow."""
     return (2e-9 * load.operations + 0.003 * load.forwards) * (3.0 if load.model == "slow" else 1.0)
 
@@ -32,13 +32,13 @@ def test_the_time_left_is_that_of_the_units_to_come() -> None:
     random.seed(0)
     kinds = [(1e6, 1), (64e6, 1), (9e6, 7), (512e6, 1)]
     loads = {
-        f"{model} {kind} {number}": Load(model, *kinds[kind], 8)
+        f"{model} {kind} {number}": UnitCost(model, *kinds[kind], 8)
         for model in ("fast", "slow")
         for kind in range(len(kinds))
         for number in range(10)
     }
     order = random.sample(sorted(loads), len(loads))
-    progress = Overall(quiet())
+    progress = ProgressEstimator(quiet())
     progress.plan(loads)
     naive = []
     for done, key in enumerate(order, 1):
@@ -53,24 +53,24 @@ def test_the_time_left_is_that_of_the_units_to_come() -> None:
 
 
 def test_units_that_are_dropped_leave_the_plan_and_those_done_stay_counted() -> None:
-    loads = {str(number): Load("a", 1e6, 1, 8) for number in range(10)}
-    progress = Overall(quiet())
+    loads = {str(number): UnitCost("a", 1e6, 1, 8) for number in range(10)}
+    progress = ProgressEstimator(quiet())
     progress.plan(loads)
     progress.finish("0", loads["0"], 1.0)
-    assert progress.said_now(None) == "unit 1 of 10, 8 tokens/s, 0:09 left"
+    assert progress.status_text(None) == "unit 1 of 10, 8 tokens/s, 0:09 left"
     progress.plan({key: load for key, load in loads.items() if int(key) < 5})
-    assert progress.said_now(2.5) == "unit 1 of 5, 8 tokens/s, loss 2.500, 0:04 left"
-    shared = Overall(quiet(), share=2)
+    assert progress.status_text(2.5) == "unit 1 of 5, 8 tokens/s, loss 2.500, 0:04 left"
+    shared = ProgressEstimator(quiet(), share=2)
     shared.plan(loads)
     assert shared.total == 10
 
 
 def test_no_rate_is_ever_below_zero() -> None:
-    speed = Speed()
+    speed = SpeedModel()
     for operations, forwards, seconds in ((1e6, 9, 0.001), (9e6, 1, 1.0), (5e6, 5, 0.2)):
-        speed.learn(Load("a", operations, forwards, 8), seconds)
-    assert speed.seconds([Load("a", 1e6, 100, 8)]) >= 0
-    assert Speed().seconds([Load("a", 1.0, 1, 1)]) == 0.0
+        speed.learn(UnitCost("a", operations, forwards, 8), seconds)
+    assert speed.seconds([UnitCost("a", 1e6, 100, 8)]) >= 0
+    assert SpeedModel().seconds([UnitCost("a", 1.0, 1, 1)]) == 0.0
 
 
 @pytest.mark.parametrize("metrics", [None, ("ppl_prefix", "nll_pos", "ppl_compat", "ruler_lite", "cost")])

@@ -103,13 +103,13 @@ def test_the_summary_says_who_is_below_and_above_it(found: dict[str, Any]) -> No
     for name in ("rope", "nope"):
         row = results["models"][name]["against_sliding"][-1]
         sure = row["p_holm"] <= 0.05
-        word = ("Below" if row["difference"] < 0 else "Above") if sure else "Neither below nor above"
+        word = ("Better than" if row["difference"] < 0 else "Worse than") if sure else "No significant difference from"
         assert f"{word} the sliding window of control at 96 tokens" in said[name]
-        assert f"{abs(row['difference']):.3f} nats a token" in said[name]
+        assert f"{abs(row['difference']):.3f} nats" in said[name]
         assert said[name].rpartition(word)[2][:60] in page
     flipped = {**results["models"]["rope"]["against_sliding"][-1], "difference": -0.5, "p_holm": 0.01}
     other = {**results, "models": {"rope": results["models"]["rope"] | {"against_sliding": [flipped]}}}
-    assert "Below the sliding window of control at 96 tokens: 0.500 nats a token less" in markdown(other)
+    assert "Better than the sliding window of control at 96 tokens by 0.500 nats" in markdown(other)
 
 
 def test_there_is_none_within_the_window_or_without_perplexities() -> None:

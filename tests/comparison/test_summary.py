@@ -68,12 +68,12 @@ def test_the_base_too_is_told_to_gain_or_suffer_from_far_context() -> None:
         losses.append(-scores.gather(-1, ids[:, -16:, None]).mean().item())
     assert (far["context"], far["further"], far["tail"]) == (112, 96, 16)
     assert far["gain"] == pytest.approx(losses[0] - losses[1], abs=1e-4)
-    wanted = {"helps": "Far context helps: ", "harms": "Far context harms: ", "undecided": "Far context neither"}
+    wanted = {"helps": "Far context helps: ", "harms": "Far context harms: ", "undecided": "Far context has no"}
     for name, found in results["models"].items():
         said = wanted[found["far_context"]["verdict"]]
         line = next(line for line in markdown(results).splitlines() if line.startswith(f"- {name}: "))
         assert said in line
-        assert f"{abs(found['far_context']['gain']):.3f} nats a token" in line
+        assert f"{abs(found['far_context']['gain']):.3f} nats per token" in line
         assert said in render_html(results).split(f"</svg>{name}<")[1].split("</article>")[0]
 
 

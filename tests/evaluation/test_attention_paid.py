@@ -170,5 +170,5 @@ def test_what_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UnsupportedModelError, match="ViTModel reads pixel_values"):
         attention_by_distance(vit, TEXTS)
     monkeypatch.setattr(module, "available_bytes", lambda device: 1000)
-    with pytest.raises(NotEnoughMemoryError, match="cannot read a text in pieces: give shorter texts"):
+    with pytest.raises(NotEnoughMemoryError, match="cannot read a text in chunks: give shorter texts"):
         attention_by_distance(bert(), TEXTS, most_bytes=1)  # type: ignore[arg-type]

@@ -172,7 +172,7 @@ def test_key_spans_are_kept_with_their_evaluator_and_their_documents(tmp_path: P
     assert KeySpans.load(tmp_path / "keys.json") == spans
     other = copy.deepcopy(ids)
     other[1][3] = (other[1][3] + 1) % 50
-    with pytest.raises(DataError, match="evaluator 'tiny' are of 2 other documents"):
+    with pytest.raises(DataError, match="evaluator 'tiny' belong to 2 other documents"):
         spans.masks(other)
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(DataError, match=r"other.json holds no key spans of version 1"):
@@ -191,5 +191,5 @@ def test_edited_key_spans_are_refused(tmp_path: Path, spans: Any) -> None:
     KeySpans("tiny", 4, 2, 2.0, 2.0, ("0" * 16,), (((1, 2),),)).save(path)
     assert KeySpans.load(path).spans == (((1, 2),),)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"spans": spans}))
-    with pytest.raises(DataError, match="keys.json holds .*spans that .*make"):
+    with pytest.raises(DataError, match="keys.json holds .*spans.*find them again"):
         KeySpans.load(path)

@@ -32,7 +32,7 @@ def test_the_cache_is_layers_heads_dims_and_tokens(scheme: str | None, prefill: 
 
 def test_what_has_no_cost_is_refused() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=32, n_embd=16, n_layer=1, n_head=2)).eval()
-    with pytest.raises(DataError, match=r"one text \[1, L\] and 1 new token or more, got \(2, 9\), 8"):
+    with pytest.raises(DataError, match=r"one text \[1, L\], L >= 2, and at least 1 new token, got \(2, 9\), 8"):
         measure_cost(model, torch.zeros(2, 9, dtype=torch.long))
     assert costs_are_possible(model, 24)
     assert not costs_are_possible(model, 25)

@@ -79,7 +79,7 @@ def test_a_swapped_encoder_is_measured_beyond_its_table() -> None:
 def test_what_is_no_masked_model_is_refused() -> None:
     with pytest.raises(DataError, match="has no mask token"):
         masked_losses(bert(), byte_tokenizer(), TEXT, mask_groups(20))
-    with pytest.raises(DataError, match="BertModel gives no logits for each token: load it as a masked LM"):
+    with pytest.raises(DataError, match="BertModel returns no logits for each token: load it as a masked LM"):
         masked_losses(bert().bert, TOKENIZER, TEXT, mask_groups(20))
     with pytest.raises(DataError, match="at least 1 token and a share from 0 to below 1, got 0 and 0.15"):
         mask_groups(0)

@@ -120,7 +120,7 @@ def test_the_interval_is_the_normal_one_where_that_holds() -> None:
 
 @pytest.mark.parametrize(("sums", "counts"), [([], []), ([1.0], [0]), ([1.0, 2.0], [1])])
 def test_an_interval_of_nothing_is_refused(sums: list[float], counts: list[int]) -> None:
-    with pytest.raises(DataError, match="expected one sum and one positive count a document"):
+    with pytest.raises(DataError, match="expected one sum and one positive count per document"):
         ratio_interval(np.array(sums), np.array(counts))
 
 

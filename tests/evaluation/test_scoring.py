@@ -194,10 +194,10 @@ def test_a_table_that_ends_a_missing_head_and_a_bad_chunk_are_errors(gpt2: PreTr
     with pytest.raises(DataError, match="GPT2Model has no output head"):
         Scorer(GPT2Model(CONFIGS["gpt2"]))
     bert = BertForMaskedLM(BertConfig(**SHAPE, intermediate_size=64))
-    with pytest.raises(DataError, match="BertForMaskedLM sees both sides of a token"):
+    with pytest.raises(DataError, match="BertForMaskedLM is bidirectional"):
         Scorer(bert)
     patch_model(bert, "rope")
-    with pytest.raises(DataError, match="BertForMaskedLM sees both sides of a token"):
+    with pytest.raises(DataError, match="BertForMaskedLM is bidirectional"):
         Scorer(bert)
     patch_model(gpt2, "learned", max_length=80)
     with pytest.raises(PositionRangeError):

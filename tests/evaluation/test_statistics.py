@@ -93,7 +93,7 @@ def test_random_sign_flips_agree_with_scipys_permutation_test() -> None:
         (differences,), np.sum, permutation_type="samples", n_resamples=20_000, rng=np.random.default_rng(0)
     ).pvalue
     assert sign_flip_p(differences, draws=20_000) == pytest.approx(theirs, abs=0.01)
-    with pytest.raises(DataError, match="one difference a document"):
+    with pytest.raises(DataError, match="one difference per document"):
         sign_flip_p(np.empty(0))
 
 

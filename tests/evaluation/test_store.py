@@ -237,11 +237,11 @@ def test_a_line_for_which_there_is_no_room_is_taken_back(tmp_path: Path, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
             with pytest.raises(
-                CheckpointError, match=r"cannot write to .*: No space left on device. What was measured"
+                CheckpointError, match=r"cannot write to .*: No space left on device. Earlier measurements"
             ):
                 store.value({"unit": 2}, lambda: {"nll": 1.5})
             with pytest.raises(
-                CheckpointError, match=r"cannot write to .*: No space left on device. What was measured"
+                CheckpointError, match=r"cannot write to .*: No space left on device. Earlier measurements"
             ):
                 store.value({"unit": 3}, lambda: np.ones(3))
         store.value({"unit": 2}, lambda: {"nll": 1.5})  # there is room again

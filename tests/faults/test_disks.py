@@ -82,9 +82,7 @@ def test_a_store_goes_on_after_a_full_disk(tmp_path: Path, tally: Tally) -> None
     )  # fmt: skip
     full, later, again = answers(lines)
     assert full["error"] == "CheckpointError"
-    assert (
-        "No space left on device. What was measured before is kept: free some space and start again" in full["message"]
-    )
+    assert "No space left on device. Earlier measurements are kept: free some space and start again" in full["message"]
     assert 0 < later["value"]["computed"] < 60
     assert again["value"]["computed"] == 0
     assert lines[-1] == "0"

@@ -151,7 +151,7 @@ def test_the_harness_knows_the_model_by_name() -> None:
         ({"limit": 0}, OptionError, "limit is a whole number of at least 1, got 0"),
         ({"longest_input": -1}, OptionError, "longest_input is a whole number of at least 1, got -1"),
         ({"num_fewshot": -1}, OptionError, "num_fewshot is a whole number of at least 0, got -1"),
-        ({"tokenizer": None}, DataError, "a model object brings no tokenizer: give tokenizer="),
+        ({"tokenizer": None}, DataError, "a model object has no tokenizer: give tokenizer="),
     ],
 )
 def test_what_cannot_be_run_is_refused(

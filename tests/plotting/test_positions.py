@@ -149,7 +149,7 @@ def test_no_pair_that_stands_out_is_lost_in_a_map_of_a_long_table() -> None:
 
 def test_what_is_learned_is_said_to_be_drawn_as_it_begins(tmp_path: Path) -> None:
     (drawn,) = draw_positions(["t5", "alibi"], tmp_path, geometry=SHAPE, pictures=["bias"])
-    assert drawn.said[0] == "t5: from 0 to 0 over 4 heads (learned: as it begins)"
+    assert drawn.said[0] == "t5: from 0 to 0 over 4 heads (learned: drawn at initialization)"
     assert "learned" not in drawn.said[1]
 
 
@@ -182,17 +182,19 @@ def test_the_token_is_not_a_row_of_the_table_that_is_added() -> None:
 def test_what_is_drawn_as_before_training_is_said_on_the_picture(tmp_path: Path) -> None:
     drawn = draw_positions(["sinusoidal", "learned", "alibi", "t5"], tmp_path, geometry=SHAPE)
     for one in drawn:
-        shows = {"scores": "Drawn as before training: t5.", "bias": "Drawn as before training: t5."}
-        words = shows.get(one.name, "Drawn as before training: learned.")
+        shows = {"scores": "Drawn at initialization: t5.", "bias": "Drawn at initialization: t5."}
+        words = shows.get(one.name, "Drawn at initialization: learned.")
         assert words in written(one.path), one.name
         assert [line for line in one.said if line.startswith("learned") and "random rows" not in line] == []
     old = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
     for one in draw_positions(["sinusoidal", "learned"], tmp_path, geometry=SHAPE, old=old):
-        assert "before training" not in written(one.path) + " ".join(one.said), one.name
+        shown_text = written(one.path) + " ".join(one.said)
+        assert "initialization" not in shown_text, one.name
+        assert "before training" not in shown_text, one.name
 
 
 def test_the_line_where_the_window_ends_is_named_where_it_is_drawn(tmp_path: Path) -> None:
-    for name, words in (("rope", "Beyond 64 (the line)"), ("yarn", "None is beyond the original window of 64.")):
+    for name, words in (("rope", "beyond 64 (the line)"), ("yarn", "None is beyond the original window of 64.")):
         (drawn,) = draw_positions([name], tmp_path, geometry=SHAPE, pictures=["relative"])
         assert words in written(drawn.path)
 
@@ -289,7 +291,7 @@ def test_two_of_one_name_are_told_apart(tmp_path: Path) -> None:
         ([], {}, OptionError, "at least one scheme"),
         (["rope", "rope"], {}, OptionError, "rope is given twice"),
         (["rope"], {"pictures": ["wavelength"]}, UnknownNameError, "Did you mean 'wavelengths'"),
-        (["alibi"], {"pictures": ["turning"]}, OptionError, "alibi: nothing to see in the picture 'turning'"),
+        (["alibi"], {"pictures": ["turning"]}, OptionError, "alibi: the picture 'turning' does not apply"),
         (["rope"], {"factor": 0.5}, OptionError, "factor is a number of at least 1, got 0.5"),
         (["rope"], {"factor": math.nan}, OptionError, "got nan"),
         (["rope_2d"], {}, OptionError, "rope_2d is for images"),

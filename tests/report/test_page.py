@@ -154,9 +154,9 @@ def test_an_encoder_has_its_own_sections() -> None:
     text = render_html(results)
     assert {"perplexity", "positions", "retrieval", "protocols", "overview"} <= set(_Page(text).identities())
     assert "pseudo-perplexity, 64 tokens" in text
-    assert "by the masked tokens of the same documents" in text
+    assert "on the masked tokens of the same documents" in text
     assert 'class="whisker"' in text  # the interval of the encoder that runs one length alone
-    assert "Only 2 documents: no verdict is given" in text
+    assert "Only 2 documents: with fewer than" in text
     assert "ends at 64 tokens, so it has no number beyond" in text
 
 
@@ -189,8 +189,8 @@ def test_what_could_be_chance_is_called_so(results: dict[str, Any]) -> None:
     row = {"length": 128, "difference": 0.1, "low": -0.1, "high": 0.3, "p_holm": 0.2}
     results["comparisons"] = {other: {"lengths": [row], "passkey": {"needles": 9, "before": 1, "after": 3, "p": 0.5}}}
     text = render_html(results)
-    assert "no difference from base that could not be chance (perplexity +10.5 %, p = 0.2)" in text
-    assert "3 of 9 passkeys found, base 1 (which could be chance, p = 0.5)" in text
+    assert "no significant difference from base (perplexity +10.5 %, p = 0.2)" in text
+    assert "3 of 9 passkeys found, base 1 (not significant, p = 0.5)" in text
     results["comparisons"][other] = {"lengths": [row | {"low": 0.05, "p_holm": 0.01}]}
     assert "Worse than base at 128 tokens: perplexity 10.5 % higher" in render_html(results)
     results["comparisons"][other] = {"lengths": [row | {"p_holm": None}]}
@@ -201,7 +201,7 @@ def test_one_model_alone_has_a_page(results: dict[str, Any]) -> None:
     alone = results | {"models": {"base": results["models"]["base"]}, "comparisons": {}}
     text = render_html(alone)
     assert "<h1>base by length</h1>" in text
-    assert "held against it</small>" not in text
+    assert "baseline</small>" not in text
 
 
 def test_many_models_stay_apart(results: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ def test_many_models_stay_apart(results: dict[str, Any]) -> None:
         ([], "needs the results.json of posswap eval or compare, got kind None"),
         ({"kind": "quickstart"}, "got kind 'quickstart'"),
         ({"kind": "hf_posswap evaluation", "schema": 3}, "schema 3, and this version of hf_posswap reads 1 and 2"),
-        ({"kind": "hf_posswap evaluation", "schema": 1}, "not whole: base, comparisons, data, .* is missing"),
+        ({"kind": "hf_posswap evaluation", "schema": 1}, "incomplete: base, comparisons, data, .* is missing"),
     ],
 )
 def test_what_is_no_result_is_refused_and_nothing_is_written(tmp_path: Path, given: Any, message: str) -> None:
@@ -226,7 +226,7 @@ def test_what_is_no_result_is_refused_and_nothing_is_written(tmp_path: Path, giv
 
 
 def test_results_without_models_are_refused(results: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="not whole: models is missing"):
+    with pytest.raises(DataError, match="incomplete: models is missing"):
         render_html(results | {"models": {}})
 
 
@@ -273,7 +273,7 @@ def test_edited_results_make_a_page_or_one_clear_error(results: dict[str, Any], 
 def test_what_was_edited_is_said(results: dict[str, Any]) -> None:
     del results["models"]["base"]["ppl_prefix"][0]["low"]
     with pytest.raises(
-        DataError, match="these results cannot be shown .*low.*edited, or are not whole.*make them again"
+        DataError, match="these results cannot be shown .*low.*edited or are incomplete.*run the evaluation again"
     ):
         render_html(results)
 
@@ -301,7 +301,7 @@ def test_an_encoder_without_a_head_has_cards_and_a_table() -> None:
     assert {"findings", "overview", "retrieval"} <= set(_Page(text).identities())
     card = text.split('id="findings"')[1].split("</section>")[0]
     assert "BertModel" in card
-    assert f"Of documents of 128 tokens {row['accuracy']:.0%} are found" in card
+    assert f"{row['accuracy']:.0%} of the documents of 128 tokens are found" in card
     overview = text.split('id="overview"')[1].split("</section>")[0]
     assert "BertModel" in overview
     assert f"{row['accuracy']:.0%}" in overview

@@ -340,7 +340,7 @@ def test_a_scheme_without_a_fit_is_refused(scheme: Any) -> None:
     ],
 )
 def test_what_the_fit_finds_is_not_to_be_given(scheme: Any, field: str) -> None:
-    with pytest.raises(SchemeError, match=f"^fit_bias: {field} is what the fit finds; leave it out.$"):
+    with pytest.raises(SchemeError, match=f"^fit_bias: {field} is determined by the fit; leave it out.$"):
         fit_bias(build("gpt2"), scheme, TEXTS)
 
 
@@ -368,11 +368,11 @@ def test_models_that_cannot_be_fitted_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("albert", "AlbertForMaskedLM do not run once in a forward each"),
+        ("albert", "AlbertForMaskedLM do not run exactly once per forward"),
         ("whisper", "WhisperForConditionalGeneration is an encoder and a decoder"),
         ("xglm", "XGLMForCausalLM has none"),
-        ("mpnet", "MPNetForMaskedLM has other positions beside it"),
-        ("deberta", "DebertaForMaskedLM has other positions beside it"),
+        ("mpnet", "MPNetForMaskedLM has other positions in addition to it"),
+        ("deberta", "DebertaForMaskedLM has other positions in addition to it"),
     ],
 )
 def test_models_whose_scores_say_something_else_are_refused(name: str, says: str) -> None:
@@ -386,7 +386,7 @@ def test_models_whose_scores_say_something_else_are_refused(name: str, says: str
         ([], r"tokens must be rows of token ids"),
         ([[1, 2], [3.5, 4.0]], r"tokens\[1\] must be a row of whole token ids"),
         ([list(range(5, 22)), [1]], r"tokens\[0\] has 17 tokens, and the position table ends at 16; cut it"),
-        ([[5], [6]], "rows of one token alone: a fit compares two keys of a query; give longer rows"),
+        ([[5], [6]], "only rows of one token, and a fit compares two keys of a query: give longer rows"),
         ([[5, 99]], "99"),
     ],
 )

@@ -220,7 +220,7 @@ def test_attention_by_distance_is_nearer_to_what_it_was(kind: str) -> None:
     assert missed[1] < 0.95 * missed[0]
     assert [len(row) for row in fit.explained] == [4, 4]
     assert torch.tensor(fit.explained).max() <= 1
-    assert str(fit).startswith("rotation fitted to the table in 8 heads: it does ")
+    assert str(fit).startswith("rotation fitted to the table in 8 heads: it explains ")
     verify_swap(fitted)
 
 
@@ -290,8 +290,8 @@ def two_stacks() -> Any:
     ("make", "error", "said"),
     [
         (lambda: random_model("gpt2"), NotPatchedError, "carries no swap"),
-        (alibi, SchemeError, "fits schemes that turn by fixed angles"),
-        (whole_heads, SchemeError, "turns whole heads"),
+        (alibi, SchemeError, "fits schemes that rotate by fixed angles"),
+        (whole_heads, SchemeError, "rotates whole heads"),
         (one_key_head, UnsupportedSwapError, "4 query heads of GPTBigCodeForCausalLM share 1 key heads"),
         (no_biases, UnsupportedSwapError, "its Linear has no bias"),
         (half_precision, UnsupportedSwapError, "which torch.bfloat16 cannot hold: load GPT2LMHeadModel with"),
@@ -313,7 +313,7 @@ def test_a_loaded_swap_and_bad_tokens_are_refused(tmp_path: Any) -> None:
     with pytest.raises(DataError, match="has 25 tokens, and the position table ends at 24"):
         fit_rotation(model, texts(1, LENGTH + 1))
     hf_posswap.save(model, tmp_path / "saved")
-    with pytest.raises(NotPatchedError, match="was loaded with its swap, and what its table did is gone"):
+    with pytest.raises(NotPatchedError, match="was loaded with its swap, so the table's effect is unknown"):
         fit_rotation(hf_posswap.load(tmp_path / "saved"), texts())
 
 
@@ -356,9 +356,7 @@ def test_a_model_inside_an_adapter_is_refused_with_the_reason() -> None:
     model = swapped(random_model("gpt2"))
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
     before = {name: weight.clone() for name, weight in adapted.state_dict().items()}
-    with pytest.raises(
-        UnsupportedSwapError, match="an adapter lies around its queries or keys.*before an adapter is put"
-    ):
+    with pytest.raises(UnsupportedSwapError, match="an adapter wraps its queries or keys.*before adding an adapter"):
         fit_rotation(adapted, texts())
     assert all(torch.equal(weight, before[name]) for name, weight in adapted.state_dict().items())
 
@@ -385,7 +383,7 @@ def test_a_model_without_a_table_is_refused_by_what_it_lacks_and_nothing_is_logg
     try:
         model = patch_model(LlamaForCausalLM(config).eval(), "rope", partial=0.5)
         with pytest.raises(
-            UnsupportedSwapError, match="^fit_rotation fits to what a learned .* LlamaForCausalLM has none"
+            UnsupportedSwapError, match="^fit_rotation fits to the effect of a learned .* LlamaForCausalLM has none"
         ):
             fit_rotation(model, texts())
     finally:

@@ -156,12 +156,12 @@ def test_as_many_are_kept_as_the_share_says(share: float, kept: int, by_head: bo
         ({"share": 0.0}, SchemeError, "select_pairs: share must be a finite number > 0 and <= 1, got 0.0"),
         ({"share": 0.2}, SchemeError, "select_pairs: share=0.2 of this model's 4 rotary pairs is none; give a larger"),
         ({"share": 0.5, "by_head": 1}, SchemeError, "select_pairs: by_head must be True or False, got 1"),
-        ({"share": 0.5, "tokens": "text"}, DataError, "tokens must be rows of token ids, one a text, got str 'text'"),
-        ({"share": 0.5, "tokens": []}, DataError, "tokens must be rows of token ids, one a text, got list"),
+        ({"share": 0.5, "tokens": "text"}, DataError, "tokens must be rows of token ids, one per text, got str 'text'"),
+        ({"share": 0.5, "tokens": []}, DataError, "tokens must be rows of token ids, one per text, got list"),
         ({"share": 0.5, "tokens": [[]]}, DataError, r"tokens\[0\] must be a row of whole token ids, got list \[\]"),
         ({"share": 0.5, "tokens": [["a"]]}, DataError, r"tokens\[0\] must be a row of whole token ids"),
         ({"share": 0.5, "tokens": [[1], [WORDS]]}, DataError, f"the tokens run from {WORDS} to {WORDS}"),
-        ({"share": 0.5, "tokens": [[1] * 17]}, DataError, r"tokens\[0\] has 17 tokens, and the model was made for 16"),
+        ({"share": 0.5, "tokens": [[1] * 17]}, DataError, r"tokens\[0\] has 17 tokens, and the model's length is 16"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], error: Any, says: str) -> None:
@@ -177,10 +177,10 @@ def test_models_that_have_no_pairs_to_rank(build: Build) -> None:
     assert rank_pairs(build("neox"), TOKENS).shape == (2, 2, 4)  # one projection for all: tokens tell them apart
     with torch.device("meta"):
         model = LlamaForCausalLM(llama_config())
-    with pytest.raises(UnsupportedModelError, match="ranking pairs takes the model's weights, and these are on meta"):
+    with pytest.raises(UnsupportedModelError, match="ranking pairs needs the model's weights, and these are on meta"):
         rank_pairs(model)
     model = llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
-    with pytest.raises(SchemeError, match="the rotation of LlamaForCausalLM follows the length of its input"):
+    with pytest.raises(SchemeError, match="the rotation of LlamaForCausalLM depends on the length of its input"):
         rank_pairs(model, TOKENS)
     patch_model(model, "nope")
     with pytest.raises(AlreadyPatchedError, match="already carries nope"):

@@ -234,7 +234,7 @@ def test_a_finished_search_goes_on_with_more_iterations_and_not_back(
     assert search_longrope(model, documents, 4.0, state=state, **longer) == search_longrope(
         model, documents, 4.0, **longer
     )
-    says = r"state.json has come to iteration 5, past the 3 that are asked for: give as many or more, or another file"
+    says = r"state.json is at iteration 5, past the requested 3: give as many or more, or another file"
     with pytest.raises(CheckpointError, match=says):
         search_longrope(model, documents, 4.0, state=state, **SMALL)
 
@@ -291,9 +291,9 @@ def test_the_state_of_another_search_is_refused(
     ("content", "says"),
     [
         ("{", "cannot read .*state.json.*Delete it"),
-        ("[]", "is no state of search_longrope; give another file, or delete it"),
-        ('{"format": 2}', "is no state of search_longrope"),
-        ("whole", r"is no whole state of search_longrope \(KeyError\('iteration'\)\); delete it"),
+        ("[]", "is not a state of search_longrope; give another file, or delete it"),
+        ('{"format": 2}', "is not a state of search_longrope"),
+        ("whole", r"is an incomplete state of search_longrope \(KeyError\('iteration'\)\); delete it"),
     ],
 )
 def test_a_file_that_is_no_state_is_refused(
@@ -351,11 +351,11 @@ def test_impossible_settings_are_refused(
 @pytest.mark.parametrize(
     ("texts", "says"),
     [
-        ("one text", "texts must be a list of texts, or of token ids, one a document; got str 'one text'"),
+        ("one text", "texts must be a list of texts, or of token ids, one per document; got str 'one text'"),
         ([], "got list []"),
         (None, "got NoneType None"),
         (["a", [1, 2]], "texts holds strings and token ids; give all as one or all as the other"),
-        (["a"], "texts holds strings: give the model's tokenizer too, or token ids in their place"),
+        (["a"], "texts holds strings: give the model's tokenizer too, or token ids instead"),
         ([[1] * 64, [1] * 63], "texts[1] has 63 tokens, and each is measured at the target length of 64: give longer"),
         ([[0.5] * 64], "texts[0] must be a string or a row of whole token ids, got list [0.5, 0.5"),
         ([[[1] * 64]], "texts[0] must be a string or a row of whole token ids"),

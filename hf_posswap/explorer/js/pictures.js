@@ -117,7 +117,7 @@ posswap.pictures = (() => {
   const similarity = (place, all, s) => {
     const series = all.map(({ style, name, found: { distances, values } }) => ({ style, name, points: distances.map((d, k) => [d + 1, values[k]]) }));
     lines.draw(place, {
-      title: "Likeness of the first position and others",
+      title: "Similarity of the first position and others",
       x: { label: "distance d + 1, tokens", kind: lines.log, low: 1, high: target(s) },
       y: { label: "cosine of two rows", kind: lines.plain, low: -0.4, high: 1.05 },
       series,

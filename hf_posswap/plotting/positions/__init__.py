@@ -1,1 +1,1 @@
-"""Pictures of position mechanisms themselves, with a model or without: what `posswap show` draws."""
+"""Pictures of position mechanisms, with or without a model, as drawn by `posswap show`."""

@@ -1,4 +1,4 @@
-"""Pictures with lines: wavelengths, scores by distance, waves of a table, similarity by distance, pairs that turn."""
+"""Line plots: wavelengths, scores by distance, waves of a table, similarity by distance, rotating pairs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from hf_posswap.plotting.positions.sheet import sheet
 
 _POINTS = 200
 _BELOW = 1.5
-"""How far below 0 scores are drawn, in those of a token with itself: what lies lower has no weight in the softmax."""
+"""The lowest score drawn, in units of a token's score with itself: lower ones have no weight in the softmax."""
 _TURNS = 24
-"""Positions at which a turning pair is drawn."""
+"""Number of positions at which a rotating pair is drawn."""
 _CIRCLE = torch.linspace(0, 2 * math.pi, 100)
 ROWS = 128
-"""Positions of a table that are drawn: more would hide the fast waves."""
+"""Number of table positions drawn: more would hide the fast waves."""
 
 
 def draw_wavelengths(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> list[str]:
-    """Draw the tokens in which each rotary pair completes a turn, and return what is to be seen, a line a scheme.
+    """Draw the tokens in which each rotary pair completes a turn, and return a one-line summary per scheme.
 
-    A pair that does not complete a turn within the original window has met only a part of the circle in training:
-    beyond the window it comes to angles that it never met. Scaled RoPE differs in what it does with these pairs.
+    A pair that does not complete a turn within the original window has seen only a part of the circle in training, and
+    reaches unseen angles beyond the window. Variants of scaled RoPE treat these pairs differently.
 
     Args:
-        subjects: that rotate.
-        path: of the picture, a .png; an .svg is drawn beside it.
-        dark: for a dark page.
+        subjects: schemes that rotate.
+        path: the .png file; an .svg is written next to it.
+        dark: use colours for a dark page.
     """
     first = subjects[0]
     window, target = first.geometry.original_length, first.length
@@ -48,7 +48,7 @@ def draw_wavelengths(subjects: Sequence[Shown], path: Path, *, dark: bool = Fals
         page.mark(panel, window, f"original window, {window}", vertical=False)
         if target != window:
             page.mark(panel, target, f"target, {target}", vertical=False)
-        page.axes(panel, "pair, from the fastest to the slowest", "tokens a turn")
+        page.axes(panel, "pair, from the fastest to the slowest", "tokens per turn")
         page.legend(panel)
     return [
         f"{subject.name}: {numbers.never_turn(subject, window)} of {len(numbers.wavelengths(subject))} pairs complete "
@@ -58,48 +58,50 @@ def draw_wavelengths(subjects: Sequence[Shown], path: Path, *, dark: bool = Fals
 
 
 def draw_scores(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> list[str]:
-    """Draw the score of a query with a key like itself by their distance, the mean over heads and their range.
+    """Draw the score of a query with an identical key by their distance, as the mean and range over heads.
 
     Args:
-        subjects: any that acts inside attention, or nothing does.
-        path: of the picture, a .png; an .svg is drawn beside it.
-        dark: for a dark page.
+        subjects: schemes that act inside attention, or have no positions at all.
+        path: the .png file; an .svg is written next to it.
+        dark: use colours for a dark page.
     """
     first = subjects[0]
     window, target = first.geometry.original_length, first.length
     distances = _distances(window, target)
-    places = (distances + 1).numpy()
+    x = (distances + 1).numpy()
     below = "The last query and the key d tokens before it, both of ones; lines are means of heads, bands all heads."
     below += numbers.before_training(subjects)
-    found = [numbers.scores_by_distance(subject, distances) for subject in subjects]
+    all_scores = [numbers.scores_by_distance(subject, distances) for subject in subjects]
     with sheet(path, "Attention score by distance", below, height=3.6, dark=dark) as page:
         panel = page.panels[0]
         page.ruled(panel)
-        for number, (subject, made) in enumerate(zip(subjects, found, strict=True)):
-            look = page.marked_line(number, len(subjects), len(places))
-            panel.plot(places, made.mean(0).numpy(), label=subject.name, **look)
-            low, high = made.amin(0).numpy(), made.amax(0).numpy()
+        for number, (subject, head_scores) in enumerate(zip(subjects, all_scores, strict=True)):
+            look = page.marked_line(number, len(subjects), len(x))
+            panel.plot(x, head_scores.mean(0).numpy(), label=subject.name, **look)
+            low, high = head_scores.amin(0).numpy(), head_scores.amax(0).numpy()
             if (low < high).any():
-                panel.fill_between(places, low, high, color=look["color"], alpha=0.12, linewidth=0)
-        lowest = max(min(float(made.min()) for made in found), -_BELOW * first.geometry.head_dim**0.5)
-        highest = max(float(made.max()) for made in found)
+                panel.fill_between(x, low, high, color=look["color"], alpha=0.12, linewidth=0)
+        lowest = max(
+            min(float(head_scores.min()) for head_scores in all_scores), -_BELOW * first.geometry.head_dim**0.5
+        )
+        highest = max(float(head_scores.max()) for head_scores in all_scores)
         room = 0.05 * (highest - lowest) or 1.0
         panel.set_ylim(lowest - room, highest + room)
         page.length_axis(panel, target)
         page.mark(panel, window, "original window", vertical=True)
         page.axes(panel, "distance d + 1, tokens", "score (before the softmax)")
         page.legend(panel)
-    at = [int((distances == place).nonzero()) for place in (0, window - 1, target - 1)]
+    at = [int((distances == distance).nonzero()) for distance in (0, window - 1, target - 1)]
     return [
         f"{subject.name}: "
-        + ", ".join(f"{made.mean(0)[one]:z.2f} at {int(distances[one])}" for one in at)
+        + ", ".join(f"{head_scores.mean(0)[index]:z.2f} at {int(distances[index])}" for index in at)
         + numbers.as_it_begins(subject)
-        for subject, made in zip(subjects, found, strict=True)
+        for subject, head_scores in zip(subjects, all_scores, strict=True)
     ]
 
 
 def _distances(window: int, target: int) -> torch.Tensor:
-    """Return whole distances, evenly spread in their logarithm, the last of the window and of all among them."""
+    """Return log-spaced whole distances, including the last one of the window and of the target."""
     spread = torch.logspace(0, math.log2(target), _POINTS, base=2.0).round().long() - 1
     return torch.cat((spread, torch.tensor([window - 1, target - 1]))).unique()
 
@@ -108,12 +110,12 @@ def draw_waves(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> 
     """Draw single dimensions of position tables along the positions.
 
     Args:
-        subjects: with a table.
-        path: of the picture, a .png; an .svg is drawn beside it.
-        dark: for a dark page.
+        subjects: schemes with a table.
+        path: the .png file; an .svg is written next to it.
+        dark: use colours for a dark page.
     """
     below = f"Each line is one dimension of the rows, at the first {ROWS} positions.{numbers.before_training(subjects)}"
-    said = []
+    summaries = []
     with sheet(path, "Dimensions of a position table", below, rows=len(subjects), height=2.2, dark=dark) as page:
         for subject, panel in zip(subjects, page.panels, strict=True):
             rows = numbers.table_rows(subject)
@@ -126,47 +128,47 @@ def draw_waves(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> 
             page.name(panel, subject.name)
             page.axes(panel, "position", "value")
             page.legend(panel)
-            said.append(
+            summaries.append(
                 f"{subject.name}: {len(rows)} rows of {width}, root mean square {rows.square().mean().sqrt():.3g}"
                 + numbers.as_it_begins(subject)
             )
-    return said
+    return summaries
 
 
 def draw_similarity_by_distance(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> list[str]:
     """Draw the mean cosine of two rows of a table by the distance of their positions.
 
     Args:
-        subjects: with a table.
-        path: of the picture, a .png; an .svg is drawn beside it.
-        dark: for a dark page.
+        subjects: schemes with a table.
+        path: the .png file; an .svg is written next to it.
+        dark: use colours for a dark page.
     """
     below = f"Mean cosine of all pairs of rows that are d positions apart.{numbers.before_training(subjects)}"
-    said = []
-    with sheet(path, "Likeness of positions by their distance", below, height=3.2, dark=dark) as page:
+    summaries = []
+    with sheet(path, "Similarity of positions by distance", below, height=3.2, dark=dark) as page:
         panel = page.panels[0]
         page.ruled(panel)
         for number, subject in enumerate(subjects):
-            made = numbers.similarity_by_distance(numbers.table_rows(subject))
-            panel.plot(made.numpy(), label=subject.name, **page.marked_line(number, len(subjects), len(made)))
-            middle = len(made) // 2
-            said.append(
-                f"{subject.name}: {made[1]:z.2f} one apart, {made[middle]:z.2f} {middle} apart"
+            cosines = numbers.similarity_by_distance(numbers.table_rows(subject))
+            panel.plot(cosines.numpy(), label=subject.name, **page.marked_line(number, len(subjects), len(cosines)))
+            middle = len(cosines) // 2
+            summaries.append(
+                f"{subject.name}: {cosines[1]:z.2f} one apart, {cosines[middle]:z.2f} {middle} apart"
                 + numbers.as_it_begins(subject)
             )
         page.mark(panel, subjects[0].geometry.original_length, "original window", vertical=True)
         page.axes(panel, "distance d, tokens", "cosine")
         page.legend(panel)
-    return said
+    return summaries
 
 
 def draw_turning(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> list[str]:
     """Draw one query's fastest, middle and slowest pair in the plane, position by position.
 
     Args:
-        subjects: that rotate.
-        path: of the picture, a .png; an .svg is drawn beside it.
-        dark: for a dark page.
+        subjects: schemes that rotate.
+        path: the .png file; an .svg is written next to it.
+        dark: use colours for a dark page.
     """
     window = subjects[0].geometry.original_length
     step = max(1, window // _TURNS)
@@ -174,24 +176,24 @@ def draw_turning(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -
         f"One pair of a query, dark to light: the fastest at positions 0, 1, 2, ..., the others at 0, {step}, "
         f"{2 * step}, ... within the original window."
     )
-    said = []
+    summaries = []
     with sheet(path, "Rotary pairs in the plane", below, rows=len(subjects), columns=3, height=2.4, dark=dark) as page:
         for row, subject in enumerate(subjects):
             lengths, members = numbers.wavelengths(subject), _pair_members(subject)
             vector = torch.zeros(subject.geometry.head_dim)
-            vector[[one for one, _ in members]] = 1.0
+            vector[[first_dim for first_dim, _ in members]] = 1.0
             for column, pair in enumerate((0, len(members) // 2, len(members) - 1)):
                 panel = page.panels[3 * row + column]
-                places = torch.arange(0, window, 1 if pair == 0 else step)[:_TURNS]
-                one, other = members[pair]
-                made = numbers.turned(subject, vector, places).numpy()
+                positions = torch.arange(0, window, 1 if pair == 0 else step)[:_TURNS]
+                first_dim, second_dim = members[pair]
+                rotated = numbers.turned(subject, vector, positions).numpy()
                 panel.plot(
                     _CIRCLE.cos().numpy(), _CIRCLE.sin().numpy(), color=page.colours["grid"], linewidth=0.8, zorder=1
                 )
                 panel.scatter(
-                    made[:, one],
-                    made[:, other],
-                    c=places.numpy(),
+                    rotated[:, first_dim],
+                    rotated[:, second_dim],
+                    c=positions.numpy(),
                     cmap="cividis",
                     s=14,
                     zorder=2,
@@ -199,15 +201,15 @@ def draw_turning(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -
                     linewidths=0.4,
                 )
                 panel.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal")
-                turn = f"{lengths[pair]:,.0f} tokens a turn" if lengths[pair].isfinite() else "it does not turn"
+                turn = f"{lengths[pair]:,.0f} tokens per turn" if lengths[pair].isfinite() else "does not rotate"
                 page.name(panel, f"{subject.name}, pair {pair}\n{turn}")
-            within, size = window / lengths[-1], float(numbers.turned(subject, vector, places).norm(dim=-1)[0])
+            within, size = window / lengths[-1], float(numbers.turned(subject, vector, positions).norm(dim=-1)[0])
             longer = size / float(vector.norm())
-            said.append(
+            summaries.append(
                 f"{subject.name}: within the window the slowest pair makes {within:.3g} of a turn"
                 + (f"; cos and sin are times {longer:.3g}" if abs(longer - 1) > 1e-4 else "")
             )
-    return said
+    return summaries
 
 
 def _pair_members(subject: Shown) -> list[tuple[int, int]]:

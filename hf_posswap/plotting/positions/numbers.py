@@ -1,6 +1,6 @@
-"""The numbers behind the pictures of a mechanism: what it does to queries, keys and embeddings at each position.
+"""The numbers behind the pictures of a mechanism: its effect on queries, keys and embeddings at each position.
 
-All is computed by the scheme's own mechanism, as attention runs it. Shapes: Q queries, K keys, H heads, D head dim,
+They come from the scheme's own mechanism, as attention runs it. Shapes: Q queries, K keys, H heads, D head dim,
 R rotary dim, E hidden size.
 """
 
@@ -23,7 +23,7 @@ from hf_posswap.schemes.rope import DEFAULT_BASE, RotaryScheme
 from hf_posswap.utils.threads import PROCESS
 
 _SPREAD = 0.02
-"""Of the learned table that stands where no model is given: what GPT-2 begins with."""
+"""Standard deviation of the learned table without a model: GPT-2's initialization."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Shown:
     """A scheme in the shape of one model.
 
     Attributes:
-        name: under which it is shown.
+        name: the label in the picture.
         scheme: resolved.
-        geometry: of the model.
-        length: that the swapped model is meant for, in tokens.
-        old: the model's position table, [P, E], where there is one.
+        geometry: the model's geometry.
+        length: maximum length of the swapped model, in tokens.
+        old: the model's position table, [P, E], if it has one.
     """
 
     name: str
@@ -46,26 +46,26 @@ class Shown:
 
     @property
     def rotates(self) -> bool:
-        """Whether queries and keys are turned by angles of its own."""
+        """Whether the scheme rotates queries and keys by its own angles."""
         return isinstance(self.scheme, RotaryScheme)
 
     @property
     def table(self) -> TableScheme | None:
-        """What stands in its position table; None: it has none."""
-        part = self.scheme.table_part
-        return part if isinstance(part, TableScheme) else None
+        """The scheme of its position table, or None without a table."""
+        component = self.scheme.table_part
+        return component if isinstance(component, TableScheme) else None
 
 
 def sample_geometry(heads: int = 8, dim: int = 64, length: int = 512) -> Geometry:
     """Return the shape of a causal model with plain RoPE, for pictures without a model.
 
     Args:
-        heads: of each attention.
-        dim: D of a head, even.
-        length: positions the model was made for, in tokens.
+        heads: attention heads per layer.
+        dim: head dimension D, even.
+        length: original length of the model, in tokens.
 
     Raises:
-        OptionError: an impossible number.
+        OptionError: a number is invalid.
 
     Example:
         >>> sample_geometry(dim=4).frequencies
@@ -75,7 +75,7 @@ def sample_geometry(heads: int = 8, dim: int = 64, length: int = 512) -> Geometr
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise OptionError(f"{name} is a whole number of at least {least}, got {value!r}.")
     if dim % 2:
-        raise OptionError(f"dim is even, a rotary pair has two dimensions; got {dim}.")
+        raise OptionError(f"dim must be even, because a rotary pair has two dimensions; got {dim}.")
     return Geometry(
         hidden_size=heads * dim,
         num_heads=heads,
@@ -94,18 +94,18 @@ def sample_geometry(heads: int = 8, dim: int = 64, length: int = 512) -> Geometr
 def shown(
     scheme: Scheme, geometry: Geometry, *, factor: float = 4.0, name: str | None = None, old: Tensor | None = None
 ) -> Shown:
-    """Return `scheme` in the shape `geometry`, made for `factor` times its length.
+    """Return `scheme` in the shape `geometry`, resolved for `factor` times its length.
 
     Args:
-        scheme: resolved or not; its own `factor` is kept where it gives one.
-        geometry: of the model.
-        factor: of the original length, at least 1.
-        name: to show it under; None: its own.
+        scheme: resolved or not; its own `factor` is kept if set.
+        geometry: the model's geometry.
+        factor: target length over original length, at least 1.
+        name: the label; None: the scheme's name.
         old: the model's position table, [P, E].
 
     Raises:
-        OptionError: an impossible factor, or a scheme for images.
-        SchemeError: the scheme cannot be in such a model.
+        OptionError: an invalid factor, or a scheme for images.
+        SchemeError: the scheme does not fit such a model.
 
     Example:
         >>> from hf_posswap.schemes import Yarn
@@ -115,13 +115,13 @@ def shown(
     if not (math.isfinite(factor) and factor >= 1):
         raise OptionError(f"factor is a number of at least 1, got {factor!r}.")
     if "text" not in scheme.inputs:
-        raise OptionError(f"{scheme.name} is for images: these pictures are of places in a text.")
+        raise OptionError(f"{scheme.name} is for images, but these pictures show positions in a text.")
     length = round(geometry.original_length * factor)
     return Shown(name or scheme.name, scheme.resolve(geometry, length), geometry, length, old)
 
 
 def wavelengths(subject: Shown) -> Tensor:
-    """Return the tokens in which each rotary pair completes a turn, 2 pi / theta_i, [R/2]; inf where it never turns.
+    """Return the tokens in which each rotary pair completes a turn, 2 pi / theta_i, [R/2]; inf if it does not rotate.
 
     Example:
         >>> from hf_posswap.schemes import Rope
@@ -134,7 +134,7 @@ def wavelengths(subject: Shown) -> Tensor:
 
 
 def never_turn(subject: Shown, tokens: int) -> int:
-    """Return how many pairs do not complete one turn within `tokens`.
+    """Return the number of pairs that do not complete one turn within `tokens`.
 
     Example:
         >>> from hf_posswap.schemes import Rope
@@ -155,16 +155,16 @@ def scores(
 ) -> Tensor:
     """Return the attention scores before the softmax, q k / sqrt(D) and the bias, [H, Q, K]; NaN in the future.
 
-    Without `query` and `key` both are all ones, which gives the mean over tokens of a query with a key like itself:
-    what is left depends on the positions alone.
+    Without `query` and `key` both are all ones, which gives the mean score of a query with an identical key over random
+    tokens: it depends only on the positions.
 
     Args:
-        subject: whose mechanism acts.
+        subject: the scheme whose mechanism is applied.
         queries: positions, [Q].
         keys: positions, [K].
-        query: every query before the mechanism, [D]; None: ones.
-        key: likewise.
-        layer: of the model, where layers differ.
+        query: the vector of every query before the mechanism, [D]; None: ones.
+        key: the vector of every key before the mechanism, [D]; None: ones.
+        layer: index of the layer, for schemes that differ by layer.
 
     Example:
         >>> from hf_posswap.schemes import Alibi
@@ -175,16 +175,16 @@ def scores(
     geometry = subject.geometry
     ones = torch.ones(geometry.head_dim)
     rows = [
-        (ones if one is None else one).expand(1, geometry.num_heads, len(at), -1)
-        for one, at in ((query, queries), (key, keys))
+        (ones if vector is None else vector).expand(1, geometry.num_heads, len(positions), -1)
+        for vector, positions in ((query, queries), (key, keys))
     ]
-    made = _raw_scores(subject, queries[None], keys[None], rows[0], rows[1], layer)[0]
-    made = made.expand(geometry.num_heads, -1, -1)
-    return made.masked_fill(keys[None, :] > queries[:, None], math.nan) if geometry.causal else made
+    result = _raw_scores(subject, queries[None], keys[None], rows[0], rows[1], layer)[0]
+    result = result.expand(geometry.num_heads, -1, -1)
+    return result.masked_fill(keys[None, :] > queries[:, None], math.nan) if geometry.causal else result
 
 
 def _raw_scores(subject: Shown, queries: Tensor, keys: Tensor, query: Tensor, key: Tensor, layer: int) -> Tensor:
-    """Return scores as attention computes them, [1, H, Q, K]."""
+    """Compute scores as attention does, [1, H, Q, K]."""
     mechanism = _mechanism(subject, layer)
     size = subject.geometry.head_dim**-0.5
     if mechanism is None:
@@ -195,67 +195,67 @@ def _raw_scores(subject: Shown, queries: Tensor, keys: Tensor, query: Tensor, ke
     if mechanism.rotates:
         key = mechanism.rotate_key(key, mechanism.prepare(keys, length))
         query = mechanism.rotate_query(query, mechanism.prepare(queries, length))
-    made = _in_pieces(mechanism, queries, keys, query, key) if mechanism.splits else query @ key.mT
-    return made * size + mechanism.bias(queries, keys) if mechanism.biases else made * size
+    products = _scores_by_region(mechanism, queries, keys, query, key) if mechanism.splits else query @ key.mT
+    return products * size + mechanism.bias(queries, keys) if mechanism.biases else products * size
 
 
-def _in_pieces(mechanism: Mechanism, queries: Tensor, keys: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    made = torch.full((1, query.shape[1], queries.shape[1], keys.shape[1]), math.nan)
-    for piece in mechanism.pieces(queries, keys):
-        here = piece.rotate_query(query, 0, queries.shape[1]) @ piece.rotate_key(key, 0, keys.shape[1]).mT
-        made = torch.where(piece.pairs.holds(queries[:, :, None], keys[:, None, :])[:, None], here, made)
-    return made
+def _scores_by_region(mechanism: Mechanism, queries: Tensor, keys: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    result = torch.full((1, query.shape[1], queries.shape[1], keys.shape[1]), math.nan)
+    for region in mechanism.pieces(queries, keys):
+        region_scores = region.rotate_query(query, 0, queries.shape[1]) @ region.rotate_key(key, 0, keys.shape[1]).mT
+        result = torch.where(region.pairs.holds(queries[:, :, None], keys[:, None, :])[:, None], region_scores, result)
+    return result
 
 
 def _mechanism(subject: Shown, layer: int) -> Mechanism | None:
-    """Return what acts inside attention; None: nothing does."""
+    """Return the scheme's mechanism inside attention, or None."""
     if not subject.scheme.acts_inside:
         return None
     with PROCESS, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # biases that learn begin at random numbers
-        found = subject.scheme.mechanism(subject.geometry).for_layer(layer)
-    return found.requires_grad_(False)
+        torch.manual_seed(0)  # for randomly initialized learned biases
+        mechanism = subject.scheme.mechanism(subject.geometry).for_layer(layer)
+    return mechanism.requires_grad_(False)
 
 
 def as_it_begins(subject: Shown) -> str:
-    """Return words for a scheme that is learned, of which a picture shows what it begins with; none for others.
+    """Return a note that a learned scheme is drawn at initialization; "" for other schemes.
 
     Example:
         >>> from hf_posswap.schemes import Alibi, T5Bias
         >>> [as_it_begins(shown(scheme, sample_geometry())) for scheme in (Alibi(), T5Bias(), Learned())]
-        ['', ' (learned: as it begins)', ' (random rows, as before training)']
+        ['', ' (learned: drawn at initialization)', ' (random rows, as before training)']
     """
     if isinstance(subject.table, Learned) and subject.old is None:
         return " (random rows, as before training)"
     mechanism = _mechanism(subject, 0)
     learned = mechanism is not None and any(True for _ in mechanism.parameters())
-    return " (learned: as it begins)" if learned else ""
+    return " (learned: drawn at initialization)" if learned else ""
 
 
 def before_training(subjects: Sequence[Shown]) -> str:
-    """Return a sentence that names those of `subjects` that are drawn as they begin; "" where none is.
+    """Return a sentence that names the `subjects` drawn at initialization; "" without any.
 
     Example:
         >>> from hf_posswap.schemes import Alibi, T5Bias
         >>> before_training([shown(scheme, sample_geometry()) for scheme in (Alibi(), T5Bias(), Learned())])
-        ' Drawn as before training: t5, learned.'
+        ' Drawn at initialization: t5, learned.'
     """
-    names = [one.name for one in subjects if as_it_begins(one)]
-    return f" Drawn as before training: {', '.join(names)}." if names else ""
+    names = [subject.name for subject in subjects if as_it_begins(subject)]
+    return f" Drawn at initialization: {', '.join(names)}." if names else ""
 
 
 def scores_by_distance(subject: Shown, distances: Tensor, layer: int = 0) -> Tensor:
-    """Return the score of the last query with the key each of `distances` [N] before it, [H, N]: see `scores`."""
+    """Return the scores of the last query with the keys at `distances` [N] before it, [H, N]: see `scores`."""
     last = torch.tensor([int(distances.max())])
     return scores(subject, last, last - distances, layer=layer)[:, 0]
 
 
 def apparent_distances(subject: Shown, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the distance that each pair of query and key seems to have, [Q, K]: NaN in the future.
+    """Return the apparent distance of each query-key pair, [Q, K]; NaN in the future.
 
-    It is the angle between them in the slowest pair that turns, by the angle a token that this pair has in the model
-    before the swap: i - j for the model's own RoPE, a quarter of it under linear scaling by 4, the merged or clipped
-    positions of Self-Extend, ReRoPE and dual chunk attention. Right while that pair turns by less than half a turn.
+    It is the angle between query and key in the slowest rotating pair, divided by this pair's angle per token before
+    the swap: i - j for the model's own RoPE, a quarter of it for linear scaling by 4, the merged or clipped positions
+    of Self-Extend, ReRoPE and dual chunk attention. It is valid up to half a turn of that pair.
 
     Example:
         >>> from hf_posswap.schemes import Linear
@@ -270,22 +270,22 @@ def apparent_distances(subject: Shown, queries: Tensor, keys: Tensor) -> Tensor:
         return torch.zeros(len(queries), len(keys))
     pair = int(turning[-1])
     first, second = (pair, pair + pairs) if scheme.layout == "half" else (2 * pair, 2 * pair + 1)
-    own = default_inv_freq(geometry.base or DEFAULT_BASE, 2 * pairs, torch.float64)
+    model_frequencies = default_inv_freq(geometry.base or DEFAULT_BASE, 2 * pairs, torch.float64)
     along, across = torch.zeros(2, geometry.head_dim)
     along[first], across[second] = 1.0, 1.0
     cosine = scores(subject, queries, keys, query=along, key=along)[0].double()
     sine = scores(subject, queries, keys, query=along, key=across)[0].double()
-    return torch.atan2(sine, cosine) / own[pair]
+    return torch.atan2(sine, cosine) / model_frequencies[pair]
 
 
 def table_rows(subject: Shown, rows: int | None = None) -> Tensor:
-    """Return the position table that the scheme puts in, [rows, E], float32.
+    """Return the position table that the scheme inserts, [rows, E], float32.
 
-    Without a model the old table is one of independent random rows, as a model has before its training.
+    Without a model the old table has independent random rows, as in an untrained model.
 
     Args:
-        subject: of a scheme that has a table.
-        rows: positions; None: the length that it is meant for.
+        subject: a scheme with a table.
+        rows: number of positions; None: the subject's length.
     """
     scheme, geometry = subject.table, subject.geometry
     assert scheme is not None, "only schemes with a table have rows"
@@ -298,7 +298,7 @@ def table_rows(subject: Shown, rows: int | None = None) -> Tensor:
 
 
 def similarities(rows: Tensor) -> Tensor:
-    """Return the cosine of each row [N, E] with each, [N, N].
+    """Return the cosine of each pair of rows [N, E], [N, N].
 
     Example:
         >>> similarities(torch.tensor([[1.0, 0.0], [0.0, 2.0]])).tolist()
@@ -309,9 +309,9 @@ def similarities(rows: Tensor) -> Tensor:
 
 
 def strongest(values: Tensor, side: int) -> Tensor:
-    """Return `values` [N, N] in at most `side` x `side` cells, of each the value farthest from 0.
+    """Reduce `values` [N, N] to at most `side` x `side` cells, each with its value farthest from 0.
 
-    A picture has fewer dots than a long table has rows: without this it would leave out most diagonals.
+    A picture has fewer pixels than a long table has rows: plain subsampling would lose most diagonals.
 
     Example:
         >>> strongest(torch.tensor([[1.0, 0.0, 0.2], [0.0, 1.0, 0.0], [0.2, -0.3, 1.0]]), 2).tolist()
@@ -325,13 +325,13 @@ def strongest(values: Tensor, side: int) -> Tensor:
 
 
 def similarity_by_distance(rows: Tensor) -> Tensor:
-    """Return the mean cosine of rows [N, E] that are 0, 1, ... N - 1 places apart, [N]."""
+    """Return the mean cosine of rows [N, E] that are 0, 1, ... N - 1 positions apart, [N]."""
     whole = similarities(rows)
     return torch.stack([whole.diagonal(offset).mean() for offset in range(len(rows))])
 
 
 def turned(subject: Shown, vector: Tensor, positions: Tensor) -> Tensor:
-    """Return the query `vector` [D] as it is at each of `positions` [N], [N, D]: rotated, where the scheme rotates.
+    """Return the query `vector` [D] at each of `positions` [N], [N, D], rotated if the scheme rotates.
 
     Example:
         >>> from hf_posswap.schemes import Rope
@@ -343,12 +343,14 @@ def turned(subject: Shown, vector: Tensor, positions: Tensor) -> Tensor:
     query = vector.expand(1, 1, len(positions), -1)
     if mechanism is None or not mechanism.rotates:
         return query[0, 0]
-    made = mechanism.rotate_query(query, mechanism.prepare(positions[None], torch.full((1, 1, 1, 1), subject.length)))
-    return made[0, 0]
+    rotated = mechanism.rotate_query(
+        query, mechanism.prepare(positions[None], torch.full((1, 1, 1, 1), subject.length))
+    )
+    return rotated[0, 0]
 
 
 def plain(values: Any) -> Any:
-    """Return numbers as JSON has them: NaN and infinity are None."""
+    """Return numbers as JSON data: NaN and infinity become None."""
     if isinstance(values, Tensor):
         return plain(values.tolist())
     if isinstance(values, list):

@@ -1,4 +1,4 @@
-"""The paper that pictures of mechanisms are drawn on: light or dark, one column or page wide, with a grid of panels."""
+"""The figure for pictures of mechanisms: light or dark, one page wide, with a grid of panels."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 7.2
-"""Inches: the text of a page; half of it is a column."""
+"""Inches: the text width of a page; half of it is a column."""
 _LIGHT = {"paper": "white", "ink": canvas.INK, "faint": canvas.FAINT, "grid": "#e6e6e6"}
 _DARK = {"paper": "#16191d", "ink": "#e9ecef", "faint": "#98a1ab", "grid": "#343a40"}
 SIGNED = "RdBu_r"
-"""Colours of values around 0, and of those from 0 on: both are told apart by any colour vision."""
+"""Colour map of signed values. Both maps here are safe for colour-blind readers."""
 AMOUNT = "cividis"
 _MARKS = 9
-"""Of a line."""
+"""Number of markers on a line."""
 _ROOM = 0.09
-"""Inches above and below a panel and its words: with less square maps come to lie on the heading and the line below."""
+"""Inches above and below a panel with its labels: with less, square maps overlap the heading and the caption."""
 
 
 class Sheet:
     """A figure and its panels.
 
     Attributes:
-        figure: of matplotlib.
-        panels: row by row.
+        figure: the matplotlib figure.
+        panels: its axes, row by row.
         dark: whether it is for a dark page.
     """
 
@@ -60,11 +60,11 @@ class Sheet:
             text.set_color(self.colours["ink"])
 
     def name(self, panel: Axes, text: str) -> None:
-        """Put the name of a panel above it, flush left."""
+        """Put the name of a panel above it, left-aligned."""
         panel.set_title(text, loc="left", fontsize=8, color=self.colours["ink"])
 
     def axes(self, panel: Axes, x: str, y: str) -> None:
-        """Say what the axes of a panel are."""
+        """Label the axes of a panel."""
         panel.set_xlabel(x, fontsize=8, color=self.colours["ink"])
         panel.set_ylabel(y, fontsize=8, color=self.colours["ink"])
 
@@ -74,7 +74,7 @@ class Sheet:
         panel.set_axisbelow(True)
 
     def line(self, number: int) -> dict[str, Any]:
-        """Return how the line of the `number`-th scheme looks, as matplotlib takes it: as in other pictures of it."""
+        """Return matplotlib's options for the line of the `number`-th scheme, the same in all pictures."""
         style: Style = style_of(number)
         return {
             "color": style.dark if self.dark else style.colour,
@@ -85,25 +85,25 @@ class Sheet:
         }
 
     def marked_line(self, number: int, count: int, points: int) -> dict[str, Any]:
-        """Return `line`, with a mark here and there: where lines of `count` schemes lie on each other, all are seen.
+        """Return `line` with staggered markers, so that overlapping lines of `count` schemes stay visible.
 
         Args:
-            number: of the scheme.
-            count: of schemes in the panel.
-            points: of its line.
+            number: the scheme's number.
+            count: number of schemes in the panel.
+            points: number of points of the line.
         """
         step = max(count, points // _MARKS)
         return self.line(number) | {"markevery": (step * number // count, step)}
 
     def length_axis(self, panel: Axes, tokens: int) -> None:
-        """Make x a log axis from 1 to `tokens`, whose ticks read as plain numbers."""
+        """Make x a log axis from 1 to `tokens` with plain numbers as tick labels."""
         panel.set_xscale("log", base=2)
         ticks = [4**power for power in range(20) if 4**power <= tokens]
         panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         panel.minorticks_off()
 
     def legend(self, panel: Axes) -> None:
-        """Name the lines of a panel beside it."""
+        """Draw the legend of a panel to its right."""
         panel.legend(
             fontsize=8,
             frameon=False,
@@ -114,19 +114,19 @@ class Sheet:
         )
 
     def bar(self, image: Any, panels: Any, text: str) -> None:
-        """Say what the colours of `image` mean."""
+        """Draw the colour bar of `image`."""
         bar = self.figure.colorbar(image, ax=panels, shrink=0.9, pad=0.02, aspect=25)
         bar.set_label(text, fontsize=8, color=self.colours["ink"])
         bar.ax.tick_params(labelsize=7, colors=self.colours["ink"])
         bar.outline.set_edgecolor(self.colours["faint"])
 
     def mark(self, panel: Axes, value: float, text: str, *, vertical: bool) -> None:
-        """Draw a line at `value`, and say what it is."""
-        draw, place = (panel.axvline, (value, 1.0)) if vertical else (panel.axhline, (1.0, value))
+        """Draw a labelled line at `value`."""
+        draw, anchor = (panel.axvline, (value, 1.0)) if vertical else (panel.axhline, (1.0, value))
         draw(value, color=self.colours["ink"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
         panel.annotate(
             text,
-            place,
+            anchor,
             xycoords=panel.get_xaxis_transform() if vertical else panel.get_yaxis_transform(),
             xytext=(-3, -4) if vertical else (-3, 3),
             textcoords="offset points",
@@ -143,26 +143,26 @@ class Sheet:
 def sheet(
     path: Path, heading: str, below: str, *, rows: int = 1, columns: int = 1, height: float = 3.0, dark: bool = False
 ) -> Iterator[Sheet]:
-    """Inside the block, draw on the sheet that it gives; then it is written to `path`, a .png, and an .svg beside it.
+    """Yield a sheet to draw on, then write it to `path`, a .png, and an .svg next to it.
 
     Args:
-        path: of the picture.
-        heading: above it.
-        below: a line under it: of what it is, and how to read it.
-        rows: of panels.
-        columns: of panels.
-        height: of a row, in inches.
-        dark: for a dark page.
+        path: the .png file.
+        heading: the title above the panels.
+        below: a caption under the panels that explains how to read them.
+        rows: number of rows of panels.
+        columns: number of columns of panels.
+        height: height of a row, in inches.
+        dark: use colours for a dark page.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        CheckpointError: the place cannot be written.
+        CheckpointError: the file cannot be written.
     """
     try:
         import matplotlib
     except ImportError as error:
         raise MissingDependencyError("matplotlib", "plot") from error
     with matplotlib.rc_context({"text.color": (_DARK if dark else _LIGHT)["ink"]}):
-        made = Sheet(heading, below, rows, columns, height=height, dark=dark)
-        yield made
-        canvas.save(made.figure, path)
+        page = Sheet(heading, below, rows, columns, height=height, dark=dark)
+        yield page
+        canvas.save(page.figure, path)

@@ -1,4 +1,4 @@
-"""Which pictures there are, and drawing all that some schemes have something to say in."""
+"""The registry of pictures, and drawing all pictures that apply to given schemes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_posswap.schemes import Learned, Scheme, make_scheme
 from hf_posswap.schemes.rope import RotaryScheme
 
 OWN_TABLE = "the model's own"
-"""What its position table is called beside others."""
+"""Label of the model's position table among others."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Picture:
     """A kind of picture.
 
     Attributes:
-        summary: what is to be seen in it.
-        draws: draws schemes on a path, and returns what is to be seen, a line a scheme.
-        takes: whether a scheme has something to say in it.
+        summary: what it shows.
+        draws: draws schemes to a path, and returns a one-line summary per scheme.
+        takes: whether it applies to a scheme.
     """
 
     summary: str
@@ -40,10 +40,10 @@ class Drawn:
     """A picture that was drawn.
 
     Attributes:
-        name: of its kind.
-        path: of the .png; the .svg lies beside it.
-        summary: what is to be seen in such a picture.
-        said: what is to be seen in this one, a line a scheme.
+        name: its name in `PICTURES`.
+        path: the .png file; the .svg is next to it.
+        summary: what this kind of picture shows.
+        said: what this picture shows, one line per scheme.
     """
 
     name: str
@@ -64,9 +64,9 @@ def _has_table(subject: Shown) -> bool:
     return subject.table is not None
 
 
-def _reaches(subject: Shown, place: int) -> bool:
-    """Return whether it has a table with a row for `place`: the model's own ends, others are drawn as far as needed."""
-    return _has_table(subject) and (subject.name != OWN_TABLE or subject.length > place)
+def _reaches(subject: Shown, position: int) -> bool:
+    """Return whether it has a table row for `position`: only the model's own table is limited in length."""
+    return _has_table(subject) and (subject.name != OWN_TABLE or subject.length > position)
 
 
 def _has_scores(subject: Shown) -> bool:
@@ -85,19 +85,19 @@ PICTURES: dict[str, Picture] = {
     "relative": Picture("the distance that attention sees between query and key", maps.draw_relative, _rotates),
     "turning": Picture("rotary pairs in the plane, position by position", lines.draw_turning, _has_fixed_turns),
     "bias": Picture("bias matrices of three heads", maps.draw_bias, _has_bias),
-    "table": Picture("the position table, a row a position", maps.draw_table, _has_table),
+    "table": Picture("the position table, one row per position", maps.draw_table, _has_table),
     "waves": Picture("single dimensions of the table along the positions", lines.draw_waves, _has_table),
-    "similarity": Picture("how alike the rows of two positions are", maps.draw_similarity, _has_table),
+    "similarity": Picture("the similarity of the rows of two positions", maps.draw_similarity, _has_table),
     "similarity-by-distance": Picture(
-        "how alike positions are by their distance", lines.draw_similarity_by_distance, _has_table
+        "the similarity of positions by distance", lines.draw_similarity_by_distance, _has_table
     ),
     "token": Picture(
-        "what position does to one token's vector",
+        "the effect of position on one token's vector",
         maps.draw_token,
-        lambda one: _reaches(one, maps.PLACES[-1]) or _has_fixed_turns(one),
+        lambda subject: _reaches(subject, maps.PLACES[-1]) or _has_fixed_turns(subject),
     ),
 }
-"""Every kind of picture, by its name."""
+"""Every kind of picture, by name."""
 
 
 def draw_positions(
@@ -113,21 +113,21 @@ def draw_positions(
     """Draw position mechanisms themselves, without running a model.
 
     Args:
-        schemes: to draw, on one sheet where they can be compared.
+        schemes: the schemes to draw, on one sheet if they can be compared.
         out: the folder for NAME.png and NAME.svg of each picture.
-        pictures: names in `PICTURES`; empty: all in which one of `schemes` has something to say.
-        geometry: of the model; None: 8 heads of 64 dimensions, 512 tokens, plain RoPE.
-        factor: by which the swapped model is longer than the original.
-        old: the model's position table, a tensor [P, E], which tables begin with, and which is drawn beside them; None:
-            random rows.
-        dark: for a dark page.
+        pictures: names in `PICTURES`; empty: all that apply to one of `schemes`.
+        geometry: the model's geometry; None: 8 heads of 64 dimensions, 512 tokens, plain RoPE.
+        factor: target length over original length.
+        old: the model's position table, a tensor [P, E], from which new tables are initialized, and which is also
+            drawn; None: random rows.
+        dark: use colours for a dark page.
 
     Raises:
         UnknownNameError: no such picture or scheme.
-        OptionError: nothing to draw, or no scheme has anything to say in a picture that was asked for.
-        SchemeError: a scheme cannot be in such a model.
+        OptionError: there is nothing to draw, or a requested picture applies to none of the schemes.
+        SchemeError: a scheme does not fit such a model.
         MissingDependencyError: matplotlib is not installed.
-        CheckpointError: the place cannot be written.
+        CheckpointError: a file cannot be written.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -144,38 +144,42 @@ def draw_positions(
         if name not in PICTURES:
             raise UnknownNameError("picture", name, PICTURES)
         if not any(map(PICTURES[name].takes, subjects)):
-            raise OptionError(f"{', '.join(one.name for one in subjects)}: nothing to see in the picture {name!r}.")
-    wanted = {name: [one for one in subjects if PICTURES[name].takes(one)] for name in (pictures or PICTURES)}
+            names = ", ".join(subject.name for subject in subjects)
+            raise OptionError(f"{names}: the picture {name!r} does not apply.")
+    subjects_by_picture = {name: list(filter(PICTURES[name].takes, subjects)) for name in (pictures or PICTURES)}
     out.mkdir(parents=True, exist_ok=True)
     drawn = []
-    for name, able in wanted.items():
-        if able:
+    for name, drawable in subjects_by_picture.items():
+        if drawable:
             path = out / f"{name}.png"
-            said = PICTURES[name].draws(able, path, dark=dark)
-            drawn.append(Drawn(name, path, PICTURES[name].summary, tuple(said)))
+            summaries = PICTURES[name].draws(drawable, path, dark=dark)
+            drawn.append(Drawn(name, path, PICTURES[name].summary, tuple(summaries)))
     return tuple(drawn)
 
 
 def _subjects(schemes: Sequence[Scheme | str], shape: Geometry, factor: float, old: Tensor | None) -> list[Shown]:
-    """Return the model's own table and the schemes in its shape; those of one name are told apart by their fields."""
-    made = [make_scheme(scheme) for scheme in schemes]
-    several = [_label(scheme, [one for one in made if one.name == scheme.name]) for scheme in made]
-    if len(set(several)) < len(several):
-        twice = next(name for name in several if several.count(name) > 1)
+    """Return the model's own table and the schemes in its shape, labelled by name, and by fields if names repeat."""
+    resolved = [make_scheme(scheme) for scheme in schemes]
+    labels = [_label(scheme, [other for other in resolved if other.name == scheme.name]) for scheme in resolved]
+    if len(set(labels)) < len(labels):
+        twice = next(name for name in labels if labels.count(name) > 1)
         raise OptionError(f"{twice} is given twice: give each scheme once.")
-    own = [] if old is None else [Shown(OWN_TABLE, Learned().resolve(shape, None), shape, len(old), old)]
+    own_table = [] if old is None else [Shown(OWN_TABLE, Learned().resolve(shape, None), shape, len(old), old)]
     return [
-        *own,
-        *(shown(scheme, shape, factor=factor, name=name, old=old) for scheme, name in zip(made, several, strict=True)),
+        *own_table,
+        *(
+            shown(scheme, shape, factor=factor, name=name, old=old)
+            for scheme, name in zip(resolved, labels, strict=True)
+        ),
     ]
 
 
 def _label(scheme: Scheme, alike: Sequence[Scheme]) -> str:
-    """Return the name of `scheme` with what it gives to the fields that differ among `alike`, all of its name."""
-    given = [
+    """Return the name of `scheme` with its values of the fields that differ among `alike`, all of the same name."""
+    differing = [
         f"{field.name}={getattr(scheme, field.name)}"
         for field in dataclasses.fields(scheme)
         if getattr(scheme, field.name) is not None
-        and any(getattr(one, field.name) != getattr(scheme, field.name) for one in alike)
+        and any(getattr(other, field.name) != getattr(scheme, field.name) for other in alike)
     ]
-    return ":".join([scheme.name, *([",".join(given)] if given else [])])
+    return ":".join([scheme.name, *([",".join(differing)] if differing else [])])

@@ -87,9 +87,9 @@ def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, An
             raise
         if path.is_fifo():
             raise ConfigError(
-                f"{shown(path)}{included_by} is a pipe, which can be read once: each process of a training reads the recipe, "
-                "and again when it resumes. Write it to a file and give that; values alone can follow a recipe as "
-                "KEY=VALUE."
+                f"{shown(path)}{included_by} is a pipe, which can be read only once: each process of a training reads "
+                "the recipe, and reads it again when it resumes. Write it to a file and give that; values alone can "
+                "follow a recipe as KEY=VALUE."
             ) from error
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{shown(path)}{included_by} cannot be read: {reason}. Give a recipe's file.") from error

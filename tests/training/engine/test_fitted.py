@@ -78,18 +78,18 @@ def test_what_does_not_go_together_is_said_by_name(tmp_path: Path, settings: tup
 @pytest.mark.parametrize(
     ("scheme", "kind", "error", "problem"),
     [
-        ("kerple", "gpt2", SchemeError, "swap.fit: nothing of kerple is fitted to a table.*Or swap.fit=0"),
-        ("rope", "gpt2", SchemeError, "swap.fit: .* turns whole heads.*Or swap.fit=0"),
+        ("kerple", "gpt2", SchemeError, "swap.fit: kerple cannot be fitted to a table.*Or swap.fit=0"),
+        ("rope", "gpt2", SchemeError, "swap.fit: .* rotates whole heads.*Or swap.fit=0"),
         ("yarn:partial=0.5", "llama", UnsupportedSwapError, "swap.fit: .*LlamaForCausalLM has none.*Or swap.fit=0"),
         ("rope:partial=0.5", "xglm", UnsupportedSwapError, "swap.fit: .*XGLMForCausalLM has none.*Or swap.fit=0"),
         ("alibi", "xglm", UnsupportedSwapError, "swap.fit: .*XGLMForCausalLM has none.*Or swap.fit=0"),
         ("rope:partial=0.5", "gpt_neo", UnsupportedSwapError, "swap.fit: .* has no bias.*Or swap.fit=0"),
-        ("alibi", "albert", UnsupportedSwapError, "swap.fit: .* do not run once in a forward.*Or swap.fit=0"),
+        ("alibi", "albert", UnsupportedSwapError, "swap.fit: .* do not run exactly once per forward.*Or swap.fit=0"),
         (
             "alibi:slopes=0.5,0.5,0.5,0.5",
             "gpt2",
             SchemeError,
-            "swap.fit: .*slopes .* what the fit finds.*Or swap.fit=0",
+            "swap.fit: .*slopes .* determined by the fit.*Or swap.fit=0",
         ),
     ],
 )
