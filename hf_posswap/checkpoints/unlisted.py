@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG, SIDECAR
+from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG
 from hf_posswap.checkpoints.manifest import irregularity, walk
 from hf_posswap.compat.transformers_saved import WEIGHTS, saved_names
 from hf_posswap.errors import CheckpointError
+from hf_posswap.patching.record.adapter_marks import SIDECAR
 from hf_posswap.utils.atomic_io import read_json
 from hf_posswap.utils.untrusted import read_bounded
 

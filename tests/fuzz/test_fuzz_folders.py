@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_posswap
-from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG, SIDECAR
+from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG
 from hf_posswap.checkpoints.adapters_load import adapter_source
 from hf_posswap.comparison import EvalSettings, evaluate
 from hf_posswap.evaluation.store import ARRAYS, LINES, RunStore
+from hf_posswap.patching.record.adapter_marks import SIDECAR
 from hf_posswap.report import render_html
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import DataSettings, Source, build_data

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from hf_posswap.checkpoints.adapters import SIDECAR
 from hf_posswap.checkpoints.doctor_checks.findings import Finding
 from hf_posswap.checkpoints.doctor_checks.reading import Chart
 from hf_posswap.errors import RecordError
@@ -15,6 +14,7 @@ from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.inspect.bounds import bounds_by, within
 from hf_posswap.patching.inspect.describe import model_class_of
 from hf_posswap.patching.plan.plan_swap import plan_swap
+from hf_posswap.patching.record.adapter_marks import SIDECAR
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.refusals import POSSWAP_MODEL_TYPE, read
 from hf_posswap.utils.auto_classes import refuse_endless_lists

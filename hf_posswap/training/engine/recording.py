@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.checkpoints.adapters import SIDECAR
 from hf_posswap.checkpoints.manifest import write_listed_json
+from hf_posswap.patching.record.adapter_marks import SIDECAR
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.training import NAME, TrainingRecord, swap_digest
 from hf_posswap.training.config import Recipe
