@@ -95,7 +95,7 @@ def _before_saving(model: Any, is_converted: bool) -> None:
     if is_converted and swapped_base(model).config.posswap["route"] == "plugin":
         raise UnsupportedSwapError(
             "path_initial_model_for_weight_conversion is not supported for an adapter of a model that only hf_posswap "
-            "runs: PEFT computes with weights that are saved in other shapes. Save the adapter without it, beside its "
+            "runs: PEFT computes with weights that are saved in other shapes. Save the adapter without it, next to its "
             "initial base, or merge it (merge_and_unload) and save the model."
         )
 
@@ -115,11 +115,11 @@ def save_with_swap(model: Any, folder: Path) -> None:
 
 
 def write_sidecars(model: Any, folder: Path) -> None:
-    """Write the sidecar beside the config of each adapter of `model` in `folder`, if its base carries a swap.
+    """Write the sidecar next to the config of each adapter of `model` in `folder`, if its base is swapped.
 
     Where the base was swapped after it had been loaded, the adapter config no longer names it: whatever loads the
-    adapter without hf_posswap would put it on the unswapped base. What stands there instead says what to do, and is no
-    valid name, so that loading ends with it in the error.
+    adapter without hf_posswap would put it on the unswapped base. Its value is then an instruction and not a valid
+    name, so that loading fails with it in the error.
     """
     if not is_swapped(model):
         return
@@ -132,14 +132,14 @@ def write_sidecars(model: Any, folder: Path) -> None:
         refuse_changed_base(base)
         config = read_object(path)
         name = base.name_or_path or None
-        held = {"version": SIDECAR_VERSION, "base": name, "base_is_swapped": on_disk, "record": base.config.posswap}
+        sidecar = {"version": SIDECAR_VERSION, "base": name, "base_is_swapped": on_disk, "record": base.config.posswap}
         if (trained := getattr(base.config, TRAINING, None)) is not None:
-            held["training"] = trained
+            sidecar["training"] = trained
         if not on_disk:
             shown = _HINT.format(base=name or type(base).__name__, scheme=base.config.posswap["scheme"]["name"])
             config["base_model_name_or_path"] = shown
             write_json(path, config)
-        write_json(path.parent / SIDECAR, held)
+        write_json(path.parent / SIDECAR, sidecar)
     _correct_card(folder / "README.md", base.name_or_path)
 
 

@@ -62,7 +62,7 @@ class AdapterSource:
 
 @hub_reading
 def adapter_source(source: str | Path, **hub: Any) -> AdapterSource | None:
-    """Return what the adapter at `source` says of its base; None where `source` is no adapter.
+    """Return the base of the adapter at `source`; None where `source` is not an adapter.
 
     Args:
         source: a folder or a Hub id.
@@ -70,30 +70,30 @@ def adapter_source(source: str | Path, **hub: Any) -> AdapterSource | None:
 
     Raises:
         CheckpointError: a file of the adapter cannot be read.
-        RecordError: the sidecar is none, or of an unknown version.
+        RecordError: the sidecar is invalid, or of an unknown version.
     """
     config = _read(source, ADAPTER_CONFIG, hub, certain=False)
     if config is None:
         return None
-    held = _read(source, SIDECAR, hub, certain=True)
+    sidecar = _read(source, SIDECAR, hub, certain=True)
     named = config.get("base_model_name_or_path")
-    if held is None:
+    if sidecar is None:
         return AdapterSource(named, config.get("revision"), False, _record_beside(source, named, hub))
     fields = {"version": int, "base": str | None, "base_is_swapped": bool, "record": dict}
-    training = held.pop("training", None)
+    training = sidecar.pop("training", None)
     good = (
-        set(held) == set(fields)
+        set(sidecar) == set(fields)
         and isinstance(training, dict | None)
-        and all(isinstance(held[name], kind) for name, kind in fields.items())
+        and all(isinstance(sidecar[name], field_type) for name, field_type in fields.items())
     )
-    if not good or held["version"] != SIDECAR_VERSION:
+    if not good or sidecar["version"] != SIDECAR_VERSION:
         raise RecordError(
             f"{SIDECAR} of {str(source)!r} must hold {', '.join(fields)}, of version {SIDECAR_VERSION}: update "
             "hf_posswap, or check the file."
         )
-    base = named if held["base_is_swapped"] else held["base"]
-    record = SwapRecord.from_dict(held["record"])
-    return AdapterSource(base, config.get("revision"), held["base_is_swapped"], record, training)
+    base = named if sidecar["base_is_swapped"] else sidecar["base"]
+    record = SwapRecord.from_dict(sidecar["record"])
+    return AdapterSource(base, config.get("revision"), sidecar["base_is_swapped"], record, training)
 
 
 def load_adapter(
@@ -104,7 +104,7 @@ def load_adapter(
     Args:
         model: a transformers model, swapped as the adapter's base was.
         source: a folder or a Hub id.
-        trainable: go on training the adapter.
+        trainable: make the adapter trainable.
         trust_unrecorded: take an adapter without a sidecar as one that was trained with the swap of `model`.
         hub: cache_dir, local_files_only, revision, subfolder, token, ... for a Hub id.
 
@@ -128,19 +128,19 @@ def load_adapter(
         ...     type(load_adapter(swapped, folder)).__name__
         'PeftModel'
     """
-    found = adapter_source(source, **hub)
-    if found is None:
+    adapter = adapter_source(source, **hub)
+    if adapter is None:
         raise CheckpointError(f"{str(source)!r} holds no adapter ({ADAPTER_CONFIG}).")
-    _refuse_other(unwrap(model), found, str(source), trust_unrecorded)
+    _refuse_other(unwrap(model), adapter, str(source), trust_unrecorded)
     return _with_adapter(model, source, trainable, hub)
 
 
-def load_with_base(source: str | Path, found: AdapterSource, load: Any, **kwargs: Any) -> Any:
+def load_with_base(source: str | Path, adapter: AdapterSource, load: Any, **kwargs: Any) -> Any:
     """Return a PEFT model: the adapter at `source` on its base, swapped as it was.
 
     Args:
         source: a folder or a Hub id.
-        found: what `adapter_source` says of it.
+        adapter: what `adapter_source` says of it.
         load: `hf_posswap.load`.
         kwargs: for `load` of the base; those for the Hub are for the adapter as well, and `revision` for it alone.
 
@@ -148,47 +148,47 @@ def load_with_base(source: str | Path, found: AdapterSource, load: Any, **kwargs
         CheckpointError: nothing names the base, or it cannot be loaded, or the adapter does not fit.
         RecordError: the base carries another mechanism.
     """
-    if not found.base:
+    if not adapter.base:
         raise CheckpointError(
             f"the adapter {str(source)!r} does not say where its base is: load the base, swap it, and call "
             "hf_posswap.load_adapter(model, adapter)."
         )
     above = (*_loading.get(), _identity(source))
-    if _identity(found.base) in above or len(above) > MOST_ADAPTERS:
-        names = " -> ".join(map(repr, [*above, _identity(found.base)]))
+    if _identity(adapter.base) in above or len(above) > MOST_ADAPTERS:
+        names = " -> ".join(map(repr, [*above, _identity(adapter.base)]))
         raise CheckpointError(
-            f"the adapter {str(source)!r} names {found.base!r} as its base, and adapters name one another without an "
+            f"the adapter {str(source)!r} names {adapter.base!r} as its base, and adapters name one another without an "
             f"end ({names}): name the model that it was trained on in base_model_name_or_path of its {ADAPTER_CONFIG}"
-            f"{'' if found.record is None else f', and as base in its {SIDECAR}'}."
+            f"{'' if adapter.record is None else f', and as base in its {SIDECAR}'}."
         )
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
     passed = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
-    if found.revision:
-        passed["revision"] = found.revision
+    if adapter.revision:
+        passed["revision"] = adapter.revision
     token = _loading.set(above)
     try:
-        model = load(found.base, **passed)
+        model = load(adapter.base, **passed)
     except RemoteCodeError:
         raise
     except CheckpointError as error:
         raise CheckpointError(
-            f"the base of the adapter {str(source)!r}, {found.base!r}, cannot be loaded: {error}"
+            f"the base of the adapter {str(source)!r}, {adapter.base!r}, cannot be loaded: {error}"
         ) from error
     finally:
         _loading.reset(token)
-    if found.record is not None and not found.base_is_swapped and getattr(model, "_posswap", None) is None:
-        record = found.record
+    if adapter.record is not None and not adapter.base_is_swapped and getattr(model, "_posswap", None) is None:
+        record = adapter.record
         patch_model(model, record.choice(), **record.arguments)
-    _refuse_other(unwrap(model), found, str(source), trust_unrecorded=True)  # it is the base that the adapter names
-    _tell_training(unwrap(model), found)
+    _refuse_other(unwrap(model), adapter, str(source), trust_unrecorded=True)  # it is the base that the adapter names
+    _tell_training(unwrap(model), adapter)
     adapted = _with_adapter(model, source, False, hub)
     for config in adapted.peft_config.values():
-        config.base_model_name_or_path = found.base  # on disk it may be a hint in its place
+        config.base_model_name_or_path = adapter.base  # on disk it may be a hint in its place
     return adapted
 
 
 def _identity(source: str | Path) -> str:
-    """Return by what an adapter is told from others: its folder whatever leads there, or its id."""
+    """Return what identifies an adapter: its folder with links resolved, or its id."""
     path = Path(source)
     return str(path.resolve()) if path.is_dir() else str(source)
 
@@ -196,35 +196,35 @@ def _identity(source: str | Path) -> str:
 def _with_adapter(model: Any, source: str | Path, trainable: bool, hub: dict[str, Any]) -> Any:
     peft = import_peft()
     try:
-        refuse_integers(unwrap(model), _kinds(source, hub), str(source))
+        refuse_integers(unwrap(model), _dtypes(source, hub), str(source))
         with without_peft_warning():
             adapted = peft.PeftModel.from_pretrained(model, str(source), is_trainable=trainable, **hub)
     except PosswapError:
         raise
     except Exception as error:  # PEFT may raise anything, given a config that holds other types than it asks for
-        said = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"the adapter {str(source)!r} cannot be loaded: {said}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the adapter {str(source)!r} cannot be loaded: {reason}") from error
     return adapted
 
 
-def _kinds(source: str | Path, hub: dict[str, Any]) -> dict[str, str]:
-    """Return names and kinds of numbers of an adapter's weights."""
+def _dtypes(source: str | Path, hub: dict[str, Any]) -> dict[str, str]:
+    """Return the dtypes of an adapter's weights, by name."""
     weights = file_of(source, ADAPTER_WEIGHTS, certain=False, **hub)
     return kinds_in(read_adapter_weights(source, **hub)[1]) if weights is None else kinds_in_file(weights)
 
 
-def _tell_training(model: Any, found: AdapterSource) -> None:
-    """Give the base of an adapter the record of the adapter's training, which its plan then tells."""
-    if found.training is None or found.record is None:
+def _tell_training(model: Any, adapter: AdapterSource) -> None:
+    """Set the record of the adapter's training on its base, for its plan."""
+    if adapter.training is None or adapter.record is None:
         return
-    model.config.posswap_training = found.training
-    model._posswap.plan = as_trained(model._posswap.plan, found.record, model.config)
+    model.config.posswap_training = adapter.training
+    model._posswap.plan = as_trained(model._posswap.plan, adapter.record, model.config)
 
 
-def _refuse_other(model: Any, found: AdapterSource, source: str, trust_unrecorded: bool) -> None:
+def _refuse_other(model: Any, adapter: AdapterSource, source: str, trust_unrecorded: bool) -> None:
     """Refuse an adapter whose base had another mechanism than `model` has."""
-    if found.record is not None:
-        refuse_other_base(model, found.record, source)
+    if adapter.record is not None:
+        refuse_other_base(model, adapter.record, source)
     elif not trust_unrecorded and getattr(model, "_posswap", None) is not None:
         raise RecordError(
             f"the adapter {source!r} has no {SIDECAR}: it was trained on an unswapped model, or saved without "

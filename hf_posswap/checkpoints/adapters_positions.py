@@ -1,4 +1,4 @@
-"""What an adapter must know of its base's positions: whether there is a swap, what it learns, what would be lost."""
+"""The positions of an adapter's base: whether it is swapped, what its scheme learns, what saving would lose."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def refuse_changed_base(model: Any) -> None:
         model: a PEFT model, or the base inside it.
 
     Raises:
-        UnsupportedSwapError: which function of this package changed them, and what to do.
+        UnsupportedSwapError: names the function of this package that changed them, and what to do.
     """
     if not is_swapped(model):
         return
@@ -111,32 +111,34 @@ def refuse_changed_base(model: Any) -> None:
         "fit_rotation has changed queries and keys": base._posswap.fitted,
         "centre_table has changed the token embeddings": getattr(base, CENTRED, False),
     }
-    for what in (what for what, was in changed.items() if was):
+    for change in (change for change, was in changed.items() if was):
         raise UnsupportedSwapError(
-            f"{what} of {type(base).__name__}, which an adapter does not hold: save the model with hf_posswap.save "
+            f"{change} of {type(base).__name__}, which an adapter does not hold: save the model with hf_posswap.save "
             "before an adapter is put on it, load it again, and train adapters on that."
         )
 
 
 def _learned(base: Any) -> list[tuple[str, nn.Module]]:
-    """Return the modules of a swapped model that hold what its scheme learns: path and module."""
-    found = []
+    """Return the modules of a swapped model with parameters of its scheme: path and module."""
+    learned = []
     for edit in base._posswap.plan.edits:
         learns = isinstance(edit, AddMechanism) or (isinstance(edit, ReplaceTable) and edit.scheme.trainable)
         if learns:
             module = base.get_submodule(edit.path)
-            found += [(edit.path, module)] if any(True for _ in module.parameters()) else []
-    return found
+            learned += [(edit.path, module)] if any(True for _ in module.parameters()) else []
+    return learned
 
 
 def _is_trained(base: Any, path: str, module: nn.Module) -> bool:
-    """Return whether `module` holds, or may come to hold, something else than the swap alone put there."""
+    """Return whether `module` has, or may get, other values than the swap alone put there."""
     if any(parameter.requires_grad for parameter in module.parameters()):
         return True
     if lies_on_disk(base):  # as it was loaded
         return False
-    kinds, swap = (AddMechanism, ReplaceTable), base._posswap
-    edit, saved = next((edit, saved) for edit, saved in swap.done() if isinstance(edit, kinds) and edit.path == path)
+    learned_edits, swap = (AddMechanism, ReplaceTable), base._posswap
+    edit, saved = next(
+        (edit, saved) for edit, saved in swap.done() if isinstance(edit, learned_edits) and edit.path == path
+    )
     if isinstance(edit, AddMechanism):
         fresh = dict(edit.scheme.mechanism(edit.geometry).named_parameters())
         return any(

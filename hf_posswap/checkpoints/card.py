@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: what it was made from, what was swapped, and how to load it."""
+"""The model card of a checkpoint: its base, its swap, and how to load it."""
 
 from __future__ import annotations
 
@@ -128,12 +128,12 @@ def _base_and_license(facts: CardFacts, token: str | None, online: bool) -> tupl
     local = facts.base is not None and Path(facts.base).is_dir()
     if facts.base is None or not (local or _is_repo_id(facts.base)):
         return None, facts.license
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     if local or (online and facts.license is None):
-        found = _card_of(facts.base, token, local)
-    named = found.get("base_model")
+        metadata = _card_of(facts.base, token, local)
+    named = metadata.get("base_model")
     base = (named[0] if isinstance(named, list) and named else named) if local else facts.base
-    return (base if isinstance(base, str) else None), facts.license or found.get("license")
+    return (base if isinstance(base, str) else None), facts.license or metadata.get("license")
 
 
 def _is_repo_id(name: str) -> bool:
@@ -154,7 +154,7 @@ def _card_of(base: str, token: str | None, local: bool) -> dict[str, Any]:
             card = ModelCard(read_bounded(Path(base) / "README.md"), ignore_metadata_errors=True)
         else:
             card = ModelCard.load(base, token=token, ignore_metadata_errors=True)
-    except Exception as error:  # a card that cannot be had must not stop a push: what it lacks is said
+    except Exception as error:  # an unreadable card must not stop a push: a warning says what is missing
         warnings.warn(
             f"the card of the base model {base} cannot be read, so its licence is not taken over: "
             f"{type(error).__name__}: {error}. Give license=... to state it.",
@@ -178,8 +178,8 @@ def _opening(plan: SwapPlan | None, base: str | None) -> str:
 
 def _trained(skeleton: Any) -> str:
     """Return a sentence on the training that the config records; "": it records none."""
-    told = describe_positions(skeleton).trained
-    return "" if told is None else f" Trained: {told}."
+    training = describe_positions(skeleton).trained
+    return "" if training is None else f" Trained: {training}."
 
 
 def _swap(plan: SwapPlan) -> str:

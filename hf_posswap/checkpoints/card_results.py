@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 RESULTS = "results.json"
 EVALUATION = "hf_posswap evaluation"
 """What results.json of `evaluate` and `compare` says of itself."""
-_OTHERS = ("base", "control")  # of a quickstart: shown beside the model
+_OTHERS = ("base", "control")  # of a quickstart: shown with the model
 
 
 @dataclass(frozen=True)
@@ -63,28 +63,30 @@ def read_results(source: dict[str, Any] | str | Path | None) -> Results:
     return Results(values, tuple(pictures))
 
 
-def _by_scheme(found: dict[str, Any]) -> dict[str, Any]:
+def _by_scheme(results: dict[str, Any]) -> dict[str, Any]:
     """Return the perplexities of an evaluation under the names of the schemes, the model they are held against as base.
 
     Raises:
         CheckpointError: it holds no perplexities.
     """
     models: dict[str, Any] = {}
-    for label, model in found["models"].items():
+    for label, model in results["models"].items():
         plan = model.get("plan")
-        other = _OTHERS[0] if label == found["base"] and label not in _OTHERS else label
+        other = _OTHERS[0] if label == results["base"] and label not in _OTHERS else label
         name = plan["scheme"]["name"] if plan else other
         cannot = [{"length": int(length), "cannot_run": why} for length, why in model["cannot_run"].items()]
         scores = model.get("ppl_prefix") or model.get("mlm_pos", {}).get("lengths", [])
         rows = sorted([*scores, *cannot], key=lambda row: row["length"])
         if rows:
-            verdict = _verdict(model.get("short_reg"), found["base"]) or _nearness(model.get("vectors"), found["base"])
+            verdict = _verdict(model.get("short_reg"), results["base"]) or _nearness(
+                model.get("vectors"), results["base"]
+            )
             models.setdefault(name, {"lengths": rows, "verdict": verdict})
     if not models:
         raise CheckpointError(
             "the results hold no perplexities (metric ppl_prefix, or mlm_pos of encoders), which a model card shows."
         )
-    return {"models": models, "lengths": found["lengths"], "data": {"text": public_name(found["data"]["source"])}}
+    return {"models": models, "lengths": results["lengths"], "data": {"text": public_name(results["data"]["source"])}}
 
 
 def _verdict(short: Any, base: str) -> str | None:
@@ -96,11 +98,11 @@ def _verdict(short: Any, base: str) -> str | None:
 
 
 def _nearness(rows: Any, base: str) -> str | None:
-    """Return how near an encoder's vectors are to the base's, by length, in words; None: it was not measured."""
+    """Return how near an encoder's vectors are to the base's, by length, as text; None: it was not measured."""
     if not rows:
         return None
-    said = ", ".join(f"{row['cosine']:.3f} at {row['length']:,} tokens" for row in rows)
-    return f"Mean cosine of its vectors to those of {base}: {said}."
+    cosines = ", ".join(f"{row['cosine']:.3f} at {row['length']:,} tokens" for row in rows)
+    return f"Mean cosine of its vectors to those of {base}: {cosines}."
 
 
 def _read(path: Path) -> Any:
@@ -163,8 +165,8 @@ def _evaluation(results: Results, scheme: str | None, task: str) -> tuple[str, l
     if verdict := models[name].get("verdict"):
         note = f"{markdown_text(verdict)} {note}"
     scores = [row for row in models[name]["lengths"] if "cannot_run" not in row]
-    found = [_entry(f"perplexity at {row['length']} tokens", row["perplexity"], data, task) for row in scores]
-    return f"{text}\n\n{note}", found
+    entries = [_entry(f"perplexity at {row['length']} tokens", row["perplexity"], data, task) for row in scores]
+    return f"{text}\n\n{note}", entries
 
 
 def _score(row: dict[str, Any]) -> str:
@@ -176,12 +178,12 @@ def _score(row: dict[str, Any]) -> str:
 def _entry(name: str, value: float, dataset: str, task: str) -> EvalResult:
     from huggingface_hub import EvalResult
 
-    kind = "perplexity" if name.startswith("perplexity") else name.split("@")[0].split(" ")[0]
+    metric = "perplexity" if name.startswith("perplexity") else name.split("@")[0].split(" ")[0]
     return EvalResult(
         task_type=task,
         dataset_type="custom",
         dataset_name=dataset,
-        metric_type=kind,
+        metric_type=metric,
         metric_name=name,
         metric_value=float(value),
     )

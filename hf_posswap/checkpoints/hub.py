@@ -26,8 +26,8 @@ _OURS = ("model*.safetensors", "model*.safetensors.index.json", "modeling_posswa
 
 def files_to_push(folder: Path) -> dict[str, Path]:
     """Return the files of `folder` that a push uploads, by their path in the repository."""
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: path for name, path in found.items() if not _matches(name, LEFT_OUT)}
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in paths.items() if not _matches(name, LEFT_OUT)}
 
 
 def stale_files(there: Iterable[str], coming: Iterable[str]) -> list[str]:
@@ -75,7 +75,7 @@ def hub_errors(repo_id: str) -> Iterator[None]:
 
 
 def describe_failure(error: Exception) -> str:
-    """Return in one sentence what the Hub's client says went wrong.
+    """Return one sentence on what went wrong, from the Hub client's error.
 
     Example:
         >>> describe_failure(RuntimeError("two lines\\n of it"))
@@ -83,10 +83,10 @@ def describe_failure(error: Exception) -> str:
     """
     error = _deepest(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[0] if lines else type(error).__name__
+    message = lines[0] if lines else type(error).__name__
     if isinstance(error, _UNREADABLE):
-        said = f"the Hub's answer cannot be read ({type(error).__name__}: {said[:200]})"
-    return f"{said.rstrip('.')}."
+        message = f"the Hub's answer cannot be read ({type(error).__name__}: {message[:200]})"
+    return f"{message.rstrip('.')}."
 
 
 def status_of(error: Exception) -> int | None:
@@ -111,8 +111,8 @@ def _advice(error: Exception) -> str | None:
     """Return what to do about `error`; None where it is not about the Hub."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    found, status = _deepest(error), status_of(error)
-    if isinstance(found, OfflineModeIsEnabled) and not isinstance(found, unreachable_error()):
+    cause, status = _deepest(error), status_of(error)
+    if isinstance(cause, OfflineModeIsEnabled) and not isinstance(cause, unreachable_error()):
         return "HF_HUB_OFFLINE is set. Unset it, or use dry_run to see what would go."
     if status in (401, 403):
         return "Nothing was committed: log in with `hf auth login`, or pass a token that may write there."
@@ -121,12 +121,12 @@ def _advice(error: Exception) -> str | None:
     if status == 412:
         return "Someone else committed meanwhile, and nothing of this push is there: look at it, and push again."
     if status == 429:
-        return f"The Hub asks to wait{_asked_wait(found)}. Nothing was committed: push again after that."
+        return f"The Hub asks to wait{_asked_wait(cause)}. Nothing was committed: push again after that."
     if status is not None and status >= 500:
-        return "The Hub had a failure of its own, before anything was committed: push again."
-    if status is not None or type(found) is ValueError:
+        return "The Hub failed before anything was committed: push again."
+    if status is not None or type(cause) is ValueError:
         return "Nothing was committed: correct that and push again."
-    if isinstance(found, _UNREADABLE):
+    if isinstance(cause, _UNREADABLE):
         return "Nothing was committed: push again, and check what stands between here and the Hub."
     if _is_about_the_wire(error):
         return "Nothing was committed: check the connection and push again."

@@ -91,15 +91,15 @@ def load(
             refuse_outside(Path(source) / str(kwargs.get("subfolder", "")))
             bounds = Bounds() if elsewhere else bounds_in(source, config)
             refuse_endless(chosen, config, bounds, trust_remote_code=trust_remote_code)
-            with PROCESS:  # transformers exchanges functions of its own and the default dtype meanwhile
+            with PROCESS:  # transformers changes functions and the default dtype of the process meanwhile
                 model, info = chosen.from_pretrained(
                     str(source), config=config, output_loading_info=True, trust_remote_code=trust_remote_code, **kwargs
                 )
     except PosswapError:
         raise
     except Exception as error:  # a model's own code may raise anything, given a config that fits no weights
-        said = error if str(error) else type(error).__name__
-        raise CheckpointError(f"cannot load {str(source)!r}: {said}") from error
+        reason = error if str(error) else type(error).__name__
+        raise CheckpointError(f"cannot load {str(source)!r}: {reason}") from error
     prefix = f"{model.base_model_prefix}."
     _refuse_misfits(source, info, None if model_class is None else _keys_held(config, prefix), prefix)
     if not elsewhere:
@@ -110,11 +110,11 @@ def load(
     return model
 
 
-def _refuse_misfits(source: str | Path, info: dict[str, Any], held: set[str] | None, prefix: str) -> None:
-    """Refuse weights that do not fit; `held` are the keys that the checkpoint must hold, None: all of the model's."""
-    missing = sorted(key for key in info["missing_keys"] if held is None or key.removeprefix(prefix) in held)
+def _refuse_misfits(source: str | Path, info: dict[str, Any], required: set[str] | None, prefix: str) -> None:
+    """Refuse weights that do not fit; `required` are the keys that the checkpoint must have, None: all of the model's."""
+    missing = sorted(key for key in info["missing_keys"] if required is None or key.removeprefix(prefix) in required)
     mismatched = sorted(str(key) for key in info["mismatched_keys"])
-    unexpected = sorted(info["unexpected_keys"]) if held is None else []
+    unexpected = sorted(info["unexpected_keys"]) if required is None else []
     if missing or mismatched or unexpected:
         raise CheckpointError(
             f"the weights of {str(source)!r} do not fit its config: missing {missing[:8]}, of another shape "
@@ -125,34 +125,34 @@ def _refuse_misfits(source: str | Path, info: dict[str, Any], held: set[str] | N
 def _refuse_integers(source: str | Path, model: Any, info: dict[str, Any], hub: dict[str, Any]) -> None:
     """Refuse integers in the files where `model` has floating-point weights: transformers takes them for those.
 
-    A quantized checkpoint says in its config how they are read, and lacks that, or is none of transformers'.
+    The config of a quantized checkpoint of transformers says how they are read.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         return
     known = {} if Path(source).is_dir() else hub | {"local_files_only": True}
-    found = [file_of(source, name, certain=False, **known) for name in (WEIGHTS, INDEX)]
-    folder = next((path.parent for path in found if path is not None), None)
-    kinds = {} if folder is None else folder_kinds(folder)
-    integers = {name: kind for name, kind in kinds.items() if not kind.startswith(FLOATS)}
-    prefix, held = f"{model.base_model_prefix}.", model.state_dict()
+    weight_paths = [file_of(source, name, certain=False, **known) for name in (WEIGHTS, INDEX)]
+    folder = next((path.parent for path in weight_paths if path is not None), None)
+    dtypes = {} if folder is None else folder_kinds(folder)
+    integers = {name: dtype for name, dtype in dtypes.items() if not dtype.startswith(FLOATS)}
+    prefix, state = f"{model.base_model_prefix}.", model.state_dict()
     dropped = set(info["unexpected_keys"])
     ignored = [re.compile(pattern) for pattern in ignored_on_load(model)]
 
     def lands(name: str) -> bool:
         names = {name, f"{prefix}{name}", name.removeprefix(prefix)}
-        if names & held.keys():
-            return any(held[each].is_floating_point() for each in names & held.keys())
+        if names & state.keys():
+            return any(state[each].is_floating_point() for each in names & state.keys())
         converted = not names & dropped and not any(pattern.search(name) for pattern in ignored)
         return converted and name.endswith(("weight", "bias"))  # as experts, which become one tensor
 
     wrong = sorted(name for name in integers if lands(name))
     if wrong:
-        told = ", ".join(f"{name} ({integers[name]})" for name in wrong[:4])
+        examples = ", ".join(f"{name} ({integers[name]})" for name in wrong[:4])
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise CheckpointError(
             f"the weights of {str(source)!r} hold integers where {type(model).__name__} has floating-point numbers: "
-            f"{told}{more}. If it is a quantized checkpoint, its config.json lacks quantization_config, by which they "
-            "are read: take both from where it was made."
+            f"{examples}{more}. If it is a quantized checkpoint, its config.json lacks quantization_config, by which "
+            "they are read: take both from where it was made."
         )
 
 

@@ -53,13 +53,13 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     problem = "it is no regular file"
     if path.is_file() and not path.is_symlink():
         try:
-            held = read_json(path)
+            content = read_json(path)
         except CheckpointError as error:
-            held, problem = None, str(error.__cause__)
+            content, problem = None, str(error.__cause__)
         else:
             problem = "it must hold an object with version 1 and files"
-        if isinstance(held, dict) and held.get("version") == _VERSION and isinstance(held.get("files"), dict):
-            files: dict[str, Any] = held["files"]
+        if isinstance(content, dict) and content.get("version") == _VERSION and isinstance(content.get("files"), dict):
+            files: dict[str, Any] = content["files"]
             return files
     raise CheckpointError(
         f"{path} does not tell which files a save wrote: {problem}. Choose another folder, or move what you need out "
@@ -74,8 +74,8 @@ def unsaved_entries(folder: Path, files: dict[str, Any]) -> dict[str, str]:
         folder: of a checkpoint.
         files: that its manifest lists.
     """
-    found = {name: _problem(entry, files.get(name)) for name, entry in sorted(walk(folder)) if name != MANIFEST}
-    return {name: problem for name, problem in found.items() if problem is not None}
+    problems = {name: _problem(entry, files.get(name)) for name, entry in sorted(walk(folder)) if name != MANIFEST}
+    return {name: problem for name, problem in problems.items() if problem is not None}
 
 
 def _problem(entry: os.DirEntry[str], listed: Any) -> str | None:
@@ -112,8 +112,8 @@ def walk(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]
         OSError: `folder` itself cannot be read.
     """
     with os.scandir(folder) as entries:
-        found = list(entries)
-    for entry in found:
+        children = list(entries)
+    for entry in children:
         name = f"{prefix}{entry.name}"
         if not entry.is_dir(follow_symlinks=False):
             yield name, entry
@@ -135,8 +135,8 @@ def state_of(folder: Path) -> State:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     return {
-        name: (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        for name, found in seen.items()
+        name: (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        for name, status in seen.items()
     }
 
 

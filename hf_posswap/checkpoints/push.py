@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posswap.checkpoints.beside import Beside, found_beside
 from hf_posswap.checkpoints.card import CardFacts, write_card
 from hf_posswap.checkpoints.card_results import Results, read_results
 from hf_posswap.checkpoints.commit import Commit
 from hf_posswap.checkpoints.hub import checked_repo_id, files_to_push, hub_errors, stale_files
 from hf_posswap.checkpoints.native.suggesting import stock_instead
+from hf_posswap.checkpoints.run_artifacts import RunArtifacts, find_run_artifacts
 from hf_posswap.checkpoints.save import save
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.patching.inspect.describe import on_meta
@@ -42,7 +42,7 @@ class PushReport:
         commit: id of the commit; None in a dry run.
         url: of the commit; None in a dry run.
         card: the model card that was written for it; None: there was one, or none was wanted.
-        notes: what the card took from beside the model, and whether a stock checkpoint would do instead.
+        notes: what the card took from the model's run, and whether a stock checkpoint would do instead.
     """
 
     repo_id: str
@@ -101,24 +101,24 @@ def push(
         source: a model, or a folder that `save` or `save_pretrained` wrote. Of a folder, hidden files and a trainer's
             state stay behind.
         repo_id: "owner/name"; made where it is missing.
-        tokenizer: pushed beside a model; a folder holds its own.
+        tokenizer: pushed with a model; a folder has its own.
         private: whether a new repository is private, and an existing public one refused; False: the default of its
             owner, which is public unless an organisation says otherwise.
         revision: branch to commit to, made from main where it is missing; None: main.
         token: of the Hub; None: the one of `hf auth login` or HF_TOKEN.
         message: of the commit.
-        timeout: seconds that all of the sending may take; None: as long as the Hub goes on answering, each request
-            within two minutes.
+        timeout: seconds that all of the sending may take; None: as long as the Hub answers each request within two
+            minutes.
         dry_run: send nothing, only return what would go.
         card: write the model card, README.md. False, or a README.md in the folder: it is left as it is.
-        base_model: Hub id of the model before the swap; None: the one that the training began with whose report lies
-            beside a folder, or that a model was loaded from.
+        base_model: Hub id of the model before the swap; None: the base in the training report next to a folder, or
+            the checkpoint that a model was loaded from.
         license: of the card; None: taken over from the base model's card.
-        recipe: how the model was trained, for the card; None: as the report beside a folder has it.
+        recipe: how the model was trained, for the card; None: from the report next to a folder.
         results: of an evaluation, for the card: {metric: number}, or what eval, compare or a quickstart writes: its
-            folder, with the pictures, or the dict; None: those in `results` beside a folder or its run, where they are
-            of this model, or what the training measured.
-        trust_remote_code: run code that a folder brings, where its config needs that, to write the card.
+            folder, with the pictures, or the dict; None: those in `results` next to a folder or its run, if they are of
+            this model, or the losses of the training.
+        trust_remote_code: run code of a folder, where its config needs that, to write the card.
 
     Raises:
         CheckpointError: the source is no checkpoint, or the Hub cannot be reached or refuses: why, whether anything was
@@ -148,11 +148,11 @@ def push(
         files, text = files_to_push(folder), None
         notes = _stock_instead(source, folder, trust_remote_code)
         if card and CARD not in files:
-            facts, said = _card_facts(source, repo_id, given, trust_remote_code)
+            facts, source_notes = _card_facts(source, repo_id, given, trust_remote_code)
             text = write_card(folder, facts, token=token, online=not dry_run, trust_remote_code=trust_remote_code)
             write_text(scratch / CARD, text)
             pictures = {f"{PICTURES}/{picture.name}": picture for picture in facts.results.pictures}
-            files, notes = {CARD: scratch / CARD, **files, **pictures}, notes + said
+            files, notes = {CARD: scratch / CARD, **files, **pictures}, notes + source_notes
         sizes = {name: path.stat().st_size for name, path in files.items()}
         report = PushReport(repo_id, revision or "main", sizes, card=text, notes=notes)
         if dry_run:
@@ -172,13 +172,13 @@ class _Given:
 
 
 def _card_facts(source: Any, repo_id: str, given: _Given, trust_remote_code: bool) -> tuple[CardFacts, tuple[str, ...]]:
-    """Return the facts of the card: what was given, else what lies beside; and where that was found, in sentences."""
-    beside = _beside(source, trust_remote_code, looks=given.recipe is None or given.results is None)
-    base = given.base_model or beside.base or getattr(getattr(source, "config", None), "name_or_path", None) or None
-    results = beside.results if given.results is None else given.results
-    facts = CardFacts(repo_id, base, given.license, given.recipe or beside.recipe, results, PICTURES)
-    found = {"recipe": given.recipe is None, "results": given.results is None}
-    return facts, tuple(said for part, said in beside.said.items() if found[part])
+    """Return the facts of the card, given or from the model's run; and where they were found, as sentences."""
+    artifacts = _run_artifacts(source, trust_remote_code, looks=given.recipe is None or given.results is None)
+    base = given.base_model or artifacts.base or getattr(getattr(source, "config", None), "name_or_path", None) or None
+    results = artifacts.results if given.results is None else given.results
+    facts = CardFacts(repo_id, base, given.license, given.recipe or artifacts.recipe, results, PICTURES)
+    is_looked_for = {"recipe": given.recipe is None, "results": given.results is None}
+    return facts, tuple(note for name, note in artifacts.sources.items() if is_looked_for[name])
 
 
 def _folder_of(source: Any, tokenizer: Any, scratch: Path) -> Path:
@@ -190,19 +190,19 @@ def _stock_instead(source: Any, folder: Path, trust_remote_code: bool) -> tuple[
     return stock_instead(folder, in_memory=not isinstance(source, str | Path), trust_remote_code=trust_remote_code)
 
 
-def _beside(source: Any, trust_remote_code: bool, *, looks: bool) -> Beside:
-    """Return what lies beside a folder that is pushed, and is not given."""
+def _run_artifacts(source: Any, trust_remote_code: bool, *, looks: bool) -> RunArtifacts:
+    """Return the artifacts of the run of a folder that is pushed."""
     if not looks or not isinstance(source, str | Path) or not (Path(source) / "config.json").is_file():
-        return Beside()
+        return RunArtifacts()
     patch = getattr(on_meta(str(source), trust_remote_code=trust_remote_code), "_posswap", None)
-    return found_beside(Path(source), None if patch is None else patch.plan)
+    return find_run_artifacts(Path(source), None if patch is None else patch.plan)
 
 
 def _check_folder(folder: Path, tokenizer: Any) -> None:
     """Refuse a folder that is no checkpoint.
 
     Raises:
-        CheckpointError: it is none, or a tokenizer was given beside it.
+        CheckpointError: it is not a checkpoint, or a tokenizer was given with it.
     """
     try:
         named = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))

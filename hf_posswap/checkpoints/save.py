@@ -27,14 +27,14 @@ _TRIES = 100  # another writer may replace the folder while it is read
 def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, overwrite: bool = False) -> Path:
     """Write `model`, swapped or not, and its tokenizer to `folder`, and return the folder.
 
-    Everything is written beside it first, then takes its place: a save that is interrupted, even killed, leaves what
-    was there or what was to come, never a mix.
+    Everything is written to a temporary folder next to it, which then replaces it: a save that is interrupted, even
+    killed, leaves the old or the new checkpoint, never a mix.
 
     Args:
         model: a transformers model, or a PEFT model: then the adapter, with the swap of its base.
         folder: where to; its parents are made.
-        tokenizer: saved beside the model; where it cuts texts at the length that the model had before its swap, the
-            saved one cuts them at the swap's.
+        tokenizer: saved with the model; where it truncates texts at the model's length before the swap, the saved
+            one truncates at the swap's length.
         overwrite: replace a folder in which everything is as a save wrote it. Files that were added or edited are never
             deleted: they are named, and nothing changes.
 
@@ -90,17 +90,17 @@ def write_files(model: Any, folder: Path, tokenizer: Any) -> None:
 
 @contextmanager
 def _reading_as_far(tokenizer: Any, model: Any) -> Iterator[None]:
-    """Have `tokenizer`, or that of a processor, cut texts where the swapped `model` ends, in the block."""
-    words, patch = getattr(tokenizer, "tokenizer", tokenizer), getattr(unwrap(model), "_posswap", None)
-    before = getattr(words, "model_max_length", None)
+    """Make `tokenizer`, or that of a processor, truncate at the swapped `model`'s length inside the block."""
+    text_tokenizer, patch = getattr(tokenizer, "tokenizer", tokenizer), getattr(unwrap(model), "_posswap", None)
+    before = getattr(text_tokenizer, "model_max_length", None)
     if patch is None or patch.plan.max_length is None or before != patch.plan.sites.geometry.original_length:
         yield
         return
-    words.model_max_length = patch.plan.max_length
+    text_tokenizer.model_max_length = patch.plan.max_length
     try:
         yield
     finally:
-        words.model_max_length = before
+        text_tokenizer.model_max_length = before
 
 
 def refuse_to_replace(folder: Path, overwrite: bool) -> State:
@@ -134,10 +134,10 @@ def refuse_to_replace(folder: Path, overwrite: bool) -> State:
 def _identity(folder: Path) -> tuple[int, int] | None:
     """Return what tells `folder` from another one that has taken its place; None: there is none."""
     try:
-        found = folder.stat()
+        status = folder.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _refusal(folder: Path, overwrite: bool) -> str | None:
@@ -155,7 +155,7 @@ def _refusal(folder: Path, overwrite: bool) -> str | None:
     if files is None and not _holds_config(folder):
         return (
             f"{folder} holds no config.json of a model and no {ADAPTER_CONFIG}, but {_listed(names)}: overwriting "
-            "replaces nothing but checkpoints. Choose another folder, or empty this one by hand."
+            "replaces nothing but checkpoints. Choose another folder, or empty this one yourself."
         )
     foreign = unrecognised_entries(folder) if files is None else unsaved_entries(folder, files)
     if not foreign:

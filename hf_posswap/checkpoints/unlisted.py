@@ -1,7 +1,7 @@
-"""Checkpoints without a manifest, of stock `save_pretrained` or an older version: which files are recognisably theirs.
+"""Checkpoints without a manifest, of stock `save_pretrained` or an older version: which files a save wrote.
 
-What is not recognised counts as the user's. So do files that a user is meant to write or edit: code, and model cards,
-unless a card is word for word what PEFT writes.
+Files that are not recognised count as the user's. So do files that a user may write or edit: code, and model cards,
+except a card that is word for word PEFT's.
 """
 
 from __future__ import annotations
@@ -48,8 +48,17 @@ def _recognised(folder: Path, names: Iterable[str]) -> set[str]:
     """Return those of `names`, of regular files, that a save wrote."""
     known = {*saved_names(_tokenizer_class(folder)), *_shards(folder), *_bundled_code(folder), *_sentence_files(folder)}
     adapters = {os.path.dirname(name) for name in names if os.path.basename(name) == ADAPTER_CONFIG}
-    known |= {os.path.join(place, name) for place in adapters if "/" not in place for name in _ADAPTER}
-    known |= {os.path.join(place, CARD) for place in adapters if _is_untouched_card(folder / place / CARD)}
+    known |= {
+        os.path.join(adapter_folder, name)
+        for adapter_folder in adapters
+        if "/" not in adapter_folder
+        for name in _ADAPTER
+    }
+    known |= {
+        os.path.join(adapter_folder, CARD)
+        for adapter_folder in adapters
+        if _is_untouched_card(folder / adapter_folder / CARD)
+    }
     return {name for name in names if name in known or _TEMPLATE.fullmatch(name)}
 
 
@@ -60,12 +69,12 @@ def _tokenizer_class(folder: Path) -> str | None:
 
 def _shards(folder: Path) -> set[str]:
     """Return the files that the indices of the weights name, and these indices."""
-    found = set()
+    files = set()
     for index in WEIGHTS.values():
         shards = _object(folder / index).get("weight_map")
         if isinstance(shards, dict):
-            found |= {index, *(name for name in shards.values() if isinstance(name, str) and _SHARD.fullmatch(name))}
-    return found
+            files |= {index, *(name for name in shards.values() if isinstance(name, str) and _SHARD.fullmatch(name))}
+    return files
 
 
 def _bundled_code(folder: Path) -> set[str]:
@@ -85,8 +94,12 @@ def _sentence_files(folder: Path) -> set[str]:
     rows = [module for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
     if not rows or not all(str(row.get("type")).startswith("sentence_transformers.") for row in rows):
         return set()
-    places = [place for row in rows if isinstance(place := row.get("path"), str) and _MODULE.fullmatch(place)]
-    return {*_SENTENCES, *(f"{place}/{name}" for place in places for name in _MODULE_FILES)}
+    module_folders = [
+        module_folder
+        for row in rows
+        if isinstance(module_folder := row.get("path"), str) and _MODULE.fullmatch(module_folder)
+    ]
+    return {*_SENTENCES, *(f"{module_folder}/{name}" for module_folder in module_folders for name in _MODULE_FILES)}
 
 
 def _is_untouched_card(path: Path) -> bool:
@@ -98,7 +111,7 @@ def _is_untouched_card(path: Path) -> bool:
         return False
     try:
         card, template = ModelCard(text), ModelCard.from_template(ModelCardData())
-    except Exception:  # whatever a damaged header raises: then nobody but the user knows what it is
+    except Exception:  # a damaged header may raise anything: then it counts as the user's
         return False
     body = _VERSIONS.sub("", card.text.rstrip() + "\n")
     return set(card.data.to_dict()) <= _CARD_DATA and body.split() == template.text.split()
@@ -106,10 +119,10 @@ def _is_untouched_card(path: Path) -> bool:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        held = read_json(path)
+        content = read_json(path)
     except CheckpointError:
         return {}
-    return held if isinstance(held, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _text(path: Path) -> str:

@@ -15,35 +15,37 @@ def render() -> str:
     """Return a section for each command: how it is typed, what it does, its arguments and its options."""
     group: Any = typer.main.get_command(app)
     context = group.context_class(group, info_name="posswap")
-    listed = [[f"[`posswap {name}`](#posswap-{name})", one.get_short_help_str(200)] for name, one in _commands(group)]
+    listed = [
+        [f"[`posswap {name}`](#posswap-{name})", command.get_short_help_str(200)] for name, command in _commands(group)
+    ]
     sections = [table(["command", "what it does"], listed), literal(_joined(group.epilog or ""))]
-    for name, one in _commands(group):
-        sections.append(_section(name, one, context))
+    for name, command in _commands(group):
+        sections.append(_section(name, command, context))
     return "\n\n".join(sections)
 
 
 def _commands(group: Any) -> list[tuple[str, Any]]:
-    return [(name, one) for name, one in group.commands.items() if not one.hidden]
+    return [(name, command) for name, command in group.commands.items() if not command.hidden]
 
 
 def _section(name: str, command: Any, above: Any) -> str:
     context = command.context_class(command, info_name=name, parent=above)
     usage = command.get_usage(context).partition(":")[2].strip()
-    parts = [f"## posswap {name}", fenced(" ".join(usage.split())), _prose(command.help or "")]
+    blocks = [f"## posswap {name}", fenced(" ".join(usage.split())), _prose(command.help or "")]
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
     if arguments:
         rows = [[f"`{_value(p)}`", literal(p.help or "")] for p in arguments]
-        parts.append(table(["argument", "meaning"], rows))
+        blocks.append(table(["argument", "meaning"], rows))
     rows = [[_option(p), literal(p.help or ""), _default(p)] for p in options]
-    parts.append(table(["option", "meaning", "default"], rows))
-    return "\n\n".join(parts)
+    blocks.append(table(["option", "meaning", "default"], rows))
+    return "\n\n".join(blocks)
 
 
 def _prose(text: str) -> str:
     """Return a command's help as Markdown, its example as a block."""
-    said, _, example = inspect.cleandoc(text).partition("\nExample:")
-    out = literal(said.strip())
+    help_text, _, example = inspect.cleandoc(text).partition("\nExample:")
+    out = literal(help_text.strip())
     return f"{out}\n\n{fenced(example.strip(), 'bash')}" if example else out
 
 
@@ -67,4 +69,4 @@ def _default(option: Any) -> str:
 
 
 def _joined(text: str) -> str:
-    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))

@@ -13,7 +13,9 @@ from generated.markup import table
 _RESULTS = "recipes/studies/results"
 _OTHERS = ("/ablations", "/curve/", "/real/")
 OF_RECIPES = tuple(
-    source for source in PAGE_OF if source.endswith("/adaptation.md") and not any(part in source for part in _OTHERS)
+    source
+    for source in PAGE_OF
+    if source.endswith("/adaptation.md") and not any(folder in source for folder in _OTHERS)
 )
 """Results of the study of adaptation that are about one recipe: not those that vary one, or have another's base."""
 _HEAD = (
@@ -29,7 +31,7 @@ _SHOWN = ("from_control", "far_text", "from_sliding_control")
 
 def render() -> str:
     """Return the table, its recipes linked to their pages."""
-    return table(_HEAD, [*_adapted(), *_found()])
+    return table(_HEAD, [*_adapted(), *_retrieval_rows()])
 
 
 def _adapted() -> Iterator[Sequence[str]]:
@@ -40,11 +42,11 @@ def _adapted() -> Iterator[Sequence[str]]:
         reached = [_verdict(goal["reached"]) for goal in row["goals"]]
         window, far, sliding = (f"{row[key]['difference']:+.3f}" for key in _SHOWN)
         both = f"{window}, {row['from_base']['difference']:+.3f}"
-        cells = [f"{said}: {verdict}" for said, verdict in zip((both, far, sliding), reached, strict=True)]
+        cells = [f"{difference}: {verdict}" for difference, verdict in zip((both, far, sliding), reached, strict=True)]
         yield (_linked(row["recipe"], source), _of(result), *cells, "–")
 
 
-def _found() -> Iterator[Sequence[str]]:
+def _retrieval_rows() -> Iterator[Sequence[str]]:
     source = f"{_RESULTS}/retrieval.md"
     result = _read(source)
     for goal in result["goals"]:
@@ -54,8 +56,8 @@ def _found() -> Iterator[Sequence[str]]:
 
 
 def _read(source: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / source).with_suffix(".json").read_text(encoding="utf-8"))
-    return found
+    result: dict[str, Any] = json.loads((ROOT / source).with_suffix(".json").read_text(encoding="utf-8"))
+    return result
 
 
 def _of(result: dict[str, Any]) -> str:

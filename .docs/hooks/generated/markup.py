@@ -22,8 +22,8 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 def prose(text: str) -> str:
     """Return a docstring's paragraphs as Markdown: what stands in backticks is code, all else is literal."""
-    parts = " ".join(text.split()).split("`")
-    return "`".join(part if number % 2 else literal(part) for number, part in enumerate(parts))
+    pieces = " ".join(text.split()).split("`")
+    return "`".join(piece if number % 2 else literal(piece) for number, piece in enumerate(pieces))
 
 
 def literal(text: str) -> str:

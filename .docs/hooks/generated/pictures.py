@@ -140,7 +140,7 @@ def _draw(sheet: Sheet, folder: Path, *, dark: bool) -> None:
     if sheet.picture != ATTENTION:
         draw_positions(sheet.schemes, folder, pictures=[sheet.picture], dark=dark)
         return
-    models = [Candidate(MODEL, name="learned"), *(Candidate(MODEL, one, name=one) for one in sheet.schemes)]
+    models = [Candidate(MODEL, name="learned"), *(Candidate(MODEL, scheme, name=scheme) for scheme in sheet.schemes)]
     with quiet_library():
         compare_attention(models, folder, limit=2, dark=dark)
 

@@ -53,8 +53,8 @@ def groups() -> dict[str, tuple[str, ...]]:
 
 def render() -> str:
     """Return the groups, each name as mkdocstrings wants it."""
-    parts = []
+    blocks = []
     for title, names in groups().items():
-        parts.append(f"## {title}")
-        parts += [f"::: hf_posswap.{name}" for name in names]
-    return "\n\n".join(parts)
+        blocks.append(f"## {title}")
+        blocks += [f"::: hf_posswap.{name}" for name in names]
+    return "\n\n".join(blocks)
