@@ -111,7 +111,7 @@ def load(
 
 
 def _refuse_misfits(source: str | Path, info: dict[str, Any], required: set[str] | None, prefix: str) -> None:
-    """Refuse weights that do not fit; `required` are the keys that the checkpoint must have, None: all of the model's."""
+    """Refuse weights that do not fit; `required` are the keys that it must have, None: all of the model's."""
     missing = sorted(key for key in info["missing_keys"] if required is None or key.removeprefix(prefix) in required)
     mismatched = sorted(str(key) for key in info["mismatched_keys"])
     unexpected = sorted(info["unexpected_keys"]) if required is None else []

@@ -19,7 +19,7 @@ def render() -> str:
         [f"[`posswap {name}`](#posswap-{name})", command.get_short_help_str(200)] for name, command in _commands(group)
     ]
     sections = [table(["command", "what it does"], listed), literal(_joined(group.epilog or ""))]
-    for name, command in _commands(group):
+    for name, command in commands:
         sections.append(_section(name, command, context))
     return "\n\n".join(sections)
 

@@ -20,31 +20,29 @@ def render() -> str:
     """Return a table of errors and one of warnings."""
     out = []
     for base, head in ((Exception, "error"), (Warning, "warning")):
-        chosen = [error_class for error_class in classes() if issubclass(error_class, Warning) == (base is Warning)]
+        chosen = [cls for cls in classes() if issubclass(cls, Warning) == (base is Warning)]
         rows = [
             [
-                f"[`{error_class.__name__}`](#{error_class.__name__.lower()})",
-                _also(error_class),
-                _doc(error_class),
-                _code(error_class),
+                f"[`{cls.__name__}`](#{cls.__name__.lower()})",
+                _also(cls),
+                _doc(cls),
+                _code(cls),
             ]
-            for error_class in chosen
+            for cls in chosen
         ]
         columns = [head, "is also", "meaning", "exit code"]
         out.append(table(columns, rows) if head == "error" else table(columns[:3], [row[:3] for row in rows]))
     return "\n\n".join(out)
 
 
-def _doc(error_class: type) -> str:
-    return prose(inspect.getdoc(error_class) or "")
+def _doc(cls: type) -> str:
+    return prose(inspect.getdoc(cls) or "")
 
 
-def _also(error_class: type[BaseException]) -> str:
-    builtin = next(base for base in error_class.__mro__ if base.__module__ == "builtins")
+def _also(cls: type[BaseException]) -> str:
+    builtin = next(base for base in cls.__mro__ if base.__module__ == "builtins")
     return f"`{builtin.__name__}`"
 
 
-def _code(error_class: type[BaseException]) -> str:
-    return str(
-        next((code for code, error_classes in _CODES if issubclass(error_class, error_classes)), Code.OTHER).value
-    )
+def _code(cls: type[BaseException]) -> str:
+    return str(next((code for code, known in _CODES if issubclass(cls, known)), Code.OTHER).value)

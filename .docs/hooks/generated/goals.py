@@ -13,9 +13,7 @@ from generated.markup import table
 _RESULTS = "recipes/studies/results"
 _OTHERS = ("/ablations", "/curve/", "/real/")
 OF_RECIPES = tuple(
-    source
-    for source in PAGE_OF
-    if source.endswith("/adaptation.md") and not any(folder in source for folder in _OTHERS)
+    source for source in PAGE_OF if source.endswith("/adaptation.md") and not any(name in source for name in _OTHERS)
 )
 """Results of the study of adaptation that are about one recipe: not those that vary one, or have another's base."""
 _HEAD = (
