@@ -169,7 +169,7 @@ def test_a_gain_by_training_is_no_reason_against_it(only: Any) -> None:
     use = hf_posswap.advise(LLAMA, 10).use
     assert use.reasons == ()
     (said,) = use.unknown
-    assert said.startswith("whether it would gain by a training with a swap, as measured: abf, after")
+    assert said.startswith("whether training with a swap would improve it, as measured: abf, after")
 
 
 @pytest.mark.parametrize("model", ["LlamaForCausalLM", LlamaForCausalLM, LlamaConfig, LlamaConfig()])
