@@ -15,9 +15,8 @@ def render() -> str:
     """Return a section for each command: how it is typed, what it does, its arguments and its options."""
     group: Any = typer.main.get_command(app)
     context = group.context_class(group, info_name="posswap")
-    listed = [
-        [f"[`posswap {name}`](#posswap-{name})", command.get_short_help_str(200)] for name, command in _commands(group)
-    ]
+    commands = _commands(group)
+    listed = [[f"[`posswap {name}`](#posswap-{name})", command.get_short_help_str(200)] for name, command in commands]
     sections = [table(["command", "what it does"], listed), literal(_joined(group.epilog or ""))]
     for name, command in commands:
         sections.append(_section(name, command, context))
