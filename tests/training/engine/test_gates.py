@@ -212,7 +212,7 @@ def test_nan_stops_with_the_last_good_checkpoint_named(tmp_path: Path) -> None:
     )
     with pytest.raises(NumericError, match=r"the loss became \w+ at step \d of 6 .* smaller learning rate") as caught:
         trained(tmp_path, *settings, "gates.explosion=0")
-    named = re.search(r"The last good checkpoint is (\S+)\. Take", str(caught.value))
+    named = re.search(r"The last good checkpoint is (\S+)\. Use", str(caught.value))
     assert named is not None
     assert Path(named[1]).is_dir()
 
