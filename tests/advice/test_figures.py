@@ -33,7 +33,7 @@ def test_other_figures_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(figures, "collect", lambda: list(load_figures()))
     found = CliRunner().invoke(figures.app, ["--check"])
     assert found.exit_code == 4
-    assert "is not what the results say" in found.output
+    assert "does not match the results" in found.output
 
 
 def test_every_figure_names_a_file_of_the_repository() -> None:

@@ -38,7 +38,7 @@ from tests.training.tiny_models import tiny
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 KINDS = ("gpt2", "llama", "bert")
 LENGTH, ROWS, WIDTH, LAYERS = 64, 2, 32, 2
-of_processes = pytest.mark.skipif(not can_be_fake(), reason="this torch cannot send what has no numbers")
+of_processes = pytest.mark.skipif(not can_be_fake(), reason="this torch cannot communicate fake tensors")
 
 
 @pytest.fixture(scope="module")
@@ -382,7 +382,7 @@ def test_other_refusals(folders: dict[str, Path], tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match="training.deepspeed: DeepSpeed's engine .* cannot be dry-run"):
         dry_run(recipe(folders["llama"], training={"deepspeed": zero}))
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(OptionError, match="a dry run takes one process, and this one was started by a launcher"):
+    with pytest.raises(OptionError, match="a dry run takes one process, and a launcher started this one"):
         dry_run(recipe(folders["llama"]))
 
 
@@ -419,7 +419,7 @@ def test_a_number_that_weights_give_is_refused_in_a_step() -> None:
     with unreal:
         assert torch.arange(3).sum().item() == 3  # what no weight has a part in is real
         assert weight.sum().item() == 0
-        with unreal.in_step(), pytest.raises(UnsupportedModelError, match="a dry run has no numbers, and the step"):
+        with unreal.in_step(), pytest.raises(UnsupportedModelError, match="a dry run has no weights, and the step"):
             weight.sum().item()
 
 

@@ -63,9 +63,9 @@ def test_what_the_file_leaves_out_is_the_recipes(tmp_path: Path) -> None:
         ({"scheduler": {"type": "WarmupLR"}}, r"has 'scheduler': training.lr_scheduler_type would be lost"),
         ({"tensor_parallel": {"autotp_size": 2}}, r"has 'tensor_parallel': it splits the heads"),
         ({"gradient_clipping": 0.5}, r"sets max_grad_norm to 0.5, and training.max_grad_norm is 1.0: leave it out"),
-        ({"gradient_accumulation_steps": 4}, r"says gradient_accumulation_steps 4, and training.* is 1"),
-        ({"train_micro_batch_size_per_gpu": 1}, r"says per_device_train_batch_size 1, and training.* is 4"),
-        ({"bf16": {"enabled": True}}, r"says bf16 True, and training.bf16 is False"),
+        ({"gradient_accumulation_steps": 4}, r"sets gradient_accumulation_steps to 4, and training.* is 1"),
+        ({"train_micro_batch_size_per_gpu": 1}, r"sets per_device_train_batch_size to 1, and training.* is 4"),
+        ({"bf16": {"enabled": True}}, r"sets bf16 to True, and training.bf16 is False"),
         ({"zero_optimization": {"stage": 3, GATHERS: False}}, rf"has {GATHERS} .* off, so there would be nothing"),
     ],
 )

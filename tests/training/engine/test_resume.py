@@ -228,7 +228,7 @@ def test_other_documents_are_another_training(tmp_path: Path) -> None:
     change_texts(tmp_path)
     texts = re.escape(str(tmp_path / "texts"))
     with pytest.raises(
-        CheckpointError, match=rf"another training \(documents of {texts}: '\w+', now '\w+'\). Take that"
+        CheckpointError, match=rf"another training \(documents of {texts}: '\w+', now '\w+'\). Undo these"
     ):
         trained(tmp_path)
 
@@ -247,7 +247,7 @@ def test_another_base_is_another_training(tmp_path: Path, what: str) -> None:
     stopped(trained(tmp_path, what))
     change_weight(tmp_path / "gpt2")
     with pytest.raises(
-        CheckpointError, match=r"another training \(weights of the base: '\w+', now '\w+'\). Take that back"
+        CheckpointError, match=r"another training \(weights of the base: '\w+', now '\w+'\). Undo these changes"
     ):
         trained(tmp_path, what)
 
@@ -341,7 +341,7 @@ def test_the_newest_few_are_kept_by_number(tmp_path: Path) -> None:
     assert found is not None
     assert step_of(found) == 100
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-100", "checkpoint-10"}
-    with pytest.raises(CheckpointError, match="no checkpoint of a training: expected a name like checkpoint-100"):
+    with pytest.raises(CheckpointError, match="not a training checkpoint: expected a name like checkpoint-100"):
         step_of(tmp_path)
 
 
