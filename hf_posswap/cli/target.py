@@ -18,16 +18,16 @@ def checked_target(out: Path, source: str, overwrite: bool) -> Path:
     """Return `out` as an absolute path, after all that could stop the saving later has been checked.
 
     Raises:
-        CheckpointError: it is a file, holds something (with `overwrite`: something that is no checkpoint), holds or
-            is the source, or its parent cannot be written.
+        CheckpointError: it is a file or a mount point, holds something (with `overwrite`: something that is no
+            checkpoint), holds or is the source, or its parent cannot be written.
     """
     folder = expand_home(out).resolve()
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"--out {out} is a file; give a folder that is new or empty.")
     if Path(source).exists() and Path(source).resolve().is_relative_to(folder):
         raise CheckpointError(f"--out {out} is or holds the model itself; give another folder.")
-    if folder.is_dir() and any(folder.iterdir()):
-        if not overwrite:
+    if folder.is_dir():
+        if any(folder.iterdir()) and not overwrite:
             raise CheckpointError(f"--out {out} is not empty; give another folder, or --overwrite to replace it.")
         from hf_posswap.checkpoints.save import refuse_to_replace
 
