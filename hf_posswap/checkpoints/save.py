@@ -111,8 +111,8 @@ def refuse_to_replace(folder: Path, overwrite: bool) -> State:
         overwrite: whether a checkpoint in it may go, if everything in it is as a save wrote it.
 
     Raises:
-        CheckpointError: it is a file, or holds something; with `overwrite`: something that no save wrote, or that was
-            changed since.
+        CheckpointError: it is a file or a mount point, or holds something; with `overwrite`: something that no save
+            wrote, or that was changed since.
     """
     for _ in range(_TRIES):
         identity = _identity(folder)
@@ -146,6 +146,11 @@ def _refusal(folder: Path, overwrite: bool) -> str | None:
         return f"{shown(folder)} is a symbolic link to {os.readlink(folder)}, which does not exist; give a folder."
     if folder.exists() and not folder.is_dir():
         return f"{folder} is a file; give a folder to save to."
+    if os.path.ismount(folder):
+        return (
+            f"{shown(folder)} is a mount point, which a save cannot replace as a whole; give a folder in it, such as "
+            f"{shown(folder / 'model')}."
+        )
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     if not names:
         return None

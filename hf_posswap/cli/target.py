@@ -18,7 +18,7 @@ def checked_target(out: Path, source: str, overwrite: bool) -> Path:
     """Return `out` as an absolute path, after checking that a model can be saved there.
 
     Raises:
-        CheckpointError: it is a file, is not empty (with `overwrite`: holds anything but a checkpoint), holds or is
+        CheckpointError: it is a file or a mount point, is not empty (with `overwrite`: holds anything but a checkpoint), holds or is
             the source, or its parent cannot be written.
     """
     folder = expand_home(out).resolve()
@@ -26,8 +26,8 @@ def checked_target(out: Path, source: str, overwrite: bool) -> Path:
         raise CheckpointError(f"--out {out} is a file; give a folder that is new or empty.")
     if Path(source).exists() and Path(source).resolve().is_relative_to(folder):
         raise CheckpointError(f"--out {out} is or holds the model itself; give another folder.")
-    if folder.is_dir() and any(folder.iterdir()):
-        if not overwrite:
+    if folder.is_dir():
+        if any(folder.iterdir()) and not overwrite:
             raise CheckpointError(f"--out {out} is not empty; give another folder, or --overwrite to replace it.")
         from hf_posswap.checkpoints.save import refuse_to_replace
 

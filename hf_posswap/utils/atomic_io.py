@@ -31,6 +31,11 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux: fcntl.h, fs.h
 _RENAME_SWAP = 2  # macOS: stdio.h
 _NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # the system or the file system has it not
 _OVERTAKEN = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)  # another writer made or moved the place meanwhile
+_OTHER_MOUNT = (errno.EBUSY, errno.EXDEV)
+_MOUNTED = (
+    "It is a mount point, or comes from a read-only layer below its file system, and cannot be replaced as a whole: "
+    "choose a new folder or file."
+)
 _SAID_BY_WRITERS = ("os error", "inline_container", "PytorchStreamWriter")  # safetensors; torch.save, twice
 _TRIES = 100
 
@@ -76,9 +81,10 @@ def replacing(path: Path, *, tidy: bool = True) -> Iterator[Path]:
         if not _is_about_writing(error):
             raise
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"cannot write {shown(path)}: {reason}. Free some space or choose another folder."
-        ) from error
+        advice = (
+            _MOUNTED if getattr(error, "errno", None) in _OTHER_MOUNT else "Free some space or choose another folder."
+        )
+        raise CheckpointError(f"cannot write {shown(path)}: {reason}. {advice}") from error
 
 
 @contextmanager

@@ -97,6 +97,33 @@ def test_a_read_only_disk_is_one_clear_error(tmp_path: Path, tally: Tally, name:
     tally("read-only disk", 1, 1)
 
 
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path, tally: Tally) -> None:
+    place = tmp_path / "model"
+    patch = f"{sys.executable} -m hf_posswap.cli patch nobody/nothing rope -o {place}"
+    lines = within(
+        tmp_path, "8m", f"mkdir {place}", f"mount -t tmpfs tmpfs {place}", act("save", tmp_path),
+        f"cd {CHILD.parents[2]}", f"{{ {patch} 2>&1 || true; }}", f"find {tmp_path} -mindepth 1",
+    )  # fmt: skip
+    (answer,) = answers(lines)
+    assert answer["error"] == "CheckpointError"
+    assert f"{place} is a mount point, which a save cannot replace as a whole; give a folder in it" in answer["message"]
+    assert "is a mount point" in " ".join(lines[1:])
+    assert lines[-1] == str(place)
+    tally("mount point", 2, 2)
+
+
+def test_a_file_that_is_mounted_stays(tmp_path: Path, tally: Tally) -> None:
+    (answer, *kept) = within(
+        tmp_path, "8m", f"echo old > {tmp_path}/a.txt", f"echo mounted > {tmp_path}/b.txt",
+        f"mount --bind {tmp_path}/b.txt {tmp_path}/a.txt", act("text", tmp_path), f"cat {tmp_path}/a.txt",
+        f"ls -A {tmp_path}",
+    )  # fmt: skip
+    assert json.loads(answer)["error"] == "CheckpointError"
+    assert "It is a mount point, or comes from a read-only layer" in json.loads(answer)["message"]
+    assert kept == ["mounted", "a.txt", "b.txt"]
+    tally("mount point", 1, 1)
+
+
 def test_a_checkpoint_on_a_read_only_disk_is_loaded(tmp_path: Path, tally: Tally) -> None:
     load = f"{sys.executable} -c 'import hf_posswap; hf_posswap.load(\"{tmp_path}/model\")'"
     within(tmp_path, "8m", act("save", tmp_path), f"mount -o remount,ro {tmp_path}", load)

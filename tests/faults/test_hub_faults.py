@@ -13,6 +13,7 @@ import pytest
 
 import hf_posswap
 from hf_posswap.errors import OptionError
+from hf_posswap.utils.staging import MARK
 from tests.checkpoints.loopback import Answer, Hub, running
 from tests.checkpoints.test_push import Client, client
 
@@ -340,7 +341,7 @@ def test_a_killed_push_leaves_all_or_nothing_and_can_be_repeated(
             report = second.do("push", repo_id="me/killed", scheme="alibi", seed=1)
         assert {file: len(content) for file, content in hub.files("me/killed").items()} == report["files"]
         assert kind != "commit" or hub.files("me/killed") == held
-        assert list(temporary.iterdir()) == []
+        assert not list(temporary.glob(f"{MARK}*"))  # torch keeps caches there
     tally("Hub", 1, 1)
 
 

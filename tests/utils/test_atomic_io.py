@@ -350,3 +350,31 @@ def test_a_folder_is_held_by_one_at_a_time(tmp_path: Path) -> None:
             pass
     with alone_in(tmp_path, "training"):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EXDEV])
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_another_file_system_holds_stays_and_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_folder: bool
+) -> None:
+    target = tmp_path / "model"
+    kept = target / "old" if is_folder else target
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("old")
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for module, name in ((atomic_io, "_exchange"), (os, "replace"), (os, "rename")):
+        monkeypatch.setattr(module, name, refuse)
+
+    def write() -> None:
+        with replacing(target) as temporary:
+            if is_folder:
+                temporary.mkdir()
+            (temporary / "new" if is_folder else temporary).write_text("new")
+
+    with pytest.raises(CheckpointError, match=f"{os.strerror(number)}. It is a mount point, or .*choose a new folder"):
+        write()
+    assert kept.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -201,6 +201,8 @@ def _check_places(source: Path, out: Path, is_file: bool) -> None:
         return
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is not empty: give a new folder.")
+    if os.path.ismount(out):
+        raise CheckpointError(f"{out} is a mount point, which cannot be replaced as a whole: give a folder in it.")
     if out.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"{out} is inside the checkpoint: give another folder.")
 
