@@ -18,8 +18,8 @@ def checked_target(out: Path, source: str, overwrite: bool) -> Path:
     """Return `out` as an absolute path, after checking that a model can be saved there.
 
     Raises:
-        CheckpointError: it is a file or a mount point, is not empty (with `overwrite`: holds anything but a checkpoint), holds or is
-            the source, or its parent cannot be written.
+        CheckpointError: it is a file or a mount point, is not empty (with `overwrite`: holds anything but a
+            checkpoint), holds or is the source, or its parent cannot be written.
     """
     folder = expand_home(out).resolve()
     if folder.exists() and not folder.is_dir():
