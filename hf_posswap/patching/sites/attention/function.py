@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_posswap.compat.kvpress_masks import has_masked_keys
 from hf_posswap.compat.transformers_attention import (
     attends_by_interface,
     attention_function,
@@ -32,14 +33,23 @@ from hf_posswap.utils.autocast import as_attended
 
 
 def posswap_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Apply the scheme of `module` to q [B, H, Q, D] and k [B, G, K, D], then attend as the model's config says.
 
     Raises:
         PosswapError: called for a module that was not patched.
-        UnsupportedSwapError: the scheme adds a bias and the implementation has no place for one.
+        UnsupportedSwapError: the scheme adds a bias and the implementation has no place for one; or kvpress hides keys
+            from single heads, and this attention would not.
     """
+    if dropout is not None:  # kvpress, which wraps every registered function, passes it by its place
+        kwargs["dropout"] = dropout
     call = kwargs.pop(CALL_ARGUMENT, None)
     if call is not None:
         call.used = True
@@ -58,7 +68,10 @@ def posswap_attention(
         query, key, value = map(as_attended, (query, key, value))
     if call.mechanism.watches:
         call.mechanism.watch(query, key, kwargs.get("scaling"), attention_mask, kwargs.get("sliding_window"))
-    if query.shape[2] > 1 and backends.backends_of(call.mechanism):  # for one query all backends are the same
+    masks_by_head = has_masked_keys(module, query.shape[2], key.shape[2])
+    if masks_by_head:
+        _check_masks_by_head(call, name)
+    if query.shape[2] > 1 and not masks_by_head and backends.backends_of(call.mechanism):  # one query has one backend
         attended = in_graph.attend(call, call.request(module, name, query, key, value, attention_mask, kwargs))
         if attended is not None:
             return attended, None
@@ -71,6 +84,21 @@ def posswap_attention(
         attention_mask, kwargs = _with_bias(call, attention_mask, kwargs, name, module, query, key)
     attend, target = implementation(module, native, name)
     return attend(target, query, key, value, attention_mask, **kwargs)
+
+
+def _check_masks_by_head(call: AttentionCall, name: str | None) -> None:
+    """Refuse keys that kvpress hides from single heads where the attention called `name` would not hide them.
+
+    Raises:
+        UnsupportedSwapError: it would not.
+    """
+    if call.mechanism.splits or name in (None, "eager"):
+        attention = "a scheme with split scores" if call.mechanism.splits else "eager attention"
+        raise UnsupportedSwapError(
+            f"kvpress hides keys from single heads of this model (AdaKVPress and presses like it), and {attention} would "
+            "attend to them all the same. What works: rope, alibi, t5 or nope under "
+            "model.set_attn_implementation('sdpa'), or reading the text again without the press."
+        )
 
 
 def _split(

@@ -124,7 +124,9 @@ class Scoring:
             turned: keeps the keys that pieces have in common.
         """
         query = held.piece.rotate_query(self.query[:, :, start:stop], start, stop)
-        known = (*held.piece.key_identity, held.low, held.high)
+        known: tuple[Any, ...] = held.piece.key_identity
+        if not _is_dear(self.key):  # otherwise the range is all keys, and its end may be a symbol, which has no hash
+            known = (*known, held.low, held.high)
         if known not in turned:
             turned[known] = held.piece.rotate_key(self.key[:, :, held.low : held.high], held.low, held.high)
         return grouped_matmul(query, turned[known].transpose(-1, -2)).to(self.wide) * self.scaling
@@ -191,8 +193,10 @@ class Scoring:
 
 def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
     """Return the product of `left` [B, H, q, n] and `right` [B, G, n, m], which H/G heads share: [B, H, q, m]."""
-    groups, rows = right.shape[1], left.shape[2]
-    together = left.unflatten(1, (groups, -1)).flatten(2, 3)  # [B, G, H/G q, n]: nothing of `right` is repeated
+    rows, by_group = left.shape[2], left.unflatten(1, (right.shape[1], -1))
+    if _is_free(rows):  # torch.export guards a length when axes are merged, and refuses a free one
+        return torch.matmul(by_group, right[:, :, None]).flatten(1, 2)
+    together = by_group.flatten(2, 3)  # [B, G, H/G q, n]: nothing of `right` is repeated
     return torch.matmul(together, right).unflatten(2, (-1, rows)).flatten(1, 2)
 
 
@@ -206,6 +210,12 @@ def _tile(found: list[Held], keys: int) -> bool:
 def _is_dear(held: Tensor) -> bool:
     """Return whether the numbers of a tensor are not there to be read, or only by waiting for another device."""
     return torch.compiler.is_compiling() or device_type(held) != "cpu"
+
+
+def _is_free(length: Any) -> bool:
+    """Return whether torch.export traces a graph whose `length` may be any; in its strict mode none tells."""
+    is_exporting = getattr(torch.compiler, "is_exporting", bool)  # bool(): False, before torch 2.7
+    return not isinstance(length, int) or (torch.compiler.is_dynamo_compiling() and is_exporting())
 
 
 def _is_all(held: Tensor) -> bool:
@@ -276,7 +286,7 @@ def attend_split(
         found = scoring.one()
         if found is not None:
             return found, None
-    whole = weights or not isinstance(length, int)  # torch.export: blocks of any length cannot be counted
+    whole = weights or _is_free(length)  # torch.export: blocks of any length cannot be counted
     outs = []
     last = 0 if whole else (length - 1) // BLOCK  # a compiled graph is for as many blocks, whatever the length
     for number in range(last + 1):

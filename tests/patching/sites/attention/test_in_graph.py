@@ -238,6 +238,28 @@ def test_an_exported_graph_runs_without_this_package() -> None:
         assert (found - model(IDS, use_cache=False).logits).abs().max() < EXACT
 
 
+@pytest.mark.parametrize(
+    ("scheme", "strict"),
+    [("self_extend", False), ("rerope", False), ("rerope", True), ("leaky_rerope", False), ("dual_chunk", False)],
+)
+def test_an_exported_graph_of_split_scores_is_for_every_length(scheme: str, strict: bool) -> None:
+    model = swapped(llama, scheme, {})
+    arguments = {"input_ids": IDS, "attention_mask": LEFT, "use_cache": False}
+    length = torch.export.Dim("length")
+    shapes: dict[str, Any] = {"input_ids": {1: length}, "attention_mask": {1: length}, "use_cache": None}
+    sizes = (2, LENGTH - 1, LENGTH, 300)  # of which the last is more than a block of queries
+    texts = [IDS.repeat(1, 300 // LENGTH + 1)[:, :size] for size in sizes]
+    masks = [(torch.arange(ids.shape[1]) > 0).long().expand(len(ids), -1) for ids in texts]
+    with torch.no_grad():
+        expected = [
+            model(ids, attention_mask=shown, use_cache=False).logits for ids, shown in zip(texts, masks, strict=True)
+        ]
+        program = torch.export.export(model, (), arguments, dynamic_shapes=shapes, strict=strict).module()
+        for ids, shown, logits in zip(texts, masks, expected, strict=True):
+            found = program(input_ids=ids, attention_mask=shown, use_cache=False).logits
+            assert (found - logits)[:, 1:].abs().max() < EXACT
+
+
 def test_another_implementation_has_the_formula() -> None:
     model = swapped(llama, "alibi", {})
     with torch.no_grad():
