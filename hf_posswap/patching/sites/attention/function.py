@@ -48,8 +48,8 @@ def posswap_attention(
         UnsupportedSwapError: the scheme adds a bias and the implementation has no place for one; or kvpress hides keys
             from single heads, and this attention would not.
     """
-    if dropout is not None:  # kvpress, which wraps every registered function, passes it by its place
-        kwargs["dropout"] = dropout
+    # kvpress, which wraps every registered function, passes it by position
+    kwargs |= {} if dropout is None else {"dropout": dropout}
     call = kwargs.pop(CALL_ARGUMENT, None)
     if call is not None:
         call.used = True
@@ -68,9 +68,7 @@ def posswap_attention(
         query, key, value = map(as_attended, (query, key, value))
     if call.mechanism.watches:
         call.mechanism.watch(query, key, kwargs.get("scaling"), attention_mask, kwargs.get("sliding_window"))
-    masks_by_head = has_masked_keys(module, query.shape[2], key.shape[2])
-    if masks_by_head:
-        _check_masks_by_head(call, name)
+    masks_by_head = _masks_by_head(call, module, name, query.shape[2], key.shape[2])
     if query.shape[2] > 1 and not masks_by_head and backends.backends_of(call.mechanism):  # one query has one backend
         attended = in_graph.attend(call, call.request(module, name, query, key, value, attention_mask, kwargs))
         if attended is not None:
@@ -86,19 +84,22 @@ def posswap_attention(
     return attend(target, query, key, value, attention_mask, **kwargs)
 
 
-def _check_masks_by_head(call: AttentionCall, name: str | None) -> None:
-    """Refuse keys that kvpress hides from single heads where the attention called `name` would not hide them.
+def _masks_by_head(call: AttentionCall, module: Any, name: str | None, queries: int, keys: int) -> bool:
+    """Return whether kvpress hides keys from single heads in this call.
 
     Raises:
-        UnsupportedSwapError: it would not.
+        UnsupportedSwapError: it does, and the attention called `name` would not hide them.
     """
+    if not has_masked_keys(module, queries, keys):
+        return False
     if call.mechanism.splits or name in (None, "eager"):
         attention = "a scheme with split scores" if call.mechanism.splits else "eager attention"
         raise UnsupportedSwapError(
-            f"kvpress hides keys from single heads of this model (AdaKVPress and presses like it), and {attention} would "
+            f"kvpress hides keys from single heads of this model (AdaKVPress and similar presses), and {attention} would "
             "attend to them all the same. What works: rope, alibi, t5 or nope under "
             "model.set_attn_implementation('sdpa'), or reading the text again without the press."
         )
+    return True
 
 
 def _split(
