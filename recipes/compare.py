@@ -30,7 +30,7 @@ def main(
         list[Path] | None, typer.Option(help="Files, folders, Hub data sets; Python's own text otherwise.")
     ] = None,
     lengths: Annotated[str | None, typer.Option(help="In tokens, with commas; 1, 2, 4, 8 windows otherwise.")] = None,
-    documents: Annotated[int, typer.Option(help="Most documents to measure on.")] = 48,
+    documents: Annotated[int, typer.Option(help="Largest number of documents to measure on.")] = 48,
     metrics: Annotated[str, typer.Option(help="With commas: hf_posswap.comparison.METRICS.")] = "ppl_prefix,short_reg",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:

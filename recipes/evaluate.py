@@ -28,7 +28,7 @@ def main(
         list[Path] | None, typer.Option(help="Files, folders, Hub data sets; Python's own text otherwise.")
     ] = None,
     lengths: Annotated[str | None, typer.Option(help="In tokens, with commas; 1, 2, 4, 8 windows otherwise.")] = None,
-    documents: Annotated[int, typer.Option(help="Most documents to measure on.")] = 48,
+    documents: Annotated[int, typer.Option(help="Largest number of documents to measure on.")] = 48,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure MODEL as it is and with SCHEME put in, on the same tokens, and print the table."""
@@ -42,7 +42,7 @@ def main(
     typer.echo(str(results))
     short = results.results["models"][list(results.results["models"])[-1]].get("short_reg")
     if short is not None:
-        typer.echo(f"Within the window: {short['loss']['verdict']}, KL {short['divergence']:.4f} nats a token.")
+        typer.echo(f"Within the window: {short['loss']['verdict']}, KL {short['divergence']:.4f} nats per token.")
 
 
 app = script(main)

@@ -44,7 +44,7 @@ def main(
         list[str] | None, typer.Option(help="Files, folders, Hub data sets; Python's own otherwise.")
     ] = None,
     column: Annotated[str, typer.Option(help="That holds the text of a row.")] = "text",
-    documents: Annotated[int | None, typer.Option(help="Most documents of each text.")] = None,
+    documents: Annotated[int | None, typer.Option(help="Largest number of documents of each text.")] = None,
     tokens: Annotated[int, typer.Option(help="To train on, in all.")] = 4_000_000,
     window: Annotated[int, typer.Option(help="Positions.")] = 256,
     layers: Annotated[int, typer.Option(help="Of attention and MLP.")] = 4,

@@ -48,7 +48,7 @@ def refuse_unservable(vllm_config: Any, version: str) -> None:
 
     Raises:
         UnsupportedSwapError: why, and what to do instead.
-        RecordError: its record cannot be carried out.
+        RecordError: its record cannot be applied.
     """
     model = vllm_config.model_config
     config = model.hf_config

@@ -45,22 +45,22 @@ SHEETS = (
     Sheet(
         "waves",
         ("sinusoidal",),
-        "Single dimensions along the positions",
-        "Each column of the table is a wave; a fast one tells neighbours apart, a slow one the parts of a text.",
+        "Single dimensions by position",
+        "Each column of the table is a wave: fast ones distinguish neighbours, slow ones distinguish parts of a text.",
     ),
     Sheet(
         "similarity",
         ("sinusoidal", "learned:extend=tile", "learned:extend=interpolate"),
-        "Likeness of rows",
-        "In a table of sinusoids near positions are alike. A learned table that is tiled comes again: its bands beside "
-        "the diagonal are positions that the model cannot tell apart. One that is stretched keeps to the diagonal. Its "
-        "rows are random here, as before training; `--model` draws a model's own.",
+        "Similarity of rows",
+        "In a sinusoidal table, near positions are similar. A tiled learned table repeats: the bands parallel to the "
+        "diagonal are positions that the model cannot distinguish. A stretched one has only the diagonal. Its rows are "
+        "random here, as before training; `--model` draws a model's rows.",
     ),
     Sheet(
         "similarity-by-distance",
         ("sinusoidal", "learned:extend=tile", "learned:extend=interpolate"),
-        "Likeness by distance",
-        "The product of two sinusoidal rows depends on their distance alone. The peaks of the tiled table stand at "
+        "Similarity by distance",
+        "The product of two sinusoidal rows depends only on their distance. The peaks of the tiled table are at "
         "multiples of the window.",
     ),
     Sheet(

@@ -95,7 +95,7 @@ def _masks_by_head(call: AttentionCall, module: Any, name: str | None, queries: 
     if call.mechanism.splits or name in (None, "eager"):
         attention = "a scheme with split scores" if call.mechanism.splits else "eager attention"
         raise UnsupportedSwapError(
-            f"kvpress hides keys from single heads of this model (AdaKVPress and similar presses), and {attention} would "
+            f"kvpress hides keys from single heads of this model (AdaKVPress and others), and {attention} would "
             "attend to them all the same. What works: rope, alibi, t5 or nope under "
             "model.set_attn_implementation('sdpa'), or reading the text again without the press."
         )
