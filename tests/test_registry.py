@@ -140,7 +140,7 @@ def test_a_scheme_of_an_installed_package_does_all_that_others_do(tmp_path: Path
         env = os.environ | {"PYTHONPATH": path}
         return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)
 
-    shown = run("-m", "hf_posswap.cli", "schemes", "window-toll")
+    shown = run("-m", "hf_posswap", "schemes", "window-toll")
     assert "a learned toll, one a head, on keys outside a window" in shown.stdout, shown.stderr
     made = run("-c", _MAKE, checkpoint)
     assert made.returncode == 0, made.stderr

@@ -85,7 +85,7 @@ def train(
 
     The swap is planned, proved and measured before the first step. The folder `out` keeps checkpoints, log.jsonl,
     pictures, the report, and the finished model. On several GPUs: posswap recipes accelerate/ddp --copy, then
-    accelerate launch --config_file ddp.yaml -m hf_posswap.cli train RECIPE ... It needs the extra "train".
+    accelerate launch --config_file ddp.yaml -m hf_posswap train RECIPE ... It needs the extra "train".
 
     Example: posswap train yarn model.name=my-llama data.length=8192 out=my-run
 

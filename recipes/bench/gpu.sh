@@ -17,6 +17,6 @@ PY
 timeout 150 python3 -m pytest -q -p no:cacheprovider -o addopts="" -m gpu tests/gpu tests/kernels 2>&1 | tee "$OUT/tests.txt" || status=1
 timeout 130 python3 -m recipes.bench.run gpu --out "$OUT/bench" 2>&1 | tee "$OUT/bench.txt" || status=1
 timeout 150 python3 -m recipes.bench.dry_beside --out "$OUT/bench" 2>&1 | tee "$OUT/dry.txt" || status=1
-timeout 150 python3 -m hf_posswap.cli quickstart --out "$OUT/quickstart" --device cuda 2>&1 | tee "$OUT/quickstart.txt" || status=1
+timeout 150 python3 -m hf_posswap quickstart --out "$OUT/quickstart" --device cuda 2>&1 | tee "$OUT/quickstart.txt" || status=1
 rm -rf "$OUT/cache" "$OUT"/quickstart/{base,control,rope,alibi,nll}
 exit $status

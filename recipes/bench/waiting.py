@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ROOT / "hf_posswap" / "quickstart" / "model"
 TURNS = 3  # of seconds each
 BY_HAND, BEFORE = "by hand in transformers", "unpatched"
-COMMAND = (sys.executable, "-m", "hf_posswap.cli")
+COMMAND = (sys.executable, "-m", "hf_posswap")
 SCRIPT = (sys.executable, "-m", "recipes.bench.by_hand")
 
 

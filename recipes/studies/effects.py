@@ -209,7 +209,7 @@ def _searched(base: Base, sizes: Sizes, work_dir: Path) -> tuple[Path, str]:
     options = [argument for key, value in values.items() for argument in (f"--{key}", str(value))]
     arguments = ["search", str(base.folder), *map(str, texts), *options, "--native", "-o", str(out)]
     if not out.is_file():
-        process = subprocess.run([sys.executable, "-m", "hf_posswap.cli", *arguments], check=False)
+        process = subprocess.run([sys.executable, "-m", "hf_posswap", *arguments], check=False)
         if process.returncode:
             raise TrainingError(f"posswap search ended with exit code {process.returncode}; it says why above.")
     return out, command_line("posswap", arguments, {work_dir: "$WORK"})

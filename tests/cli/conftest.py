@@ -51,7 +51,7 @@ def posswap(tmp_path_factory: pytest.TempPathFactory) -> Posswap:
             place = folder / str(next(numbers))
             place.mkdir()
             return ready.run("hf_posswap.cli:main", list(map(str, arguments)), env, place, answers=answers)
-        command = [sys.executable, "-m", "hf_posswap.cli", *map(str, arguments)]
+        command = [sys.executable, "-m", "hf_posswap", *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, env=env, timeout=250, input=answers)
 
     return run

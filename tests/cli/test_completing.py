@@ -50,7 +50,7 @@ def test_names_that_begin_so_are_offered(words: list[str], offered: list[str]) -
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 def test_the_shells_script_asks_this_command() -> None:
     """Whoever runs the tests, a bash asks: which shell it is for, is seen by the parents of the process."""
-    command = ["bash", "-c", '"$0" -m hf_posswap.cli --show-completion; exit $?', sys.executable]
+    command = ["bash", "-c", '"$0" -m hf_posswap --show-completion; exit $?', sys.executable]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert "--install-completion" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).output
     assert "complete -o default -F _posswap_completion posswap" in shown.stdout, shown.stderr

@@ -78,7 +78,7 @@ def test_debug_shows_the_traceback_and_the_same_code(posswap: Posswap) -> None:
 
 
 def test_a_reader_that_stops_early_gets_no_traceback() -> None:
-    script = f'"{sys.executable}" -m hf_posswap.cli schemes --json | head -c 10'
+    script = f'"{sys.executable}" -m hf_posswap schemes --json | head -c 10'
     run = subprocess.run(script, shell=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert len(run.stdout) == 10
     assert "Traceback" not in run.stderr

@@ -62,7 +62,7 @@ def test_the_command_writes_results_and_a_report(posswap: Posswap, small: Path, 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_says_how_to_go_on(small: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hf_posswap.cli", "quickstart", "--model", str(small), "--steps", "100000"]
+    command = [sys.executable, "-m", "hf_posswap", "quickstart", "--model", str(small), "--steps", "100000"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path / "out")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env

@@ -141,7 +141,7 @@ def test_an_installed_package_trains_from_an_empty_folder(
         return done.stdout
 
     assert run("-c", "import hf_posswap; print(hf_posswap.__file__)").startswith(str(installed))
-    assert "learned-to-rope" in run("-m", "hf_posswap.cli", "recipes")
+    assert "learned-to-rope" in run("-m", "hf_posswap", "recipes")
     settings = [
         f"model.name={tmp_path / 'gpt2'}",
         f"data.sources=[{{path: {tmp_path / 'texts'}}}]",
@@ -152,12 +152,12 @@ def test_an_installed_package_trains_from_an_empty_folder(
         "training.warmup_steps=1",
         "training.report_to=none",
     ]
-    trained = run("-m", "hf_posswap.cli", "train", "learned-to-rope", *settings, "out=run")
+    trained = run("-m", "hf_posswap", "train", "learned-to-rope", *settings, "out=run")
     assert says(trained, f"Saved to {tmp_path / 'empty' / 'run' / 'model'}")
     report: dict[str, Any] = json.loads((tmp_path / "empty" / "run" / "report.json").read_text())
     assert report["recipe"]["name"] == "learned-to-rope"
     assert report["phases"][0]["steps"] == 2
-    run("-m", "hf_posswap.cli", "recipes", "accelerate/cpu", "--copy")
-    launch = ["-m", "accelerate.commands.launch", "--config_file", "cpu.yaml", "-m", "hf_posswap.cli"]
+    run("-m", "hf_posswap", "recipes", "accelerate/cpu", "--copy")
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "cpu.yaml", "-m", "hf_posswap"]
     run(*launch, "train", "learned-to-rope", *settings, "out=launched")
     assert (tmp_path / "empty" / "launched" / "model" / "config.json").is_file()

@@ -99,7 +99,7 @@ def test_a_read_only_disk_is_one_clear_error(tmp_path: Path, tally: Tally, name:
 
 def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path, tally: Tally) -> None:
     place = tmp_path / "model"
-    patch = f"{sys.executable} -m hf_posswap.cli patch nobody/nothing rope -o {place}"
+    patch = f"{sys.executable} -m hf_posswap patch nobody/nothing rope -o {place}"
     lines = within(
         tmp_path, "8m", f"mkdir {place}", f"mount -t tmpfs tmpfs {place}", act("save", tmp_path),
         f"cd {CHILD.parents[2]}", f"{{ {patch} 2>&1 || true; }}", f"find {tmp_path} -mindepth 1",

@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(source: Path, target: str, out: Path) -> list[str]:
-    return [sys.executable, "-m", "hf_posswap.cli", "export", str(source), "--target", target, "-o", str(out)]
+    return [sys.executable, "-m", "hf_posswap", "export", str(source), "--target", target, "-o", str(out)]
 
 
 def started(source: Path, target: str, out: Path, **environment: str) -> subprocess.Popen[str]:

@@ -91,7 +91,7 @@ def refuse_deepspeed(recipe: Recipe) -> None:
         return
     if "RANK" not in os.environ:
         raise ConfigError(
-            "training.deepspeed needs a launcher, also for one process: torchrun --nproc_per_node 1 -m hf_posswap.cli "
+            "training.deepspeed needs a launcher, also for one process: torchrun --nproc_per_node 1 -m hf_posswap "
             "train ..., or accelerate launch."
         )
     if is_launched_on_cpu():
