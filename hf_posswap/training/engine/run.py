@@ -23,6 +23,7 @@ from hf_posswap.training.engine.services import Services
 from hf_posswap.training.engine.writing import writing_to
 from hf_posswap.utils.atomic_io import alone_in, writable_folder, write_json
 from hf_posswap.utils.progress import quiet_transformers
+from hf_posswap.utils.threads import keep_log_level
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def _run_recipe(recipe: Recipe, given: Services) -> Finished:
     main = int(os.environ.get("RANK", "0")) == 0
     run = Run(folder, identity_of(recipe, launch), launch, given, main)
     with ExitStack() as stack:
+        stack.enter_context(keep_log_level("transformers"))  # a Trainer sets it
         stack.enter_context(quiet_transformers())
         stack.enter_context(writing_to(folder))
         if main:

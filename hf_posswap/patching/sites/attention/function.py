@@ -51,13 +51,9 @@ def posswap_attention(
     if dropout is not None:  # kvpress, which wraps every registered function, passes it by its place
         kwargs["dropout"] = dropout
     call = kwargs.pop(CALL_ARGUMENT, None)
-    if call is not None:
-        call.used = True
-    else:
-        raise PosswapError(
-            f"{type(module).__name__} reached the {ATTENTION_NAME!r} attention function without a scheme. Do not set "
-            f"attn_implementation={ATTENTION_NAME!r}: use hf_posswap.patch_model, and 'sdpa' or 'eager' here."
-        )
+    if call is None:
+        raise _without_scheme(module)
+    call.used = True
     native = module.config.native if isinstance(module.config, ConfigView) else module.config
     name = attention_implementation(native)
     if call.memo.drops_bias:
@@ -66,11 +62,8 @@ def posswap_attention(
     query = call.scaled(query)
     if call.mechanism.biases and name == "sdpa":  # which takes masks of the dtype that autocast gives the rest
         query, key, value = map(as_attended, (query, key, value))
-    if call.mechanism.watches:
-        call.mechanism.watch(query, key, kwargs.get("scaling"), attention_mask, kwargs.get("sliding_window"))
-    masks_by_head = has_masked_keys(module, query.shape[2], key.shape[2])
-    if masks_by_head:
-        _check_masks_by_head(call, name)
+    _watch(call, query, key, attention_mask, kwargs)
+    masks_by_head = _masks_by_head(call, module, name, query, key)
     if query.shape[2] > 1 and not masks_by_head and backends.backends_of(call.mechanism):  # of one query all are one
         found = in_graph.attend(call, call.request(module, name, query, key, value, attention_mask, kwargs))
         if found is not None:
@@ -86,12 +79,27 @@ def posswap_attention(
     return attend(target, query, key, value, attention_mask, **kwargs)
 
 
-def _check_masks_by_head(call: AttentionCall, name: str | None) -> None:
-    """Refuse keys that kvpress hides from single heads where the attention called `name` would not hide them.
+def _watch(call: AttentionCall, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+    """Show what attends to a mechanism that asks for it."""
+    if call.mechanism.watches:
+        call.mechanism.watch(query, key, kwargs.get("scaling"), mask, kwargs.get("sliding_window"))
+
+
+def _without_scheme(module: Any) -> PosswapError:
+    return PosswapError(
+        f"{type(module).__name__} reached the {ATTENTION_NAME!r} attention function without a scheme. Do not set "
+        f"attn_implementation={ATTENTION_NAME!r}: use hf_posswap.patch_model, and 'sdpa' or 'eager' here."
+    )
+
+
+def _masks_by_head(call: AttentionCall, module: Any, name: str | None, query: Tensor, key: Tensor) -> bool:
+    """Return whether kvpress hides keys from single heads in this call.
 
     Raises:
-        UnsupportedSwapError: it would not.
+        UnsupportedSwapError: it does, and the attention called `name` would not hide them.
     """
+    if not has_masked_keys(module, query.shape[2], key.shape[2]):
+        return False
     if call.mechanism.splits or name in (None, "eager"):
         what = "a scheme with split scores" if call.mechanism.splits else "eager attention"
         raise UnsupportedSwapError(
@@ -99,6 +107,7 @@ def _check_masks_by_head(call: AttentionCall, name: str | None) -> None:
             "attend to them all the same. What works: rope, alibi, t5 or nope under "
             "model.set_attn_implementation('sdpa'), or a text that is read anew without the press."
         )
+    return True
 
 
 def _split(
