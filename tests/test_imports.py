@@ -33,6 +33,7 @@ LAYERS = (
     {"quickstart", "selfcheck"},
     {"cli"},
     {"command"},
+    {"__main__"},
 )
 # The folders of patching: each imports those above it; those in one line never import each other.
 PATCHING = (

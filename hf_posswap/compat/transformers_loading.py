@@ -68,7 +68,7 @@ class LoadingHooks:
         given = inspect.signature(load).bind(*args, **kwargs)
         model, load_config = given.arguments["model"], given.arguments["load_config"]
         ours = cls.posswap_conversions(model)
-        both = [*(load_config.weight_mapping or []), *ours]
+        both = [*ours, *(load_config.weight_mapping or [])]  # a quantizer's may match every weight, and the first does
         given.arguments["load_config"] = dataclasses.replace(load_config, weight_mapping=both)
         loaded = load(*given.args, **given.kwargs)
         model._weight_conversions = [conversion for conversion in model._weight_conversions if conversion not in ours]

@@ -100,3 +100,14 @@ def quiet_logger(name: str, level: int) -> Iterator[None]:
                 del _quiet[name]
             if untouched:
                 logger.setLevel(max(state.asked) if len(state.asked) > 1 else state.level)
+
+
+@contextmanager
+def keep_log_level(name: str) -> Iterator[None]:
+    """Give the logger `name` the level back that it had before the block, also where the block set another."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

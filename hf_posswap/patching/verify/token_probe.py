@@ -17,6 +17,7 @@ from hf_posswap.errors import SwapVerificationError
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.rotary_compatibility import MOVED_BY_SHIFT
 from hf_posswap.families.sites import Stack
+from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.offload import device_of
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.position_ids import PassPositionIds
@@ -25,6 +26,7 @@ from hf_posswap.patching.verify.noise import NoEffectSeen, Noise
 from hf_posswap.patching.verify.probe import Expected, Probe, gap
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
+from hf_posswap.schemes.layered import Layered
 from hf_posswap.schemes.mechanism import Mechanism
 
 _UNTRAINED = "the scheme's bias is the same for all keys until it is trained"
@@ -191,7 +193,8 @@ def _spread(model: Any, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
         return "not run: the model takes no position ids"
     if torch.equal(probe.near, probe.far):
         return "not run: the original length leaves no room"
-    blind, moved = _blind(plan.scheme), gap(probe.at(model, probe.far), probe.at(model, probe.near))
+    blind = _blind(plan.scheme, plan.sites.main.geometry)
+    moved = gap(probe.at(model, probe.far), probe.at(model, probe.near))
     if blind is not None and not blind.acts_inside and moved > noise.most:
         raise SwapVerificationError(f"{plan.scheme}: spreading the positions moves the logits by {moved:.3g}.")
     result = f"the logits move by {moved:.3g}"
@@ -210,7 +213,7 @@ def _order(model: Any, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
         moved = gap(here, probe.at(model, probe.near, **{way: probe.reordered()})[:, -1])
         stack_name = f"{name}: " if name and len(plan.schemes) > 1 else ""
         results.append(f"{stack_name}reversing the past moves the last logits by {moved:.3g}")
-        if moved > noise.least or _blind(scheme) is not None:
+        if moved > noise.least or _blind(scheme, plan.sites.stack(name).geometry) is not None:
             continue
         if not _is_even(model, probe):
             raise NoEffectSeen(f"{scheme}: the logits do not depend on the order of the tokens ({moved:.3g}).")
@@ -218,10 +221,14 @@ def _order(model: Any, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
     return "; ".join(results)
 
 
-def _blind(scheme: Scheme) -> Scheme | None:
-    """Return the scheme in force if it knows no positions, or None."""
+def _blind(scheme: Scheme, geometry: Geometry) -> Scheme | None:
+    """Return the scheme in force in a stack of `geometry` if it knows no positions in any layer, or None."""
     if isinstance(scheme, Blend) and scheme.weight == 1:
         scheme = scheme.new
+    if isinstance(scheme, Layered):
+        layers = [scheme.of_layer(layer) for layer in range(geometry.num_layers)]
+        blind = all(layer.kind == "none" for layer in layers)
+        return max(layers, key=lambda layer: layer.acts_inside) if blind else None
     return scheme if scheme.kind == "none" else None
 
 

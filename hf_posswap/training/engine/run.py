@@ -23,6 +23,7 @@ from hf_posswap.training.engine.services import Services
 from hf_posswap.training.engine.writing import writing_to
 from hf_posswap.utils.atomic_io import alone_in, writable_folder, write_json
 from hf_posswap.utils.progress import quiet_transformers
+from hf_posswap.utils.threads import keep_log_level
 from hf_posswap.utils.user_paths import expand_home
 
 
@@ -79,6 +80,7 @@ def _run_recipe(recipe: Recipe, services: Services) -> Finished:
     main = int(os.environ.get("RANK", "0")) == 0
     run = Run(folder, identity_of(recipe, launch), launch, services, main)
     with ExitStack() as stack:
+        stack.enter_context(keep_log_level("transformers"))  # a Trainer sets it
         stack.enter_context(quiet_transformers())
         stack.enter_context(writing_to(folder))
         if main:

@@ -135,6 +135,15 @@ def test_verify_swap_finds_sabotage(what: str) -> None:
         verify_swap(model)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_layers_without_positions_one_by_one_verify_as_nope_does(name: str) -> None:
+    model = build(name)
+    every = {layer: "nope" for layer in range(model.config.num_hidden_layers)}
+    found = verify_swap(patch_model(model, "per_layer", layers=every)).checks
+    assert found.keys() == verify_swap(patch_model(build(name), "nope")).checks.keys()
+    assert found["spread positions"] == "the logits move by 0"
+
+
 def test_a_model_without_a_swap_is_refused() -> None:
     with pytest.raises(NotPatchedError, match="carries no swap: nothing to verify"):
         verify_swap(build("gpt2"))

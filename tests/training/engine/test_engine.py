@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler, set_seed
+from transformers.utils import logging
 
 import hf_posswap
 from hf_posswap.errors import CheckpointError, ConfigError, UnsupportedSwapError
@@ -84,6 +85,16 @@ def test_it_trains_as_a_plain_loop_does(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(weight.view_as(expected[name]), expected[name], rtol=0, atol=2e-4)
         moved += int(name in start and not torch.equal(weight, start[name]))
     assert moved > 5
+
+
+def test_the_log_level_of_transformers_is_left_as_it_was(tmp_path: Path) -> None:
+    before = logging.get_verbosity()
+    try:
+        logging.set_verbosity_info()
+        trained(tmp_path, kind="llama")
+        assert logging.get_verbosity() == logging.INFO
+    finally:
+        logging.set_verbosity(before)
 
 
 def test_accumulated_batches_are_the_big_batch(tmp_path: Path) -> None:

@@ -48,16 +48,12 @@ def posswap_attention(
         UnsupportedSwapError: the scheme adds a bias and the implementation has no place for one; or kvpress hides keys
             from single heads, and this attention would not.
     """
-    # kvpress, which wraps every registered function, passes it by position
-    kwargs |= {} if dropout is None else {"dropout": dropout}
+    if dropout is not None:  # kvpress, which wraps every registered function, passes it by position
+        kwargs["dropout"] = dropout
     call = kwargs.pop(CALL_ARGUMENT, None)
-    if call is not None:
-        call.used = True
-    else:
-        raise PosswapError(
-            f"{type(module).__name__} reached the {ATTENTION_NAME!r} attention function without a scheme. Do not set "
-            f"attn_implementation={ATTENTION_NAME!r}: use hf_posswap.patch_model, and 'sdpa' or 'eager' here."
-        )
+    if call is None:
+        raise _without_scheme(module)
+    call.used = True
     native = module.config.native if isinstance(module.config, ConfigView) else module.config
     name = attention_implementation(native)
     if call.memo.drops_bias:
@@ -66,10 +62,10 @@ def posswap_attention(
     query = call.scaled(query)
     if call.mechanism.biases and name == "sdpa":  # sdpa takes masks of the dtype that autocast gives the rest
         query, key, value = map(as_attended, (query, key, value))
-    if call.mechanism.watches:
-        call.mechanism.watch(query, key, kwargs.get("scaling"), attention_mask, kwargs.get("sliding_window"))
-    masks_by_head = _masks_by_head(call, module, name, query.shape[2], key.shape[2])
-    if query.shape[2] > 1 and not masks_by_head and backends.backends_of(call.mechanism):  # one query has one backend
+    _watch(call, query, key, attention_mask, kwargs)
+    masks_by_head = _masks_by_head(call, module, name, query, key)
+    # for one query all backends are the same
+    if query.shape[2] > 1 and not masks_by_head and backends.backends_of(call.mechanism):
         attended = in_graph.attend(call, call.request(module, name, query, key, value, attention_mask, kwargs))
         if attended is not None:
             return attended, None
@@ -84,13 +80,26 @@ def posswap_attention(
     return attend(target, query, key, value, attention_mask, **kwargs)
 
 
-def _masks_by_head(call: AttentionCall, module: Any, name: str | None, queries: int, keys: int) -> bool:
+def _watch(call: AttentionCall, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+    """Show queries and keys to a mechanism that records them."""
+    if call.mechanism.watches:
+        call.mechanism.watch(query, key, kwargs.get("scaling"), mask, kwargs.get("sliding_window"))
+
+
+def _without_scheme(module: Any) -> PosswapError:
+    return PosswapError(
+        f"{type(module).__name__} reached the {ATTENTION_NAME!r} attention function without a scheme. Do not set "
+        f"attn_implementation={ATTENTION_NAME!r}: use hf_posswap.patch_model, and 'sdpa' or 'eager' here."
+    )
+
+
+def _masks_by_head(call: AttentionCall, module: Any, name: str | None, query: Tensor, key: Tensor) -> bool:
     """Return whether kvpress hides keys from single heads in this call.
 
     Raises:
         UnsupportedSwapError: it does, and the attention called `name` would not hide them.
     """
-    if not has_masked_keys(module, queries, keys):
+    if not has_masked_keys(module, query.shape[2], key.shape[2]):
         return False
     if call.mechanism.splits or name in (None, "eager"):
         attention = "a scheme with split scores" if call.mechanism.splits else "eager attention"
