@@ -32,19 +32,30 @@ from hf_posswap.utils.devices import device_type
 class _Frequencies(NamedTuple):
     inv_freq: Tensor
     attention_factor: float = 1.0
+    precise: Tensor | None = None
+    steps: Tensor | None = None
 
 
 class Frequencies(_Frequencies):
     """Angles per position of each rotary pair, and the factor on cos and sin.
 
+    All is in fields, none in `__dict__`: torch.export takes the tuples of a model apart and puts them together again.
+
     Attributes:
         inv_freq: radians per position, shape [R/2], float32, as stock transformers computes them.
         attention_factor: multiplies cos and sin, so attention logits change by its square.
+        precise: the same angles in float64, where they are known; None: those of `inv_freq`.
+        steps: `phase_step`, computed before; None: not yet.
 
     Example:
         >>> Frequencies(torch.tensor([0.5])).exact
         tensor([0.5000], dtype=torch.float64)
     """
+
+    def _replace(self, **changes: Any) -> Frequencies:
+        """Return them with other fields; another `inv_freq` comes without what was known of the old one."""
+        known = {"precise": None, "steps": None} if "inv_freq" in changes else {}
+        return super()._replace(**known | changes)
 
     @classmethod
     def of(cls, exact: Tensor, inv_freq: Tensor | None = None, attention_factor: float = 1.0) -> Frequencies:
@@ -55,26 +66,22 @@ class Frequencies(_Frequencies):
             inv_freq: the same in float32, as stock transformers computes them; None rounds `exact`.
             attention_factor: multiplies cos and sin.
         """
-        result = cls(exact.float() if inv_freq is None else inv_freq, attention_factor)
-        result.__dict__["exact"] = exact
-        return result
+        return cls(exact.float() if inv_freq is None else inv_freq, attention_factor, exact)
 
     @property
     def exact(self) -> Tensor:
         """The angles used for rotation, radians per position, [R/2]: float64 if the device supports it."""
-        return self.__dict__["exact"] if "exact" in self.__dict__ else self.inv_freq.to(widest(self.inv_freq.device))
+        return self.inv_freq.to(widest(self.inv_freq.device)) if self.precise is None else self.precise
 
     @property
     def phase_step(self) -> Tensor:
         """The same in 2^-64 of a turn, modulo a turn, [R/2], int64."""
-        return self.__dict__["phase_step"] if "phase_step" in self.__dict__ else _phase_step(self.exact)
+        return _phase_step(self.exact) if self.steps is None else self.steps
 
     def to(self, device: torch.device | str) -> Frequencies:
         """Return them on `device`, with `exact` and `phase_step` precomputed."""
-        result = Frequencies(self.inv_freq.to(device), self.attention_factor)
-        result.__dict__["exact"] = self.exact.to(device, widest(device))
-        result.__dict__["phase_step"] = self.phase_step.to(device)
-        return result
+        exact, steps = self.exact.to(device, widest(device)), self.phase_step.to(device)
+        return Frequencies(self.inv_freq.to(device), self.attention_factor, exact, steps)
 
 
 def widest(device: torch.device | str) -> torch.dtype:

@@ -32,7 +32,8 @@ class XPos(RotaryScheme):
 
     zeta_i = (2i/R + gamma) / (1 + gamma). The centre c cancels in every score, which decays with the distance alone; it
     is fixed, so that cached keys stay valid. But each factor grows or shrinks with |n - c|: with the paper's
-    parameters, float32 and bfloat16 hold some 33 900 positions to both sides of c, float16 some 2 200. Beyond,
+    parameters, float32 and bfloat16 hold some 33 900 positions to both sides of c, float16 some 2 200; float64 no more
+    than float32, in which the factors are computed. Beyond,
     PositionRangeError is raised. On devices other than the CPU, where the check would synchronize with the host, only
     the planned length is checked.
 
@@ -85,9 +86,12 @@ class XPos(RotaryScheme):
         return (index / dim + self.gamma) / (1 + self.gamma)
 
     def held(self, geometry: Geometry, dtype: torch.dtype) -> int:
-        """Return how far from the centre a position may lie before its factors leave the range of `dtype`."""
+        """Return how far from the centre a position may lie before its factors leave the range of `dtype`.
+
+        The factors are computed in float32, so float64 holds no more than that.
+        """
         steepest = -math.log(self.gamma / (1 + self.gamma))  # of zeta_0
-        limits = torch.finfo(dtype)
+        limits = torch.finfo(torch.float32 if dtype == torch.float64 else dtype)  # the factors are float32
         room = min(math.log(limits.max), -math.log(limits.smallest_normal)) - math.log(HEADROOM)
         return math.floor(room / steepest * self.scale_base)
 

@@ -66,9 +66,9 @@ def as_candidate(scheme: ScaledRotary, geometry: Geometry) -> Candidate:
         >>> as_candidate(Linear(factor=4).resolve(shape, None), shape)
         Candidate(factors=(4.0, 4.0), original_positions=0, attention_factor=1.0)
     """
-    inv_freq, attention = scheme.angles(geometry)
-    divisors = scheme.plain(geometry).double() / inv_freq.double()  # [R/2]
-    return Candidate(tuple(divisors.tolist()), 0, attention)
+    angles = scheme.angles(geometry)
+    divisors = scheme.plain(geometry).double() / angles.inv_freq.double()  # [R/2]
+    return Candidate(tuple(divisors.tolist()), 0, angles.attention_factor)
 
 
 @dataclass(frozen=True)

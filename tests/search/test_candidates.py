@@ -39,12 +39,12 @@ def shape(width: int, original: int = 256) -> Geometry:
 def test_a_seed_turns_pairs_as_the_scheme_that_it_stands_for(width: int, factor: float, original: int) -> None:
     geometry = shape(width, original)
     for cls in (Linear, NTK, Yarn):
-        expected, attention = cls(factor=factor).resolve(geometry, None).angles(geometry)
+        expected = cls(factor=factor).resolve(geometry, None).angles(geometry)
         seed = as_candidate(seed_schemes(factor, geometry)[cls.name], geometry)
-        found, own = seed.scheme(factor, geometry).angles(geometry, torch.tensor([original + 1]))
-        torch.testing.assert_close(found, expected, rtol=3e-7, atol=0)
-        assert own == attention
-        assert own in attention_choices(factor, geometry, seed_schemes(factor, geometry))
+        found = seed.scheme(factor, geometry).angles(geometry, torch.tensor([original + 1]))
+        torch.testing.assert_close(found.inv_freq, expected.inv_freq, rtol=3e-7, atol=0)
+        assert found.attention_factor == expected.attention_factor
+        assert found.attention_factor in attention_choices(factor, geometry, seed_schemes(factor, geometry))
         assert all(
             0.999999 <= low <= high * 1.000001 for low, high in zip(seed.factors, seed.factors[1:], strict=False)
         )

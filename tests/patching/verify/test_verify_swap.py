@@ -117,7 +117,7 @@ SABOTAGE: dict[str, tuple[tuple[str, str, Any], Callable[[Any], None], str]] = {
     "rotation beside a bias": (("llama", "alibi", 64), native_rotary, "native rotation is still active"),
     "still angles turn": (("llama", "nope", 64), native_rotary, "planned frequencies"),
     "record": (("gpt2", "rope", 64), forgotten_record, "config.posswap is gone"),
-    "length in the config": (("gpt2", "rope", 64), other_length, "the config says 7 instead of 64"),
+    "length in the config": (("gpt2", "rope", 64), other_length, "the config has 7 instead of 64"),
     "infinite logits": (("gpt2", "rope", 64), infinite_weight, "not finite"),
     "rotation that does nothing": (("gpt2", "rope", 64), deaf_to_positions, "do not depend on the position ids"),
     "rotation of queries alone": (("gpt2", "rope", 64), absolute_positions, "shifting all positions"),

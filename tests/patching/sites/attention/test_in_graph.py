@@ -258,6 +258,18 @@ def test_an_exported_graph_of_split_scores_is_for_every_length(scheme: str, stri
         for ids, shown, logits in zip(texts, masks, expected, strict=True):
             found = program(input_ids=ids, attention_mask=shown, use_cache=False).logits
             assert (found - logits)[:, 1:].abs().max() < EXACT
+            assert torch.equal(model(ids, attention_mask=shown, use_cache=False).logits, logits)
+
+
+@pytest.mark.parametrize("scheme", ["rope", "yarn", "xpos", "dual_chunk", "alibi"])
+def test_a_model_that_was_exported_is_as_it_was(scheme: str) -> None:
+    """torch.export takes the attributes of a model apart, and puts them together again."""
+    model = swapped(llama, scheme, {})
+    positions = torch.arange(LENGTH)[None] + (2**14 if scheme == "xpos" else 2**20)
+    with torch.no_grad():
+        expected = model(IDS, position_ids=positions, use_cache=False).logits
+        torch.export.export(model, (), {"input_ids": IDS, "use_cache": False}, strict=False)
+        assert torch.equal(model(IDS, position_ids=positions, use_cache=False).logits, expected)
 
 
 def test_another_implementation_has_the_formula() -> None:
