@@ -46,7 +46,7 @@ LENGTH = "max_length must be a whole number of tokens >= 1, got 0."
             "Did you mean 'gpt_neox'?",
         ),
         (["to-native", ABSENT, "-o", "TEXT"], "is a file; give a folder"),
-        (["export", ".", "--target", "vllm", "-o", "FOLDER"], "is not empty; give a folder that is new"),
+        (["export", ".", "--target", "vllm", "-o", "FOLDER"], "is not empty: give a new folder"),
     ],
     ids=lambda part: "-".join(part) if isinstance(part, list) else "",
 )

@@ -64,7 +64,7 @@ def test_a_training_and_the_same_command_again(tmp_path: Path, posswap: Posswap)
     assert nll["256"] is None or nll["256"] > 0
     again = posswap("train", "-c", path, f"out={out}", "training.max_steps=4")
     assert again.returncode == 4
-    assert "finished (training.max_steps: 3, now 4)" in " ".join(again.stderr.split())
+    assert "finished training (training.max_steps: 3, now 4)" in " ".join(again.stderr.split())
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_a_recipe_from_a_pipe_is_refused_and_says_what_to_do() -> None:
         os.write(writing, b"include: yarn\n")
         done = CliRunner().invoke(app, ["train", f"/dev/fd/{reading}", "--dry-run"])
         assert done.exit_code == 2, done.output
-        assert says(done.stderr, f"/dev/fd/{reading} is a pipe, which can be read once")
+        assert says(done.stderr, f"/dev/fd/{reading} is a pipe, which can be read only once")
         assert says(done.stderr, "Write it to a file and give that")
     finally:
         os.close(reading)

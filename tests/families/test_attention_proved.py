@@ -185,9 +185,9 @@ def test_a_model_type_that_nobody_has_looked_at_works_natively_and_says_what_is_
     assert plan_swap(model, "yarn", factor=2.0).route == "native"
     with pytest.raises(UnsupportedSwapError, match="'llama_of_next_year' that is refused: it is not proved") as caught:
         plan_swap(model, "alibi")
-    assert "missing in ATTENTION_PROVED (page Extending, 'A model type of this year')" in str(caught.value)
+    assert "missing in ATTENTION_PROVED (page Extending, 'A new model type')" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
-    assert "## A model type of this year" in text_of(".docs/pages/extending.md")
+    assert "## A new model type" in text_of(".docs/pages/extending.md")
 
 
 def test_a_bias_comes_in_the_place_of_every_rotation() -> None:

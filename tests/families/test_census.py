@@ -81,7 +81,7 @@ def test_every_text_class_is_in_the_support_table_or_refused_by_its_name() -> No
         missing = [kind for kind in types if kind not in supported and not REFUSED.get(kind)]
         if missing and f"`{name}`" not in left_out:
             unknown[name] = missing
-    assert not unknown, f"{unknown}: see the page Extending, 'A model type of this year'"
+    assert not unknown, f"{unknown}: see the page Extending, 'A new model type'"
 
 
 @pytest.mark.slow

@@ -76,7 +76,10 @@ def test_where_attention_is_told_of_nothing_the_table_alone_is_swapped() -> None
 
 @pytest.mark.parametrize(
     ("config", "why"),
-    [(BeitConfig, "a learned bias for each pair of patches"), (Dinov2WithRegistersConfig, "its register tokens")],
+    [
+        (BeitConfig, "its custom attention code adds a learned bias for each pair of patches"),
+        (Dinov2WithRegistersConfig, "its register tokens"),
+    ],
 )
 def test_its_kin_are_refused_by_name(config: Any, why: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model type '{config.model_type}' is not supported: {why}"):

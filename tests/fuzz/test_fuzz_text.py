@@ -153,7 +153,7 @@ BAD_VALUES = {
     "a name too long": (f"include: {'a' * 5000}.yaml", "File name too long"),
     "a device": ("include: /dev/zero", "/dev/zero, which .* it is no regular file"),
     "a folder": ("include: .", "Is a directory"),
-    "a pipe": ("include: pipe", "pipe, which .* is a pipe, which can be read once"),
+    "a pipe": ("include: pipe", "pipe, which .* is a pipe, which can be read only once"),
     "itself through another": ("include: other.yaml", "recipe.yaml includes itself"),
     "too many files": (f"include: [{', '.join(['more.yaml'] * 12)}]", "a recipe reads 100 files at most"),
     "a scheme's file without an end": ("swap: {scheme: zero.json}", "zero.json: it is no regular file"),

@@ -100,7 +100,7 @@ def test_kernels_that_do_not_fit_or_are_refused_are_told() -> None:
     text = kernels.table([row, row | {"kernel": "triton_poi_x", "fits": True}])
     assert "## sm90: 227 KiB of shared memory a block" in text
     assert "| t5-bfloat16-64 | any length | backward | 8, 2 | 255 | 12 | 300.0 | no |" in text
-    assert "Beside them 1 small ones" in text
+    assert "In addition, 1 small kernels" in text
     refused = {key: row[key] for key in ("arch", "call", "torch", "triton", "length")} | {"refused": "KeyError: no"}
     assert "| t5-bfloat16-64 | any length | REFUSED: KeyError: no |" in kernels.table([refused])
 

@@ -86,7 +86,9 @@ def test_windows_that_do_not_fit_the_control_are_refused(tmp_path: Path) -> None
         RECIPES / "yarn.yaml",
         ["data.length=100", *(f"training.{name}=1" for name in BATCHES)],
     )
-    with pytest.raises(ConfigError, match="a step of 100 tokens is no number of windows of 64: change data.length"):
+    with pytest.raises(
+        ConfigError, match="a step of 100 tokens is not a multiple of windows of 64: change data.length"
+    ):
         control_settings(recipe, [], 64)
 
 

@@ -34,7 +34,7 @@ def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str]
 
     Example:
         >>> import tempfile
-        >>> with scratch_folder() as folder:
+        >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder) / "mine.yaml"
         ...     _ = path.write_text("model: {name: gpt2}\\nswap: {scheme: rope}")
         ...     load_recipe(path, ["swap.max_length=4096"]).swap

@@ -85,7 +85,7 @@ def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, An
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        if path.is_fifo():
+        if _is_pipe(path):
             raise ConfigError(
                 f"{shown(path)}{included_by} is a pipe, which can be read only once: each process of a training reads "
                 "the recipe, and reads it again when it resumes. Write it to a file and give that; values alone can "
@@ -108,6 +108,14 @@ def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, An
     for name in names:
         merged = merge(merged, _read(_included(path, name), chain, seen))
     return merge(merged, values)
+
+
+def _is_pipe(path: Path) -> bool:
+    """Return whether `path` is a pipe; False for a path that cannot be looked at."""
+    try:
+        return path.is_fifo()
+    except (OSError, ValueError):  # a name that is too long, or holds a null
+        return False
 
 
 def _included(path: Path, name: str) -> Path:

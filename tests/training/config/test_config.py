@@ -195,9 +195,12 @@ IMPOSSIBLE = [
     ),
     ({"data": {"cutt": [8, 1]}}, r"data.cutt: no such key. Did you mean 'cut'"),
     ({"data": {"cut": 8}}, r"data.cut: expected a list, got 8"),
-    ({"data": {"cut": [8]}}, r"data: data: cut holds 1 at least once"),
-    ({"data": {"cut": [3, 1]}}, r"data: data: cut holds numbers of windows that 512 tokens can be cut into, .* got 3"),
-    ({"data": {"cut": [8, 1]}, "stages": [{"length": 100}]}, r"stages\[0\].length: data.cut holds numbers .* got 8"),
+    ({"data": {"cut": [8]}}, r"data: data: cut must contain 1"),
+    ({"data": {"cut": [3, 1]}}, r"data: data: cut must divide 512 tokens into windows .* got 3"),
+    (
+        {"data": {"cut": [8, 1]}, "stages": [{"length": 100}]},
+        r"stages\[0\].length: data.cut must divide 100 tokens .* got 8",
+    ),
     ({"data": {"cut": [2, 1]}, "objective": {"kind": "embedding"}}, r"data.cut: \[2, 1\] mixes lengths, and embedding"),
     ({"objective": {"kind": "distill"}, "data": {"packing": "pose"}}, r"use none or documents"),
     (

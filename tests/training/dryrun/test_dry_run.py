@@ -325,7 +325,9 @@ def test_a_torch_that_cannot_send_fake_tensors_is_named(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launching, "can_be_fake", lambda: False)
-    with pytest.raises(UnsupportedModelError, match=r"a dry run of 2 processes needs a torch whose .*one process, or"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"a dry run of 2 processes needs a torch that .* Dry-run one process, or"
+    ):
         dry_run(recipe(folders["llama"]), processes=2)
     assert one(dry_run(recipe(folders["llama"]), processes=1)).peak > 0
 
@@ -447,7 +449,7 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
     ("model", "said"),
     [
         (tiny("t5"), "is an encoder-decoder, .* with transformers' Seq2SeqTrainer"),
-        (ViTForImageClassification(ViTConfig(**SMALL)), "reads pixel_values, and recipes train models of text"),
+        (ViTForImageClassification(ViTConfig(**SMALL)), "reads pixel_values, and recipes train text models"),
         (BertForSequenceClassification(BertConfig(**SMALL)), "has no head over the vocabulary, which .* next-token"),
     ],
 )

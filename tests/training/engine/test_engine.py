@@ -167,7 +167,9 @@ def test_what_is_done_is_not_done_again_and_another_training_is_refused(tmp_path
     before = (first.folder / "done.json").stat().st_mtime_ns
     assert trained(tmp_path).report == json.loads(json.dumps(first.report))
     assert (first.folder / "done.json").stat().st_mtime_ns == before
-    with pytest.raises(CheckpointError, match=r"finished \(training.max_steps: 6, now 7\). Choose another folder"):
+    with pytest.raises(
+        CheckpointError, match=r"finished training \(training.max_steps: 6, now 7\). Choose another folder"
+    ):
         trained(tmp_path, "training.max_steps=7")
 
 
@@ -343,7 +345,7 @@ CONTEXT, ULYSSES = Launch(8, fsdp=2, context=4), Launch(8, deepspeed=3, ulysses=
         (hf_posswap.SelfExtend(), (), CONTEXT, r"self_extend cannot .* a shard would need all of it"),
         (hf_posswap.Kerple(), (), ULYSSES, r"kerple cannot be trained under Ulysses"),
         (hf_posswap.Dynamic(), (), CONTEXT, r"dynamic cannot .* angles depend on the length that a process sees"),
-        (hf_posswap.LongRope(long_factor=(1.0,)), (), ULYSSES, r"longrope cannot .* angles follow the length"),
+        (hf_posswap.LongRope(long_factor=(1.0,)), (), ULYSSES, r"longrope cannot .* angles depend on the length"),
         (hf_posswap.Rope(), ("objective.chunk=8",), CONTEXT, r"objective.chunk must be 0 under context"),
         (hf_posswap.Rope(), ("data.packing=documents",), CONTEXT, r"data.packing documents cannot be trained under"),
         (hf_posswap.Rope(), ("data.length=36",), CONTEXT, r"data.length 36 must be a multiple of 8 under"),

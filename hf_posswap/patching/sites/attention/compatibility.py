@@ -137,7 +137,7 @@ def _refuse_unproved(model: Any, sites: Sites, stack: Stack, scheme: Scheme, mec
     if proved is not None and model_type not in proved:
         unknown = (
             "it is not proved that all layers and dimensions are treated alike, and its name is missing in "
-            "ATTENTION_PROVED (page Extending, 'A model type of this year')"
+            "ATTENTION_PROVED (page Extending, 'A new model type')"
         )
         raise UnsupportedSwapError(
             f"{scheme.name} would act inside attention, and for model type {model_type!r} that is refused: "
