@@ -128,6 +128,7 @@ print(model(torch.arange(40)[None]).logits.double().sum().item())
 """
 
 
+@pytest.mark.slow
 def test_a_scheme_of_an_installed_package_does_all_that_others_do(tmp_path: Path) -> None:
     """The toy of the pages, in a package of its own: listed, patched in, saved, loaded, and missed where it is not."""
     source = (ROOT / "tests" / "toys" / "window_toll.py").read_text(encoding="utf-8")

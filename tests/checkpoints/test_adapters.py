@@ -546,6 +546,7 @@ for folder in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_nothing_takes_it_where_hf_posswap_is_not_installed(tmp_path: Path) -> None:
     base = stored_base("llama", tmp_path / "base")
     kinds = ["lora", "dora", "ia3", "vera", "norms", "tokens", "prompt", "prefix"]
@@ -563,6 +564,7 @@ def test_nothing_takes_it_where_hf_posswap_is_not_installed(tmp_path: Path) -> N
     assert run.stdout.split() == [*("True" for _ in kinds), "taken"]
 
 
+@pytest.mark.slow
 def test_the_code_in_a_checkpoint_marks_its_adapters_too(tmp_path: Path) -> None:
     base = stored_base("llama", tmp_path / "base")
     on_base(base, "alibi").save_pretrained(tmp_path / "swapped")

@@ -170,6 +170,7 @@ print(config.architectures[0], type(model).__name__, model.config.posswap["schem
 """
 
 
+@pytest.mark.slow
 def test_a_config_makes_a_swapped_model_whatever_was_loaded_before(tmp_path: Path) -> None:
     assert in_a_fresh_process(FROM_CONFIG) == "True True"
     path = tmp_path / "config.pkl"
@@ -177,6 +178,7 @@ def test_a_config_makes_a_swapped_model_whatever_was_loaded_before(tmp_path: Pat
     assert in_a_fresh_process(UNPICKLED.format(path=str(path))) == "alibi"
 
 
+@pytest.mark.slow
 def test_a_class_found_by_its_architecture_loads_the_folder_as_trl_does(tmp_path: Path) -> None:
     Pair("llama", "alibi").swapped().save_pretrained(tmp_path)
     said = in_a_fresh_process(BY_NAME.format(path=str(tmp_path)))

@@ -187,6 +187,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_plain_transformers_runs_it_in_a_fresh_process(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

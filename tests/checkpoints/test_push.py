@@ -113,6 +113,7 @@ def test_pushed_twice_and_pulled_without_the_package(hub: Hub, speaker: Client, 
         assert "contains custom code" in refusal["message"]
 
 
+@pytest.mark.slow
 def test_transformers_own_push_to_hub_takes_the_code_along(hub: Hub, speaker: Client) -> None:
     numbers = speaker.do("push_to_hub", repo_id="me/theirs", scheme="alibi")
     files = hub.files("me/theirs")
@@ -287,6 +288,7 @@ pushing.push(model, "me/x", dry_run=True)
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_push_left_is_removed_by_the_next(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

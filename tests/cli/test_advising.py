@@ -56,6 +56,7 @@ def test_a_command_is_a_command_at_every_width(
     assert all("--length 8,16" in line or "8,16" not in line for line in typed.splitlines())
 
 
+@pytest.mark.slow
 def test_the_name_of_a_class_is_enough(posswap: Posswap) -> None:
     run = posswap("advise", "LlamaForCausalLM", "--length", "8192")
     assert run.returncode == 0

@@ -30,6 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.slow
 def test_nothing_that_is_written_holds_an_absolute_path(posswap: Posswap, runs: Path) -> None:
     home = runs
     done = posswap(

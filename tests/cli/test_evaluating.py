@@ -31,6 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_eval_prints_a_table_and_goes_on_where_it_stopped(posswap: Posswap, tiny: Path) -> None:
     arguments = ("eval", tiny, "rope", "--text", tiny.parent / "texts.jsonl", "--column", "body", "--lengths", "16,32")
     out = tiny.parent / "out"

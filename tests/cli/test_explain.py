@@ -180,6 +180,7 @@ def test_a_file_is_no_model(gpt2: Path) -> None:
     assert "is a file" in result.stderr
 
 
+@pytest.mark.slow
 def test_an_unknown_hub_id_offline(posswap: Posswap) -> None:
     run = posswap("explain", "no-such-owner/no-such-model", HF_HUB_OFFLINE="1")
     assert run.returncode == 4

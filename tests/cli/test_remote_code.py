@@ -131,6 +131,7 @@ def test_code_of_a_processor_is_refused(
     assert "--trust-remote-code" in run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["patch", "eval", "lm-eval"])
 def test_a_generate_that_is_code_is_left_alone(
     posswap: Posswap, hostiles: dict[str, Path], plain: Path, tmp_path: Path, name: str

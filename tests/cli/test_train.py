@@ -46,6 +46,7 @@ def test_show_prints_the_recipe_as_it_would_run(tmp_path: Path) -> None:
     assert (shown["model"]["name"], shown["training"]["max_steps"]) == ("any", 70)
 
 
+@pytest.mark.slow
 def test_a_training_and_the_same_command_again(tmp_path: Path, posswap: Posswap) -> None:
     recipe(tmp_path)  # writes model and texts
     path = tmp_path / "mine.yaml"

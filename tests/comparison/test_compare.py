@@ -77,6 +77,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"model": model, "folder": folder, "results": run.results, "settings": settings}
 
 
+@pytest.mark.slow
 def test_perplexities_are_those_of_a_loop(found: dict[str, Any]) -> None:
     model = copy.deepcopy(found["model"])
     hf_posswap.patch_model(model, "rope", max_length=256)
@@ -128,6 +129,7 @@ def test_the_folder_holds_results_tables_pictures_and_every_unit(found: dict[str
     assert (folder / "needle.csv").read_text().count("\n") == 1 + 2 + 2 * 4
 
 
+@pytest.mark.slow
 def test_a_second_run_computes_nothing_and_a_stopped_one_goes_on(
     found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

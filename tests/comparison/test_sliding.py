@@ -52,6 +52,7 @@ def brute_force(model: GPT2LMHeadModel, length: int) -> np.ndarray:
     return np.array(rows)
 
 
+@pytest.mark.slow
 def test_the_control_reads_half_overlapping_windows(found: dict[str, Any]) -> None:
     sliding = found["results"]["sliding"]
     assert (sliding["name"], sliding["of"]) == ("control, sliding window", "control")

@@ -126,6 +126,7 @@ def test_wavelengths(chromium: Chromium, tmp_path: Path) -> None:
         near(values, expected.masked_fill(expected.isinf(), math.nan))
 
 
+@pytest.mark.slow
 def test_scores(chromium: Chromium, tmp_path: Path) -> None:
     for _, subject, s, values in checked(asked(chromium, tmp_path, "scores")):
         distances = torch.tensor(values["distances"])
@@ -158,6 +159,7 @@ def test_relative(chromium: Chromium, tmp_path: Path) -> None:
         near(values["rows"], expected.masked_fill((key > query)[0], math.nan))
 
 
+@pytest.mark.slow
 def test_bias(chromium: Chromium, tmp_path: Path) -> None:
     for _, subject, s, values in checked(asked(chromium, tmp_path, "bias")):
         at = torch.tensor(values["places"])

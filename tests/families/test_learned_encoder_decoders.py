@@ -303,6 +303,7 @@ def test_copies_are_whole_and_come_back_alone() -> None:
     assert gap(logits(model), expected) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stock_compiles")
 @pytest.mark.parametrize("swap", ["rope", "alibi", "mixed"])
 def test_it_compiles_whole_and_runs_on_a_static_cache(swap: str) -> None:

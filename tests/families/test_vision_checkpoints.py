@@ -54,6 +54,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_fresh_process_with_the_plugin_loads_all(stored: Path) -> None:
     found = fresh.load_all(stored, "plugin", child=CHILD)
     assert set(found) == set(CASES)
@@ -62,6 +63,7 @@ def test_a_fresh_process_with_the_plugin_loads_all(stored: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_plain_transformers_runs_what_is_native_and_refuses_the_rest(stored: Path) -> None:
     found = fresh.load_all(stored, "plain", child=CHILD)
     assert set(found) == set(CASES)

@@ -37,6 +37,7 @@ def finish(folder: Path) -> dict[str, Any]:
     return dict(answer["value"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_killed_comparison_ends_with_the_same_bytes(tmp_path: Path, tally: Tally, kills: int) -> None:
     began = time.monotonic()

@@ -25,6 +25,7 @@ def killed_saves(root: Path, trials: int, way: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trials", "way"),
     [

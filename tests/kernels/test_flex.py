@@ -59,6 +59,7 @@ def test_positions_are_read_in_32_bits_wherever_they_begin(name: str) -> None:
     assert torch.equal(dense(near, (1, 6, 8, 12)), dense(far, (1, 6, 8, 12)))
 
 
+@pytest.mark.slow
 @ignored
 def test_what_is_learned_is_given_as_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []

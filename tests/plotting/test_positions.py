@@ -179,6 +179,7 @@ def test_the_token_is_not_a_row_of_the_table_that_is_added() -> None:
     torch.testing.assert_close(cosines, torch.full((3,), 0.5**0.5), atol=0.06, rtol=0)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_as_before_training_is_said_on_the_picture(tmp_path: Path) -> None:
     drawn = draw_positions(["sinusoidal", "learned", "alibi", "t5"], tmp_path, geometry=SHAPE)
     for one in drawn:
@@ -224,6 +225,7 @@ def test_a_table_stands_beside_its_replacements(tmp_path: Path) -> None:
     assert "token" not in [one.name for one in alone]  # place 99 has no row of its own
 
 
+@pytest.mark.slow
 def test_every_picture_is_drawn_and_the_same_twice(tmp_path: Path) -> None:
     schemes = ["rope", "self_extend", "alibi", "sinusoidal", Learned(extend="interpolate")]
     drawn = draw_positions(schemes, tmp_path / "one", geometry=SHAPE)

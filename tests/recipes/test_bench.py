@@ -151,6 +151,7 @@ def test_the_table_says_what_is_reached() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_prediction_stands_beside_what_was_measured(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(dry_beside.main)

@@ -42,6 +42,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return hf_posswap.load(folder).state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
 def test_every_kind_learns(kind: str, text: Path, tmp_path: Path) -> None:
     done = run(kind, tmp_path / "out", text)
@@ -55,6 +56,7 @@ def test_every_kind_learns(kind: str, text: Path, tmp_path: Path) -> None:
     assert losses["last_loss"] < losses["first_loss"] - 0.5
 
 
+@pytest.mark.slow
 def test_stopped_it_goes_on_to_the_same_weights(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("gpt2", tmp_path / "whole", text, "training.save_steps=3").exit_code == 0
     step, taken = PosswapTrainer.training_step, []

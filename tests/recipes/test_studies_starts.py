@@ -47,6 +47,7 @@ def fitted_by_hand(place: Path, scheme: str, told: Any) -> Any:
     return hf_posswap.fit_bias(model, scheme, texts.tokens.reshape(-1, window)).to_dict()
 
 
+@pytest.mark.slow
 def test_the_study_measures_every_start_and_finds_what_it_measured_again(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

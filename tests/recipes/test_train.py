@@ -104,6 +104,7 @@ def run_script(*arguments: str) -> int:
     return process.exitcode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TRAINED)
 def test_every_recipe_trains_and_saves_a_model(path: Path, place: Path) -> None:
     settings = small(path, place)
@@ -189,6 +190,7 @@ def test_a_launcher_says_what_the_engine_reads(name: str, expected: Launch, monk
     assert launch_of_environment() == expected
 
 
+@pytest.mark.slow
 def test_the_script_is_a_command(place: Path) -> None:
     arguments = ["--config", str(ROOT / "recipes" / "learned-to-rope.yaml"), "training.max_stepz=3"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -51,6 +51,7 @@ def test_every_type_trains_adapters_and_positions_alone_and_loads_as_it_was(tmp_
     assert float((found - plain).abs().max()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "base"),
     [

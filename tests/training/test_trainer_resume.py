@@ -41,6 +41,7 @@ def trainer(model: Any, folder: Path, **options: Any) -> Trainer:
     return Trainer(model, arguments, train_dataset=Words(), eval_dataset=Words())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True], ids=["", "in shards"])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_a_training_resumes_and_ends_with_the_same_weights(pair: Pair, sharded: bool, tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def test_layers_run_on_when_their_model_is_gone() -> None:
         assert torch.equal(attended(one), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["alibi", "rope"])
 def test_what_is_compiled_attends_as_before(scheme: str) -> None:
     model = patch_model(

@@ -22,6 +22,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "scheme"), [("LlamaForCausalLM", "alibi"), ("GPT2LMHeadModel", "rope"), ("BertForMaskedLM", "rope")]
 )

@@ -390,6 +390,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_the_code_in_a_checkpoint_proves_itself_on_versions_that_it_was_not_tested_with(
     cache: Path, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def tiny(scheme: Any = "rope", **options: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_bundled_code_loads_saves_and_loads_again_where_the_package_is_missing(tmp_path: Path) -> None:
     root = tmp_path / "saved"
     with registered():
@@ -49,6 +50,7 @@ def test_bundled_code_loads_saves_and_loads_again_where_the_package_is_missing(t
     assert len(found) == 3
 
 
+@pytest.mark.slow
 def test_plain_transformers_refuses_and_says_why(tmp_path: Path) -> None:
     root = tmp_path / "saved"
     for name in ("gpt2-rope", "llama-alibi"):

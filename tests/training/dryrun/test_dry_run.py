@@ -135,6 +135,7 @@ def test_ddp_holds_all_and_sends_gradients_twice(folders: dict[str, Path]) -> No
     assert both.sent == pytest.approx(2 * 4 * weights_of("llama") / 2, rel=0.01)  # half of it by each
 
 
+@pytest.mark.slow
 def test_checkpointing_and_adapters_hold_less(folders: dict[str, Path]) -> None:
     full = one(dry_run(recipe(folders["llama"], training={"per_device_train_batch_size": 16})))
     again = {"per_device_train_batch_size": 16, "gradient_checkpointing": True}
@@ -174,6 +175,7 @@ def test_every_kind_of_recipe_runs_dry(
     assert one(found).flops > 0
 
 
+@pytest.mark.slow
 def test_dropout_holds_no_scores_on_a_gpu(folders: dict[str, Path]) -> None:
     long = recipe(folders["gpt2"], data={"length": 2048}, swap={"scheme": "rope", "max_length": 2048})
     scores = 4 * ROWS * 4 * 2048**2 * LAYERS
@@ -183,6 +185,7 @@ def test_dropout_holds_no_scores_on_a_gpu(folders: dict[str, Path]) -> None:
     assert one(dry_run(long)).peak < scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "length", "values", "way"),
     [
@@ -222,6 +225,7 @@ def test_mixed_precision_is_that_of_a_gpu(folders: dict[str, Path], precision: s
     assert {kind for kind, flops, _ in found.steps[0].items if flops} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 @of_processes
 def test_batches_of_a_step_keep_whole_gradients_under_fsdp2(folders: dict[str, Path]) -> None:
     fsdp: dict[str, Any] = {"accelerate": launch_file("fsdp2"), "processes": 4}
@@ -252,6 +256,7 @@ def _staged(folder: Path) -> dict[str, Any]:
     return {"model": {"name": str(folder)}, "swap": {"scheme": "yarn", "max_length": 256}, "stages": stages}
 
 
+@pytest.mark.slow
 def test_the_smallest_change_is_found(folders: dict[str, Path]) -> None:
     large = recipe(folders["llama"], training={"per_device_train_batch_size": 8}, objective={"chunk": 256})
     needs = one(dry_run(large, card=CARDS["h100"])).peak
@@ -269,6 +274,7 @@ def test_the_smallest_change_is_found(folders: dict[str, Path]) -> None:
     assert lines
 
 
+@pytest.mark.slow
 def test_what_never_fits_is_said(folders: dict[str, Path]) -> None:
     none = dataclasses.replace(CARDS["h100"], memory=int((1 << 30) / 0.96) + 1000)
     found = dry_run(recipe(folders["llama"]), card=none)

@@ -22,6 +22,7 @@ def write_shifted(folder: Path) -> Path:
     return hf_posswap.save(model, folder, tokenizer=byte_tokenizer(), overwrite=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["next-token", "distill"])
 def test_it_is_the_training_of_a_centred_checkpoint(tmp_path: Path, kind: str) -> None:
     by_hand, by_recipe = tmp_path / "by-hand", tmp_path / "by-recipe"

@@ -97,6 +97,7 @@ def test_the_log_level_of_transformers_is_left_as_it_was(tmp_path: Path) -> None
         logging.set_verbosity(before)
 
 
+@pytest.mark.slow
 def test_accumulated_batches_are_the_big_batch(tmp_path: Path) -> None:
     big = trained(tmp_path, "out=" + str(tmp_path / "big"), kind="llama")
     small = trained(
@@ -239,6 +240,7 @@ def test_the_base_is_measured_where_a_stage_ends_by_it_and_nowhere_else(tmp_path
         assert found[1] == pytest.approx(base(input_ids=found[0], labels=found[0]).loss.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stage_ends_once_short_text_has_recovered(tmp_path: Path) -> None:
     ready = [{"max_steps": 40, "recovered": 50.0, "least_steps": 3, "check_every": 2}, {"max_steps": 2}]
     never = [{"max_steps": 5, "recovered": 0.0, "check_every": 2}, {"max_steps": 2}]
@@ -288,6 +290,7 @@ def mixed_loop(wanted: Recipe) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
+@pytest.mark.slow
 def test_mixed_lengths_train_as_a_plain_loop_over_both_does(tmp_path: Path) -> None:
     still(tmp_path / "llama", "llama")
     expected = mixed_loop(recipe(tmp_path, *MIXED, kind="llama"))
@@ -304,6 +307,7 @@ def test_mixed_lengths_train_as_a_plain_loop_over_both_does(tmp_path: Path) -> N
         torch.testing.assert_close(weight.view_as(expected[name]), expected[name], rtol=0, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_the_sliding_teacher_teaches_beyond_the_window(tmp_path: Path) -> None:
     """With the divergence alone, what is learned beyond the window can come from the windows of the teacher only."""
     how = ("objective.kind=distill", "objective.distill.weight=1.0", "data.length=128", "data.cut=[2, 1]",
@@ -384,6 +388,7 @@ def test_what_would_go_wrong_silently_is_refused_by_name(
     )
 
 
+@pytest.mark.slow
 def test_the_same_recipe_twice_gives_the_same_weights(tmp_path: Path) -> None:
     one = trained(tmp_path)
     other = trained(tmp_path, "out=" + str(tmp_path / "again"))
@@ -402,6 +407,7 @@ def test_compiled_layers_train_alike(tmp_path: Path) -> None:
     assert hf_posswap.load(done.model).config.posswap["scheme"]["name"] == "rope"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

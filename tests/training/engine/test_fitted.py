@@ -30,6 +30,7 @@ def windows(place: Path, **values: Any) -> list[Any]:
     return [item["input_ids"] for item in items if item["attention_mask"].all()][:4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["alibi", "t5"])
 def test_a_bias_begins_as_fit_bias_has_it(tmp_path: Path, scheme: str) -> None:
     fitted = run_recipe(recipe(tmp_path / "fitted", swap={"scheme": {"name": scheme}, "fit": 4}))

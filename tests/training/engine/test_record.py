@@ -49,6 +49,7 @@ def runs(place: Path) -> dict[str, Finished]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SWAPS)
 def test_the_record_says_what_the_run_did(kind: str, place: Path, runs: dict[str, Finished]) -> None:
     held = json.loads((runs[kind].model / "config.json").read_text())["posswap_training"]

@@ -104,6 +104,7 @@ def logged(folder: Path) -> int:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -137,6 +138,7 @@ def _timeless(value: Any) -> Any:
     return [_timeless(held) for held in value] if isinstance(value, list) else value
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_no_step_of_a_killed_run_twice(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     wanted = recipe(tmp_path, training={"max_steps": 8, "save_steps": 3, "report_to": "tensorboard"})
@@ -163,6 +165,7 @@ def test_twenty_random_kills_change_no_bit_of_the_result(tmp_path: Path) -> None
     assert_same_weights(whole, run_recipe(wanted))
 
 
+@pytest.mark.slow
 def test_a_stage_that_was_found_done_does_no_step_more(tmp_path: Path) -> None:
     """Killed between the checkpoint of a stage's last step and its end, the stage ends at that step all the same."""
     values = {"training": {"save_steps": 2}, "stages": STAGES}
@@ -178,6 +181,7 @@ def test_a_stage_that_was_found_done_does_no_step_more(tmp_path: Path) -> None:
     assert_same_weights(whole, done)
 
 
+@pytest.mark.slow
 def test_a_torn_newest_checkpoint_is_skipped_with_a_warning(tmp_path: Path) -> None:
     whole = trained(tmp_path)
     for left in ("report.json", "done.json"):
@@ -190,6 +194,7 @@ def test_a_torn_newest_checkpoint_is_skipped_with_a_warning(tmp_path: Path) -> N
     assert problem_of(whole.folder / "checkpoints" / "checkpoint-6") is None
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
     first = trained(tmp_path)
     (first.folder / "done.json").unlink()
@@ -233,6 +238,7 @@ def test_other_documents_are_another_training(tmp_path: Path) -> None:
         trained(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_is_written_down_of_a_training_is_read_as_the_same(tmp_path: Path) -> None:
     """JSON knows neither tuples nor numbers as keys; an encoder's special tokens and its config have them."""
     values: dict[str, Any] = {"kind": "bert", "objective": {"kind": "masked"}}
@@ -276,6 +282,7 @@ def test_the_same_files_written_again_are_the_same_training(tmp_path: Path) -> N
     assert_same_weights(whole, trained(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_stage_goes_on_from_one_with_the_same_documents_alone(tmp_path: Path) -> None:
     """The first stage is finished, the second not begun: there is no checkpoint that would say what it read."""
     values: dict[str, Any] = {"stages": [{"max_steps": 2}, {"max_steps": 2}]}

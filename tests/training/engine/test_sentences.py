@@ -110,6 +110,7 @@ def of_sentences(finished: Finished) -> Any:
     return SentenceTransformer(str(finished.model), device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["embedding", "contrastive"])
 def test_an_encoder_alone_becomes_a_model_of_sentences(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("sentence_transformers")

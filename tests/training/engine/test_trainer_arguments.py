@@ -70,6 +70,7 @@ def test_other_optimizers_train(tmp_path: Path, optim: str, rate: float, more: t
     assert phase["last_loss"] < phase["first_loss"] - 0.3
 
 
+@pytest.mark.slow
 def test_what_sgd_does_to_the_weights_is_the_gradient_times_the_rate(tmp_path: Path) -> None:
     """One step without clipping: the difference of two rates is in proportion to them, whatever the gradient is."""
     settings = ("training.optim=sgd", "training.max_steps=1", "training.warmup_steps=0", "training.max_grad_norm=0",
@@ -224,6 +225,7 @@ def test_float8_that_accelerates_file_asks_for_is_refused(tmp_path: Path, monkey
         trained(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_accelerate_writes_into_the_environment_is_gone_after_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def cosines(place: Path, run: Finished, documents: list[Any], length: int, reads
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "expected"), [("masked", [64, 96]), ("embedding", [64, 96]), ("control", [64])])
 def test_the_report_has_the_cosine_to_the_base_by_length(place: Path, kind: str, expected: list[int]) -> None:
     wanted = asked(place, kind)
@@ -74,6 +75,7 @@ def test_the_report_has_the_cosine_to_the_base_by_length(place: Path, kind: str,
     assert "cosine of vectors to the base's" in said
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_it_without_the_service_or_of_a_causal_model(place: Path) -> None:
     masked = recipe(place, "training.max_steps=2", f"out={place / 'plain'}", kind="bert", objective={"kind": "masked"})
     causal = recipe(place, "training.max_steps=2", f"out={place / 'causal'}")

@@ -76,6 +76,7 @@ def test_a_compiled_batch_equals_the_formula(
     assert (found - expected)[real_of(arguments, ids)].abs().max() < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "options", "way"), WAYS[::3], ids=lambda one: str(one))
 def test_one_graph_of_a_padded_batch_takes_the_way(
     scheme: str, options: dict[str, Any], way: str, taken: list[str]
@@ -118,6 +119,7 @@ def test_gradients_of_a_graph_are_the_formula_s(
             assert (found[parameter] - grad).abs().max() < 1e-6 * scale, parameter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["t5", "alibi"])
 def test_gradients_are_those_of_the_model(scheme: str, taken: list[str]) -> None:
     """Of what is trained alone: a table that is frozen has none, and costs none."""
@@ -137,6 +139,7 @@ def test_gradients_are_those_of_the_model(scheme: str, taken: list[str]) -> None
     assert set(taken) == {"hankel"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["alibi", "self_extend"])
 def test_two_graphs_are_for_all_lengths(scheme: str) -> None:
     """One for the first, one for all that follow, also where an eager call changes its way."""
@@ -149,6 +152,7 @@ def test_two_graphs_are_for_all_lengths(scheme: str) -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "way"), [("alibi", "row"), ("self_extend", "merge")])
 def test_chunks_upon_a_static_cache_equal_the_whole(scheme: str, way: str, taken: list[str]) -> None:
     model = swapped(llama, scheme, {})
@@ -199,6 +203,7 @@ def model_logits(model: Any) -> Tensor:
     return by_formula(model, lambda: model(IDS, use_cache=False).logits)
 
 
+@pytest.mark.slow
 def test_parameters_of_a_functional_call_are_those_that_count() -> None:
     model = swapped(llama, "t5", {"init_std": 1.0}).train()
     other = {name: 2 * p.detach() for name, p in model.named_parameters() if "posswap" in name}
@@ -214,6 +219,7 @@ def test_parameters_of_a_functional_call_are_those_that_count() -> None:
         assert (ours - theirs).abs().max() < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "way"), [("alibi", "row"), ("t5", "hankel"), ("self_extend", "merge")])
 def test_mixed_precision_is_that_of_a_call(scheme: str, way: str) -> None:
     model = swapped(llama, scheme, {}).float()
@@ -238,6 +244,7 @@ def test_an_exported_graph_runs_without_this_package() -> None:
         assert (found - model(IDS, use_cache=False).logits).abs().max() < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "strict"),
     [("self_extend", False), ("rerope", False), ("rerope", True), ("leaky_rerope", False), ("dual_chunk", False)],
@@ -272,6 +279,7 @@ def test_a_model_that_was_exported_is_as_it_was(scheme: str) -> None:
         assert torch.equal(model(IDS, position_ids=positions, use_cache=False).logits, expected)
 
 
+@pytest.mark.slow
 def test_another_implementation_has_the_formula() -> None:
     model = swapped(llama, "alibi", {})
     with torch.no_grad():
@@ -281,6 +289,7 @@ def test_another_implementation_has_the_formula() -> None:
     assert (found - expected).abs().max() < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["alibi", "self_extend"])
 def test_a_transform_of_torch_func_has_the_formula(scheme: str) -> None:
     model = swapped(llama, scheme, {})
@@ -293,6 +302,7 @@ def test_a_transform_of_torch_func_has_the_formula(scheme: str) -> None:
     assert (compiled(torch.func.grad(loss))(embedded) - expected).abs().max() < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["alibi", "self_extend"])
 def test_layers_that_are_compiled_one_by_one_share_their_graphs(scheme: str) -> None:
     """One of the first length, one of all others: as many layers as a model may have would pass dynamo's limit."""
@@ -307,6 +317,7 @@ def test_layers_that_are_compiled_one_by_one_share_their_graphs(scheme: str) -> 
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_a_layer_that_runs_again_in_the_backward_has_the_same_gradients() -> None:
     model = swapped(llama, "t5", {"init_std": 1.0}).train()
     set_backend(model, "hankel")

@@ -352,6 +352,7 @@ def test_tokens_that_would_stand_among_kept_keys_are_refused() -> None:
         assert gap(run(model, IDS[:, HALF:], at[:, HALF:], cache), run(model, IDS, at)[:, HALF:]) < NOISE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_compiled_forward_upon_kept_keys_is_right_or_refused(scheme: str) -> None:
     model, at = swapped(scheme=scheme), torch.arange(16).expand(3, -1)

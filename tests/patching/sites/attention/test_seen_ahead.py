@@ -134,6 +134,7 @@ def test_what_generate_reads_is_seen(name: str, scheme: str, kind: str) -> None:
     assert gap(found[:, 0], read(model, token_type_ids=IMAGE * 0)[:, -1]) > CHANGE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "plain"])
 @pytest.mark.parametrize("scheme", ["self_extend", "dual_chunk"])
 @pytest.mark.usefixtures("stock_compiles")

@@ -307,6 +307,7 @@ def test_what_a_padding_query_gets_is_what_stock_sdpa_gives_it() -> None:
         assert (one[LEFT == 1] != 0).all(dim=-1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stock_compiles")
 def test_a_compiled_padded_model_is_one_graph(taken: list[str]) -> None:
     model = swapped(llama, "alibi", {})
