@@ -38,9 +38,9 @@ def constants(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield f"{path}.{name}", getattr(module, name)
         if isinstance(module, Mechanism):
             for name, value in vars(module).items():
-                for tensor in value if isinstance(value, tuple) else [value]:
+                for number, tensor in enumerate(value if isinstance(value, tuple) else [value]):
                     if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                        yield f"{path}.{name}", tensor
+                        yield f"{path}.{name}[{number}]", tensor
 
 
 def cast(pair: Pair, when: str) -> Any:
