@@ -126,7 +126,7 @@ def test_a_second_run_repeats_nothing_and_says_the_same(
     assert numbers(again) == numbers(finished)
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert (out / "per_doc.jsonl").read_bytes() == kept  # no unit was measured again
-    assert console.file.getvalue().count("was finished before") == 3  # type: ignore[attr-defined]
+    assert console.file.getvalue().count("is finished: it is not trained again") == 3  # type: ignore[attr-defined]
 
 
 _CHILD = """
