@@ -143,6 +143,27 @@ class Piece:
         return rotate(key, table, self.layout)
 
 
+def pair_outside(mechanism: Any, length: int) -> tuple[int, int, int] | None:
+    """Return the positions of a query and a key that belong to no piece or to several, and to how many; None: no such.
+
+    Positions 0 to 31, and those around each power of two up to `length`, are tried against each other.
+
+    Args:
+        mechanism: one that splits attention.
+        length: tokens that the model is to read.
+    """
+    around = {2**power + offset for power in range(5, length.bit_length()) for offset in (-1, 0, 1)}
+    positions = torch.tensor([[*range(32), *sorted(around - set(range(32)))]])
+    counts = torch.zeros(positions.shape[1], positions.shape[1], dtype=torch.long)
+    for piece in mechanism.pieces(positions, positions):
+        counts += piece.pairs.holds(positions[:, :, None], positions[:, None, :])[0]
+    wrong = (counts != 1).nonzero()
+    if not len(wrong):
+        return None
+    query, key = (int(index) for index in wrong[0])
+    return int(positions[0, query]), int(positions[0, key]), int(counts[query, key])
+
+
 def side_by_side(key: Tensor, tables: Sequence[CosSin], layout: Layout) -> Tensor:
     """Return `key` [B, G, K, D] rotated by each of `tables`, side by side: [B, G, K, keys_per_token D].
 

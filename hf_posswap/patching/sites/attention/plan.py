@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.errors import SchemeError, UnsupportedSwapError
 from hf_posswap.families.modules import join
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.patching.edits.context import PlanDraft, SwapContext
@@ -15,6 +15,7 @@ from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
 from hf_posswap.patching.sites.attention.native import interface_edits, is_native, rows_of
 from hf_posswap.patching.sites.attention.patch_coordinates import PassCoordinates, PatchImageAttention
 from hf_posswap.schemes.base import SCHEMES
+from hf_posswap.schemes.common.piece import pair_outside
 from hf_posswap.schemes.mechanism import Mechanism
 
 
@@ -55,6 +56,7 @@ def plan_longer_masks(context: SwapContext, planned: list[Edit]) -> PlanDraft:
 def _mechanism(context: SwapContext) -> PlanDraft:
     stack, scheme = context.stack, context.scheme
     mechanism, rows, layers = scheme.mechanism(context.geometry), rows_of(context), _layers(context)
+    _refuse_gaps(context, mechanism)
     refuse_inside(context.model, context.sites, stack, scheme, mechanism)
     refuse_without_effect(context.model, stack, scheme, [layer for layer, _ in layers])
     path = join(stack.entry if stack.name else context.sites.base, "posswap")
@@ -88,6 +90,21 @@ def _mechanism(context: SwapContext) -> PlanDraft:
         )
     added = {f"{path}.{name}": parameter.numel() for name, parameter in mechanism.named_parameters()}
     return PlanDraft(edits=edits, added=added)
+
+
+def _refuse_gaps(context: SwapContext, mechanism: Mechanism) -> None:
+    """Raise SchemeError where a piece of the mechanism is missing: what a mask shows there would silently be hidden."""
+    for part in mechanism.modules():
+        if not (isinstance(part, Mechanism) and part.splits):
+            continue
+        found = pair_outside(part, context.length)
+        if found is not None:
+            query, key, count = found
+            raise SchemeError(
+                f"{context.scheme.name}: the query at position {query} and the key at position {key} belong to {count} "
+                "of its pieces, expected exactly 1. Every pair needs a piece, keys after their query too: a mask may "
+                "show them (a prefix, the tokens of an image), so add a region for them (low=None, high=0)."
+            )
 
 
 def _layers(context: SwapContext) -> list[tuple[int, str]]:

@@ -148,3 +148,21 @@ def test_a_compiled_model_sees_it_too(scheme: str, backend: str) -> None:
         for mask in (BOTH_WAYS, CAUSAL):
             found = compiled(input_ids=IDS, attention_mask=mask, use_cache=False).logits
             assert gap(found, read(model, attention_mask=mask, use_cache=False)) < NOISE
+
+
+@pytest.mark.parametrize(("left_out", "count"), [(1, 0), (2, 0), (None, 2)])
+def test_a_piece_that_is_missing_or_twice_there_is_refused_before_a_mask_shows_its_keys(
+    left_out: int | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = SCHEMES.get("rerope").region_positions
+
+    def regions(self: Any) -> tuple[Any, ...]:
+        found = whole(self)
+        return found + found[:1] if left_out is None else found[:left_out] + found[left_out + 1 :]
+
+    model = build("llama")
+    before = model(IDS).logits
+    monkeypatch.setattr(SCHEMES.get("rerope"), "region_positions", regions)
+    with pytest.raises(SchemeError, match=f"rerope: the query at position .* belong to {count} of its pieces"):
+        patch_model(model, "rerope", window=8)
+    assert torch.equal(model(IDS).logits, before)
