@@ -153,11 +153,12 @@ def pair_outside(mechanism: Any, length: int) -> tuple[int, int, int] | None:
         length: tokens that the model is to read.
     """
     around = {2**power + offset for power in range(5, length.bit_length()) for offset in (-1, 0, 1)}
-    positions = torch.tensor([[*range(32), *sorted(around - set(range(32)))]])
-    counts = torch.zeros(positions.shape[1], positions.shape[1], dtype=torch.long)
-    for piece in mechanism.pieces(positions, positions):
-        counts += piece.pairs.holds(positions[:, :, None], positions[:, None, :])[0]
-    wrong = (counts != 1).nonzero()
+    with torch.device("cpu"):  # a model may be built under another device, on meta too
+        positions = torch.tensor([[*range(32), *sorted(around - set(range(32)))]])
+        counts = torch.zeros(positions.shape[1], positions.shape[1], dtype=torch.long)
+        for piece in mechanism.pieces(positions, positions):
+            counts += piece.pairs.holds(positions[:, :, None], positions[:, None, :])[0]
+        wrong = (counts != 1).nonzero()
     if not len(wrong):
         return None
     query, key = (int(index) for index in wrong[0])
