@@ -78,7 +78,7 @@ def _shards(folder: Path) -> set[str]:
 
 
 def _bundled_code(folder: Path) -> set[str]:
-    """Return the code that this package bundles with a plugin checkpoint: its entry, and what that imports."""
+    """Return the code that this package bundles with a plugin checkpoint, and what that of older versions imports."""
     text = _text(folder / _ENTRY)
     if not text.startswith('"""Loads this checkpoint where hf_posswap is not installed'):
         return set()

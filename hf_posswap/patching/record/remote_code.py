@@ -1,8 +1,8 @@
 """The code that goes with a plugin checkpoint, so that `trust_remote_code=True` loads it where hf_posswap is missing.
 
-It is the package's own modules: those that `checkpoints/auto.py` imports, directly or not, and those of the scheme and
-of the families. transformers only takes a flat folder of relative imports, so `hf_posswap/schemes/rope.py` becomes
-`posswap_schemes_rope.py`, its imports of hf_posswap relative; not another character changes.
+It is one file, `modeling_posswap.py`: a loader of a few lines, and the sources of the package's own modules: those that
+`checkpoints/auto.py` imports, directly or not, and those of the scheme and of the families. Their imports of hf_posswap
+name the module that defines a name; not another character changes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,21 @@ AUTO_MAP = {"AutoConfig": f"{ENTRY}.{CONFIG_CLASS}"}
 
 _START = "checkpoints.auto"
 _HAVE = {"torch", "transformers", "numpy", "safetensors"}  # wherever transformers loads a model
-_HERE = Path(__file__).resolve()
-_PACKAGE = _HERE.parents[2]
+_PACKAGE = Path(__file__).resolve().parents[2]
 LEAST_TRANSFORMERS = (5, 14)
 _HEADER = '''"""Loads this checkpoint where hf_posswap is not installed: from_pretrained(..., trust_remote_code=True).
 
-Made by hf_posswap {version} (Apache License 2.0) from its own modules: the posswap_*.py files are those, with their
-imports made relative. Better: pip install hf-posswap, then `import hf_posswap` before from_pretrained; that needs
-neither this code nor the flag. Either way: Python 3.11 and transformers {least}, or newer. It was tested with the
-versions below; on others it proves itself on a tiny model first, or refuses (POSSWAP_UNTESTED=allow leaves that out).
+Made by hf_posswap {version} (Apache License 2.0) from its own modules. SOURCES below has them, each after those it
+imports: the files of that release but for the lines that import hf_posswap. Better: pip install hf-posswap, then
+`import hf_posswap` before from_pretrained; that needs neither this code nor the flag. Either way: Python 3.11 and
+transformers {least}, or newer. It was tested with the versions below; on others it proves itself on a tiny model first,
+or refuses (POSSWAP_UNTESTED=allow leaves that out).
 """
+
+import importlib.abc
+import importlib.util
+import re
+import sys
 
 import transformers
 
@@ -46,29 +51,76 @@ TESTED_VERSIONS = {tested}
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < {numbers}:
     raise ImportError("this checkpoint needs transformers {least} or newer, not " + transformers.__version__)
 
-# transformers takes along what this file imports
+
+class SourceImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Imports the modules in SOURCES as submodules of this one."""
+
+    prefix = __name__ + "."
+
+    def find_spec(self, name, path=None, target=None):
+        """Return the spec of a submodule of this module; None: it is another's."""
+        if not (name.startswith(self.prefix) and (self.below(name) in SOURCES or self.is_package(name))):
+            return None
+        below = [] if self.is_package(name) else None
+        file = self.get_filename(name)
+        return importlib.util.spec_from_file_location(name, file, loader=self, submodule_search_locations=below)
+
+    def below(self, name):
+        """Return the name of a submodule as it is in SOURCES."""
+        return name.removeprefix(self.prefix)
+
+    def is_package(self, name):
+        """Return whether SOURCES has modules below `name`."""
+        return any(known.startswith(self.below(name) + ".") for known in SOURCES)
+
+    def get_filename(self, name):
+        """Return what tracebacks call the file of a submodule."""
+        return __file__ + "/hf_posswap/" + self.below(name).replace(".", "/") + ".py"
+
+    def get_source(self, name):
+        """Return the source of a submodule with relative imports: this module may have any name."""
+        above = "." * (self.below(name).count(".") + 1)
+        source = SOURCES.get(self.below(name), "")
+        return re.sub(r"^(\\s*from) hf_posswap(?:\\.|(?= import))", rf"\\1 {{above}}", source, flags=re.MULTILINE)
+
+    def get_code(self, name):
+        """Return the compiled source of a submodule."""
+        return self.source_to_code(self.get_source(name), self.get_filename(name))
+
+
+SOURCES = {{
 '''
+_FOOTER = """}}
+
+__path__ = []  # modules below this one are those of SOURCES
+for _name in [name for name in sys.modules if name.startswith(SourceImporter.prefix)]:
+    del sys.modules[_name]  # of an earlier version of this file
+sys.meta_path[:] = [one for one in sys.meta_path if getattr(one, "prefix", None) != SourceImporter.prefix]
+sys.meta_path.append(SourceImporter())
+importlib.import_module(SourceImporter.prefix + "versions").state_tested(TESTED_VERSIONS)
+for _name in SOURCES:
+    if _name.startswith(("schemes.", "families.", "extra_")):  # these register what they define
+        importlib.import_module(SourceImporter.prefix + _name)
+{config_class} = importlib.import_module(SourceImporter.prefix + "{start}").config_reader()
+"""
 
 
 def code_files(config: Any) -> dict[str, str]:
-    """Return names and sources of the code files that a plugin checkpoint of `config` needs.
+    """Return name and source of the code file that a plugin checkpoint of `config` needs.
 
     Raises:
         UnsupportedSwapError: the scheme or the family comes from another package, in a form that cannot be bundled.
     """
     if not __name__.startswith("hf_posswap."):  # this is such code itself: it is copied unchanged
-        return {path.name: path.read_text(encoding="utf-8") for path in _siblings()}
+        entry = __name__.removesuffix(".patching.record.remote_code")
+        return {f"{ENTRY}.py": Path(str(sys.modules[entry].__file__)).read_text(encoding="utf-8")}
     family = family_of(config)
     if family.name not in _own_families():
         raise UnsupportedSwapError(
             f"the family {family.name!r} comes from another package: its code cannot be saved with the checkpoint."
         )
     natives = [spec.traits.inside(config) for spec in family.parts if spec.traits is not None]
-    return _bundle(sorted(_scheme_names([config.posswap, *natives])))
-
-
-def _siblings() -> list[Path]:
-    return [_HERE.parent / f"{ENTRY}.py", *sorted(_HERE.parent.glob("posswap_*.py"))]
+    return {f"{ENTRY}.py": _bundle(sorted(_scheme_names([config.posswap, *natives])))}
 
 
 def _scheme_names(value: Any) -> set[str]:
@@ -78,61 +130,66 @@ def _scheme_names(value: Any) -> set[str]:
     return named.union(*map(_scheme_names, children))
 
 
-def _bundle(schemes: list[str]) -> dict[str, str]:
-    waiting = [_START, *(f"families.{path.stem}" for path in sorted((_PACKAGE / "families").glob("[a-z]*.py")))]
-    files: dict[str, str] = {}
+def _bundle(schemes: list[str]) -> str:
+    """Return the one file of code, each module in it after those that it imports."""
+    sources: dict[str, str] = {}
+    entered: set[str] = set()
+
+    def add(module: str) -> None:
+        if module not in entered:
+            entered.add(module)
+            source, needed = _direct_source(module)
+            for other in needed:
+                add(other)
+            sources[module] = source
+
+    add(_START)
+    for path in sorted((_PACKAGE / "families").glob("[a-z]*.py")):
+        add(f"families.{path.stem}")
     for name in schemes:
         module = scheme_class(name).__module__
         if module.startswith("hf_posswap."):
-            waiting.append(module.removeprefix("hf_posswap."))
-        else:
-            files[f"posswap_extra_{module.replace('.', '_')}"], needed = _foreign(name, module)
-            waiting += needed
-    done: set[str] = set()
-    while waiting:
-        module = waiting.pop()
-        if module not in done:
-            done.add(module)
-            files[_flat(module)], needed = _relative_source(module)
-            waiting += needed
-    files[ENTRY] = _entry(sorted(set(files) - {_flat(_START)}))
-    return {f"{name}.py": source for name, source in files.items()}
-
-
-def _entry(names: list[str]) -> str:
-    version = package_version()
-    imports = "\n".join(f"from .{name} import __name__ as _  # noqa: F401" for name in names)
-    return (
-        _HEADER.format(
-            version=version,
-            least=".".join(map(str, LEAST_TRANSFORMERS)),
-            numbers=LEAST_TRANSFORMERS,
-            tested=json.dumps(tested()),
-        )
-        + f"{imports}\nfrom .{_flat(_START)} import config_reader\nfrom .{_flat('versions')} import state_tested\n\n"
-        + f"state_tested(TESTED_VERSIONS)\n{CONFIG_CLASS} = config_reader()\n"
+            add(module.removeprefix("hf_posswap."))
+            continue
+        source, needed = _foreign(name, module)
+        for other in needed:
+            add(other)
+        sources[f"extra_{module.replace('.', '_')}"] = source
+    header = _HEADER.format(
+        version=package_version(),
+        least=".".join(map(str, LEAST_TRANSFORMERS)),
+        numbers=LEAST_TRANSFORMERS,
+        tested=json.dumps(tested()),
     )
+    quoted = "".join(f'    "{module}": {_quoted(source)},\n' for module, source in sources.items())
+    return header + quoted + _FOOTER.format(config_class=CONFIG_CLASS, start=_START)
+
+
+def _quoted(source: str) -> str:
+    """Return `source` as a literal in which it can be read."""
+    quotes = "'" * 3
+    readable = f"r{quotes}" + source.replace(quotes, f'{quotes} "{quotes}" r{quotes}') + quotes
+    try:
+        return readable if ast.literal_eval(readable) == source else repr(source)
+    except SyntaxError:
+        return repr(source)
 
 
 @once
-def _relative_source(module: str) -> tuple[str, list[str]]:
-    """Return the source of a module of this package, its imports relative, and the modules that they name."""
-    return _relative((_PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-
-
-def _flat(module: str) -> str:
-    return f"posswap_{module.replace('.', '_')}"
+def _direct_source(module: str) -> tuple[str, list[str]]:
+    """Return the source of a module of this package, its imports direct, and the modules that they name."""
+    return _direct((_PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
 
 
 def _foreign(scheme: str, module: str) -> tuple[str, list[str]]:
-    """Return, as `_own` does, another package's module that defines `scheme`, which must stand on its own."""
+    """Return, as `_direct` does, another package's module that defines `scheme`, which must stand on its own."""
     path = getattr(sys.modules.get(module), "__file__", None)
     if module == "__main__" or path is None or not Path(path).is_file():
         raise UnsupportedSwapError(f"the scheme {scheme!r} is defined in no module file that could be saved.")
-    source, needed = _relative(Path(path).read_text(encoding="utf-8"))
+    source, needed = _direct(Path(path).read_text(encoding="utf-8"))
     for node in ast.walk(ast.parse(source)):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and not (node.level and str(node.module).startswith("posswap_")):
+        if isinstance(node, ast.ImportFrom) and (node.level or str(node.module).partition(".")[0] != "hf_posswap"):
             names = ["." * node.level + str(node.module)]
         outside = [n for n in names if n.partition(".")[0] not in _HAVE | set(sys.stdlib_module_names)]
         if outside:
@@ -142,14 +199,16 @@ def _foreign(scheme: str, module: str) -> tuple[str, list[str]]:
     return source, needed
 
 
-def _relative(source: str) -> tuple[str, list[str]]:
-    """Return `source` with its imports of hf_posswap made relative and flat, and the modules that they name."""
+def _direct(source: str) -> tuple[str, list[str]]:
+    """Return `source`, whose imports of hf_posswap name the module that defines a name, and these modules."""
     lines, needed = source.splitlines(keepends=True), []
     nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]
     for node in sorted(nodes, key=lambda n: -n.lineno):
         if isinstance(node, ast.Import):
             if any(alias.name.partition(".")[0] == "hf_posswap" for alias in node.names):
-                raise UnsupportedSwapError(f"line {node.lineno}: `import hf_posswap` has no relative form; use from.")
+                raise UnsupportedSwapError(
+                    f"line {node.lineno}: `import hf_posswap` cannot be saved with a checkpoint; use from."
+                )
             continue
         if node.level or str(node.module).partition(".")[0] != "hf_posswap":
             continue
@@ -159,9 +218,9 @@ def _relative(source: str) -> tuple[str, list[str]]:
         for alias in node.names:
             home, name = _home(str(node.module), alias.name)
             needed.append(home)
-            start_of = "from . import" if name is None else f"from .{_flat(home)} import"
-            given = _flat(home) if name is None else name
-            known = alias.asname or alias.name
+            above, _, last = f"hf_posswap.{home}".rpartition(".")
+            start_of = f"from {above} import" if name is None else f"from hf_posswap.{home} import"
+            given, known = name or last, alias.asname or alias.name
             statements.setdefault(start_of, []).append(given if given == known else f"{given} as {known}")
         text = "\n".join(f"{start_of} {', '.join(names)}" for start_of, names in statements.items()) + (tail or "\n")
         lines[start:stop] = [textwrap.indent(text, " " * node.col_offset)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import re
 import shutil
 import sys
 import tomllib
@@ -78,24 +79,47 @@ def test_the_plugin_wins_over_the_bundled_code_with_and_without_the_flag(tmp_pat
         assert not hasattr(config, "auto_map")
 
 
-def test_transformers_takes_along_every_file_and_finds_all_that_they_import(tmp_path: Path) -> None:
+def bundled(model: Any) -> dict[str, str]:
+    """Return the sources in the one file of code of a swapped model, by the modules' names."""
+    (code,) = code_files(model.config).values()
+    (found,) = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(code).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SOURCES"
+    ]
+    return dict(found)
+
+
+def test_the_code_is_one_file_in_which_transformers_finds_all_imports(tmp_path: Path) -> None:
     tiny("yarn", factor=2.0).save_pretrained(tmp_path)
-    written = {str(path) for path in tmp_path.glob("*.py")}
-    assert {*get_relative_import_files(tmp_path / f"{ENTRY}.py"), str(tmp_path / f"{ENTRY}.py")} == written
-    for path in written:
-        for name in get_imports(path):
-            importlib.import_module(name)
-        assert not [name for name in get_imports(path) if name == "hf_posswap"]
+    entry = tmp_path / f"{ENTRY}.py"
+    assert list(tmp_path.glob("*.py")) == [entry]
+    assert not get_relative_import_files(entry)  # those that transformers would fetch beside it
+    assert "hf_posswap" not in get_imports(entry)
+    for name in get_imports(entry):
+        importlib.import_module(name)
 
 
 def test_the_code_is_the_packages_own_but_for_its_imports() -> None:
-    files = code_files(tiny("self_extend").config)
-    sources = {f"posswap_{'_'.join(p.relative_to(PACKAGE).with_suffix('').parts)}.py": p for p in PACKAGE.rglob("*.py")}
-    assert set(files) - {f"{ENTRY}.py"} <= set(sources)
-    for name in set(files) - {f"{ENTRY}.py"}:
-        assert _without_imports(files[name]) == _without_imports(sources[name].read_text())
-        comments = [line for line in sources[name].read_text().splitlines() if line.lstrip().startswith("#")]
-        assert [line for line in files[name].splitlines() if line.lstrip().startswith("#")] == comments
+    sources = bundled(tiny("self_extend"))
+    for name, source in sources.items():
+        own = (PACKAGE / f"{name.replace('.', '/')}.py").read_text()
+        assert _without_imports(source) == _without_imports(own)
+        comments = [line for line in own.splitlines() if line.lstrip().startswith("#")]
+        assert [line for line in source.splitlines() if line.lstrip().startswith("#")] == comments
+
+
+def test_each_module_in_the_code_is_readable_after_those_that_it_imports_first() -> None:
+    (code,) = code_files(tiny("alibi").config).values()
+    names = [line.split('"')[1] for line in code.splitlines() if re.match(r'    "[\w.]+": r\'\'\'', line)]
+    sources = bundled(tiny("alibi"))
+    assert names == list(sources)  # none is written as one line of escapes
+    for number, name in enumerate(names):
+        for node in ast.parse(sources[name]).body:
+            if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "hf_posswap":
+                module = str(node.module).partition(".")[2]
+                needed = [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
+                assert module in names[:number] or set(needed) <= set(names[:number])
 
 
 def _without_imports(source: str) -> str:
@@ -114,10 +138,10 @@ def _without_imports(source: str) -> str:
 
 
 def test_only_what_the_scheme_needs_goes_along_and_the_version_is_recorded() -> None:
-    files = code_files(tiny("alibi").config)
-    assert "posswap_schemes_alibi.py" in files
-    assert not [name for name in files if "kerple" in name or "self_extend" in name]
-    entry = ast.parse(files[f"{ENTRY}.py"])
+    names = bundled(tiny("alibi"))
+    assert "schemes.alibi" in names
+    assert not [name for name in names if "kerple" in name or "self_extend" in name]
+    entry = ast.parse(code_files(tiny("alibi").config)[f"{ENTRY}.py"])
     values = [
         n.value for n in entry.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]).endswith("VERSION")
     ]
@@ -130,7 +154,7 @@ def test_an_older_transformers_is_told_so(monkeypatch: pytest.MonkeyPatch) -> No
     assert [one for one in wanted if one.startswith(f"transformers>={least},<")]
     monkeypatch.setattr("transformers.__version__", "5.13.2")
     with pytest.raises(ImportError, match=rf"needs transformers {least} or newer, not 5.13.2"):
-        exec(code_files(tiny().config)[f"{ENTRY}.py"], {})
+        exec(code_files(tiny().config)[f"{ENTRY}.py"], {"__name__": "older"})
 
 
 def test_a_pushed_config_takes_its_code_along(tmp_path: Path) -> None:
@@ -178,7 +202,8 @@ def test_another_packages_scheme_goes_along_or_the_save_says_that_it_does_not(
         else:
             with pytest.warns(PluginWarning, match=why):
                 model.save_pretrained(folder)
-        assert (folder / f"posswap_extra_{name}.py").exists() is (why is None)
+        if why is None:
+            assert f'"extra_{name}": ' in (folder / f"{ENTRY}.py").read_text()
         assert (folder / f"{ENTRY}.py").exists() is (why is None)
         assert ("auto_map" in json.loads((folder / "config.json").read_text())) is (why is None)
         assert torch.equal(hf_posswap.load(folder)(ids).logits, model(ids).logits)
