@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posswap.checkpoints.card_results import Results, evaluation, table
 from hf_posswap.checkpoints.hub import checked_repo_id
+from hf_posswap.compat.transformers_auto import auto_class_name
 from hf_posswap.errors import CheckpointError, PluginWarning
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta
+from hf_posswap.patching.record.refusals import stock_name
 from hf_posswap.patching.record.remote_code import package_version
 from hf_posswap.utils.untrusted import read_bounded
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from hf_posswap.patching.plan.swap_plan import SwapPlan
 
 _TAG = "hf_posswap"
+_SIGNATURE = "\n<!-- written by hf_posswap, SHA-256 of the lines above: "
 _TASKS = {
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
@@ -102,6 +106,29 @@ def write_card(
         f"## Versions\n\n{_versions()}",
     ]
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def saved_readme(plan: SwapPlan, architecture: str) -> str:
+    """Return the README.md of a saved folder that is not on the Hub: what the model is, and how to load it."""
+    text = (
+        f"# {architecture} with {plan.scheme.name}\n\n{_opening(plan, None)}\n\n## How to load\n\n"
+        f"{_loading(plan, 'path/to/this/folder', architecture)}\n\n`posswap push` and a save with `overwrite=True` "
+        "replace this file, unless you edit it.\n"
+    )
+    return text + _signature(text)
+
+
+def is_saved_readme(path: Path) -> bool:
+    """Return whether the file at `path` is a README.md that a save wrote, and nobody edited since."""
+    try:
+        text, mark, signature = read_bounded(path).rpartition(_SIGNATURE)
+    except (OSError, ValueError):
+        return False
+    return bool(mark) and mark + signature == _signature(text)
+
+
+def _signature(text: str) -> str:
+    return f"{_SIGNATURE}{hashlib.sha256(text.encode()).hexdigest()} -->\n"
 
 
 def _card_data(
@@ -194,7 +221,7 @@ def _swap(plan: SwapPlan) -> str:
 def _loading(plan: SwapPlan | None, repo_id: str, architecture: str) -> str:
     native = f'from transformers import {architecture}\n\nmodel = {architecture}.from_pretrained("{repo_id}")'
     plugin = f'import hf_posswap  # pip install hf-posswap\n\nmodel = hf_posswap.load("{repo_id}")'
-    auto = "AutoModelForMaskedLM" if architecture.endswith("MaskedLM") else "AutoModelForCausalLM"
+    auto = auto_class_name(stock_name(architecture))
     remote = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("{repo_id}", trust_remote_code=True)'
     if plan is None or plan.route == "native":
         return f"With transformers alone:\n\n{_python(native)}\n\nor with hf_posswap, strictly:\n\n{_python(plugin)}"

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posswap.checkpoints.card import CardFacts, write_card
+from hf_posswap.checkpoints.card import CardFacts, is_saved_readme, write_card
 from hf_posswap.checkpoints.card_results import Results, read_results
 from hf_posswap.checkpoints.commit import Commit
 from hf_posswap.checkpoints.hub import checked_repo_id, files_to_push, hub_errors, stale_files
 from hf_posswap.checkpoints.native.suggesting import stock_instead
 from hf_posswap.checkpoints.run_artifacts import RunArtifacts, find_run_artifacts
 from hf_posswap.checkpoints.save import save
+from hf_posswap.checkpoints.unlisted import CARD
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.patching.inspect.describe import on_meta
 from hf_posswap.utils.atomic_io import scratch_folder, shown, write_text
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from transformers import PreTrainedModel
 
-CARD = "README.md"
 PICTURES = "pictures"
 """Folder of the repository where the pictures of the card lie."""
 
@@ -110,7 +110,8 @@ def push(
         timeout: seconds that all of the sending may take; None: as long as the Hub answers each request within two
             minutes.
         dry_run: send nothing, only return what would go.
-        card: write the model card, README.md. False, or a README.md in the folder: it is left as it is.
+        card: write the model card, README.md. False, or a README.md in the folder that you wrote or edited: it is left
+            as it is.
         base_model: Hub id of the model before the swap; None: the base in the training report next to a folder, or
             the checkpoint that a model was loaded from.
         license: of the card; None: taken over from the base model's card.
@@ -147,12 +148,12 @@ def push(
         folder = _folder_of(source, tokenizer, scratch / "model")
         files, text = files_to_push(folder), None
         notes = _stock_instead(source, folder, trust_remote_code)
-        if card and CARD not in files:
+        if card and (CARD not in files or is_saved_readme(folder / CARD)):
             facts, source_notes = _card_facts(source, repo_id, given, trust_remote_code)
             text = write_card(folder, facts, token=token, online=not dry_run, trust_remote_code=trust_remote_code)
             write_text(scratch / CARD, text)
             pictures = {f"{PICTURES}/{picture.name}": picture for picture in facts.results.pictures}
-            files, notes = {CARD: scratch / CARD, **files, **pictures}, notes + source_notes
+            files, notes = {**files, CARD: scratch / CARD, **pictures}, notes + source_notes
         sizes = {name: path.stat().st_size for name, path in files.items()}
         report = PushReport(repo_id, revision or "main", sizes, card=text, notes=notes)
         if dry_run:

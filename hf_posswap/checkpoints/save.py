@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG, save_with_swap
+from hf_posswap.checkpoints.card import saved_readme
 from hf_posswap.checkpoints.manifest import State, read_manifest, state_of, unsaved_entries, write_manifest
-from hf_posswap.checkpoints.unlisted import unrecognised_entries
+from hf_posswap.checkpoints.unlisted import CARD, unrecognised_entries
 from hf_posswap.compat.accelerate_hooks import offloading_hooks
 from hf_posswap.errors import CheckpointError
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -83,6 +84,9 @@ def replacing_checkpoint(path: Path, overwrite: bool) -> Iterator[Path]:
 def write_files(model: Any, folder: Path, tokenizer: Any) -> None:
     """Write the files of `model`, and of `tokenizer` unless it is None, to `folder`."""
     save_with_swap(model, folder)
+    patch, readme = getattr(unwrap(model), "_posswap", None), folder / CARD
+    if patch is not None and not readme.exists():  # that of an adapter is PEFT's
+        readme.write_text(saved_readme(patch.plan, type(unwrap(model)).__name__), encoding="utf-8")
     if tokenizer is not None:
         with _reading_as_far(tokenizer, model):
             tokenizer.save_pretrained(folder)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG
+from hf_posswap.checkpoints.card import is_saved_readme
 from hf_posswap.checkpoints.manifest import irregularity, walk
 from hf_posswap.compat.transformers_saved import WEIGHTS, saved_names
 from hf_posswap.errors import CheckpointError
@@ -59,6 +60,7 @@ def _recognised(folder: Path, names: Iterable[str]) -> set[str]:
         for adapter_folder in adapters
         if _is_untouched_card(folder / adapter_folder / CARD)
     }
+    known |= {CARD} if is_saved_readme(folder / CARD) else set()
     return {name for name in names if name in known or _TEMPLATE.fullmatch(name)}
 
 

@@ -42,6 +42,31 @@ def class_names(task: str) -> dict[str, str]:
     return dict(getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES"))
 
 
+_AUTO_CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM",
+    "MASKED_LM": "AutoModelForMaskedLM",
+    "IMAGE_TEXT_TO_TEXT": "AutoModelForImageTextToText",
+    "SPEECH_SEQ_2_SEQ": "AutoModelForSpeechSeq2Seq",
+    "SEQUENCE_CLASSIFICATION": "AutoModelForSequenceClassification",
+    "TOKEN_CLASSIFICATION": "AutoModelForTokenClassification",
+    "QUESTION_ANSWERING": "AutoModelForQuestionAnswering",
+    "MULTIPLE_CHOICE": "AutoModelForMultipleChoice",
+    "IMAGE_CLASSIFICATION": "AutoModelForImageClassification",
+}
+
+
+def auto_class_name(architecture: str) -> str:
+    """Return the name of the Auto class that gives the model class `architecture`; "AutoModel" for a bare model.
+
+    Example:
+        >>> auto_class_name("GPT2LMHeadModel"), auto_class_name("BertModel")
+        ('AutoModelForCausalLM', 'AutoModel')
+    """
+    found = (auto for task, auto in _AUTO_CLASSES.items() if architecture in class_names(task).values())
+    return next(found, "AutoModel")
+
+
 def build_model(cls: Any, config: Any, **kwargs: Any) -> Any:
     """Return a new model of the class `cls`, which the Auto classes would make for its `config`.
 

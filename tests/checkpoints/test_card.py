@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, BertModel, GPT2Config, GPT2LMHeadModel
 
 import hf_posswap
 from hf_posswap.checkpoints.card import CardFacts, write_card
@@ -186,6 +187,27 @@ def test_a_readme_of_the_folder_is_left_as_it_is(tmp_path: Path) -> None:
     assert hf_posswap.push(folder, REPO, dry_run=True).files["README.md"] == 4
     (folder / "README.md").unlink()
     assert "README.md" not in hf_posswap.push(folder, REPO, dry_run=True, card=False).files
+
+
+def test_a_save_says_how_to_load_and_a_push_writes_its_card_in_its_place_unless_it_was_edited(tmp_path: Path) -> None:
+    model = BertModel(BertConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=8, intermediate_size=8)).eval()
+    hf_posswap.patch_model(model, "rope")
+    folder = hf_posswap.save(model, tmp_path / "saved")
+    readme = folder / "README.md"
+    (ours, theirs) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    ids = torch.arange(9)[None]
+    for code in (ours, theirs):
+        names: dict[str, Any] = {}
+        exec(code.replace("path/to/this/folder", str(folder)), names)
+        assert torch.equal(names["model"].eval()(ids).last_hidden_state, model(ids).last_hidden_state)
+    report = hf_posswap.push(folder, REPO, dry_run=True)
+    assert report.card is not None
+    assert report.files["README.md"] == len(report.card.encode())
+    hf_posswap.save(model, folder, overwrite=True)
+    readme.write_text(readme.read_text() + "Mine.\n")
+    assert hf_posswap.push(folder, REPO, dry_run=True).card is None
+    hf_posswap.unpatch_model(model)
+    assert not (hf_posswap.save(model, tmp_path / "stock") / "README.md").exists()
 
 
 def test_a_model_that_was_loaded_knows_its_base(tmp_path: Path) -> None:

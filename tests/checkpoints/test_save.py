@@ -82,7 +82,7 @@ def refused(model: Any, folder: Path, *said: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "mine.py", "posswap_mine.py", "modeling_mine.py", "notes.json", "README.md", "LICENSE", "notes.txt",
+        "mine.py", "posswap_mine.py", "modeling_mine.py", "notes.json", "README.txt", "LICENSE", "notes.txt",
         "old.bin", "other.safetensors", "chat_template.jinja", "additional_chat_templates/mine.jinja", ".git/HEAD",
         "1_Pooling/config.json", "run/adapter_config.json", "run/adapter_model.safetensors",
         "checkpoint-5/optimizer.pt", "vocab.txt",
@@ -100,7 +100,8 @@ def test_overwriting_keeps_what_the_user_added(model: Any, tmp_path: Path, name:
 
 @pytest.mark.parametrize(
     "name",
-    ["config.json", "generation_config.json", "model.safetensors", "modeling_posswap.py", "tokenizer_config.json"],
+    ["config.json", "generation_config.json", "model.safetensors", "modeling_posswap.py", "tokenizer_config.json"]
+    + ["README.md"],
 )
 def test_overwriting_keeps_what_the_user_edited(model: Any, tmp_path: Path, name: str) -> None:
     folder = hf_posswap.save(model, tmp_path / "saved", tokenizer=byte_tokenizer())

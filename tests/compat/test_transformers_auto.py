@@ -57,3 +57,24 @@ def test_build_model() -> None:
     assert type(model) is GPT2LMHeadModel
     assert model.dtype == torch.bfloat16
     model.set_attn_implementation("sdpa")  # which it may choose, as a loaded one
+
+
+def test_auto_class_name() -> None:
+    for auto, names in {
+        "AutoModelForCausalLM": ("GPT2LMHeadModel", "LlamaForCausalLM"),
+        "AutoModelForMaskedLM": ("BertForMaskedLM",),
+        "AutoModelForSeq2SeqLM": ("T5ForConditionalGeneration", "BartForConditionalGeneration"),
+        "AutoModelForImageTextToText": ("Qwen2VLForConditionalGeneration",),
+        "AutoModelForSpeechSeq2Seq": ("WhisperForConditionalGeneration",),
+        "AutoModelForSequenceClassification": ("BertForSequenceClassification",),
+        "AutoModelForTokenClassification": ("BertForTokenClassification",),
+        "AutoModelForQuestionAnswering": ("BertForQuestionAnswering",),
+        "AutoModelForMultipleChoice": ("BertForMultipleChoice",),
+        "AutoModelForImageClassification": ("ViTForImageClassification",),
+        "AutoModel": ("BertModel", "LlamaModel"),
+    }.items():
+        mapping = transformers_auto.auto_mapping(getattr(transformers, auto))
+        for name in names:
+            assert transformers_auto.auto_class_name(name) == auto
+            cls = getattr(transformers, name)
+            assert mapping[cls.config_class] is cls
