@@ -182,3 +182,24 @@ def test_every_call_that_reads_a_checkpoint_says_whether_its_code_runs(part: str
 def test_the_search_finds_what_it_looks_for(tmp_path: Path, line: str, found: str) -> None:
     (tmp_path / "module.py").write_text(line)
     assert [line.endswith(found) for line in unasked(tmp_path)] == [True]
+
+
+def test_the_class_of_a_swapped_model_reads_its_checkpoint_without_a_false_alarm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)).eval()
+    stock = tmp_path / "stock"
+    model.save_pretrained(stock)
+    hf_posswap.patch_model(model, "rope", max_length=32)
+    model.save_pretrained(tmp_path / "swapped")
+    caplog.clear()
+    loaded = type(model).from_pretrained(tmp_path / "swapped").eval()
+    ids = torch.arange(10)[None]
+    assert torch.equal(model(ids).logits, loaded(ids).logits)
+    assert vars(loaded.config).keys() == vars(hf_posswap.load(tmp_path / "swapped").config).keys()
+    assert "to instantiate a model of type" not in caplog.text
+    from transformers import LlamaConfig
+
+    LlamaConfig.from_pretrained(stock)  # transformers' warning is still there where it is true
+    assert "to instantiate a model of type" in caplog.text

@@ -28,6 +28,8 @@ from hf_posswap.utils.auto_classes import refuse_endless_lists
 from hf_posswap.utils.threads import MAKING, once
 from hf_posswap.versions import tested
 
+_SAVED_TYPE = "posswap_saved_model_type"
+"""Key of a config that is being read, for the model type in its file."""
 _told: list[Callable[[Any], None]] = []
 _told_of: set[type] = set()
 
@@ -62,6 +64,7 @@ def _make_config_class(native: Any) -> Any:
         "__reduce_ex__": lambda self, _: _reduce(self),
         "__setattr__": _set_attribute,
         "from_dict": classmethod(_from_dict),
+        "get_config_dict": classmethod(_get_config_dict),
         "posswap_native": native,
         "to_dict": _to_dict,
         "to_json_file": _to_json_file,
@@ -71,8 +74,20 @@ def _make_config_class(native: Any) -> Any:
     return type(f"Posswap{native.__name__}", (native,), body)
 
 
+def _get_config_dict(cls: Any, /, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read as the native class does, under its model type: of another one it warns that it may be an error."""
+    values, rest = cls.posswap_native.get_config_dict.__func__(cls, *args, **kwargs)
+    record = values.get("posswap")
+    if values.get("model_type") == POSSWAP_MODEL_TYPE and isinstance(record, dict):
+        if record.get("base_type") == cls.model_type:
+            values = values | {"model_type": cls.model_type, _SAVED_TYPE: POSSWAP_MODEL_TYPE}
+    return values, rest
+
+
 def _from_dict(cls: Any, /, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    if config_dict.get("model_type") == POSSWAP_MODEL_TYPE:  # a class of swapped models reads a folder
+    saved_type = config_dict.get(_SAVED_TYPE, config_dict.get("model_type"))
+    config_dict = {name: value for name, value in config_dict.items() if name != _SAVED_TYPE}
+    if saved_type == POSSWAP_MODEL_TYPE:  # a class of swapped models reads a folder
         return read_plugin_config(config_dict, **kwargs)
     return cls.posswap_native.from_dict.__func__(cls, config_dict, **kwargs)
 
