@@ -3,12 +3,14 @@
     pytest -m slow tests/contract/test_light.py   # writes support/, one file a model class
     python recipes/support_table.py               # rewrites the region of .docs/pages/support.md
     python recipes/support_table.py --check       # changes nothing; exit code 1 if the page is stale
+    python recipes/support_table.py --check --partial   # likewise, where a share of the classes was run
 
 Exit code 2: the files or the page are invalid; the message says why.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,6 +108,30 @@ def _pairs_table(rows: list[Row]) -> str:
     return "\n".join(out)
 
 
+def stale_classes(rows: list[Row], page: str) -> list[str]:
+    """Return the classes for which the table in `page` does not say what `rows`, of some of all classes, found."""
+    lines = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in page.splitlines()]
+    head = next((line for line in lines if line[:2] == ["classes", "model types"]), [])
+    said: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for line in lines:
+        if len(line) == len(head) and line[0].isdigit():
+            outcomes = zip(head[2:], line[2:], strict=True)
+            cells = {scheme: cell for schemes, cell in outcomes for scheme in schemes.split(", ")}
+            for model_type in re.findall(r"`([^`]+)`", line[1]):
+                said[model_type].append(cells)
+    left_out = {name for line in page.splitlines() if line.startswith("- `") for name in re.findall(r"`(\w+)`", line)}
+    stale = []
+    for row in rows:
+        found = {scheme: CELLS[cell["outcome"]] for scheme, cell in row["schemes"].items()}
+        if _outcomes(row) == {"no"}:
+            is_said = row["class"] in left_out
+        else:
+            is_said = all(found in said[model_type] for model_type in row["model_types"])
+        if not is_said:
+            stale.append(row["class"])
+    return stale
+
+
 def _refusals(rows: list[Row]) -> str:
     """Return a folded list of refused pairs in classes that support other schemes."""
     reasons: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -163,11 +189,24 @@ def main(
     support: Annotated[Path, typer.Option(help="What the light contract wrote.")] = ROOT / "support",
     page: Annotated[Path, typer.Option(help="The file to rewrite.")] = ROOT / ".docs" / "pages" / "support.md",
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit code 1 where it is stale.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="With --check: only the classes that were run.")] = False,
 ) -> None:
     """Write the support table from the results of the light contract."""
+    if partial and not check:
+        typer.echo("--partial needs --check: a table of some classes would leave out the others.", err=True)
+        raise typer.Exit(2)
     try:
         old = page.read_text(encoding="utf-8")
-        new = replace_region(old, render(read_rows(support)))
+        rows = read_rows(support)
+        if partial:
+            if stale := stale_classes(rows, old):
+                typer.echo(
+                    f"{page.name} is stale, of {', '.join(stale)}: run the light contract on all classes", err=True
+                )
+                raise typer.Exit(1)
+            typer.echo(f"{page.name}: as the light contract found these {len(rows)} classes")
+            return
+        new = replace_region(old, render(rows))
         if check and new != old:
             typer.echo(f"{page.name} is stale: run python recipes/support_table.py", err=True)
             raise typer.Exit(1)

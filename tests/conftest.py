@@ -36,6 +36,13 @@ ANNOUNCED = (
 )
 """Reasons to skip that are said once more at the end, in a line that is seen."""
 
+SLOW_EXAMPLES = (
+    "hf_posswap.adapting.run_recipe",
+    "hf_posswap.comparison.attention.compare_attention",
+    "hf_posswap.selfcheck.run.selfcheck",
+)
+"""Examples in docstrings that are marked slow."""
+
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -121,6 +128,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "shared_checkpoints" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.shared)
+        if item.name in SLOW_EXAMPLES:
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
 

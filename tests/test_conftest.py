@@ -70,6 +70,7 @@ def closing_lines(tmp_path_factory: pytest.TempPathFactory) -> str:
     return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=200).stdout
 
 
+@pytest.mark.slow
 def test_missing_checkpoints_are_announced(closing_lines: str) -> None:
     assert "2 tests skipped: real checkpoints not beside the project" in closing_lines
 
@@ -123,6 +124,7 @@ def test_searches_for_garbage_pass_over_what_was_there_before_the_tests() -> Non
     assert gc.get_freeze_count() > len(gc.get_objects())
 
 
+@pytest.mark.slow
 def test_shares_are_disjoint_and_together_everything() -> None:
     """One process collects four times: most of what a collection takes is to import what is tested."""
     command = [sys.executable, "-c", COLLECTING, "tests/schemes/test_rope_types.py"]
@@ -135,6 +137,7 @@ def test_shares_are_disjoint_and_together_everything() -> None:
     assert sorted(sum(found.values(), [])) == sorted(everything)
 
 
+@pytest.mark.slow
 def test_a_share_that_is_none_is_refused() -> None:
     command = [sys.executable, "-m", "pytest", "--share", "4/3", "-n0", "tests/test_rope_layout.py"]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)

@@ -75,6 +75,7 @@ def test_a_swapped_class_is_made_once() -> None:
     assert len({one.config_class for one in made}) == 1
 
 
+@pytest.mark.slow
 def test_auto_classes_load_the_class_that_a_patched_model_has(tmp_path: Path) -> None:
     code = (
         "import hf_posswap, sys\n"

@@ -122,6 +122,7 @@ def test_transformers_own_push_to_hub_takes_the_code_along(hub: Hub, speaker: Cl
     assert speaker.do("load", repo_id="me/theirs") == numbers
 
 
+@pytest.mark.slow
 def test_a_revision_of_its_own(hub: Hub, speaker: Client) -> None:
     speaker.do("push", repo_id="me/branched", scheme="rope")
     report = speaker.do("push", repo_id="me/branched", scheme="alibi", revision="alibi-64")

@@ -63,6 +63,7 @@ def test_the_name_of_a_class_is_enough(posswap: Posswap) -> None:
     assert "LlamaForCausalLM" in run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

@@ -95,6 +95,7 @@ def filled(command: list[str], model: Path, plain: Path, folder: Path) -> list[s
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_code_of_a_config_is_refused(
     posswap: Posswap, hostiles: dict[str, Path], plain: Path, tmp_path: Path, name: str
@@ -111,6 +112,7 @@ OF_TOKENIZERS = {name: COMMANDS[name] for name in COMMANDS if name not in READS_
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_TOKENIZERS)
 def test_code_of_a_tokenizer_is_refused(
     posswap: Posswap, hostiles: dict[str, Path], plain: Path, tmp_path: Path, name: str

@@ -90,6 +90,7 @@ def test_perplexities_are_those_of_a_loop(found: dict[str, Any]) -> None:
         assert row["low"] < row["perplexity"] < row["high"]
 
 
+@pytest.mark.slow
 def test_what_a_model_cannot_run_is_said_and_left_out(found: dict[str, Any]) -> None:
     base = found["results"]["models"]["base"]
     assert base["cannot_run"] == {"256": "ends at 128 tokens"}

@@ -20,6 +20,7 @@ RUN_HERE = {"", "example", "slow", "needs"}
 RUN_ELSEWHERE = {"loop", "path", "command", "file"}
 """test_loops.py, test_path.py, .ci/run; what shows a file is run as that file."""
 CODE = {"python", "bash"}
+MINUTES = {".docs/pages/recipes.md"}
 SPOKEN = {*CODE, "text", "yaml"}
 
 
@@ -58,7 +59,13 @@ def run_all(some: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatch) ->
             assert printed.rstrip() == block.shown.rstrip(), block
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if chosen(page, slow=False)])
+def pages_to_run() -> list[Any]:
+    """Return the pages with blocks to run as parameters; one whose blocks take minutes together is slow."""
+    pages = [page for page in PAGES if chosen(page, slow=False)]
+    return [pytest.param(page, marks=pytest.mark.slow if page in MINUTES else ()) for page in pages]
+
+
+@pytest.mark.parametrize("page", pages_to_run())
 def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_all(chosen(page, slow=False), tmp_path, monkeypatch)
 

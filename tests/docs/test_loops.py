@@ -94,6 +94,7 @@ def test_a_loop_trains_a_swapped_model_and_saves_its_swap(name: str, place: Path
     assert losses[1] < losses[0] - 0.1
 
 
+@pytest.mark.slow
 def test_a_sentence_encoder_trains_saves_and_loads_with_its_swap(place: Path) -> None:
     pytest.importorskip(
         "sentence_transformers", reason="sentence_transformers is not installed: its loop is not tested"
@@ -116,6 +117,7 @@ def test_a_sentence_encoder_trains_saves_and_loads_with_its_swap(place: Path) ->
     assert any("attention" in name for name in moved)
 
 
+@pytest.mark.slow
 def test_the_harness_measures_a_swapped_model(place: Path) -> None:
     scores = run("lm-eval")["scores"]["mine"]
     assert 0 < scores["bits_per_byte,none"] < 16

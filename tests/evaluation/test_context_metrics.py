@@ -144,6 +144,7 @@ def test_the_effective_length_ends_before_the_first_length_that_falls_short() ->
         effective_length({128: (1, 2)}, base_length=64)
 
 
+@pytest.mark.slow
 def test_key_tokens_are_what_the_whole_text_tells_and_a_part_does_not() -> None:
     model, ids = gpt2("rope"), list(documents(3, 90))
     found = find_key_spans(Scorer(model), "tiny", ids, short=24, stride=8, gain=0.05, limit=5.0)

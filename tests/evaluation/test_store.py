@@ -85,6 +85,7 @@ def survive(tmp_path: Path, kills: int, units: int) -> None:
     assert not list(killed.rglob(".partial-*"))
 
 
+@pytest.mark.slow
 def test_three_kills_lose_at_most_the_unit_in_flight(tmp_path: Path) -> None:
     survive(tmp_path, 3, UNITS)
 

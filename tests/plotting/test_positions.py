@@ -212,6 +212,7 @@ def test_pictures_of_a_model_begin_with_its_table(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_table_stands_beside_its_replacements(tmp_path: Path) -> None:
     old = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     shape = sample_geometry(heads=1, dim=4, length=8)

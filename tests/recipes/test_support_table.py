@@ -69,6 +69,20 @@ def test_the_table_says_what_was_found(tmp_path: Path) -> None:
     assert "Classes that cannot be patched, and why (1)" in table
 
 
+def test_a_share_of_the_classes_is_checked_against_their_rows(tmp_path: Path) -> None:
+    _, _, page = run(tmp_path, ROWS)
+    for share in ([ROWS[0]], [ROWS[2], ROWS[3]], ROWS):
+        code, output, same = run(tmp_path, share, "--check", "--partial", page=page)
+        assert (code, same) == (0, page), output
+        assert f"found these {len(share)} classes" in output
+    changed = [row("Gpt", {"sinusoidal": "native"}), row("Mamba", {"alibi": "attention"}), row("New", {})]
+    for one in changed:
+        code, output, same = run(tmp_path, [ROWS[2], one], "--check", "--partial", page=page)
+        assert (code, same) == (1, page)
+        assert f"is stale, of {one['class']}: run" in output
+    assert run(tmp_path, ROWS[:1], "--partial", page=page)[::2] == (2, page)
+
+
 def test_the_rest_of_the_page_stays(tmp_path: Path) -> None:
     _, _, page = run(tmp_path, ROWS)
     assert page.startswith("# Title\n\n<!--")

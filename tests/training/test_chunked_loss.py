@@ -231,6 +231,7 @@ def test_the_proof_sees_another_loss_and_another_gradient() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_taken_apart_is_refused() -> None:
     model, inputs = tiny("gpt2"), batch()
     with pytest.raises(OptionError, match="chunk is a whole number of at least 1 token, got 0"):

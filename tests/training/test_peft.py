@@ -24,6 +24,7 @@ SMALL: dict[str, dict[str, Any]] = {"FOURIERFT": {"n_frequency": 16}, "MISS": {"
 """What a model of 32 numbers a token needs beyond PEFT's defaults."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PROVED)
 def test_every_type_trains_adapters_and_positions_alone_and_loads_as_it_was(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(0)

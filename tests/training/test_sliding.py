@@ -45,6 +45,7 @@ def text(rows: int, length: int) -> Tensor:
     return torch.randint(3, VOCABULARY, (rows, length))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [WINDOW - 10, WINDOW, WINDOW + 1, 3 * WINDOW + 5])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_each_token_is_read_in_its_window(kind: str, length: int) -> None:
@@ -63,6 +64,7 @@ def test_another_window_would_show() -> None:
     assert (here - elsewhere).abs().max() > 0.1
 
 
+@pytest.mark.slow
 @given(data=st.data(), size=st.integers(2, 12), length=st.integers(1, 50))
 @settings(max_examples=200, deadline=None)
 def test_windows_are_those_of_the_definition(data: st.DataObject, size: int, length: int) -> None:
@@ -141,6 +143,7 @@ def terms(model: Any, native: Any, inputs: dict[str, Tensor]) -> Iterator[Tensor
             yield (1 - SLIDING.weight) * cross + SLIDING.weight * divergence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [WINDOW, 2 * WINDOW + 30])
 def test_the_loss_is_the_formula_with_its_gradient(length: int) -> None:
     model, native = swapped()

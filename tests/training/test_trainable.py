@@ -96,6 +96,7 @@ def test_old_rows_stay_bit_for_bit(kind: str) -> None:
     assert (new[WINDOW:-1] != old[WINDOW:-1]).any(dim=1).all()  # of a causal model's last token nothing is asked
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize("how", [{}, {"use_dora": True}, {"use_rslora": True}], ids=["lora", "dora", "rslora"])
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def test_a_training_resumes_and_ends_with_the_same_weights(pair: Pair, sharded: 
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
     pair = Pair("bloom", "rope")
     options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 1.0}

@@ -85,6 +85,7 @@ def _write_python(path: Path) -> None:
     path.write_bytes(bytes(400_000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["_write_torch", "_write_safetensors", "_write_python"])
 def test_no_room_is_one_clear_error_whoever_writes(tmp_path: Path, writer: str) -> None:
     # the limit on a file's size stands for a full disk: the same system call fails, with another number

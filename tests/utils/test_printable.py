@@ -39,6 +39,7 @@ def is_harmless(text: str) -> bool:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_character_that_steers_is_escaped_and_no_other() -> None:
     for one in map(chr, range(sys.maxunicode + 1)):
         assert is_harmless(printable_lines(one))
@@ -89,6 +90,7 @@ def test_lines_and_bars_of_progress_are_harmless() -> None:
         assert not any(one in plain for one in ("\x1b[31m", "\x9b", "\x07", "\u202e", "\u2066"))
 
 
+@pytest.mark.slow
 def test_a_folder_with_such_a_name_is_read_and_shown_without_harm(tmp_path: Path) -> None:
     folder = tmp_path / f"{BAD}\nerror: done"
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)).save_pretrained(folder)

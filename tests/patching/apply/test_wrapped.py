@@ -114,6 +114,7 @@ PARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", list(PARTS))
 def test_a_model_is_never_patched_in_half(what: str) -> None:
     make, message = PARTS[what]

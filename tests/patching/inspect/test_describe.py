@@ -49,6 +49,7 @@ def test_a_swapped_model_says_what_it_carries_and_forgets_it(name: str) -> None:
     assert describe_positions(unpatch_model(model)) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_explain_says_of_every_scheme_what_patching_would_do(name: str) -> None:
     found = explain(build(name))

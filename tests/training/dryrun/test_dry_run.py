@@ -315,6 +315,7 @@ def _state() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @of_processes
 @pytest.mark.parametrize("connected", [False, True])
 def test_the_process_is_left_as_it_was(folders: dict[str, Path], connected: bool) -> None:
@@ -327,6 +328,7 @@ def test_the_process_is_left_as_it_was(folders: dict[str, Path], connected: bool
         assert _state() == before
 
 
+@pytest.mark.slow
 def test_a_torch_that_cannot_send_fake_tensors_is_named(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +340,7 @@ def test_a_torch_that_cannot_send_fake_tensors_is_named(
     assert one(dry_run(recipe(folders["llama"]), processes=1)).peak > 0
 
 
+@pytest.mark.slow
 def test_weights_are_never_read(folders: dict[str, Path], tmp_path: Path) -> None:
     for file in folders["llama"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -431,6 +434,7 @@ def test_a_number_that_weights_give_is_refused_in_a_step() -> None:
             weight.sum().item()
 
 
+@pytest.mark.slow
 def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(

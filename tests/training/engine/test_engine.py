@@ -87,6 +87,7 @@ def test_it_trains_as_a_plain_loop_does(tmp_path: Path, kind: str) -> None:
     assert moved > 5
 
 
+@pytest.mark.slow
 def test_the_log_level_of_transformers_is_left_as_it_was(tmp_path: Path) -> None:
     before = logging.get_verbosity()
     try:
@@ -111,6 +112,7 @@ def test_accumulated_batches_are_the_big_batch(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, weights_of(small)[name], rtol=0, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_the_log_the_report_and_the_model_are_left_behind(tmp_path: Path) -> None:
     def evaluate(model: Any, documents: Any, lengths: Any, limit: int) -> dict[int, float]:
         model(torch.zeros((1, max(lengths)), dtype=torch.long))
@@ -144,6 +146,7 @@ def test_the_log_the_report_and_the_model_are_left_behind(tmp_path: Path) -> Non
     assert model(torch.zeros((1, 200), dtype=torch.long)).logits.shape == (1, 200, 300)
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_speed_loss_rate_time_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     screen = Console(file=io.StringIO(), force_terminal=True, width=200, legacy_windows=False)
@@ -154,6 +157,7 @@ def test_a_terminal_shows_speed_loss_rate_time_and_memory(tmp_path: Path, monkey
     assert "# Swapped to rope, for 256 tokens" in shown
 
 
+@pytest.mark.slow
 def test_the_tokenizer_reads_as_far_as_the_swapped_model(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "gpt2")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -163,6 +167,7 @@ def test_the_tokenizer_reads_as_far_as_the_swapped_model(tmp_path: Path) -> None
     assert AutoTokenizer.from_pretrained(done.model).model_max_length == 256
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_done_again_and_another_training_is_refused(tmp_path: Path) -> None:
     first = trained(tmp_path)
     before = (first.folder / "done.json").stat().st_mtime_ns
@@ -174,6 +179,7 @@ def test_what_is_done_is_not_done_again_and_another_training_is_refused(tmp_path
         trained(tmp_path, "training.max_steps=7")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [list, dict, {"identity": []}, {"result": {"a": 1}}], ids=str)
 def test_a_damaged_note_of_a_finished_training_is_named(tmp_path: Path, damage: Any) -> None:
     note = trained(tmp_path).folder / "done.json"
@@ -183,12 +189,14 @@ def test_a_damaged_note_of_a_finished_training_is_named(tmp_path: Path, damage: 
         trained(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_control_is_trained_without_a_swap(tmp_path: Path) -> None:
     done = trained(tmp_path, "swap.scheme=null", "swap.max_length=null")
     assert done.report["phases"][0]["plan"] is None
     assert not hasattr(hf_posswap.load(done.model).config, "posswap")
 
 
+@pytest.mark.slow
 def test_an_adapter_carries_the_swap(tmp_path: Path) -> None:
     done = trained(tmp_path, "peft.peft_type=LORA", "peft.r=2", kind="llama", swap={"scheme": {"name": "kerple"}})
     names = sorted(weights_of(done))
@@ -199,6 +207,7 @@ def test_an_adapter_carries_the_swap(tmp_path: Path) -> None:
     assert loaded.get_base_model().config.posswap["scheme"]["name"] == "kerple"
 
 
+@pytest.mark.slow
 def test_a_gradual_swap_begins_at_the_old_model_and_ends_at_the_new_one(tmp_path: Path) -> None:
     done = trained(tmp_path, "swap.gradual_steps=4")
     gate = done.report["phases"][0]["gates"][1]
@@ -216,6 +225,7 @@ STAGES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_stages_grow_length_and_base_and_go_on_with_the_weights(tmp_path: Path) -> None:
     done = trained(tmp_path, kind="llama", stages=STAGES)
     assert [phase["steps"] for phase in done.report["phases"]] == [4, 3]
@@ -253,6 +263,7 @@ def test_a_stage_ends_once_short_text_has_recovered(tmp_path: Path) -> None:
     assert [look["step"] for look in looks if "short_loss" in look] == [2, 4]
 
 
+@pytest.mark.slow
 def test_the_unswapped_model_teaches(tmp_path: Path) -> None:
     done = trained(tmp_path, "objective.kind=distill", "objective.distill.weight=1.0", "training.max_steps=30")
     phase = done.report["phases"][0]
@@ -425,6 +436,7 @@ def test_how_it_is_computed_has_no_part_in_the_weights(tmp_path: Path, settings:
     assert_same_weights(one, other)
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_and_keeps_float32_weights(tmp_path: Path) -> None:
     done = trained(tmp_path, "training.bf16=true", "training.max_steps=20", "training.save_steps=20", kind="llama")
     assert {weight.dtype for weight in weights_of(done).values()} == {torch.float32}

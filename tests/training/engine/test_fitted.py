@@ -43,6 +43,7 @@ def test_a_bias_begins_as_fit_bias_has_it(tmp_path: Path, scheme: str) -> None:
     assert "the bias of each layer and head fitted to what the table did on 128 tokens" in said(fitted)
 
 
+@pytest.mark.slow
 def test_a_rotation_begins_as_fit_rotation_has_it_and_its_teacher_as_it_was(tmp_path: Path) -> None:
     still = {"training": {"max_steps": 1, "learning_rate": 1e-30, "warmup_steps": 0}, "objective": {"kind": "distill"}}
     fitted = run_recipe(recipe(tmp_path, swap={"scheme": HALF, "fit": 4}, **still))
@@ -113,6 +114,7 @@ def save_tiny(folder: Path, kind: str) -> None:
     hf_posswap.save(tiny_model(kind, meta=False, vocab_size=300), folder, tokenizer=tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings", "problem"),
     [

@@ -95,6 +95,7 @@ def test_a_start_far_above_the_plan_is_refused_with_its_cause(
     assert check_first_loss(first.before, plain, first, made, None).startswith("first loss")
 
 
+@pytest.mark.slow
 def test_a_wrong_scheme_is_stopped_before_the_first_step(tmp_path: Path) -> None:
     """A model that was trained, patched with a base that is far from its own, starts far above what it had."""
     base = trained(
@@ -150,6 +151,7 @@ def test_a_swap_that_is_not_in_force_is_refused(tmp_path: Path, monkeypatch: pyt
         trained(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_training_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     little = Services(free_bytes=lambda device: 1000)
     with pytest.raises(
@@ -203,6 +205,7 @@ def test_sharded_weights_are_counted_in_parts(tmp_path: Path) -> None:
     assert whole.optimizer == 2 * whole.gradients == 4 * part.optimizer
 
 
+@pytest.mark.slow
 def test_nan_stops_with_the_last_good_checkpoint_named(tmp_path: Path) -> None:
     settings = (
         "training.learning_rate=1e30",
@@ -217,6 +220,7 @@ def test_nan_stops_with_the_last_good_checkpoint_named(tmp_path: Path) -> None:
     assert Path(named[1]).is_dir()
 
 
+@pytest.mark.slow
 def test_an_explosion_stops_with_the_last_good_checkpoint_named(tmp_path: Path) -> None:
     settings = (
         "training.learning_rate=3.0",

@@ -63,6 +63,7 @@ def test_the_record_says_what_the_run_did(kind: str, place: Path, runs: dict[str
     assert runs[kind].report["training"] == held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SWAPS)
 def test_it_is_in_the_list_of_files_that_the_run_wrote(kind: str, runs: dict[str, Finished], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(runs[kind].model, tmp_path / "model"))
@@ -74,6 +75,7 @@ def test_it_is_in_the_list_of_files_that_the_run_wrote(kind: str, runs: dict[str
         refuse_to_replace(folder, overwrite=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SWAPS)
 def test_it_survives_loading_and_saving_by_every_road(kind: str, runs: dict[str, Finished], tmp_path: Path) -> None:
     told = str(TrainingRecord(**runs[kind].report["training"]))
@@ -122,6 +124,7 @@ def test_a_stock_copy_keeps_the_record(runs: dict[str, Finished], tmp_path: Path
     assert hf_posswap.explain(saved).report.trained == str(TrainingRecord(**runs["plugin"].report["training"]))
 
 
+@pytest.mark.slow
 def test_weights_of_a_recorded_training_are_those_of_one_without_it(place: Path, runs: dict[str, Finished]) -> None:
     again = run_recipe(recipe(place, f"training.max_steps={STEPS}", f"out={place / 'again'}", "swap.scheme=rope"))
     assert again.report["training"]["recipe"] is None  # a recipe that came from a mapping has no name
@@ -184,6 +187,7 @@ def test_results_and_their_page_tell_it(place: Path, runs: dict[str, Finished], 
     assert f"The results on the card are those of {place / 'native' / 'report.json'}." in native.notes
 
 
+@pytest.mark.slow
 def test_a_push_says_where_a_stock_checkpoint_would_do(runs: dict[str, Finished], tmp_path: Path) -> None:
     folder = runs["plugin"].model
     report = hf_posswap.push(folder, "me/rope", dry_run=True, license="mit")
@@ -227,6 +231,7 @@ def test_texts_that_are_not_there_are_said_before_a_model_is_loaded(tmp_path: Pa
         run_recipe(wanted)
 
 
+@pytest.mark.slow
 def test_an_adapter_leaves_its_record_beside_it(place: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run = run_recipe(

@@ -23,6 +23,7 @@ def write_deberta(folder: Path) -> Path:
     return hf_posswap.save(model, folder, tokenizer=tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relative", ["keep", "drop"])
 def test_the_trained_model_has_what_was_chosen(tmp_path: Path, relative: str) -> None:
     write_deberta(tmp_path / "deberta")

@@ -228,6 +228,7 @@ def change_weight(folder: Path) -> None:
     save_file(state, file, metadata={"format": "pt"})
 
 
+@pytest.mark.slow
 def test_other_documents_are_another_training(tmp_path: Path) -> None:
     stopped(trained(tmp_path))
     change_texts(tmp_path)
@@ -248,6 +249,7 @@ def test_what_is_written_down_of_a_training_is_read_as_the_same(tmp_path: Path) 
     assert phase["last_loss"] == whole.report["phases"][0]["last_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["trainable.what=full", "peft.peft_type=LORA"])
 def test_another_base_is_another_training(tmp_path: Path, what: str) -> None:
     stopped(trained(tmp_path, what))
@@ -258,6 +260,7 @@ def test_another_base_is_another_training(tmp_path: Path, what: str) -> None:
         trained(tmp_path, what)
 
 
+@pytest.mark.slow
 def test_another_config_of_the_base_is_named_by_its_key(tmp_path: Path) -> None:
     stopped(trained(tmp_path))
     path = tmp_path / "gpt2" / "config.json"
@@ -294,6 +297,7 @@ def test_a_stage_goes_on_from_one_with_the_same_documents_alone(tmp_path: Path) 
         trained(tmp_path, **values)
 
 
+@pytest.mark.slow
 def test_a_finished_training_is_said_to_be_so(tmp_path: Path) -> None:
     trained(tmp_path)
     shown = io.StringIO()

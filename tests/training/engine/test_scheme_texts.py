@@ -50,6 +50,7 @@ def same(run: Finished, scheme: dict[str, Any], length: int) -> bool:
     return held["scheme"].items() >= scheme.items() and held["max_length"] == length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [None, 200])  # a length that the factor reaches
 def test_a_text_on_the_command_line_trains_as_the_mapping_does(place: Path, length: int | None) -> None:
     path, longer = recipe_file(place, "scheme: rope"), [] if length is None else [f"swap.max_length={length}"]
@@ -63,6 +64,7 @@ def test_a_text_on_the_command_line_trains_as_the_mapping_does(place: Path, leng
     assert one.report["phases"][0]["steps"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [None, 512])
 def test_a_text_in_yaml_trains(place: Path, length: int | None) -> None:
     longer = "" if length is None else f", max_length: {length}"
@@ -71,6 +73,7 @@ def test_a_text_in_yaml_trains(place: Path, length: int | None) -> None:
     assert same(run, WHAT["rope:base=20000"], length or WINDOW)
 
 
+@pytest.mark.slow
 def test_the_command_trains_it(place: Path) -> None:
     path, out = recipe_file(place, "scheme: rope"), place / "command"
     done = CliRunner().invoke(app, ["train", str(path), f"swap.scheme={YARN}", f"out={out}"])

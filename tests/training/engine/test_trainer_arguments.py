@@ -27,6 +27,7 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -54,6 +55,7 @@ def test_the_rate_of_each_step_is_that_of_transformers_schedule(tmp_path: Path, 
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optim", "rate", "more"),
     [("adafactor", 1e-2, ()), ("sgd", 1.0, ("training.optim_args='momentum=0.5'",)), ("rmsprop", 1e-3, ())],
@@ -106,6 +108,7 @@ def test_what_transformers_refuses_is_said_without_a_traceback(
         trained(tmp_path, *settings, services=services)
 
 
+@pytest.mark.slow
 def test_held_out_loss_is_measured_as_eval_strategy_says_and_steers_the_schedule(tmp_path: Path) -> None:
     how = "{patience: 0, factor: 0.5, threshold: 1000.0, threshold_mode: abs}"
     settings = ("training.eval_strategy=steps", "training.eval_steps=2", "training.eval_on_start=true",
@@ -119,6 +122,7 @@ def test_held_out_loss_is_measured_as_eval_strategy_says_and_steers_the_schedule
     assert entries[-1]["nll"] != entries[0]["nll"]
 
 
+@pytest.mark.slow
 def test_the_report_tells_time_speed_and_held_out_loss(tmp_path: Path) -> None:
     done = run_recipe(recipe(tmp_path, kind="llama"))
     report = done.report
@@ -155,6 +159,7 @@ def test_what_accelerates_file_says_wins_and_is_said(tmp_path: Path, monkeypatch
     assert launch_of(launched).deepspeed == 2
 
 
+@pytest.mark.slow
 def test_a_launched_precision_is_another_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     done = trained(tmp_path, "training.max_steps=2", kind="llama")

@@ -261,6 +261,7 @@ def test_dropout_is_honoured_by_the_plain_way(spy: Spy) -> None:
     assert spy.seen() == {"plain"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stock_compiles")
 def test_a_compiled_model_is_one_graph_still() -> None:
     model = swapped("alibi", {})

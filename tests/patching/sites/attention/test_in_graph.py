@@ -173,6 +173,7 @@ def test_chunks_upon_a_static_cache_equal_the_whole(scheme: str, way: str, taken
     assert (torch.cat(logits, dim=1) - expected)[LEFT.bool()].abs().max() < EXACT
 
 
+@pytest.mark.slow
 def test_a_compiled_encoder_sees_both_sides(taken: list[str]) -> None:
     model = swapped_bert("t5")
     with torch.no_grad():
@@ -184,6 +185,7 @@ def test_a_compiled_encoder_sees_both_sides(taken: list[str]) -> None:
     assert (found - expected)[RIGHT.bool()].abs().max() < EXACT
 
 
+@pytest.mark.slow
 def test_a_copy_is_found_by_a_number_of_its_own() -> None:
     """Else a graph that was compiled for one would compute the other with its table."""
     model = swapped(llama, "t5", {"init_std": 1.0})
