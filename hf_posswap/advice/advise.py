@@ -78,7 +78,7 @@ class Advice:
             *(f"  $ {command}" for command in self.use.commands),
         ]
         for option in self.others:
-            lines += ["", f"not {option.title}: {'; '.join(why_not(option))}"]
+            lines += ["", f"{'or' if option.advised else 'not'} {option.title}: {'; '.join(why_not(option))}"]
         lines += [line for row in self.further for line in ("", f"see also {row} [{row.source}]")]
         return in_lines(lines)
 
@@ -160,7 +160,7 @@ def _baseline(case: Case) -> str:
 
 
 def why_not(option: Option) -> tuple[str, ...]:
-    """Return why an option is not recommended: its standing, the reasons against it, and its first figure."""
+    """Return where an alternative stands: its standing, the reasons against it, and its first ground."""
     standing = _STANDS.get(option.standing)
     first = next((f"{reason} [{reason.source}]" for reason in option.grounds), None)
     return tuple(reason for reason in (standing, *option.against, first) if reason)

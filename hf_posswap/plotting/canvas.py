@@ -82,23 +82,34 @@ def percent_axis(ax: Axes) -> None:
 
     right = ax.secondary_yaxis("right", functions=(to_percent, to_nats))
     right.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
-    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g} %" if value else "0 %"))
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent_text(value, digits=None)))
     right.tick_params(colors=INK, labelsize=9, length=3)
     right.set_ylabel("change of perplexity", fontsize=9)
 
 
-def mark_window(ax: Axes, window: int) -> None:
-    """Draw a line at the end of the original window."""
+def percent_text(value: float, digits: int | None = 1) -> str:
+    """Return a change in percent with its sign, written as axes write it.
+
+    Example:
+        >>> percent_text(-3.57), percent_text(4.0, digits=None), percent_text(0.0, digits=None)
+        ('\N{MINUS SIGN}3.6 %', '+4 %', '0 %')
+    """
+    number = f"{value:+g}" if digits is None else f"{value:+.{digits}f}"
+    return f"{number if value else '0'} %".replace("-", "\N{MINUS SIGN}")
+
+
+def mark_window(ax: Axes, window: int, *, at_bottom: bool = False) -> None:
+    """Draw a line at the end of the original window, with its name at the top or at the bottom."""
     ax.axvline(window, color=INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
     ax.annotate(
         "original window",
-        (window, 1.0),
+        (window, 0.0 if at_bottom else 1.0),
         xycoords=("data", "axes fraction"),
-        xytext=(4, -4),
+        xytext=(4, 4 if at_bottom else -4),
         textcoords="offset points",
         fontsize=8,
         color=INK,
-        va="top",
+        va="bottom" if at_bottom else "top",
         rotation=90,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ _FARTHEST = 1.0
 """Nats per token: much larger differences are cut off, so that a model that breaks does not flatten the others."""
 _STAGGER = 1.035
 _LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False, "loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
+_BELOW: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.16), "ncols": 2}
 
 
 @dataclass(frozen=True)
@@ -130,17 +132,17 @@ def draw_difference_by_length(
     room = 0.08 * max(high - low, 0.01)
     lengths = sorted({int(point.x) for curve in curves for point in curve.points})
     canvas.length_axis(ax, lengths, window)
-    ax.set_xlim(lengths[0] / 1.25, lengths[-1] * 1.25)
+    ax.set_xlim(lengths[0] / 1.25, lengths[-1] * 1.4)
     ax.set_ylim(low - room, high + room)
     ax.axhline(0.0, color=canvas.INK, linewidth=1.4, linestyle=(0, (2, 2)), label=baseline, zorder=2)
     _draw_intervals(ax, curves)
     if lengths[0] < window or len(lengths) > 1:
-        canvas.mark_window(ax, window)
+        canvas.mark_window(ax, window, at_bottom=True)
     cut = " (cut off)" if min(values) < low or max(values) > high else ""
     ax.set_xlabel("tokens read of each document (multiples of the original window below)", fontsize=9)
-    ax.set_ylabel(f"loss minus the baseline's, nats per token; below zero is better{cut}", fontsize=9)
+    ax.set_ylabel(f"difference in nats per token; below zero is better{cut}", fontsize=9)
     canvas.percent_axis(ax)
-    _legend(ax, [baseline])
+    _legend(ax, [baseline], **_BELOW)
     canvas.save(picture, path)
 
 
@@ -168,6 +170,19 @@ def _draw_intervals(ax: Axes, curves: Sequence[Curve]) -> None:
             zorder=3,
             **look,
         )
+        if len(x) > 1:
+            ax.annotate(
+                canvas.percent_text(100 * math.expm1(min(y[-1], _FARTHEST))),
+                (x[-1], y[-1]),
+                xytext=(8, 0),
+                textcoords="offset points",
+                fontsize=9,
+                fontweight="bold",
+                color=canvas.INK,
+                va="center",
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
+                annotation_clip=True,
+            )
 
 
 def draw_loss_by_position(curves: Sequence[Curve], window: int, path: Path, *, below: str) -> None:
@@ -230,11 +245,11 @@ def _draw(ax: Axes, curves: Sequence[Curve]) -> None:
     _legend(ax, [curve.label for curve in curves if curve.reference])
 
 
-def _legend(ax: Axes, references: Sequence[str]) -> None:
-    """Draw the legend to the right of the axes: the models first, then the references, as on the HTML page."""
+def _legend(ax: Axes, references: Sequence[str], **place: Any) -> None:
+    """Draw the legend, to the right of the axes by default: the models first, then the references."""
     handles, labels = ax.get_legend_handles_labels()
     models = [number for number, label in enumerate(labels) if label not in references]
     order = [*models, *(number for number in range(len(labels)) if number not in models)]
-    legend = ax.legend([handles[n] for n in order], [labels[n] for n in order], **_LEGEND)
+    legend = ax.legend([handles[n] for n in order], [labels[n] for n in order], **(_LEGEND | place))
     for text in legend.get_texts():
         text.set_parse_math(False)

@@ -121,6 +121,7 @@ def _draw(lines: Sequence[Line], axes: Axes, size: _Size) -> Markup:
         _frame(axes, size, x, y),
         *(_band(line, x, y) for line in lines if len(line.dots) > 1 and line.number != SLIDING),
         *(_line(line, x, y) for line in sorted(lines, key=lambda line: line.number != SLIDING)),
+        _zero_label(axes, size, y),
         _strips(lines, axes, size, x),
         class_=f"plot {size.kind}",
         viewBox=f"0 0 {size.width} {size.height}",
@@ -148,11 +149,17 @@ def _frame(axes: Axes, size: _Size, x: Scale, y: Scale) -> Markup:
     middle = (size.left + right) / 2
     elements.append(tag("text", axes.x, x=middle, y=size.height - 8, class_="name", text_anchor="middle"))
     elements.append(tag("text", axes.y, x=4, y=12, class_="name"))
-    if axes.zero and axes.zero_name:
-        elements.append(tag("text", axes.zero_name, x=right - 6, y=_px(y(0.0) - 6), class_="tick", text_anchor="end"))
     if axes.window:
         elements.append(_window(axes.edge, x(axes.window), bottom, right))
     return join(*elements)
+
+
+def _zero_label(axes: Axes, size: _Size, y: Scale) -> Markup | None:
+    """Return the name of the line at zero, which is legible over lines and bands."""
+    if not (axes.zero and axes.zero_name):
+        return None
+    right = size.width - axes.margin(size)
+    return tag("text", axes.zero_name, x=right - 6, y=_px(y(0.0) - 6), class_="zero-name", text_anchor="end")
 
 
 def _window(name: str, at: float, bottom: float, right: float) -> Markup:

@@ -48,7 +48,19 @@ def model_numbers(results: Mapping[str, Any]) -> dict[str, int]:
 def _preferred_number(name: str, model: Mapping[str, Any]) -> int | None:
     if model["plan"] is None:
         return CONTROL if is_control_entry(name, model) else BASE
-    return scheme_number(model["plan"]["scheme"]["name"])
+    return scheme_number(scheme_name(model["plan"]["scheme"]))
+
+
+def scheme_name(scheme: Mapping[str, Any]) -> str:
+    """Return the name of a scheme; layers with one scheme and different fields count as that scheme.
+
+    Example:
+        >>> layers = {"0": {"name": "alibi", "slopes": [0.5]}, "1": {"name": "alibi", "slopes": [0.25]}}
+        >>> scheme_name({"name": "per_layer", "layers": layers}), scheme_name({"name": "rope"})
+        ('alibi', 'rope')
+    """
+    names = {layer["name"] for layer in scheme["layers"].values()} if scheme["name"] == "per_layer" else set()
+    return str(names.pop() if len(names) == 1 else scheme["name"])
 
 
 def shape(number: int) -> str:

@@ -76,7 +76,7 @@ def difference(results: Results) -> Markup | None:
         zero=True,
         name_x=lambda x: f"{x:,.0f} tokens, from {found.baseline}",
         name_y=lambda y: f"{y:+.3f} nats ({percent(y)})",
-        right=percent,
+        right=lambda y: percent(y) if y else "0 %",
         zero_name=found.baseline,
     )
     lead = (

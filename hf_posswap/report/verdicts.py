@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_posswap.plotting.styles import SLIDING
 from hf_posswap.report.conclusion import SIGNIFICANT, conclude, inside_statement, percent
-from hf_posswap.report.looks import look, mark, model_numbers
+from hf_posswap.report.looks import look, mark, model_numbers, scheme_name
 from hf_posswap.report.markup import Markup, join, tag
 from hf_posswap.report.sections import Results, section
 from hf_posswap.report.tables import Cell, sortable
@@ -58,7 +58,7 @@ def _card(results: Results, number_of_model: int, name: str, model: dict[str, An
 
 def _mechanism(model: dict[str, Any]) -> str | None:
     plan = model["plan"]
-    return None if plan is None else f"{plan['scheme']['name']}, {plan['route']} route"
+    return None if plan is None else f"{scheme_name(plan['scheme'])}, {plan['route']} route"
 
 
 def _long(results: Results, model: dict[str, Any]) -> str | None:

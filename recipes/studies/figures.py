@@ -35,7 +35,7 @@ _ADAPTED = (
 )
 """Results of recipes.studies.adaptation."""
 _VERDICT = re.compile(
-    r"^- (\w+): [^(]*reads (\d+)x the window [^(]*the sliding window of control "
+    r"^- (\w+): [^(\n]*reads (\d+)x the window [^(\n]*the sliding window of control "
     r"\(([+-][\d.]+) nats per token, 95 % interval ([+-][\d.]+) to ([+-][\d.]+)",
     re.MULTILINE,
 )
